@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import atexit
 import logging
-import multiprocessing
 import os
-import signal
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -31,9 +28,10 @@ from omni import plugins as plugin_modules
 from omni.audio.io import SAMPLE_RATE
 from omni.checkpoint.places import TOKENIZER
 from omni.engine.client import Pace
+from omni.engine.launch import PATIENCE, how_it_ended, start
 from omni.engine.remote import RemoteAnswer, RemoteSession
 from omni.engine.slots import check_slots
-from omni.engine.wire import EngineLost, Item, Sender, pack_request, unpack, unpack_error
+from omni.engine.wire import EngineLost, Sender, pack_request, unpack, unpack_error
 from omni.errors import UserError
 from omni.files import check_path
 from omni.generate.bounds import Bound, check_number
@@ -51,9 +49,6 @@ if TYPE_CHECKING:
     from omni.layout import Layout
 
 LOG = logging.getLogger(__name__)
-
-PATIENCE = 10.0
-"""Seconds for which `close` waits for a process that was told to end, before it is killed."""
 
 
 class _Reply:
@@ -114,7 +109,7 @@ class EngineProcess:
         self._requests, self._numbers, self._sessions = count(1), count(1), count(1)
         self._lost: EngineLost | None = None
         self._closing = self._said_bye = False
-        self._pipe, self._process = _start(arguments)
+        self._pipe, self._process = start(arguments)
         self.pid = self._process.pid
         try:
             self._take_facts()
@@ -134,8 +129,8 @@ class EngineProcess:
             kind, *rest = unpack(self._pipe.recv_bytes())[0]
         except (EOFError, OSError):
             raise EngineLost(
-                f"{self._end_of_process()} before the model was loaded; what it said is above (a script that starts one needs "
-                'if __name__ == "__main__":)'
+                f"{how_it_ended(self._process)} before the model was loaded; what it said is above (a script that starts one "
+                'needs if __name__ == "__main__":)'
             ) from None
         if kind == "refused":
             raise unpack_error(*rest)
@@ -247,18 +242,6 @@ class EngineProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _end_of_process(self) -> str:
-        """How the process ended, in words."""
-        self._process.join(PATIENCE)
-        code = self._process.exitcode
-        if code is None:
-            return f"the engine's process {self.pid} does not answer any more"
-        if code >= 0:
-            return f"the engine's process {self.pid} ended with code {code}"
-        name = signal.Signals(-code).name
-        memory = ", as where memory runs out" if -code == signal.SIGKILL else ""
-        return f"the engine's process {self.pid} was ended by {name}{memory}"
-
     # --- messages (`omni.engine.remote.Host`) -------------------------------------------------------------------------
 
     def read(self, question: Question, task: Task | str, sample_rate: int) -> Asked:
@@ -345,7 +328,7 @@ class EngineProcess:
         if self._said_bye:
             lost = EngineLost("this engine is closed; start another one")
         else:
-            lost = EngineLost(f"{self._end_of_process()}; start another one")
+            lost = EngineLost(f"{how_it_ended(self._process)}; start another one")
         with self._changed:
             self._lost = lost
             replies, answers = list(self._replies.values()), list(self._answers.values())
@@ -358,27 +341,6 @@ class EngineProcess:
                 answer.end(Ended("error", Timings(), str(lost)))
             except Exception:
                 LOG.exception("a listener of the engine's process failed")
-
-
-def _start(arguments: Item) -> tuple[Any, Any]:
-    """The process, and this process's end of its pipe. Ctrl-C does not reach it, from its first moment on."""
-    from omni.engine.child import run
-
-    start = time.perf_counter()
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
-    process = context.Process(target=run, args=(other, *arguments), name="omni-engine")
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        process.start()
-    except BaseException:
-        pipe.close()
-        raise
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        other.close()
-    LOG.debug("process %d starts after %.3f s", process.pid, time.perf_counter() - start)
-    return pipe, process
 
 
 def _closing(session: RemoteSession, events: Iterator[Event]) -> Iterator[Event]:
