@@ -22,7 +22,7 @@ from omni.generate.prefill import Prefill, pack
 from omni.generate.runner import Runner
 from omni.hardware import finish_queued
 from omni.layout import Layout
-from omni.lora.attach import active_edits, changes, kept, selection_of
+from omni.lora.attach import CHANGING, active_edits, changes, selection_of
 from omni.lora.selection import RowSelection, using
 from omni.tasks import Columns
 
@@ -92,7 +92,7 @@ class Refills:
     def piece(self, runner: Runner, refill: Refill, columns: int) -> int:
         """Feed up to that many columns more; returns how many. One that is done, or fails, is dropped."""
         try:
-            with kept(runner.model, [refill.selection]):
+            with CHANGING:  # a removal waits for the piece, and is not refused for it
                 fed = feed(runner, refill, min(columns, runner.chunk))
         except Exception as error:  # a lack of memory, an adapter that was removed: the question says so to its listener
             if not isinstance(error, UserError):
