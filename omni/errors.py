@@ -22,7 +22,7 @@ class BusyError(UserError):
         waiting: number of questions that wait already.
     """
 
-    def __init__(self, text: str, waiting: int) -> None:
+    def __init__(self, text: str, waiting: int = 0) -> None:
         super().__init__(text)
         self.waiting = waiting
 

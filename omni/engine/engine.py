@@ -121,7 +121,6 @@ class Engine:
             rows = 1 if running.fork is None else 2
             if self.fixed is not None and rows > self.fixed:
                 raise UserError(f"text assist takes 2 slots, and the engine has {self.fixed}; give it more, or leave it out")
-            running.hungry = self._worker.wake
         with self._changed:
             for running in asked:
                 running.hungry = self._worker.wake

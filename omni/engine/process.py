@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from omni import plugins as plugin_modules
 from omni.audio.io import SAMPLE_RATE
 from omni.checkpoint.places import TOKENIZER
-from omni.engine.client import Pace
+from omni.engine.client import Pace, WhenFull, check_pace
 from omni.engine.launch import PATIENCE, how_it_ended, start
 from omni.engine.remote import RemoteAnswer, RemoteSession
 from omni.engine.slots import check_slots
@@ -161,6 +161,7 @@ class EngineProcess:
         context: int | None = None,
         history: History | None = None,
         pace: Pace = "read",
+        when_full: WhenFull = "wait",
         **values: Unpack[Keywords],
     ) -> RemoteSession:
         """Start a conversation; arguments as for `SpeechLM.session`.
@@ -169,13 +170,12 @@ class EngineProcess:
             pace: `read` for a program that reads, `live` for sound that plays from its first sample on, so that its row is
                 written ahead of it.
         """
-        if pace not in ("read", "live", "whole"):
-            raise UserError(f"pace {pace!r} is unknown; use 'read' or 'live'")
-        make_options(dict(values), "session", ("context", "history", "pace"))
+        check_pace(pace, when_full)
+        make_options(dict(values), "session", ("context", "history", "pace", "when_full"))
         if isinstance(history, (str, os.PathLike)):
             history = os.path.abspath(history)
         number = next(self._sessions)
-        self.request("session", number, {"context": context, "history": history, **values})
+        self.request("session", number, {"context": context, "history": history, "when_full": when_full, **values})
         return RemoteSession(self, number, pace, self._numbers, self.codec is not None)
 
     def stream(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from omni.errors import UserError
+from omni.errors import BusyError, UserError
 from omni.generate.results import AudioChunk
 
 LARGEST = 1 << 28
@@ -104,8 +104,8 @@ def unpack_error(kind: str, text: str) -> BaseException:
 
 
 _KINDS: dict[str, type[BaseException]] = {
-    "EngineLost": EngineLost, "UserError": UserError, "TypeError": TypeError, "MemoryError": MemoryError,
-    "OutOfMemoryError": torch.OutOfMemoryError,
+    "EngineLost": EngineLost, "BusyError": BusyError, "UserError": UserError, "TypeError": TypeError,
+    "MemoryError": MemoryError, "OutOfMemoryError": torch.OutOfMemoryError,
 }  # fmt: skip
 
 

@@ -231,6 +231,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_it_ends_with_the_process_of_its_clients_and_not_before(folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "client.py"
     ignoring = "import signal\nsignal.signal(signal.SIGINT, lambda *_: None)\n"
@@ -250,6 +251,7 @@ def test_it_ends_with_the_process_of_its_clients_and_not_before(folder: Path, tm
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_sigterm_lets_answers_end_and_takes_no_new_ones(folder: Path) -> None:
     engine = EngineProcess(folder, threads=1)
     options = LONG | {"max_seconds": 2.0}
