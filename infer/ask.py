@@ -102,6 +102,7 @@ def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> boo
                     seed=options.seed,
                     max_seconds=options.max_seconds,
                     max_tokens=options.max_tokens,
+                    max_silence=options.max_silence,
                     text_assist=options.text_assist,
                     overflow="forget" if options.forget else "end",
                     context=options.context,
@@ -189,6 +190,7 @@ def _print_json(turn: TurnReport) -> None:
 
 REASONS = {
     "length": "the answer was cut at the limit; see --max_seconds and --max_tokens",
+    "silence": "the answer was ended by its silence; see --max_silence",
     "cache": "the answer was cut: the conversation fills the model's context; see --context and --forget",
     "cancelled": "the answer was broken off",
 }

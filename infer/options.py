@@ -61,6 +61,7 @@ class AskOptions:
     text_assist: bool = option(False, "let a second row write the text of spoken answers (mini-omni's batch of two)")
     max_seconds: float = option(30.0, "longest spoken answer")
     max_tokens: int = option(512, "longest written answer, in tokens")
+    max_silence: float | None = option(None, "seconds of silence after which a spoken answer ends; by default none do")
     context: int | None = option(None, "positions of a conversation; by default the model's, 4096 at most")
     forget: bool = option(False, "drop the oldest turns of a chat when it is full, instead of ending it")
 

@@ -124,10 +124,7 @@ def as_waveform(samples: Any, name: str = "the question") -> Tensor:
     samples. Two channels are averaged, or the louder is taken where they cancel each other (SoundWarning).
     UserError: no numbers, complex ones, no samples, or a shape that is not clear.
     """
-    array = _array(samples, name)
-    if array.dtype.kind not in "iuf" or array.dtype.name in ("uint16", "uint32", "uint64"):
-        raise UserError(f"{name}'s samples are of type {array.dtype}; give floating-point numbers or signed integers")
-    array = _channels(array, name)
+    array = _numbers(samples, name)
     if not array.size:
         raise UserError(f"{name} has no samples; give at least some milliseconds of sound")
     scaled = _scaled(array, name)
@@ -139,6 +136,27 @@ def as_waveform(samples: Any, name: str = "the question") -> Tensor:
         return torch.from_numpy(mixed)
     warnings.warn(f"{name}'s {heard_alone(loudest)}", SoundWarning, stacklevel=2)
     return torch.from_numpy(scaled[loudest].copy())
+
+
+def as_piece(samples: Any, name: str) -> np.ndarray:
+    """A copy of the numbers of a piece of sound, [S] or [2, S], not scaled yet; a piece may be empty.
+
+    UserError: as of `as_waveform`, or samples that are not finite or too loud.
+    """
+    if not is_waveform(samples):
+        raise UserError(f"{name} is a {type(samples).__name__}; {_WAY}")
+    array = _numbers(samples, name).copy()
+    if array.size:
+        check_level(torch.from_numpy(_scaled(array, name).reshape(-1)), name)
+    return array
+
+
+def _numbers(samples: Any, name: str) -> np.ndarray:
+    """Samples as an array [S] or [2, S] of a type that sound may have."""
+    array = _array(samples, name)
+    if array.dtype.kind not in "iuf" or array.dtype.name in ("uint16", "uint32", "uint64"):
+        raise UserError(f"{name}'s samples are of type {array.dtype}; give floating-point numbers or signed integers")
+    return _channels(array, name)
 
 
 def _is_rate(value: Any) -> bool:

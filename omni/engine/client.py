@@ -22,7 +22,7 @@ from omni.engine.slots import Seat
 from omni.errors import UserError
 from omni.generate.heard import Loudness, heard_characters
 from omni.generate.history import Exchange, Key
-from omni.generate.results import AudioChunk, Clock, Ended, Event, TextDelta, Timings
+from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
 from omni.generate.rows import Start
 from omni.generate.turn import Reply
 from omni.lora.selection import Selection
@@ -65,6 +65,8 @@ class Running:
         pace, when_full: how its listener takes it, and what becomes of it where there is no room.
         release: called when its rows are free; its adapter may be removed from then on.
         cancelled, settled: whether it is to stop; whether it is in the history.
+        ending: reason for which it is to stop.
+        given: the engine has its question.
         over: whether `Ended` is among its events.
         written: number of time steps that were written; `read` those whose events were taken.
         last: time step of the last event that was taken; `finished`, whether that was the end.
@@ -73,7 +75,7 @@ class Running:
         loudness: loudness of the sound that was handed over.
         played, shown: seconds that were heard and characters that were seen, where an interruption gave them.
         wake, hungry: called when there is an event, and when a listener that was behind has read.
-        reader: thread that waits for an event, 0 for none.
+        reader: thread that waits for an event, 0 for none; -1 for a task.
         left: its rows are free.
         plays: when a live listener's sound began, by `time.perf_counter`, less the time in which it waited.
         lateness: largest number of seconds by which a chunk came after it was due; `underruns`, how often one did.
@@ -97,7 +99,9 @@ class Running:
     encode: float = 0.0
     prefill: float = 0.0
     cancelled: bool = False
+    ending: Reason = "cancelled"
     settled: bool = False
+    given: bool = False
     over: bool = False
     written: int = 0
     processed: int = 0
@@ -237,7 +241,7 @@ class Running:
     def _taken(self) -> Event:
         if self.cancelled:
             error = self.reply.error
-            return Ended("cancelled" if error is None else "error", self.timings(), error)
+            return Ended(self.ending if error is None else "error", self.timings(), error)
         if self._events:
             self.last, event = self._events.popleft()
             self._mark()
@@ -258,10 +262,13 @@ class Running:
                 self.loudness = self.loudness or Loudness(self.codec.sample_rate)
                 self.loudness.push(event.samples)
 
-    def stop(self) -> None:
-        """Mark it as cancelled: its listener gets nothing more of it."""
+    def stop(self, reason: Reason = "cancelled", error: str | None = None) -> None:
+        """Mark it as cancelled: its listener gets nothing more of it but an end for this reason."""
         with self.changed:
-            self.cancelled = True
+            if not self.cancelled:
+                self.cancelled, self.ending = True, reason
+                if error is not None:
+                    self.reply.fail(error)
             self._events.clear()
             self.changed.notify_all()
             if self.wake is not None:

@@ -102,7 +102,7 @@ class Engine:
         Raises:
             UserError: the engine is closed, or its rows are shorter.
         """
-        self._check()
+        self.check()
         if self.context is not None and limit > self.context:
             raise UserError(f"context is {limit}, and the engine's rows have {self.context} positions; give a smaller one")
         seat = Seat(limit)
@@ -116,17 +116,20 @@ class Engine:
             UserError: the engine is closed, or an answer takes more slots than there are.
             BusyError: a live listener's question that is not to wait, or a queue that is full.
         """
-        self._check()
+        self.check()
         for running in asked:
             rows = 1 if running.fork is None else 2
             if self.fixed is not None and rows > self.fixed:
                 raise UserError(f"text assist takes 2 slots, and the engine has {self.fixed}; give it more, or leave it out")
         with self._changed:
             for running in asked:
-                running.hungry = self._worker.wake
                 if running.pace == "live":
                     self._check_queue(running)
-            self._asked += asked
+            for running in asked:
+                running.hungry = self._worker.wake
+                if not running.left.is_set():  # else it was cancelled before
+                    running.given = True
+                    self._asked.append(running)
             self._threads = torch.get_num_threads()
         self._worker.wake()
 
@@ -168,12 +171,18 @@ class Engine:
             self._ended.append(running)
         self._worker.wake()
 
-    def stop(self, running: Running) -> None:
-        """Cancel an answer, and wait until its rows are free."""
+    def stop(self, running: Running, wait: bool = True) -> None:
+        """Cancel an answer, and wait (or do not) until its rows are free; `running.left` is set then."""
+        if self.forked:
+            return
         running.stop()
-        if not running.left.is_set() and os.getpid() == self._worker._process:
+        with self._changed:
+            if not running.given:
+                running.release()
+                running.left.set()
+        if not running.left.is_set():
             self.leave(running)
-            if not self._worker.here:
+            if wait and not self._worker.here:
                 running.left.wait()
 
     def refill(self, refill: Refill) -> None:
@@ -184,7 +193,7 @@ class Engine:
 
     def vacate(self, seat: Seat) -> None:
         """Free a conversation's slot, at the next step's boundary; what is left of its answer is cancelled."""
-        if os.getpid() != self._worker._process:
+        if self.forked:
             return
         with self._changed:
             self._vacated.append(seat)
@@ -202,7 +211,7 @@ class Engine:
 
     def close(self) -> None:
         """End all answers, wait for the threads to end, and free the cache."""
-        if os.getpid() != self._worker._process:
+        if self.forked:
             return
         with self._changed:
             if self._closed:
@@ -218,8 +227,18 @@ class Engine:
         self._sound.stop()
         self.runner, self._talks, self._rows, self._placed, self._entering = None, {}, {}, [], None
 
-    def _check(self) -> None:
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the engine's, and so has no threads of it."""
+        return os.getpid() != self._worker._process
+
+    def check_process(self) -> None:
+        """UserError in a process that was forked."""
         self._worker.check_process()
+
+    def check(self) -> None:
+        """UserError in a process that was forked, or where the engine is closed."""
+        self.check_process()
         if self._closed or self._draining:
             raise UserError("this engine is closed; load the model again, or start another engine")
 

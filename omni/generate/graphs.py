@@ -96,7 +96,7 @@ def coming(starts: Sequence[Start], visible: Sequence[int]) -> Iterator[list[Run
     counts = [len(starts)] if together else sorted({*powers(len(starts)), len(starts)})
     for count, seen, text, audio in product(counts, visible, (True, False), (True, False)):
         rows = [
-            RunnerRow(slot, max(seen, 1) - 1, s.text and text, s.audio and audio, s.partner, s.selection)
+            RunnerRow(slot, max(seen, 1) - 1, s.text and text, s.audio and audio, s.partner, s.selection, logprobs=s.logprobs)
             for slot, s in enumerate(starts[:count])
         ]
         found = [row if row.needs_text or row.needs_audio else None for row in rows]

@@ -41,6 +41,7 @@ class Loudness:
         self.window = max(1, round(sample_rate * WINDOW))
         self.step = self.window / sample_rate
         self._levels: list[float] = []
+        self._loudest = 0.0
         self._rest = [torch.zeros(0)]  # not measured yet
 
     def push(self, samples: Tensor) -> None:
@@ -53,14 +54,16 @@ class Loudness:
         """Level of each whole window."""
         known = torch.cat(self._rest)
         whole = len(known) // self.window * self.window
-        self._levels += known[:whole].view(-1, self.window).square().mean(1).sqrt().tolist()
+        levels = known[:whole].view(-1, self.window).square().mean(1).sqrt().tolist()
+        self._levels += levels
+        self._loudest = max([self._loudest, *levels])
         self._rest = [known[whole:]]
         return self._levels
 
     def speech(self) -> list[tuple[float, float]]:
         """Start and end of each stretch of speech, with a pause between each and the next."""
         levels = self.levels()
-        limit = _QUIET * max(levels, default=0.0)
+        limit = _QUIET * self._loudest
         out: list[tuple[float, float]] = []
         for i, level in enumerate(levels):
             if level > limit:
@@ -69,6 +72,14 @@ class Loudness:
                     start = out.pop()[0]
                 out.append((start, end))
         return out
+
+    def silence(self) -> float:
+        """Seconds of silence at the end of the sound; all of it where nothing has sounded."""
+        levels = self.levels()
+        limit, count = _QUIET * self._loudest, 0
+        while count < len(levels) and levels[-1 - count] <= limit:
+            count += 1
+        return count * self.step
 
 
 def heard_characters(

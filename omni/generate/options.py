@@ -6,7 +6,7 @@ Besides the fields of `AnswerOptions`, calls take the names that transformers an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from types import NoneType
@@ -20,6 +20,9 @@ from omni.generate.results import brief
 from omni.generate.sampling import GREEDY, SamplingPlan
 from omni.generate.sampling_config import Sampling
 from omni.tasks import Task
+
+Stop = str | Sequence[str] | Callable[[str], bool] | None
+"""What ends an answer that writes: texts, or a function of its text so far."""
 
 
 class SamplingNames(TypedDict, total=False):
@@ -44,7 +47,9 @@ class OptionValues(TypedDict, total=False):
     max_seconds: float
     max_tokens: int
     max_new_tokens: int | None
-    stop: str | Sequence[str] | None
+    stop: Stop
+    max_silence: float | None
+    logprobs: bool
     text_assist: bool
     overflow: Literal["end", "forget"]
     adapter: str | None
@@ -75,7 +80,11 @@ class AnswerOptions:
         max_new_tokens: most time steps of any answer, its end included. A step writes one token of text and one of each code
             stream; a spoken answer ends at the lesser of this and `max_seconds`, a written one at this alone.
         stop: texts that end an answer which writes: its text ends before the first of them, its sound with the time step that
-            completed it.
+            completed it. Or a function that is given the text so far after each piece of it, and returns whether the answer
+            ends with this piece. It is called by whoever takes the events, so that a slow one holds nobody else; one that
+            raises ends the answer with an error.
+        max_silence: seconds for which the answer's sound may be silent before it ends, its beginning included; needs a codec.
+        logprobs: return the log-probabilities of tokens and codes (`Answer.logprobs`).
         text_assist: let a second row write the text of spoken answers.
         overflow: policy for a question for which the cache has no room. `end`: it is refused with a UserError.
             `forget`: the oldest turns are dropped until a quarter of the cache is free (or only the question
@@ -92,7 +101,9 @@ class AnswerOptions:
     max_seconds: float = 30.0
     max_tokens: int = 512
     max_new_tokens: int | None = None
-    stop: str | Sequence[str] | None = None
+    stop: Stop = None
+    max_silence: float | None = None
+    logprobs: bool = False
     text_assist: bool = False
     overflow: Literal["end", "forget"] = "end"
     adapter: str | None = None
@@ -106,12 +117,17 @@ class AnswerOptions:
             raise UserError(f"overflow {self.overflow!r} is unknown; use 'end' or 'forget'")
         if self.max_new_tokens is not None:
             check_number("max_new_tokens", self.max_new_tokens)
+        if self.max_silence is not None:
+            check_number("max_silence", self.max_silence)
+        if not isinstance(self.logprobs, bool):
+            raise UserError(f"logprobs is {repr(self.logprobs)[:80]}; give True or False")
         check_adapter(self.adapter)
         if not isinstance(self.sampling, (Sampling, Mapping)):
             raise UserError(f"sampling is {repr(self.sampling)[:80]}; give a Sampling, or a dict of one per stream or kind")
-        listed = self.stop is None or isinstance(self.stop, (str, list, tuple))
+        listed = self.stop is None or isinstance(self.stop, (str, list, tuple)) or callable(self.stop)
         if not listed or not all(isinstance(text, str) and text for text in self.stops):
-            raise UserError(f"stop is {repr(self.stop)[:80]}; it must be a text, or a list of several, none of them empty")
+            ways = "a text, or a list of several, none of them empty, or a function of the text so far"
+            raise UserError(f"stop is {repr(self.stop)[:80]}; it must be {ways}")
 
     def __repr__(self) -> str:
         return brief(self)
@@ -119,7 +135,14 @@ class AnswerOptions:
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts of `stop`."""
-        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.stop is None or callable(self.stop):
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def stop_when(self) -> Callable[[str], bool] | None:
+        """The function that `stop` is, if it is one."""
+        return self.stop if callable(self.stop) else None
 
     def limits(self, task: Task, codec: AudioCodec | None, max_delay: int) -> tuple[int, int]:
         """Most frames and most time steps of an answer; one time step is for the end. Without a codec, which knows a frame's
@@ -134,10 +157,14 @@ class AnswerOptions:
         return frames, min(frames + max_delay + 1, self.max_new_tokens)
 
 
+ASKING = ("ask", "ask_async", "answer", "answer_async", "start")
+"""Calls of a session that ask."""
+
+
 def refuse_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> None:
     """TypeError for keywords that a call lacks, with what to do: those of a session's options belong there."""
     for name in given:
-        ours = call in ("ask", "answer") and name in Keywords.__annotations__
+        ours = call in ASKING and name in Keywords.__annotations__
         way = "give it to session(), whose questions share it" if ours else closest(name, known)
         raise TypeError(f"{call}() has no keyword {name!r}; {way}")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from omni.audio.level import sound_warnings
 from omni.audio.waveform import read_sound, unwrap
 from omni.config import ModelConfig
 from omni.errors import SoundWarning, UserError
+from omni.generate.incoming import Incoming, is_coming
 from omni.model.speech_model import SpeechModel
 from omni.remote import refuse_remote
 from omni.tasks import TASKS, Task, Turn, find_task, prompt
@@ -51,6 +52,11 @@ Any rate is resampled to 16 kHz. A question lasts at most `longest(config)` seco
 """
 
 
+Coming = Iterator[Any]
+"""Sound that is still coming: its pieces, samples at `sample_rate` of the call, all of one type and one number of channels, as
+tensors, arrays or lists. A piece may be empty. Generators are closed where they are not read to their end."""
+
+
 def longest(config: ModelConfig) -> float:
     """Seconds of the longest question: the encoder's window, or, where it splits longer sound, the length that fills the
     decoder's context."""
@@ -77,12 +83,12 @@ class Asked:
 
 
 def read_question(
-    question: Question, task: Task | str, model: SpeechModel, tokenizer: Tokenizer, sample_rate: int = SAMPLE_RATE
+    question: Question | Coming, task: Task | str, model: SpeechModel, tokenizer: Tokenizer, sample_rate: int = SAMPLE_RATE
 ) -> Asked:
     """Check and read one question.
 
     Args:
-        question: see `Question`.
+        question: see `Question` and `Coming`.
         sample_rate: of samples that come without their own, in Hz.
 
     Raises:
@@ -102,6 +108,10 @@ def read_question(
         turn = Turn(task, question=tuple(tokenizer.encode(question)))
         prompt(model.layout, turn)
         return Asked(turn, None)
+    if isinstance(question, AsyncIterable):
+        raise UserError(f"the question is {_kind(question)}, an asynchronous iterator; session.ask_async takes it")
+    if isinstance(question, Iterator) and is_coming(question):
+        question = Incoming(sample_rate, longest(model.config)).gather(question)
     sound, rate = unwrap(question, sample_rate)
     if isinstance(sound, str):
         refuse_remote(sound, "sound file")

@@ -15,9 +15,9 @@ from omni.files import check_path
 if TYPE_CHECKING:
     from torch import Tensor
 
-Reason = Literal["end", "stop", "length", "cache", "cancelled", "error"]
-"""Reason for an answer's end: the model ended it, a stop string was written, a limit was reached, the cache is full, it was
-cancelled, or an error occurred."""
+Reason = Literal["end", "stop", "silence", "length", "cache", "cancelled", "error"]
+"""Reason for an answer's end: the model ended it, a stop string was written, its sound was silent for too long, a limit was
+reached, the cache is full, it was cancelled, or an error occurred."""
 
 LINE, QUOTED = 120, 48
 """Most characters of a `repr`, and of a text within it."""
@@ -125,6 +125,20 @@ Event = TextDelta | AudioChunk | Ended
 
 
 @dataclass(frozen=True, eq=False)
+class Logprobs:
+    """Natural logarithms of the probabilities that the model gave what it wrote: over the ids that a stream may take, before
+    repetition penalty, temperature, top-k and top-p.
+
+    Attributes:
+        text: of each of the answer's `tokens`.
+        codes: of each of its `codes`, [A, F] float32; None where the task does not speak.
+    """
+
+    text: tuple[float, ...]
+    codes: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
 class Answer:
     """A whole answer.
 
@@ -136,6 +150,7 @@ class Answer:
         codes: the frames, [A, F]; None where the task does not speak.
         ended: reason for the end.
         error: what happened and what to do, where `ended` is `error`; the other fields hold what was made before.
+        logprobs: of tokens and codes, where they were asked for.
     """
 
     text: str
@@ -146,6 +161,7 @@ class Answer:
     timings: Timings
     ended: Reason
     error: str | None = None
+    logprobs: Logprobs | None = None
 
     def __repr__(self) -> str:
         sound = "None" if self.audio is None else f"{len(self.audio) / self.sample_rate:.2f} s at {self.sample_rate} Hz"

@@ -21,6 +21,7 @@ class Start:
         key: key of its random numbers (`seed_key`).
         partner: slot of the row that writes its text (text assist), None where it writes itself.
         selection: the adapter and the edits that act on the row, None for the model's active ones.
+        logprobs: return the log-probabilities of what is sampled.
     """
 
     text: bool
@@ -30,6 +31,7 @@ class Start:
     key: int = 0
     partner: int | None = None
     selection: RowSelection = None
+    logprobs: bool = False
 
 
 @dataclass(eq=False)
@@ -42,7 +44,7 @@ class RunnerRow:
             row that is done).
         needs_text, needs_audio: whether it still needs each head.
         partner: slot of the row whose text it takes.
-        selection: adapter and edits that act on it, as in `Start`.
+        selection: adapter and edits that act on it, as in `Start`; `logprobs` likewise.
         live: whether it has not left yet.
         done: whether its answer is complete.
     """
@@ -55,17 +57,20 @@ class RunnerRow:
     selection: RowSelection = None
     live: bool = True
     done: bool = False
+    logprobs: bool = False
 
 
 class StepOutput(NamedTuple):
     """Output of one step for one row: the column that is fed next, a finished frame, a text token, whether the answer is done,
-    and whether it is broken (logits that it was drawn from are not finite, so that its ids mean nothing)."""
+    whether it is broken (logits that it was drawn from are not finite, so that its ids mean nothing), and, where they were
+    asked for, the log-probabilities of the K sampled ids (of forced ids they mean nothing)."""
 
     column: tuple[int, ...]
     frame: list[int] | None
     text: int | None
     done: bool
     broken: bool = False
+    logprobs: tuple[float, ...] | None = None
 
 
 def span(slots: Sequence[int]) -> tuple[int, int] | None:

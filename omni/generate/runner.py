@@ -26,7 +26,7 @@ from torch import Tensor
 from omni.cursor import Cursor
 from omni.generate.graphs import Graphs, coming, powers
 from omni.generate.rows import RunnerRow, Start, StepOutput
-from omni.generate.sampling import Mode, Sampler, broken_rows
+from omni.generate.sampling import Mode, Sampler, broken_rows, log_probabilities
 from omni.generate.staging import Staging
 from omni.hardware import to_device
 from omni.kv_cache import KVCache
@@ -49,6 +49,7 @@ class _Plan(NamedTuple):
             has it.
         mixed: rows differ in their selections.
         everywhere: edits that act on every row besides.
+        logprobs: some row wants the log-probabilities of its ids.
     """
 
     slots: tuple[int, ...]
@@ -62,6 +63,7 @@ class _Plan(NamedTuple):
     selection: tuple[RowSelection, ...] = ()
     mixed: bool = False
     everywhere: tuple[str, ...] = ()
+    logprobs: bool = False
 
 
 class _Record(NamedTuple):
@@ -142,7 +144,8 @@ class Runner:
         of_cursor = [getattr(self._cursor, name) for name in Cursor.TENSORS]
         self._staging = Staging([self._position, self._partner, self._number, *of_cursor, *self._sampler.targets])
         self._packed = torch.zeros(rows, k + a + 7, dtype=torch.long, device=device)
-        self._hosts: list[Tensor] = []  # pinned buffers that wait for a record
+        self._wide = torch.zeros(rows, k + a + 7 + k, dtype=torch.long, device=device)  # the same, and log-probabilities
+        self._hosts: dict[int, list[Tensor]] = {}  # pinned buffers that wait for a record, by their width
         self._views: dict[tuple[int, ...], KVCache] = {}
         self._graphs = Graphs()
 
@@ -162,7 +165,10 @@ class Runner:
             hidden: hidden state of each prompt's last column, [B, 1, W].
             starts: one per slot.
         """
-        rows = [RunnerRow(n, s.position, s.text, s.audio, s.partner, s.selection) for n, s in zip(slots, starts, strict=True)]
+        rows = [
+            RunnerRow(n, s.position, s.text, s.audio, s.partner, s.selection, logprobs=s.logprobs)
+            for n, s in zip(slots, starts, strict=True)
+        ]
         fresh = Cursor.start(self.layout, [s.text for s in starts], [s.audio for s in starts])
         partners = [row.slot if row.partner is None else row.partner for row in rows]
         selected = []
@@ -278,14 +284,18 @@ class Runner:
             record = self._pending.popleft()
             if record.event is not None:
                 record.event.synchronize()
-                self._hosts.append(record.host)
-            for row, values in zip(record.rows, record.host[: len(record.rows)].tolist(), strict=True):
+                self._hosts.setdefault(record.host.shape[1], []).append(record.host)
+            known = record.host[: len(record.rows)]
+            wide = known.shape[1] > k + a + 7
+            odds = known[:, k + a + 7 :].to(torch.int32).view(torch.float32).tolist() if wide else [()] * len(known)
+            for row, values, own in zip(record.rows, known.tolist(), odds, strict=True):
                 if row is None or row.done or not row.live:
                     continue
-                has_frame, text, has_text, done, needs_text, needs_audio, broken = values[k + a :]
+                has_frame, text, has_text, done, needs_text, needs_audio, broken = values[k + a : k + a + 7]
                 row.done, row.needs_text, row.needs_audio = bool(done), bool(needs_text), bool(needs_audio)
                 frame = values[k : k + a] if has_frame else None
-                out.append((row, StepOutput(tuple(values[:k]), frame, text if has_text else None, row.done, bool(broken))))
+                written = text if has_text else None, row.done, bool(broken), tuple(own) if row.logprobs else None
+                out.append((row, StepOutput(tuple(values[:k]), frame, *written)))
         return out
 
     def _plan(self, chosen: Sequence[RunnerRow], slots: tuple[int, ...] = ()) -> _Plan:
@@ -314,7 +324,8 @@ class Runner:
         selection = tuple(self._selection) if mixed else tuple(one for one in used if one is not None)
         modes = audio_mode if audio else mode, text_mode if text else mode
         edits = active_edits(self.model)
-        return _Plan(slots, text, audio, coupled, resting, *modes, visible, selection, mixed, edits)
+        odds = any(row.logprobs for row in chosen)
+        return _Plan(slots, text, audio, coupled, resting, *modes, visible, selection, mixed, edits, odds)
 
     def _index(self, slots: tuple[int, ...]) -> slice | Tensor:
         """Index of some slots: a slice where they are neighbours."""
@@ -367,11 +378,14 @@ class Runner:
         cursor, decoder, a = self._cursor.select(rows), self.model.decoder, self.layout.n_audio
         sampled = self._pad.repeat(len(slots), 1)
         broken = torch.zeros_like(cursor.done)
+        odds = torch.zeros(sampled.shape, device=sampled.device) if plan.logprobs else None
         if plan.audio:
             own, here = self._index(tuple(slots[i] for i in plan.audio)), self._index(plan.audio)
             with using(self._selection_of(plan, own)):
                 logits = decoder.audio_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
             sampled[here, :a] = self._sampler.audio(logits, own, cursor.step[here], plan.audio_mode)
+            if odds is not None:
+                odds[here, :a] = log_probabilities(self._sampler.audio_choices(logits), sampled[here, :a])
             broken[here] |= cursor.needs_audio[here] & broken_rows(hidden.audio[here], logits)
         if plan.text:
             own, here = self._index(tuple(slots[i] for i in plan.text)), self._index(plan.text)
@@ -379,11 +393,15 @@ class Runner:
                 logits = decoder.text_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
             text = self._sampler.text(logits, own, cursor.step[here], plan.text_mode)
             odd = broken_rows(hidden.text[here], logits)
+            own_odds = log_probabilities(self._sampler.text_choices(logits), text[:, None])[:, 0] if plan.logprobs else None
             if plan.coupled:
                 written = torch.arange(own.start, own.stop, device=text.device) if isinstance(own, slice) else own
                 writer = torch.searchsorted(written, self._partner[rows]).clamp_max(len(text) - 1)
                 text, odd = text[writer], odd[writer]
+                own_odds = None if own_odds is None else own_odds[writer]
             sampled[:, a] = text
+            if odds is not None and own_odds is not None:
+                odds[:, a] = own_odds
             broken |= cursor.needs_text & odd
         after, push = cursor.push(sampled)
         position = self._position[rows]
@@ -400,17 +418,23 @@ class Runner:
         if plan.audio_mode.penalty or plan.text_mode.penalty:
             self._sampler.remember(column, rows)
         flags = (push.has_frame, push.text, push.has_text, push.done, after.needs_text, after.needs_audio, broken)
-        self._packed[rows] = torch.cat([push.column, push.frame, *(f[:, None] for f in flags)], dim=1)
+        parts = [push.column, push.frame, *(f[:, None] for f in flags)]
+        if odds is None:
+            self._packed[rows] = torch.cat(parts, dim=1)
+        else:
+            self._wide[rows] = torch.cat([*parts, odds.view(torch.int32).long()], dim=1)
 
     def _record(self, plan: _Plan, chosen: Sequence[RunnerRow]) -> None:
         """Copy the results of a step to the host, in its only copy."""
         stepped = set(chosen)
         rows = [row if (row := self.rows[slot]) in stepped else None for slot in plan.slots]
-        packed = self._packed[self._index(plan.slots)]
+        whole = self._wide if plan.logprobs else self._packed
+        packed = whole[self._index(plan.slots)]
         for row in chosen:
             row.position += 1
         if self._cuda:
-            host = self._hosts.pop() if self._hosts else torch.empty(self._packed.shape, dtype=torch.long).pin_memory()
+            free = self._hosts.get(whole.shape[1])
+            host = free.pop() if free else torch.empty(whole.shape, dtype=torch.long).pin_memory()
             host[: len(rows)].copy_(packed, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
@@ -428,7 +452,7 @@ class Runner:
             self._changes = changes(self.model)
         if plan in self._graphs:
             return
-        state = [*self._state(), self._packed]
+        state = [*self._state(), self._packed, self._wide]
         if self._sampler.seen is not None:
             state.append(self._sampler.seen)
 

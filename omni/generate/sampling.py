@@ -178,6 +178,12 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
     return out
 
 
+def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities [B, N] float32 that logits [B, N, V] give ids [B, N], before any penalty, temperature or filter."""
+    logits = logits.float()
+    return logits.gather(-1, ids[..., None]).squeeze(-1) - logits.logsumexp(-1)
+
+
 def broken_rows(hidden: Tensor, logits: Tensor) -> Tensor:
     """Rows [B] whose logits [B, V] are not all finite numbers, or whose hidden state [B, 1, W] is zero throughout: its norm was
     infinite. Takes a seventh of the time of an argmax, and makes no copy."""
@@ -266,17 +272,22 @@ class Sampler:
 
     def audio(self, logits: Tensor, rows: slice | Tensor, step: Tensor, mode: Mode) -> Tensor:
         """Ids [B, A] of the audio streams, drawn from the audio head's logits [B, sum of V]."""
-        a = self.layout.n_audio
+        return self._draw(self.audio_choices(logits), rows, slice(0, self.layout.n_audio), step, mode)
+
+    def audio_choices(self, logits: Tensor) -> Tensor:
+        """Logits [B, A, V] of the ids that the audio streams may take, of the audio head's logits [B, sum of V]."""
         if self._even:
-            logits = logits.view(len(logits), a, -1)[..., : self._audio_ids]
-        else:
-            logits = F.pad(logits, (0, 1), value=float("-inf"))[:, self._audio_index]
-        return self._draw(logits, rows, slice(0, a), step, mode)
+            return logits.view(len(logits), self.layout.n_audio, -1)[..., : self._audio_ids]
+        return F.pad(logits, (0, 1), value=float("-inf"))[:, self._audio_index]
 
     def text(self, logits: Tensor, rows: slice | Tensor, step: Tensor, mode: Mode) -> Tensor:
         """Ids [B] of the text stream, drawn from its logits [B, V]."""
         a = self.layout.n_audio
-        return self._draw(logits[:, None, : self._text_ids], rows, slice(a, a + 1), step, mode).squeeze(1)
+        return self._draw(self.text_choices(logits), rows, slice(a, a + 1), step, mode).squeeze(1)
+
+    def text_choices(self, logits: Tensor) -> Tensor:
+        """Logits [B, 1, V] of the ids that the text stream may take, of its logits [B, V]."""
+        return logits[:, None, : self._text_ids]
 
     def remember(self, column: Tensor, rows: slice | Tensor) -> None:
         """Note the ids [B, K] that were written, for the repetition penalty."""

@@ -12,19 +12,16 @@ leaves as soon as its text has ended.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
-import torch
-
-from omni.audio.io import SAMPLE_RATE
 from omni.codec.base import AudioCodec
 from omni.engine.client import Pace, Running, WhenFull, check_pace
 from omni.engine.engine import Engine
@@ -32,11 +29,14 @@ from omni.engine.forget import plan
 from omni.engine.slots import Seat
 from omni.errors import UserError
 from omni.generate.bounds import check_number
+from omni.generate.faces import Faces
 from omni.generate.history import Exchange, Past, check_room, fit
+from omni.generate.incoming import Incoming, Withdrawn, is_coming
+from omni.generate.listener import Listener, whole_answer
 from omni.generate.messages import Message, messages
-from omni.generate.options import AnswerOptions, refuse_keywords
-from omni.generate.question import Asked, Question, read_question, read_system
-from omni.generate.results import Answer, AudioChunk, Clock, Ended, Event, TextDelta, Timings
+from omni.generate.options import AnswerOptions
+from omni.generate.question import Asked, Coming, Question, longest, read_question, read_system
+from omni.generate.results import Answer, Clock, Ended, Event
 from omni.generate.rows import Start
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.speech_time import SpeechTime
@@ -44,14 +44,15 @@ from omni.generate.turn import Limits, Reply
 from omni.lora.attach import kept, selection_of
 from omni.lora.selection import RowSelection
 from omni.model.speech_model import SpeechModel
-from omni.tasks import Task, Turn, find_writer, prompt
+from omni.tasks import Task, Turn, find_task, find_writer, prompt
 from omni.text import Tokenizer
 
 
-class Session:
+class Session(Faces):
     """One conversation. Made by `SpeechLM.session`; close it (or use `with`) to free its cache.
 
-    One answer at a time: `ask` gives its events as they come, `cancel` stops it from any thread.
+    One answer at a time: `ask` gives its events as they come (`ask_async` in a loop of asyncio, `start` to a function) and
+    `answer` and `answer_async` the whole; `cancel` stops it from any thread.
 
     Args:
         engine: answers its questions.
@@ -95,8 +96,11 @@ class Session:
         self._asked = past.asked
         if options.overflow == "end":
             check_room(model.layout, self._past, self._system, context, model.config.decoder.context)
+        if options.max_silence is not None and (codec is None or not sound):
+            raise UserError("max_silence listens to the answer's sound, and no codec makes any here; leave it out")
         self._seat: Seat | None = engine.seat(context)
         self._last: Running | None = None
+        self._incoming: Incoming | None = None  # of a question whose sound is still coming
         self._lock = threading.RLock()  # guards the history and the last answer
         _OPEN.add(self)
         self._dropped = weakref.finalize(self, _abandon, engine, self._seat, release)
@@ -104,53 +108,69 @@ class Session:
 
     # --- the interface ----------------------------------------------------------------------------------------
 
-    def ask(
+    def read(
         self,
-        question: Question,
-        task: Task | str = "A1A2",
-        *,
-        sample_rate: int = SAMPLE_RATE,
+        question: Question | Coming,
+        task: Task | str,
+        sample_rate: int,
         seed: int | None = None,
-        **more: NoReturn,
-    ) -> Iterator[Event]:
-        """Ask, and get the answer as events: text and sound as they come, `Ended` last. Events that were taken from the
-        iterator count as delivered. Closing it, or asking before its end, cancels the answer.
+        gone: Callable[[], bool] | None = None,
+        pace: Pace | None = None,
+    ) -> Running:
+        """Read a question and lay it out, for `begin`.
 
         Args:
-            question: a text or sound, as the task asks; see `omni.generate.question.Question`.
-            sample_rate: of samples that come without their own, in Hz; files have their own.
-            seed: of this answer's draws; by default derived from the session's seed and the turn's number.
+            gone: whether nobody wants the answer any more; asked once the question was read.
 
         Raises:
-            UserError: a bad question or seed, features of it that are not finite, no room left in the cache (see
-                `AnswerOptions.overflow`), another answer being made in another thread, an adapter that was removed or
-                merged meanwhile, or a closed session.
+            UserError: as of `ask`.
+            Withdrawn: nobody wants it any more; nothing has changed then.
         """
-        refuse_keywords("ask", more, ("sample_rate", "seed"))
-        running = self._read(question, task, sample_rate, seed)
-        self._submit(running)
-        return self._events(running)
-
-    def _submit(self, running: Running) -> None:
-        """Give a question to the engine; one that is refused is as if it had not been asked."""
-        try:
-            self._engine.ask([running])
-        except UserError:
-            with self._lock:
-                running.settled = running.cancelled = True
-                running.left.set()
-                running.release()
-                self._past, self._asked = running.before, running.exchange.number
-            raise
-
-    def _read(self, question: Question, task: Task | str, sample_rate: int, seed: int | None) -> Running:
-        """Read a question and lay it out."""
-        clock = Clock()
         if seed is not None:
             check_number("seed", seed)
+        self._engine.check()
         self._open()
         self._commit(self._last)
-        return self.lay_out(read_question(question, task, self.model, self.tokenizer, sample_rate), seed, clock)
+        if isinstance(question, Iterator) and is_coming(question) and find_task(task).question != "text":
+            incoming = Incoming(sample_rate, longest(self.model.config))
+            with self.hearing(incoming):
+                question = incoming.gather(question)
+        clock = Clock()
+        asked = read_question(question, task, self.model, self.tokenizer, sample_rate)
+        with self._lock:
+            if gone is not None and gone():
+                raise Withdrawn
+            running = self.lay_out(asked, seed, clock)
+            running.pace = pace or running.pace
+            return running
+
+    def begin(self, running: Running) -> None:
+        """Give the engine a question that was laid out; UserError where it does not take it, and nothing is left of it then."""
+        try:
+            self._engine.ask([running])
+        except BaseException:
+            self.take_back(running)
+            raise
+
+    def take_back(self, running: Running) -> None:
+        """Continue as if a question had not been asked."""
+        with self._lock:
+            if self._last is running:
+                self._past, self._asked = running.before, running.exchange.number
+            running.settled = True
+            self._engine.stop(running)
+
+    @contextmanager
+    def hearing(self, incoming: Incoming) -> Iterator[None]:
+        """While sound is still coming: another question is refused, and `cancel` and `close` end it."""
+        with self._lock:
+            self._commit(self._last)
+            self._incoming = incoming
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._incoming = None
 
     def lay_out(self, asked: Asked, seed: int | None = None, clock: Clock | None = None) -> Running:
         """Lay out a question for the engine; the last answer is settled first.
@@ -164,7 +184,7 @@ class Session:
             layout, options, kind = self.model.layout, self.options, asked.task
             frames, most = options.limits(kind, self.codec, layout.max_delay)
             codec = self.codec if self._sound else None
-            limits = Limits(frames, most, options.stops)
+            limits = Limits(frames, most, options.stops, options.max_silence)
             reply = Reply(layout, kind, self.tokenizer, codec, limits, self.time)
             with self._lock:
                 seat = self._open()
@@ -178,6 +198,7 @@ class Session:
                 fork = None
                 if options.text_assist and kind.text and kind.audio:
                     fork = prompt(layout, replace(exchange.turn, task=find_writer(kind))).tokens[:, -1]
+                position, selection = len(keys) - 1, self._selection
                 running = Running(
                     exchange=exchange,
                     before=before,
@@ -187,7 +208,7 @@ class Session:
                     reply=reply,
                     codec=codec,
                     seat=seat,
-                    start=Start(kind.text, kind.audio, len(keys) - 1, self.settings, key, selection=self._selection),
+                    start=Start(kind.text, kind.audio, position, self.settings, key, None, selection, options.logprobs),
                     release=held.pop_all().close,
                     clock=clock or Clock(),
                     fork=fork,
@@ -198,44 +219,14 @@ class Session:
                 self._last = running
         return running
 
-    def answer(
-        self,
-        question: Question,
-        task: Task | str = "A1A2",
-        *,
-        sample_rate: int = SAMPLE_RATE,
-        seed: int | None = None,
-        **more: NoReturn,
-    ) -> Answer:
-        """Ask, and wait for the whole answer; `Answer.error` says so where it broke."""
-        refuse_keywords("answer", more, ("sample_rate", "seed"))
-        running = self._read(question, task, sample_rate, seed)
-        running.pace = "whole"
-        self._submit(running)
-        return self.gather(running)
+    @property
+    def sample_rate(self) -> int:
+        """Of the answers' sound, in Hz; 0 without a codec."""
+        return 0 if self.codec is None else self.codec.sample_rate
 
     def gather(self, running: Running) -> Answer:
         """Wait for the whole of an answer."""
-        text, sound = [], [torch.zeros(0)]
-        ended = Ended("cancelled", Timings())
-        for event in self._events(running):
-            if isinstance(event, TextDelta):
-                text.append(event.text)
-            elif isinstance(event, AudioChunk):
-                sound.append(event.samples)
-            else:
-                ended = event
-        turn, codec = running.delivered().turn, running.codec
-        return Answer(
-            text="".join(text),
-            audio=torch.cat(sound) if codec is not None and turn.codes is not None else None,
-            sample_rate=self.codec.sample_rate if self.codec is not None else 0,
-            tokens=tuple(turn.text or ()),
-            codes=turn.codes,
-            timings=ended.timings,
-            ended=ended.reason,
-            error=ended.error,
-        )
+        return whole_answer(self.events_of(running), running, self.sample_rate)
 
     def cancel(self, played_seconds: float | None = None, shown_characters: int | None = None) -> None:
         """Stop the answer that is being made, and cut the last answer in the history to the delivered part.
@@ -255,9 +246,17 @@ class Session:
         for name, value in (("played_seconds", played_seconds), ("shown_characters", shown_characters)):
             if value is not None:
                 check_number(name, value)
+        self.cancel_last(None, played_seconds, shown_characters)
+
+    def cancel_last(self, only: Running | None, played_seconds: float | None, shown_characters: int | None) -> None:
+        """`cancel`, unless the last answer is another than `only`, where that is given."""
+        self._engine.check_process()
+        if (incoming := self._incoming) is not None:
+            incoming.withdrawn = True
+            return
         with self._lock:
             last = self._last
-            if last is None:
+            if last is None or only not in (None, last):
                 return
             last.interrupt(played_seconds, shown_characters)
             if not last.settled:
@@ -304,10 +303,14 @@ class Session:
     def close(self) -> None:
         """End the session and free its slot; from any thread. An answer under way is cancelled: its iterator ends with
         `Ended("cancelled")`."""
+        if self._engine.forked:
+            return
         with self._lock:
             seat, self._seat = self._seat, None
             if seat is None:
                 return
+            if self._incoming is not None:
+                self._incoming.withdrawn = True
             if self._last is not None:
                 self._settle(self._last)
             self._engine.vacate(seat)
@@ -320,40 +323,71 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
     # --- one answer ------------------------------------------------------------------------------------------
 
-    def _events(self, running: Running) -> Iterator[Event]:
+    def listener(self, running: Running) -> Listener:
+        """Who takes an answer's events."""
+        return Listener(running, self.options.stop_when)
+
+    def events_of(self, running: Running) -> Iterator[Event]:
+        """The events of an answer that was begun; closing the iterator cancels it."""
+        listener = self.listener(running)
         try:
             while True:
-                event = running.take()
+                self._engine.check_process()
+                event = listener.take()
                 if isinstance(event, Ended):
                     break
                 yield event
         finally:
-            with self._lock:
-                self._settle(running)
-                self._make_room()
+            if not self._engine.forked:
+                with self._lock:
+                    self._settle(running)
+                    self._make_room()
         yield event
+
+    def let_go(self, running: Running) -> None:
+        """Cancel an answer without waiting for anybody. It is in the history at once, unless another thread is asking or
+        cancelling: that one puts it there."""
+        self._engine.stop(running, wait=False)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle(running, wait=False)
+            finally:
+                self._lock.release()
+
+    def break_off(self, running: Running, error: str) -> None:
+        """End an answer with an error of its listener; it does not stay in the history."""
+        running.stop("error", error)
+        self.take_back(running)
 
     # --- the history ------------------------------------------------------------------------------------------
 
     def _commit(self, running: Running | None) -> None:
         """Settle an answer, unless another thread waits for it."""
         with self._lock:
-            if running is None or running.settled:
-                return
-            if running.reader not in (0, threading.get_ident()):
+            under = running is not None and not running.settled and running.reader not in (0, threading.get_ident())
+            if under or self._incoming is not None:
                 raise UserError(
-                    "another answer of this session is being made in another thread; cancel it, or wait for its end"
+                    "another answer of this session is being made in another thread or task; cancel it, or wait for its end"
                 )
-            self._settle(running)
+            if running is not None:
+                self._settle(running)
 
-    def _settle(self, running: Running) -> None:
-        """Put the delivered part of an answer into the history (once); its iterator gives no more of it."""
-        if running.settled:
+    def _settle(self, running: Running, wait: bool = True) -> None:
+        """Put the delivered part of an answer into the history (once); its iterator gives no more of it. Without `wait` its
+        rows may still be busy, and whoever settles it next waits for them."""
+        settled, running.settled = running.settled, True
+        if not (settled and running.left.is_set()):
+            self._engine.stop(running, wait)
+        if settled:
             return
-        running.settled = True
-        self._engine.stop(running)
         if running.reply.error is None and running.failure is None:
             self._past.append(running.delivered())
         else:

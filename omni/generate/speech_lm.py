@@ -37,6 +37,7 @@ from omni.generate.options import (
     Keywords,
     SamplingNames,
     SessionOptions,
+    Stop,
     make_options,
     refuse_keywords,
 )
@@ -210,9 +211,9 @@ class SpeechLM:
                 made in time, and a little ahead; `whole` writes all of it at once.
             when_full: what becomes of a live listener's question while one more would make others' sound late: `wait` (its
                 place is `Session.place`), or `refuse` with a `BusyError`.
-            values: the fields of `Options` by name (sampling, seed, max_seconds, max_tokens, max_new_tokens, stop, text_assist,
-                overflow, adapter, edits, system), or, instead of sampling, its own fields (temperature, top_k, top_p,
-                repetition_penalty, do_sample).
+            values: the fields of `Options` by name (sampling, seed, max_seconds, max_tokens, max_new_tokens, stop, max_silence,
+                logprobs, text_assist, overflow, adapter, edits, system), or, instead of sampling, its own fields (temperature,
+                top_k, top_p, repetition_penalty, do_sample).
 
         Raises:
             TypeError: an unknown keyword.
@@ -334,7 +335,9 @@ class SpeechLM:
         edits: Edits | Sequence[Edits | None] | None = None,
         system: str | Sequence[str] = "",
         max_new_tokens: int | None = None,
-        stop: str | Sequence[str] | None = None,
+        stop: Stop = None,
+        max_silence: float | None = None,
+        logprobs: bool = False,
         **more: Unpack[SamplingNames],
     ) -> list[Answer]:
         """Answer many independent questions, `batch_size` rows at a time; each equals its `generate`.
@@ -345,7 +348,8 @@ class SpeechLM:
             sound: decode the codes; without it the answers carry codes only.
             adapter: one for all, or one per question (None for the model as it is).
             edits: corrections (`omni.edit`) for all, or for each question its own (None for none).
-            sampling, max_seconds, max_tokens, max_new_tokens, stop, more: as for `session`, for all.
+            sampling, max_seconds, max_tokens, max_new_tokens, stop, max_silence, logprobs, more: as for `session`, for all. A
+                `stop` that is a function is asked when an answer is complete.
             system: a system message for all, or one per question ("" for none).
         """
         check_number("batch_size", batch_size)
@@ -353,6 +357,7 @@ class SpeechLM:
             raise UserError("overflow has no effect on independent questions, which have no turns to forget; leave it out")
         batch = read_batch(self.model, self.tokenizer, questions, task, sample_rate, seed, adapter, edits, system)
         said = {"sampling": sampling, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens, "stop": stop, **more}
+        said |= {"max_silence": max_silence, "logprobs": logprobs}
         options = make_options({"max_seconds": max_seconds, **said}, "generate_batch", _BATCH)
         if options.text_assist:
             raise UserError("text_assist couples the rows of one conversation; a batch of questions goes without")

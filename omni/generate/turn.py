@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from omni.codec.base import AudioCodec
-from omni.generate.results import AudioChunk, Reason, TextDelta
+from omni.generate.heard import Loudness
+from omni.generate.results import AudioChunk, Logprobs, Reason, TextDelta
 from omni.generate.rows import StepOutput
 from omni.generate.speech_time import CharacterReader, SpeechTime
 from omni.generate.stop import StopText
@@ -81,11 +82,13 @@ class Limits(NamedTuple):
         frames: number of frames after which a spoken answer is cut.
         columns: number of time steps after which any answer is cut.
         stop: texts that end the answer; its text ends before them.
+        silence: seconds of silence of its sound that end it.
     """
 
     frames: int
     columns: int
     stop: Sequence[str] = ()
+    silence: float | None = None
 
 
 class Reply:
@@ -119,6 +122,10 @@ class Reply:
         self._stop = StopText(limits.stop)
         self.error: str | None = None
         self._sample_rate = codec.sample_rate if codec is not None else 0
+        self._loudness = Loudness(codec.sample_rate) if codec is not None and limits.silence is not None else None
+        self._odds: list[tuple[float, ...]] = []  # log-probabilities of each column, where they were asked for
+        self._text_odds: list[float] = []
+        self._frame_odds: list[list[float]] = []
         self._samples = 0  # returned so far
         self._tokens: list[int] = []  # number of tokens of text with each column
         self.time, self._reader, self._said = time or SpeechTime(), CharacterReader(), 0.0
@@ -132,6 +139,10 @@ class Reply:
             self.fail(NOT_FINITE.format(len(self.columns)))
             return events
         self.columns.append(written.column)
+        if written.logprobs is not None:
+            self._odds.append(written.logprobs)
+            if written.text is not None:
+                self._text_odds.append(written.logprobs[-1])
         full = written.frame is not None and len(self.frames) == self.limits.frames
         if written.done:
             self.reason = "end"
@@ -145,6 +156,9 @@ class Reply:
         self._tokens.append(len(self.text.ids))
         if written.frame is not None and not full:
             self.frames.append(written.frame)
+            if self._odds:  # each stream's code was sampled its delay after the frame
+                first, delays = len(self.columns) - 1 - self.layout.max_delay, self.layout.delays[:-1]
+                self._frame_odds.append([self._odds[first + delay][i] for i, delay in enumerate(delays)])
         return events
 
     def tokens_by(self, column: int) -> int:
@@ -156,6 +170,10 @@ class Reply:
         if not len(samples):
             return []
         start, self._samples, rate = self._samples, self._samples + len(samples), self._sample_rate
+        if self._loudness is not None and self.reason is None:
+            self._loudness.push(samples)
+            if self.limits.silence is not None and self._loudness.silence() >= self.limits.silence - 1e-9:
+                self.reason = "silence"
         return [AudioChunk(samples, start=start / rate, end=self._samples / rate)]
 
     def fail(self, error: str) -> None:
@@ -185,6 +203,11 @@ class Reply:
             return None
         chosen = self.frames[:frames]
         return torch.tensor(chosen).T if chosen else torch.zeros(self.layout.n_audio, 0, dtype=torch.long)
+
+    def logprobs(self, tokens: int, frames: int) -> Logprobs:
+        """Log-probabilities of the first tokens and frames."""
+        codes = torch.tensor(self._frame_odds[:frames]).T if self._frame_odds[:frames] else torch.zeros(self.layout.n_audio, 0)
+        return Logprobs(tuple(self._text_odds[:tokens]), codes if self.task.audio else None)
 
     def _say(self, events: list[TextDelta], text: str) -> None:
         if self._stop.found:  # of the text's tokens only those before the stop string stay

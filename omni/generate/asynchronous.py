@@ -1,0 +1,218 @@
+"""Answers for a loop of asyncio: events come by `call_soon_threadsafe`, and nothing here holds the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncIterable, Callable
+from typing import TYPE_CHECKING, Any
+
+from omni.engine.client import Pace, Running
+from omni.errors import UserError
+from omni.generate.incoming import Incoming, Withdrawn, is_coming
+from omni.generate.listener import Listener
+from omni.generate.question import longest
+from omni.generate.results import Ended, Event, Timings
+from omni.tasks import Task, find_task
+
+if TYPE_CHECKING:
+    from omni.generate.session import Session
+
+TASK = -1
+"""`Running.reader` of an answer that a task waits for."""
+
+_TURNS = 3
+"""Turns of the loop in which a task that was cancelled may let go of the answer before it counts as another's."""
+
+
+class AsyncAnswer:
+    """The events of one answer, for one task at a time; `Session.ask_async` makes it.
+
+    The answer is cancelled when the task that took its last event is cancelled, when the object is closed (`aclose`, or the end
+    of `async with`) or is dropped by leaving the loop, and when its loop is closed: at once, without waiting, and what was
+    taken is in the history.
+
+    Args:
+        question: as for `Session.ask`, or an asynchronous iterator of pieces.
+
+    Attributes:
+        running: the answer, None before its question was read.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        question: Any,
+        task: Task | str,
+        sample_rate: int,
+        seed: int | None,
+        pace: Pace | None = None,
+    ) -> None:
+        self._session, self._question, self._task = session, question, task
+        self._rate, self._seed, self._pace = sample_rate, seed, pace
+        self.running: Running | None = None
+        self._listener: Listener | None = None
+        self._incoming: Incoming | None = None
+        self._bell: _Bell | None = None
+        self._over = self._gone = self._busy = False
+        self._guard = threading.RLock()  # between the loop and the thread that reads the question; never held while one waits
+        self._reader: asyncio.Task[Any] | None = None
+
+    def __aiter__(self) -> AsyncAnswer:
+        return self
+
+    async def __anext__(self) -> Event:
+        if self._over:
+            raise StopAsyncIteration
+        if self._busy:
+            raise UserError("another task waits for the next event of this answer; one takes them at a time")
+        self._busy = True
+        try:
+            self._watch()
+            if self._listener is None:
+                try:
+                    await self._begin()
+                except Withdrawn:
+                    self._end()
+                    return Ended("cancelled", Timings())
+            event = await self._next()
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            self._busy = False
+        if isinstance(event, Ended):
+            self._end()
+        return event
+
+    async def aclose(self) -> None:
+        """Cancel what is left of the answer."""
+        self._end()
+
+    async def __aenter__(self) -> AsyncAnswer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._end()
+
+    def __del__(self) -> None:
+        if not self._over:
+            self._end()
+
+    # --- the question -------------------------------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        """Read the question and give it to the engine."""
+        for _ in range(_TURNS):
+            last = self._session._last
+            if last is not None and last.reader == TASK:  # of a task that was perhaps cancelled just now
+                await asyncio.sleep(0)
+        self._bell = _Bell(asyncio.get_running_loop())
+        if is_coming(self._question) and find_task(self._task).question != "text":
+            await self._hear()
+        running = await asyncio.to_thread(self._read)
+        running.wake = self._bell.of(running, self._session._engine.leave)
+        self._listener = self._session.listener(running)
+        self._session.begin(running)
+
+    async def _hear(self) -> None:
+        """Gather a question whose sound is still coming: an asynchronous iterator here, another in a thread."""
+        session = self._session
+        session._engine.check()
+        incoming = self._incoming = Incoming(self._rate, longest(session.model.config))
+
+        def commit() -> None:
+            session._open()
+            session._commit(session._last)
+
+        await asyncio.to_thread(commit)
+        with session.hearing(incoming):
+            if isinstance(self._question, AsyncIterable):
+                self._question = await incoming.gather_async(self._question)
+            else:
+                self._question = await asyncio.to_thread(incoming.gather, self._question)
+
+    def _read(self) -> Running:
+        running = self._session.read(
+            self._question, self._task, self._rate, self._seed, lambda: self._gone, self._pace
+        )  # in a thread, which goes on where the task is cancelled meanwhile
+        with self._guard:
+            self.running = running
+            if not self._gone:
+                return running
+        self._session.take_back(running)
+        raise Withdrawn
+
+    # --- its answer ---------------------------------------------------------------------------------------------------
+
+    async def _next(self) -> Event:
+        running, listener, bell = self.running, self._listener, self._bell
+        assert running is not None and listener is not None and bell is not None
+        while (event := listener.poll()) is None:
+            bell.event.clear()
+            running.reader = TASK
+            try:
+                await bell.event.wait()
+            finally:
+                running.reader = 0
+        return event
+
+    def _watch(self) -> None:
+        """Have the answer cancelled when the task that takes its events is cancelled between two of them."""
+        task = asyncio.current_task()
+        if task is not None and task is not self._reader:
+            self._reader = task
+            task.add_done_callback(_canceller(weakref.ref(self)))
+
+    def _end(self) -> None:
+        """Cancel what is left of the answer; waits for nobody."""
+        self._over = True
+        with self._guard:
+            self._gone, running = True, self.running
+        if self._incoming is not None:
+            self._incoming.withdrawn = True
+        if running is not None:
+            running.wake = None
+            self._session.let_go(running)
+
+
+def _canceller(answer: weakref.ref[AsyncAnswer]) -> Callable[[asyncio.Task[Any]], None]:
+    def done(task: asyncio.Task[Any]) -> None:
+        found = answer()
+        if found is not None and task.cancelled() and found._reader is task and not found._over:
+            found._end()
+
+    return done
+
+
+class _Bell:
+    """Wakes the task that waits for an event.
+
+    Attributes:
+        event: set in the loop after each ring.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.event = asyncio.Event()
+        self._loop, self._rung = loop, False
+
+    def of(self, running: Running, leave: Callable[[Running], None]) -> Callable[[], None]:
+        """What an answer calls, in any thread, where it has an event; a closed loop takes none, so that its answer ends."""
+
+        def ring() -> None:
+            if self._rung:
+                return
+            self._rung = True
+            try:
+                self._loop.call_soon_threadsafe(self._wake)
+            except RuntimeError:
+                running.wake = None
+                running.stop()
+                leave(running)
+
+        return ring
+
+    def _wake(self) -> None:
+        self._rung = False
+        self.event.set()

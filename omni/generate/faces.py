@@ -1,0 +1,145 @@
+"""The calls of a session that ask: for an iterator of events, an asynchronous one, a function, or the whole answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from omni.audio.io import SAMPLE_RATE
+from omni.engine.client import Running
+from omni.errors import UserError
+from omni.generate.asynchronous import AsyncAnswer
+from omni.generate.callbacks import Started
+from omni.generate.incoming import Withdrawn, is_coming
+from omni.generate.listener import whole_answer
+from omni.generate.options import refuse_keywords
+from omni.generate.question import Coming, Question
+from omni.generate.results import Answer, Ended, Event, Timings
+from omni.tasks import Task
+
+if TYPE_CHECKING:
+    from omni.generate.session import Session
+
+_ASKS = ("sample_rate", "seed")
+
+
+class Faces:
+    """What `omni.generate.session.Session` inherits."""
+
+    read: Callable[..., Running]
+    begin: Callable[[Running], None]
+    events_of: Callable[[Running], Iterator[Event]]
+    gather: Callable[[Running], Answer]
+
+    @property
+    def sample_rate(self) -> int:
+        """Of the answers' sound, in Hz; 0 without a codec."""
+        raise NotImplementedError
+
+    @property
+    def _session(self) -> Session:
+        return cast("Session", self)
+
+    def ask(
+        self,
+        question: Question | Coming,
+        task: Task | str = "A1A2",
+        *,
+        sample_rate: int = SAMPLE_RATE,
+        seed: int | None = None,
+        **more: NoReturn,
+    ) -> Iterator[Event]:
+        """Ask, and get the answer as events: text and sound as they come, `Ended` last. Events that were taken from the
+        iterator count as delivered. Closing it, or asking before its end, cancels the answer.
+
+        Args:
+            question: a text or sound, as the task asks; see `omni.generate.question.Question`. Or sound that is still coming:
+                an iterator of its pieces, samples at `sample_rate`, which is read to its end first.
+            sample_rate: of samples that come without their own, in Hz; files have their own.
+            seed: of this answer's draws; by default derived from the session's seed and the turn's number.
+
+        Raises:
+            UserError: a bad question or seed, features of it that are not finite, no room left in the cache (see
+                `AnswerOptions.overflow`), another answer being made in another thread, an adapter that was removed or
+                merged meanwhile, or a closed session.
+        """
+        refuse_keywords("ask", more, _ASKS)
+        try:
+            running = self.read(question, task, sample_rate, seed)
+        except Withdrawn:
+            return iter([Ended("cancelled", Timings())])
+        self.begin(running)
+        return self.events_of(running)
+
+    def ask_async(
+        self,
+        question: Question | Coming | AsyncIterable[Any],
+        task: Task | str = "A1A2",
+        *,
+        sample_rate: int = SAMPLE_RATE,
+        seed: int | None = None,
+        **more: NoReturn,
+    ) -> AsyncAnswer:
+        """`ask` for a loop of asyncio: `async for event in session.ask_async(question)`. The question is read in a thread, when
+        the first event is awaited, and its errors are raised there. Sound that is still coming may also come from an
+        asynchronous iterator. Cancelling the task that reads, or leaving the loop, cancels the answer; see `AsyncAnswer`."""
+        refuse_keywords("ask_async", more, _ASKS)
+        return AsyncAnswer(self._session, question, task, sample_rate, seed)
+
+    def start(
+        self,
+        question: Question | Coming,
+        task: Task | str = "A1A2",
+        *,
+        on_event: Callable[[Event], object],
+        sample_rate: int = SAMPLE_RATE,
+        seed: int | None = None,
+        **more: NoReturn,
+    ) -> Started:
+        """Ask, and return at once; `on_event` is called with each event in a thread of this answer, as `Started` says. Sound
+        that is still coming is read in that thread too; the errors of other questions are raised here, as by `ask`."""
+        refuse_keywords("start", more, ("on_event", *_ASKS))
+        if not callable(on_event):
+            raise UserError(f"on_event is {repr(on_event)[:80]}; give a function that takes an event")
+
+        def begun(running: Running) -> Running:
+            self.begin(running)
+            return running
+
+        if is_coming(question):
+            return Started(self._session, lambda: begun(self.read(question, task, sample_rate, seed)), on_event)
+        running = begun(self.read(question, task, sample_rate, seed))
+        return Started(self._session, lambda: running, on_event)
+
+    def answer(
+        self,
+        question: Question | Coming,
+        task: Task | str = "A1A2",
+        *,
+        sample_rate: int = SAMPLE_RATE,
+        seed: int | None = None,
+        **more: NoReturn,
+    ) -> Answer:
+        """Ask, and wait for the whole answer; `Answer.error` says so where it broke."""
+        refuse_keywords("answer", more, _ASKS)
+        try:
+            running = self.read(question, task, sample_rate, seed, pace="whole")
+        except Withdrawn:
+            return whole_answer((), None, self.sample_rate)
+        self.begin(running)
+        return self.gather(running)
+
+    async def answer_async(
+        self,
+        question: Question | Coming | AsyncIterable[Any],
+        task: Task | str = "A1A2",
+        *,
+        sample_rate: int = SAMPLE_RATE,
+        seed: int | None = None,
+        **more: NoReturn,
+    ) -> Answer:
+        """`answer` for a loop of asyncio; cancelling the task cancels the answer."""
+        refuse_keywords("answer_async", more, _ASKS)
+        async with AsyncAnswer(self._session, question, task, sample_rate, seed, "whole") as events:
+            taken = [event async for event in events]
+        return whole_answer(taken, events.running, self.sample_rate)

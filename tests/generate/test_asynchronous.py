@@ -1,0 +1,283 @@
+"""Answers in loops of asyncio: what is cancelled, what stays in the history, and that the loop is never held."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from omni.errors import UserError
+from omni.generate.results import AudioChunk, Ended, TextDelta
+from omni.generate.runner import Runner
+from omni.generate.session import Session
+from omni.generate.speech_lm import SpeechLM
+from tests.generate.conftest import LAYOUTS, make_lm
+from tests.generate.session_toys import ASKED, CLIPS, TALKATIVE
+
+
+@pytest.fixture
+def lm() -> SpeechLM:
+    return make_lm(LAYOUTS["pad"], context=2000)
+
+
+def said(events: list[Any]) -> tuple[str, list[float], str]:
+    sound = [s for e in events if isinstance(e, AudioChunk) for s in e.samples.tolist()]
+    return "".join(e.text for e in events if isinstance(e, TextDelta)), sound, events[-1].reason
+
+
+def is_free(lm: SpeechLM) -> bool:
+    for _ in range(3000):
+        if lm.engine._slots.free == len(lm.engine._slots.holders):
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def test_sessions_of_one_loop_are_answered_as_those_of_threads(lm: SpeechLM) -> None:
+    options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 0.6}
+
+    async def one(seed: int) -> list[Any]:
+        async with lm.session(seed=seed, **options) as session:
+            first = [e async for e in session.ask_async(*ASKED[seed % 5])]
+            answer = await session.answer_async(*ASKED[1])
+            return [said(first), answer.text, answer.codes.tolist(), len(session.turns)]  # type: ignore[union-attr]
+
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*(one(seed) for seed in range(6)))
+
+    together = asyncio.run(all_of_them())
+    for seed, found in enumerate(together):
+        with lm.session(seed=seed, **options) as session:
+            first = list(session.ask(*ASKED[seed % 5]))
+            answer = session.answer(*ASKED[1])
+            assert found == [said(first), answer.text, answer.codes.tolist(), 2]  # type: ignore[union-attr]
+
+
+def heard(session: Session) -> list[Any]:
+    return [(turn.text, None if turn.codes is None else turn.codes.tolist()) for turn in session.turns]
+
+
+def by_cancelling_the_task(session: Session) -> list[Any]:
+    async def run() -> None:
+        taken = asyncio.Event()
+
+        async def listen() -> None:
+            count = 0
+            async for _ in session.ask_async("go on", "T1A2"):
+                count += 1
+                if count == 4:
+                    taken.set()
+                    await asyncio.sleep(30)
+
+        task = asyncio.create_task(listen())
+        await taken.wait()
+        task.cancel()
+        start = time.perf_counter()
+        again = [event async for event in session.ask_async("and then", "T1T2")]  # at once, as one who interrupts
+        assert time.perf_counter() - start < 20 and isinstance(again[-1], Ended)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    return heard(session)
+
+
+def by_leaving_the_loop(session: Session) -> list[Any]:
+    async def run() -> None:
+        count = 0
+        async for _ in session.ask_async("go on", "T1A2"):
+            count += 1
+            if count == 4:
+                break
+        gc.collect()
+        assert len(session.turns) == 1  # at once
+        await session.answer_async("and then", "T1T2")
+
+    asyncio.run(run())
+    return heard(session)
+
+
+def by_closing_the_loop(session: Session) -> list[Any]:
+    loop = asyncio.new_event_loop()
+    events = session.ask_async("go on", "T1A2")
+    for _ in range(4):
+        loop.run_until_complete(events.__anext__())
+    loop.close()
+    session.answer("and then", "T1T2")
+    return heard(session)
+
+
+@pytest.mark.parametrize("leave", [by_cancelling_the_task, by_leaving_the_loop, by_closing_the_loop])
+def test_what_was_taken_is_remembered_when_the_next_is_asked(lm: SpeechLM, leave: Any) -> None:
+    options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 70.0, "max_tokens": 20}
+    with lm.session(**options) as session:
+        events = session.ask("go on", "T1A2")
+        for _ in range(4):
+            next(events)
+        session.answer("and then", "T1T2")
+        wanted = heard(session)
+    with lm.session(**options) as session:
+        assert leave(session) == wanted
+    assert is_free(lm)
+
+
+def test_a_cancel_does_not_wait_for_the_step(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, go_on, inside = Runner.step, threading.Event(), threading.Event()
+
+    def waiting(runner: Runner, *rows: Any) -> None:
+        if runner.rows[0] is not None and runner.rows[0].position > 20:
+            inside.set()
+            assert go_on.wait(30)
+        step(runner, *rows)
+
+    monkeypatch.setattr(Runner, "step", waiting)
+
+    async def run() -> None:
+        events = session.ask_async("go on", "T1A2")
+        await events.__anext__()
+        await asyncio.to_thread(inside.wait, 30)
+        await events.aclose()  # would wait for ever
+        assert len(session.turns) == 1 and not go_on.is_set()
+        go_on.set()
+        await session.answer_async("and then", "T1T2")
+
+    with lm.session(max_seconds=70.0, max_tokens=5) as session:
+        asyncio.run(run())
+
+
+def test_errors_come_out_of_the_iterator(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(question: Any, task: str = "A1A2") -> None:
+        async for _ in session.ask_async(question, task):
+            pass
+
+    with lm.session() as session:
+        with pytest.raises(UserError, match="No such file"):
+            asyncio.run(run("missing.wav"))
+        assert len(session.turns) == 0
+        with pytest.raises(TypeError, match="keyword"):
+            session.ask_async("q", "T1T2", nonsense=1)  # type: ignore[arg-type]
+
+        def broken(runner: Runner, *rows: Any) -> None:
+            raise ZeroDivisionError("a fault")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Runner, "step", broken)
+            with pytest.raises(ZeroDivisionError, match="a fault"):
+                asyncio.run(run("go on", "T1A2"))
+        assert asyncio.run(session.answer_async("go on", "T1T2")).ended in ("end", "length")
+
+
+def test_two_tasks_of_one_session(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, go_on = Runner.step, threading.Event()
+    monkeypatch.setattr(Runner, "step", lambda runner, *rows: (go_on.wait(30), step(runner, *rows))[1])
+
+    async def run() -> None:
+        async def ask() -> str:
+            return (await session.answer_async("one", "T1T2")).ended
+
+        first = asyncio.create_task(ask())
+        while session._last is None or session._last.reader != -1:
+            await asyncio.sleep(0.001)
+        with pytest.raises(UserError, match="thread or task"):
+            await ask()
+        go_on.set()
+        assert await first in ("end", "length")
+
+    with lm.session(max_tokens=5) as session:
+        asyncio.run(run())
+
+
+# --- sound that is still coming -----------------------------------------------------------------------------------------
+
+
+def pieces(clip: Tensor, size: int = 777) -> Iterator[Tensor]:
+    yield from clip.split(size)
+
+
+async def pieces_async(clip: Tensor) -> AsyncIterator[Tensor]:
+    for piece in clip.split(500):
+        await asyncio.sleep(0)
+        yield piece
+
+
+def test_pieces_are_answered_as_the_whole(lm: SpeechLM) -> None:
+    options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 0.4}
+    wanted = said(list(lm.stream(CLIPS[0], **options)))
+    with lm.session(**options) as session:
+        assert said(list(session.ask(pieces(CLIPS[0])))) == wanted
+    assert lm.generate(pieces(CLIPS[0]), **options).text == wanted[0]  # type: ignore[arg-type]
+    assert lm.generate_batch([pieces(CLIPS[0])], **options)[0].text == wanted[0]  # type: ignore[list-item]
+    for question in (pieces(CLIPS[0]), pieces_async(CLIPS[0])):
+        with lm.session(**options) as session:
+            assert asyncio.run(session.answer_async(question)).text == wanted[0]
+
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "no sound": (iter([[0.0], "text"]), UserError, "piece 2 of the question is a str"),
+    "not finite": (iter([[0.0, float("nan")]]), UserError, "piece 1 of the question holds samples"),
+    "another type": (iter([[0.5], [1]]), UserError, "piece 2 of the question is int64"),
+    "nothing": (iter([]), UserError, "ended without a piece"),
+    "empty pieces": (iter([torch.zeros(0)]), UserError, "gave 1 pieces without samples"),
+}
+BAD["raises"] = (([0.5] if n else 1 / n for n in (1, 0)), ZeroDivisionError, "division")
+BAD["too long"] = ((torch.zeros(160_000) for _ in range(10**6)), UserError, "40.0 s with its piece 4")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_with_coming_sound_leaves_nothing_behind(lm: SpeechLM, name: str) -> None:
+    question, error, text = BAD[name]
+    with lm.session(max_tokens=5) as session:
+        with pytest.raises(error, match=text):
+            session.ask(question)
+        assert not session.turns and session.answer("go on", "T1T2").ended in ("end", "length")
+        if hasattr(question, "gi_frame"):
+            assert question.gi_frame is None  # closed
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_a_cancel_while_sound_is_coming_closes_its_generator(lm: SpeechLM, close: bool) -> None:
+    session, closed = lm.session(), []
+
+    def coming() -> Iterator[Tensor]:
+        try:
+            yield CLIPS[0]
+            with pytest.raises(UserError, match="another answer"):
+                session.ask("meanwhile", "T1T2")
+            session.close() if close else session.cancel()
+            yield CLIPS[0]
+            raise AssertionError
+        finally:
+            closed.append(True)
+
+    events = list(session.ask(coming()))
+    assert [e.reason for e in events] == ["cancelled"] and closed and not session.turns  # type: ignore[union-attr]
+    session.close()
+
+
+def test_a_task_that_is_cancelled_closes_its_asynchronous_generator(lm: SpeechLM) -> None:
+    closed = []
+
+    async def coming() -> AsyncIterator[Tensor]:
+        try:
+            yield CLIPS[0]
+            await asyncio.sleep(30)
+        finally:
+            closed.append(True)
+
+    async def run() -> None:
+        task = asyncio.create_task(session.answer_async(coming()))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with lm.session(max_tokens=5) as session:
+        asyncio.run(run())
+        assert closed and not session.turns and session.answer("go on", "T1T2").ended in ("end", "length")
