@@ -6,18 +6,15 @@ import asyncio
 import threading
 import weakref
 from collections.abc import AsyncIterable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omni.engine.client import Pace, Running
 from omni.errors import UserError
 from omni.generate.incoming import Incoming, Withdrawn, is_coming
-from omni.generate.listener import Listener
+from omni.generate.listener import AnswerReader
 from omni.generate.question import longest
 from omni.generate.results import Ended, Event, Timings
 from omni.tasks import Task, find_task
-
-if TYPE_CHECKING:
-    from omni.generate.session import Session
 
 TASK = -1
 """`Running.reader` of an answer that a task waits for."""
@@ -34,6 +31,7 @@ class AsyncAnswer:
     taken is in the history.
 
     Args:
+        session: an `omni.generate.session.Session`.
         question: as for `Session.ask`, or an asynchronous iterator of pieces.
 
     Attributes:
@@ -42,7 +40,7 @@ class AsyncAnswer:
 
     def __init__(
         self,
-        session: Session,
+        session: Any,
         question: Any,
         task: Task | str,
         sample_rate: int,
@@ -52,7 +50,7 @@ class AsyncAnswer:
         self._session, self._question, self._task = session, question, task
         self._rate, self._seed, self._pace = sample_rate, seed, pace
         self.running: Running | None = None
-        self._listener: Listener | None = None
+        self._listener: AnswerReader | None = None
         self._incoming: Incoming | None = None
         self._bell: _Bell | None = None
         self._over = self._gone = self._busy = False

@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from omni.engine.client import Running
 from omni.generate.incoming import Withdrawn
 from omni.generate.results import Ended, Event, Timings
-
-if TYPE_CHECKING:
-    from omni.generate.session import Session
 
 LOG = logging.getLogger(__name__)
 
@@ -25,10 +22,11 @@ class Started:
     continues as if the question had not been asked, and the function is not called again.
 
     Args:
+        session: an `omni.generate.session.Session`.
         read: reads the question and asks it; called in the thread.
     """
 
-    def __init__(self, session: Session, read: Callable[[], Running], on_event: Callable[[Event], object]) -> None:
+    def __init__(self, session: Any, read: Callable[[], Running], on_event: Callable[[Event], object]) -> None:
         self._session, self._read, self._on_event = session, read, on_event
         self._running: Running | None = None
         self._ended: Ended | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from omni.audio.io import SAMPLE_RATE
 from omni.engine.client import Running
@@ -16,9 +16,6 @@ from omni.generate.options import refuse_keywords
 from omni.generate.question import Coming, Question
 from omni.generate.results import Answer, Ended, Event, Timings
 from omni.tasks import Task
-
-if TYPE_CHECKING:
-    from omni.generate.session import Session
 
 _ASKS = ("sample_rate", "seed")
 
@@ -35,10 +32,6 @@ class Faces:
     def sample_rate(self) -> int:
         """Of the answers' sound, in Hz; 0 without a codec."""
         raise NotImplementedError
-
-    @property
-    def _session(self) -> Session:
-        return cast("Session", self)
 
     def ask(
         self,
@@ -84,7 +77,7 @@ class Faces:
         the first event is awaited, and its errors are raised there. Sound that is still coming may also come from an
         asynchronous iterator. Cancelling the task that reads, or leaving the loop, cancels the answer; see `AsyncAnswer`."""
         refuse_keywords("ask_async", more, _ASKS)
-        return AsyncAnswer(self._session, question, task, sample_rate, seed)
+        return AsyncAnswer(self, question, task, sample_rate, seed)
 
     def start(
         self,
@@ -107,9 +100,9 @@ class Faces:
             return running
 
         if is_coming(question):
-            return Started(self._session, lambda: begun(self.read(question, task, sample_rate, seed)), on_event)
+            return Started(self, lambda: begun(self.read(question, task, sample_rate, seed)), on_event)
         running = begun(self.read(question, task, sample_rate, seed))
-        return Started(self._session, lambda: running, on_event)
+        return Started(self, lambda: running, on_event)
 
     def answer(
         self,
@@ -140,6 +133,6 @@ class Faces:
     ) -> Answer:
         """`answer` for a loop of asyncio; cancelling the task cancels the answer."""
         refuse_keywords("answer_async", more, _ASKS)
-        async with AsyncAnswer(self._session, question, task, sample_rate, seed, "whole") as events:
+        async with AsyncAnswer(self, question, task, sample_rate, seed, "whole") as events:
             taken = [event async for event in events]
         return whole_answer(taken, events.running, self.sample_rate)

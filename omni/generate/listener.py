@@ -10,7 +10,7 @@ from omni.engine.client import Running
 from omni.generate.results import Answer, AudioChunk, Ended, Event, TextDelta, Timings
 
 
-class Listener:
+class AnswerReader:
     """Takes the events of one answer, in any one thread at a time.
 
     Args:

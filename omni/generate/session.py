@@ -32,7 +32,7 @@ from omni.generate.bounds import check_number
 from omni.generate.faces import Faces
 from omni.generate.history import Exchange, Past, check_room, fit
 from omni.generate.incoming import Incoming, Withdrawn, is_coming
-from omni.generate.listener import Listener, whole_answer
+from omni.generate.listener import AnswerReader, whole_answer
 from omni.generate.messages import Message, messages
 from omni.generate.options import AnswerOptions
 from omni.generate.question import Asked, Coming, Question, longest, read_question, read_system
@@ -331,9 +331,9 @@ class Session(Faces):
 
     # --- one answer ------------------------------------------------------------------------------------------
 
-    def listener(self, running: Running) -> Listener:
+    def listener(self, running: Running) -> AnswerReader:
         """Who takes an answer's events."""
-        return Listener(running, self.options.stop_when)
+        return AnswerReader(running, self.options.stop_when)
 
     def events_of(self, running: Running) -> Iterator[Event]:
         """The events of an answer that was begun; closing the iterator cancels it."""
