@@ -139,7 +139,7 @@ class AsyncAnswer:
             self.running = running
             if not self._gone:
                 return running
-        self._session.take_back(running)
+        self._session.withdraw(running)
         raise Withdrawn
 
     # --- its answer ---------------------------------------------------------------------------------------------------

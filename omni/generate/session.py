@@ -149,10 +149,10 @@ class Session(Faces):
         try:
             self._engine.ask([running])
         except BaseException:
-            self.take_back(running)
+            self.withdraw(running)
             raise
 
-    def take_back(self, running: Running) -> None:
+    def withdraw(self, running: Running) -> None:
         """Continue as if a question had not been asked."""
         with self._lock:
             if self._last is running:
@@ -365,7 +365,7 @@ class Session(Faces):
     def break_off(self, running: Running, error: str) -> None:
         """End an answer with an error of its listener; it does not stay in the history."""
         running.stop("error", error)
-        self.take_back(running)
+        self.withdraw(running)
 
     # --- the history ------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ def test_a_linear_that_is_used_by_its_weight_has_its_edit_too(model):
     assert build("speech").state_dict().keys() == model.state_dict().keys()
 
 
-def test_threads_may_lend_and_take_back_at_once(model, name):
+def test_threads_may_lend_and_withdraw_at_once(model, name):
     """Sessions of several threads share one model: nothing is attached twice, lost or left."""
     linears = list(find_linears(model, some_edits(model, 1).deltas))
     mistakes: list[str] = []
