@@ -18,17 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-import torch
-
 from omni.audio.io import SAMPLE_RATE
 from omni.engine.client import Pace
 from omni.engine.wire import EngineLost
 from omni.errors import UserError
 from omni.generate.bounds import check_number
+from omni.generate.listener import joined
 from omni.generate.messages import Message
 from omni.generate.options import refuse_keywords
 from omni.generate.question import Asked, Question
-from omni.generate.results import Answer, AudioChunk, Ended, Event, TextDelta, Timings
+from omni.generate.results import Answer, AudioChunk, Ended, Event, Timings
 from omni.tasks import Task, Turn
 
 EVERY = 16
@@ -210,19 +209,11 @@ class RemoteSession:
         """Ask, and wait for the whole answer; see `Session.answer`."""
         refuse_keywords("answer", more, ("sample_rate", "seed"))
         answer = self.open(question, task, sample_rate, seed, "whole")
-        text, sound = [], [torch.zeros(0)]
-        ended = Ended("cancelled", Timings())
-        for event in self._events(answer):
-            if isinstance(event, TextDelta):
-                text.append(event.text)
-            elif isinstance(event, AudioChunk):
-                sound.append(event.samples)
-            else:
-                ended = event
+        text, sound, ended = joined(self._events(answer))
         tokens, codes = self._delivered()
         return Answer(
-            text="".join(text),
-            audio=torch.cat(sound) if answer.speaks and codes is not None else None,
+            text=text,
+            audio=sound if answer.speaks and codes is not None else None,
             sample_rate=self._host.sample_rate,
             tokens=tuple(tokens or ()),
             codes=codes,

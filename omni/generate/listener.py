@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 
 from omni.engine.client import Running
 from omni.generate.results import Answer, AudioChunk, Ended, Event, TextDelta, Timings
@@ -44,13 +45,8 @@ class AnswerReader:
             self.running.stop("error", f"the function `stop` raised {type(error).__name__}: {error}")
 
 
-def whole_answer(events: Iterable[Event], running: Running | None, sample_rate: int) -> Answer:
-    """The answer of all its events.
-
-    Args:
-        running: None where it was cancelled before its question was whole.
-        sample_rate: of the codec in Hz, 0 without one.
-    """
+def joined(events: Iterable[Event]) -> tuple[str, Tensor, Ended]:
+    """Text and sound [S] of all events of an answer, and its end."""
     text, sound = [], [torch.zeros(0)]
     ended = Ended("cancelled", Timings())
     for event in events:
@@ -60,14 +56,25 @@ def whole_answer(events: Iterable[Event], running: Running | None, sample_rate: 
             sound.append(event.samples)
         else:
             ended = event
+    return "".join(text), torch.cat(sound), ended
+
+
+def whole_answer(events: Iterable[Event], running: Running | None, sample_rate: int) -> Answer:
+    """The answer of all its events.
+
+    Args:
+        running: None where it was cancelled before its question was whole.
+        sample_rate: of the codec in Hz, 0 without one.
+    """
+    text, sound, ended = joined(events)
     turn = None if running is None else running.delivered().turn
     tokens, codes = (() if turn is None else tuple(turn.text or ())), None if turn is None else turn.codes
     logprobs = None
     if running is not None and running.start.logprobs:
         logprobs = running.reply.logprobs(len(tokens), 0 if codes is None else codes.shape[1])
     return Answer(
-        text="".join(text),
-        audio=torch.cat(sound) if running is not None and running.codec is not None and codes is not None else None,
+        text=text,
+        audio=sound if running is not None and running.codec is not None and codes is not None else None,
         sample_rate=sample_rate,
         tokens=tokens,
         codes=codes,
