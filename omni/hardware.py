@@ -5,9 +5,12 @@ Names can be checked without importing torch.
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 from collections import defaultdict
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni.errors import UserError
@@ -138,6 +141,30 @@ def finish_queued(device: torch.device) -> None:
             event = torch.cuda.Event()
             event.record()
             event.synchronize()
+
+
+@cache
+def _libgomp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that comes with PyTorch, where it is GNU's."""
+    import torch
+
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    try:
+        return ctypes.CDLL(str(found[0])) if found else None
+    except OSError:
+        return None
+
+
+def release_threads() -> None:
+    """End the threads with which this one has computed on the CPU; its next computation starts new ones.
+
+    Once a process has more threads of libgomp than there are cores, each of them sleeps where it would wait a moment for the
+    others: a step of a 0.5B model in int8 then takes 46 ms instead of 36 on two cores of an AMD EPYC. So whoever leaves the
+    computing to another thread ends its own (`omp_pause_resource_all`, OpenMP 5.0).
+    """
+    pause = getattr(_libgomp(), "omp_pause_resource_all", None)
+    if pause is not None:
+        pause(1)  # omp_pause_soft
 
 
 def multiplies_bf16(kind: str = "auto") -> bool:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from omni.codec.base import AudioCodec, CodecStream
+from omni.codec.batch import CodecBatch
 from omni.codec.registry import CODECS, load_codec
 from omni.config import ModelConfig
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import synchronize
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
+
+S = TypeVar("S", CodecStream, CodecBatch)
 
 _BLOCK = 1 << 22
 
@@ -69,23 +72,29 @@ class TimedCodec(AudioCodec):
         self.inner = inner
         self.name, self.sample_rate, self.frame_samples = inner.name, inner.sample_rate, inner.frame_samples
         self.codebook_sizes, self.lookahead = inner.codebook_sizes, inner.lookahead
-        self.deterministic, self.device = inner.deterministic, inner.device
+        self.deterministic, self.device, self.takes_threads = inner.deterministic, inner.device, inner.takes_threads
         self.seconds = 0.0
 
     def exact_samples(self, frames: int) -> int:
         return self.inner.exact_samples(frames)
 
     def stream(self, seed: int = 0) -> CodecStream:
-        stream = self.inner.stream(seed)
+        return self._with_timing(self.inner.stream(seed))
+
+    def batch(self) -> CodecBatch:
+        return self._with_timing(self.inner.batch())
+
+    def _with_timing(self, streams: S) -> S:
         for name in ("push", "finish"):
-            setattr(stream, name, self._timed(getattr(stream, name)))
-        return stream
+            setattr(streams, name, self._timed(getattr(streams, name)))
+        return streams
 
     def _timed(self, method: Any) -> Any:
-        def timed(*args: Any) -> Tensor:
+        def timed(*args: Any) -> Any:
             synchronize(self.inner.device)  # steps that are still under way are not the codec's
             start = time.perf_counter()
-            samples: Tensor = method(*args).cpu()  # copied to the host, so that the device has finished
+            samples = method(*args)
+            synchronize(self.inner.device)
             self.seconds += time.perf_counter() - start
             return samples
 

@@ -62,6 +62,7 @@ class AudioCodec(ABC):
         lookahead: how many frames must follow a frame before all of its samples are exact (0: none).
         deterministic: whether the same codes and seed always give the same sound.
         device: where the codec computes and its results lie; inputs are moved there.
+        takes_threads: whether it computes with PyTorch's CPU threads, as a network does.
     """
 
     name: str
@@ -71,6 +72,7 @@ class AudioCodec(ABC):
     lookahead: int = 0
     deterministic: bool = True
     device: torch.device = torch.device("cpu")
+    takes_threads: bool = False
 
     @property
     def frame_rate(self) -> float:

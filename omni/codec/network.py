@@ -24,6 +24,7 @@ class NetworkCodec(AudioCodec):
     a whole decode at once, and its sound is that of the stream to 1e-5.
     """
 
+    takes_threads = True
     _decoder: Sequence[Layer]
     _latent_rate: int
     """Positions of the latents in a frame."""

@@ -34,6 +34,7 @@ from omni.errors import BusyError, UserError
 from omni.generate.results import Reason
 from omni.generate.rows import RunnerRow
 from omni.generate.runner import Runner
+from omni.hardware import release_threads
 from omni.model.speech_model import SpeechModel
 
 KEPT = 64
@@ -93,6 +94,7 @@ class Engine:
         self._worker = Worker("omni-engine", self._turn)
         self._recorder = Recorder()
         self._sound = SoundThread(self.leave, self._recorder)
+        release_threads()  # of who loaded the model
 
     # --- clients ------------------------------------------------------------------------------------------------------
 
@@ -131,6 +133,7 @@ class Engine:
                     running.given = True
                     self._asked.append(running)
             self._threads = torch.get_num_threads()
+        release_threads()  # from here on the stepping thread computes
         self._worker.wake()
 
     def _check_queue(self, running: Running) -> None:

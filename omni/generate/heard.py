@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from omni.generate.speech_time import PAUSES, CharacterReader, SpeechTime, is_wide
@@ -35,26 +35,29 @@ _BACK = 4  # most marks, and pauses, in a row that may stay unmatched
 
 
 class Loudness:
-    """Loudness of the sound handed over so far, window by window; measured on request, or when many chunks are pending."""
+    """Loudness of the sound handed over so far, window by window; measured on request, or when many chunks are pending.
+
+    NumPy measures it, in the listener's thread alone: PyTorch's would start CPU threads there, at the cost of those that step.
+    """
 
     def __init__(self, sample_rate: int) -> None:
         self.window = max(1, round(sample_rate * WINDOW))
         self.step = self.window / sample_rate
         self._levels: list[float] = []
         self._loudest = 0.0
-        self._rest = [torch.zeros(0)]  # not measured yet
+        self._rest = [np.zeros(0, np.float32)]  # not measured yet
 
     def push(self, samples: Tensor) -> None:
         """Take the next samples [S]."""
-        self._rest.append(samples.detach().float().clone())
+        self._rest.append(samples.detach().float().numpy(force=True).copy())
         if len(self._rest) > _WAITING:
             self.levels()
 
     def levels(self) -> list[float]:
         """Level of each whole window."""
-        known = torch.cat(self._rest)
+        known = np.concatenate(self._rest)
         whole = len(known) // self.window * self.window
-        levels = known[:whole].view(-1, self.window).square().mean(1).sqrt().tolist()
+        levels = np.sqrt(np.square(known[:whole].reshape(-1, self.window)).mean(1)).tolist()
         self._levels += levels
         self._loudest = max([self._loudest, *levels])
         self._rest = [known[whole:]]
