@@ -10,11 +10,13 @@ import dataclasses
 import gc
 import json
 import platform
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from infer.bench.bare import BareLoop
 from infer.bench.random_model import TimedCodec, random_lm
 from infer.bench.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, whole_answer
 from infer.bench.tables import FigureRow, FigureTable, number_format, plain, show, target_of
@@ -142,11 +144,19 @@ def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Ten
 def _streaming(
     lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, what: str, mode: str, assist: bool
 ) -> FigureTable:
-    """Measures first audio and its parts, and the real-time factor of one answer."""
+    """Measures first audio and its parts, and the real-time factor of one answer; beside a bare loop on a CPU."""
     seconds = len(sound) / SAMPLE_RATE
+    bare = None
+    if lm.model.device.type == "cpu":
+        bare = BareLoop(lm, sound, assist, options.answer_seconds)
+        bare.answers(options.repeat + 1)  # before and after, since the machine's speed changes
+        lm = SpeechLM(lm.model, lm.tokenizer, lm.codec)
     first = first_audio(lm, sound, assist, options.repeat)
     figures = whole_answer(lm, sound, assist, options.answer_seconds, options.repeat)
     factor = figures.real_time_factor
+    if bare is not None:
+        lm.engine.close()  # whose threads would slow the bare loop
+        bare.answers(options.repeat)
     rows = [
         FigureRow(
             "first exact sample", first.total, "s", "after the question has ended", target_of(lm, name, "first exact sample")
@@ -157,6 +167,8 @@ def _streaming(
         FigureRow("  codec", first.codec, "s"),
         FigureRow("first whole frame", first.frame, "s", "all of the codec's lookahead is there"),
     ]
+    if bare is not None:
+        rows.insert(-1, _beside(first.total, bare.first, "s"))
     if factor is not None:
         rows += [
             FigureRow(
@@ -165,7 +177,15 @@ def _streaming(
             FigureRow("  of which codec", figures.codec / figures.sound, "", f"{lm.codec.name if lm.codec else ''}"),
             FigureRow("underruns", figures.underruns),
         ]
+        if bare is not None:
+            rows.insert(-2, _beside(factor, bare.factors, ""))
     return FigureTable(f"streaming: {what}, {'text assist (two rows)' if assist else 'one row'}", rows)
+
+
+def _beside(ours: float, bare: Sequence[float], unit: str) -> FigureRow:
+    """The row of a bare loop's figure (its median) under ours."""
+    middle = statistics.median(bare)
+    return FigureRow("  of a bare loop", middle, unit, f"ours has {middle / ours:.2f} of its speed")
 
 
 def _step_table(
@@ -192,6 +212,8 @@ def _step_table(
         FigureRow("steps / readings", found.ratio, "", "", target_of(lm, name, "steps / readings")),
         FigureRow("products", found.products * 1e3, "ms", "those of a step alone, in the same forms"),
     ]
+    if found.bare:
+        rows.append(_beside(found.seconds * 1e3, [found.bare * 1e3], "ms"))
     if found.one_row is not None:
         row = "text assist / one row"
         rows.append(FigureRow(row, found.seconds / found.one_row, "", "of a step", target_of(lm, name, row)))

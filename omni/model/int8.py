@@ -142,16 +142,21 @@ def together(x: Tensor | Normed, *linears: nn.Module) -> Tensor | None:
     return out
 
 
-def _product(x: Tensor | Normed, linears: tuple[Int8Linear, ...]) -> Tensor:
+def packed_of(linears: tuple[Int8Linear, ...]) -> Packed:
+    """The weights of linears of one input, side by side; made once."""
     first, key = linears[0], tuple(map(id, linears))
     packed = first._packed.get(key)
     if packed is None:
         packed = first._packed[key] = _pack(linears)
-    weight, scale, bias = packed
+    return packed
+
+
+def _product(x: Tensor | Normed, linears: tuple[Int8Linear, ...]) -> Tensor:
+    weight, scale, bias = packed_of(linears)
     if isinstance(x, Normed):
         given, (held, factor) = x.x, x.rounded()
     else:
-        given, (held, factor) = x, _rounded(_float(x).reshape(-1, first.in_features))
+        given, (held, factor) = x, _rounded(_float(x).reshape(-1, linears[0].in_features))
     out = _exact_product(held, weight, scale) if exact() else plain_product(held, weight) * scale
     count = factor.shape[0]
     if count < held.shape[0]:

@@ -13,11 +13,13 @@ import torch.nn.functional as F
 
 from infer.bench import bench as bench_module
 from infer.bench import streaming
+from infer.bench.bare import BareLoop
 from infer.bench.memory_rate import WeightReader
 from infer.bench.random_model import TimedCodec, random_lm, random_model
 from infer.bench.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, weights_of_a_step, whole_answer
 from omni.codec.snac import SnacCodec
 from omni.config import ModelConfig, preset
+from omni.generate.question import encode_questions
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.model import int8
@@ -52,7 +54,7 @@ def configs(monkeypatch) -> dict[str, ModelConfig]:
 
 
 def make(config: ModelConfig) -> SpeechLM:
-    codec = tiny_snac() if config is SNAC else None
+    codec = tiny_snac() if config.codec == "snac" else None
     if codec is None:
         return random_lm(config, CPU, torch.float32)
     return SpeechLM(random_model(config, CPU, torch.float32), Tokenizer.bytes(), TimedCodec(codec))
@@ -155,6 +157,25 @@ def test_rows_in_real_time_stop_where_a_step_takes_longer_than_a_frame(lm, monke
     monkeypatch.setattr("omni.profiling.seconds_of", lambda work, device: next(runs))
     taken, fits = rows_in_real_time(lm, noise(0.3), tuple(seconds), compile=False)
     assert taken == {1: 0.001, 2: 0.002, 4: 10.0} and fits == 2
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_the_bare_loop_does_the_work_of_the_model(quantize):
+    lm = make(dataclasses.replace(SNAC, decoder=dataclasses.replace(SNAC.decoder, qk_norm=True, post_layers=1)))
+    if quantize:
+        to_int8(lm.model)
+    loop = BareLoop(lm, noise(0.5), True, 0.5)
+    with torch.inference_mode():
+        tokens = loop.column(*loop.prefill())
+        text, audio = loop.hidden(lm.model.decoder.embed(tokens), len(loop.columns))
+        asked = loop.columns
+        (features,) = encode_questions(lm.model, [loop.asked])
+        columns = torch.cat([asked.tokens[None], tokens[:1]], 2)
+        index = torch.cat([asked.feature_index, torch.tensor([-1])])[None]
+        hidden = lm.model.decoder(columns, features, index)
+    tolerance = 2e-2 if quantize else 1e-5  # its rows are rounded elsewhere
+    torch.testing.assert_close(text[:1], hidden.text[:, -1:], rtol=0, atol=tolerance * float(hidden.text.abs().max()))
+    torch.testing.assert_close(audio[1:], hidden.audio[:, -1:], rtol=0, atol=tolerance * float(hidden.audio.abs().max()))
 
 
 def test_peak_memory_sees_what_is_gone_again():
