@@ -8,6 +8,7 @@ gets exactly the samples that `decode` of all frames would give, as early as the
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -49,6 +50,12 @@ class _ExactConvolutions:
 
 
 _EXACT = _ExactConvolutions()
+
+
+@functools.cache
+def _column(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, device=device)[:, None]
 
 
 class AudioCodec(ABC):
@@ -138,7 +145,7 @@ class AudioCodec(ABC):
             raise UserError(f"{self.name} takes integer codes, not {codes.dtype}: convert them first")
         codes = codes.to(torch.long)
         # Compared on their own device: on the codec's, the result would wait for all queued work.
-        bad = (codes < 0) | (codes >= torch.tensor(sizes, device=codes.device)[:, None])
+        bad = (codes < 0) | (codes >= _column(sizes, codes.device))
         if bool(bad.any()):
             frame, stream = bad.t().nonzero()[0].tolist()
             raise UserError(

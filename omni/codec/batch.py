@@ -89,12 +89,18 @@ class CodecBatch(ABC):
             n, name = len(streams), self.codec.name
             raise UserError(f"{n} {name} streams take codes [{n}, codebooks, frames], not {list(codes.shape)}")
         with self._beside():
-            self.codec.check(_joined(codes)[:, :0])  # number of codebooks, and type
-            results = self._misfits(streams, codes)
+            joined = _joined(codes)
+            self.codec.check(joined[:, :0])  # number of codebooks, and type
+            try:
+                checked = self.codec.check(joined)
+                results: dict[int, Tensor | Exception] = {s: self._absent(s) for s in streams if s not in self._decoding}
+            except UserError:
+                results = self._misfits(streams, codes)
             fit = [n for n, stream in enumerate(streams) if stream not in results]
             if fit and codes.shape[2]:
-                chosen = codes if len(fit) == len(streams) else codes[fit]
-                checked = self.codec.check(_joined(chosen)).unflatten(1, (len(fit), -1)).transpose(0, 1)
+                if len(fit) < len(streams):
+                    checked = self.codec.check(_joined(codes[fit]))
+                checked = checked.unflatten(1, (len(fit), -1)).transpose(0, 1)
                 results |= self._sounds([streams[n] for n in fit], checked)
         return [results.get(stream, _nothing()) for stream in streams]
 
@@ -134,16 +140,13 @@ class CodecBatch(ABC):
     def _misfits(self, streams: Sequence[int], codes: Tensor) -> dict[int, Tensor | Exception]:
         """Failures of streams that are not open or whose codes do not fit; these are closed."""
         failed: dict[int, Tensor | Exception] = {s: self._absent(s) for s in streams if s not in self._decoding}
-        try:
-            self.codec.check(_joined(codes))
-        except UserError:
-            for stream, own in zip(streams, codes, strict=True):
-                if stream not in failed:
-                    try:
-                        self.codec.check(own, self._decoding[stream].pushed)
-                    except UserError as error:
-                        failed[stream] = error
-                        self.close(stream)
+        for stream, own in zip(streams, codes, strict=True):
+            if stream not in failed:
+                try:
+                    self.codec.check(own, self._decoding[stream].pushed)
+                except UserError as error:
+                    failed[stream] = error
+                    self.close(stream)
         return failed
 
     def _sounds(self, streams: Sequence[int], codes: Tensor | None) -> dict[int, Tensor | Exception]:
@@ -155,20 +158,21 @@ class CodecBatch(ABC):
         except Exception as error:  # a failure of all together: nobody knows what was computed of whom
             sounds = [error] * len(states)
         results: dict[int, Tensor | Exception] = {}
+        finite = _all_finite(sounds)
         for stream, one, sound in zip(streams, decoding, sounds, strict=True):
             if isinstance(sound, Tensor):
                 one.pushed += 0 if codes is None else codes.shape[2]
                 one.returned += len(sound)
-                sound = self._judged(one, sound, ended=codes is None)
+                sound = self._judged(one, sound, finite, ended=codes is None)
             if isinstance(sound, Exception):
                 self.close(stream)
             results[stream] = sound
         return results
 
-    def _judged(self, one: Decoding, sound: Tensor, ended: bool) -> Tensor | Exception:
+    def _judged(self, one: Decoding, sound: Tensor, finite: bool, ended: bool) -> Tensor | Exception:
         """The sound, or what is wrong with it."""
         name, whole = self.codec.name, one.pushed * self.codec.frame_samples
-        if not bool(sound.isfinite().all()):
+        if not finite and not _all_finite([sound]):
             return UserError(f"{name} made a sound that is not finite by frame {one.pushed - 1}: its weights are damaged")
         if ended and one.returned != whole:
             return UserError(f"{name} made {one.returned} samples of {one.pushed} frames; its frame_samples asks for {whole}")
@@ -221,6 +225,11 @@ def _nothing() -> Tensor:
 def _joined(codes: Tensor) -> Tensor:
     """Codes `[K, N * f]` of codes `[N, K, f]`, one stream after another."""
     return codes.transpose(0, 1).flatten(1)
+
+
+def _all_finite(sounds: Sequence[Tensor | Exception]) -> bool:
+    there = [sound for sound in sounds if isinstance(sound, Tensor)]
+    return not there or bool(torch.cat(there).isfinite().all())
 
 
 def _on_host(sounds: list[Tensor | Exception]) -> list[Tensor | Exception]:

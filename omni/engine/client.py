@@ -170,7 +170,13 @@ class Running:
         if not self._events:
             self._mark()
 
-    def put(self, event: Event) -> float | None:
+    def tell(self) -> None:
+        """Wake the listener; `changed` is held."""
+        self.changed.notify_all()
+        if self.wake is not None:
+            self.wake()
+
+    def put(self, event: Event, tell: bool = True) -> float | None:
         """Give the listener an event; `changed` is held. Returns by how many seconds a live listener's sound was late."""
         now, late = self.clock.seconds, None
         if isinstance(event, TextDelta):
@@ -181,9 +187,8 @@ class Running:
         else:
             self.over, self.total = True, now
         self._events.append((self.processed, event))
-        self.changed.notify_all()
-        if self.wake is not None:
-            self.wake()
+        if tell:
+            self.tell()
         return late
 
     def fail(self, error: BaseException) -> None:

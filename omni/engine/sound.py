@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,9 +103,10 @@ class SoundThread:
                 except Exception as error:  # a lack of memory; others are the reply's own
                     self._raise(running, error)
                     continue
+                frames = reply.frames[before:]
                 for event in events:
-                    running.put(event)
-                sounding += [(running, frame) for frame in reply.frames[before:]]
+                    running.put(event, tell=not frames or running.codec is None)  # else with the sound
+                sounding += [(running, frame) for frame in frames]
         for codec in {running.codec for running, _ in sounding}:
             if codec is not None:
                 self._decode(codec, [(running, frame) for running, frame in sounding if running.codec is codec])
@@ -128,7 +130,7 @@ class SoundThread:
             open_.append(running)
             frames.append(frame)
         if open_:
-            sounds = batch.push([self._streams[running] for running in open_], torch.tensor(frames)[:, :, None])
+            sounds = batch.push([self._streams[running] for running in open_], torch.from_numpy(np.array(frames))[:, :, None])
             for running, sound in zip(open_, sounds, strict=True):
                 self._play(running, sound)
 
@@ -143,6 +145,8 @@ class SoundThread:
             running.reply.fail(f"codec {codec.name} cannot decode the answer ({sound}); {way}")
         else:
             with running.changed:
+                if not len(sound):
+                    running.tell()
                 for chunk in running.reply.sound(sound):
                     first, late = running.first_audio is None, running.put(chunk)
                     if late is not None:
