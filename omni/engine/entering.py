@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from omni.engine.client import Running
-from omni.errors import UserError
 from omni.generate.history import Exchange
 from omni.generate.prefill import Fork, Prefill, pack
 from omni.generate.question import FEATURES_NOT_FINITE, Asked, encode_questions, is_finite
@@ -155,9 +154,3 @@ def together(talks: Sequence[Talk], runner: Runner) -> list[Talk]:
         if talk.running.fork is None and own / ALIKE <= left_of(talk, runner) <= own * ALIKE:
             alike.append(talk)
     return alike[:TOGETHER]
-
-
-def check_room(slots: int | None, wanted: int) -> None:
-    """UserError for more rows than an engine of a fixed number of slots has."""
-    if slots is not None and wanted > slots:
-        raise UserError(f"this answer takes {wanted} slots, and the engine has {slots}; give it more")

@@ -211,10 +211,10 @@ def test_an_answer_that_nobody_takes_leaves_nothing(lm):
     assert not unchanged(lm.model, before)
     del unread
     gc.collect()
-    assert unchanged(lm.model, before) and not lm.engine._seats
+    assert unchanged(lm.model, before) and not lm.engine._requests.seats
     with pytest.raises(UserError, match=r"not finite"):
         lm.session(edits=edits.map(lambda t: t * float("nan")))
-    assert not lm.engine._seats
+    assert not lm.engine._requests.seats
 
 
 def test_a_conversation_forgets_what_it_heard_under_edits_that_are_gone(layout, lm):

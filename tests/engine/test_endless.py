@@ -36,7 +36,7 @@ TALK: dict[str, Any] = {"context": ROW, "overflow": "forget", "sampling": WARM, 
 def wait_until_fed(lm: SpeechLM) -> None:
     """Wait until the engine has nothing more to feed ahead."""
     end = time.monotonic() + 20
-    while lm.engine._refills._waiting:
+    while lm.engine._requests.refills._waiting:
         assert time.monotonic() < end, "what stays was not fed"
         time.sleep(0.001)
 
@@ -165,8 +165,8 @@ def test_a_ring_of_a_window_too(layout: Layout, idle: Callable[[], None]) -> Non
 
     def held(wait: bool) -> list[tuple[int, ...]]:
         lm._engine = Engine(lm.model, slots=1)
-        lm._engine.runner = Runner(lm.model, 1, ROW, chunk=16)
-        lm._engine._slots.grow(1)
+        lm._engine._batch.runner = Runner(lm.model, 1, ROW, chunk=16)
+        lm._engine._batch.slots.grow(1)
         assert lm._engine.runner.cache.ring
         return talk(lm, 9, wait)
 
@@ -267,7 +267,7 @@ def test_a_closed_conversation_is_fed_no_more() -> None:
     assert refill is not None
     lm.engine.refill(refill)
     wait_until_fed(lm)
-    assert refill.seat.slot is None and not any(lm.engine._slots.holders)
+    assert refill.seat.slot is None and not any(lm.engine._batch.slots.holders)
     lm.engine.close()
     lm.engine.refill(refill)  # as a listener that comes late: nothing happens
     wait_until_fed(lm)

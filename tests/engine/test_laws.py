@@ -173,7 +173,7 @@ def hold(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (client, schedule):
         monkeypatch.setattr(module, "AHEAD", ahead)
     going: list[tuple[int, Speaker]] = []
-    with lm.engine._changed:  # some come at the same time
+    with lm.engine._requests.lock:  # some come at the same time
         for number in draw.choices(range(len(SCRIPTS)), k=draw.randint(0, 5)):
             going.append((number, Speaker(lm, SCRIPTS[number])))
             going[-1][1].go_on(1)

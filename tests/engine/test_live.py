@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from omni.engine import engine as engine_module
+from omni.engine import intake
 from omni.engine.admission import Verdict, admit
 from omni.engine.schedule import Watermarks, choose
 from omni.engine.stats import Recorder
@@ -91,9 +91,7 @@ def test_a_live_row_rests_when_its_listener_holds_enough(lm: SpeechLM) -> None:
 
 
 def test_a_listener_for_whom_there_is_no_room_waits_or_is_told(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        engine_module, "admit", lambda recorder, live, frame: Verdict(not live, "it is too slow" if live else "")
-    )
+    monkeypatch.setattr(intake, "admit", lambda recorder, live, frame: Verdict(not live, "it is too slow" if live else ""))
     lm.start_engine(slots=4, queue=1)
     with lm.session(**LONG) as one, lm.session(**LONG) as two, lm.session(**LONG) as three:
         first = one.ask("hello", "T1A2")
@@ -136,7 +134,7 @@ def test_more_conversations_than_slots_take_turns(lm: SpeechLM) -> None:
         for session, text in zip(sessions, ("one", "two", "three"), strict=True):
             session.answer(text, "T1T2")
     assert [session.turns[0].text for session in sessions] == alone
-    assert lm.engine._slots.generations == [6]
+    assert lm.engine._batch.slots.generations == [6]
     with pytest.raises(UserError, match="3 sessions are open; close them"):
         lm.start_engine(slots=2)
     with pytest.raises(UserError, match="text assist takes 2 slots, and the engine has 1"):
@@ -156,7 +154,7 @@ def test_a_closed_engine_says_so_and_ends_what_is_under_way(lm: SpeechLM) -> Non
     assert isinstance(list(events)[-1], Ended)
     with pytest.raises(UserError, match="this engine is closed"):
         session.ask("again", "T1T2")
-    assert lm.engine._worker._thread is None and lm.engine._sound._worker._thread is None
+    assert lm.engine._stepping.worker._thread is None and lm.engine._sound._worker._thread is None
 
 
 def test_a_step_that_fails_is_told_to_everybody_and_the_next_question_is_answered(

@@ -34,7 +34,7 @@ def said(events: list[Any]) -> tuple[str, list[float], str]:
 
 def is_free(lm: SpeechLM) -> bool:
     for _ in range(3000):
-        if lm.engine._slots.free == len(lm.engine._slots.holders):
+        if lm.engine._batch.slots.free == len(lm.engine._batch.slots.holders):
             return True
         time.sleep(0.001)
     return False

@@ -32,7 +32,7 @@ def lm() -> SpeechLM:
 def is_free(lm: SpeechLM) -> bool:
     """Whether all slots become free."""
     for _ in range(3000):
-        if lm.engine._slots.free == len(lm.engine._slots.holders):
+        if lm.engine._batch.slots.free == len(lm.engine._batch.slots.holders):
             return True
         time.sleep(0.001)
     return False

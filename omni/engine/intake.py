@@ -1,0 +1,139 @@
+"""The intake: questions from when they were asked until their rows start. Only the stepping thread changes it.
+
+[waiting] --> place: a slot --> [placed] --> encode --> [entering] prefill, piece by piece --> batch
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from omni.engine.admission import Verdict, admit
+from omni.engine.batch import EngineBatch
+from omni.engine.client import Running
+from omni.engine.entering import Entering, Talk, encode, together, unheard
+from omni.engine.forget import Refills, columns_in
+from omni.engine.slots import Seat
+from omni.engine.stats import Recorder
+
+
+class Intake:
+    """Feeds what is not in the cache: questions that come in, and, in idle time, what stays of conversations.
+
+    Attributes:
+        waiting: questions without a slot, in their order.
+        placed: those with a slot, not yet prefilled.
+        entering: those that are prefilled at present.
+    """
+
+    def __init__(self, batch: EngineBatch, recorder: Recorder) -> None:
+        self.waiting: deque[Running] = deque()
+        self.placed: list[Talk] = []
+        self.entering: Entering | None = None
+        self._batch, self._recorder = batch, recorder
+        self._seconds = 1e-3  # of a column's prefill, measured
+
+    @property
+    def coming(self) -> list[Talk]:
+        """Questions with a slot."""
+        entering = self.entering
+        return [*self.placed, *([] if entering is None else entering.talks)]
+
+    # --- who is let in ------------------------------------------------------------------------------------------------
+
+    def verdict(self, running: Running) -> Verdict:
+        """Whether a live listener's answer fits beside the others; from any thread."""
+        if running.codec is None or not running.task.audio:
+            return Verdict(True)
+        talks = [*self._batch.talks.values(), *self.coming]
+        live = sum(talk.running.pace == "live" for talk in talks)
+        return admit(self._recorder, live, 1 / running.codec.frame_rate)
+
+    def place(self) -> None:
+        """Give waiting questions their slots, in their order."""
+        while self.waiting:
+            first = self.waiting[0]
+            if (first.pace == "live" and not self.verdict(first).fits) or not self._batch.room(self.waiting):
+                break
+            self.placed.append(self._batch.place(self.waiting.popleft()))
+
+    # --- what is fed --------------------------------------------------------------------------------------------------
+
+    def piece(self, slack: float) -> None:
+        """One piece of work: an encoding, or a piece of a prefill, that fits into `slack` seconds where it can."""
+        batch, entering = self._batch, self.entering
+        runner = batch.runner
+        assert runner is not None
+        if entering is None and (entering := self._next()) is None:
+            return
+        self.entering = entering
+        if all(talk.running.cancelled for talk in entering.talks):
+            self.entering = None
+            for talk in entering.talks:
+                batch.free(talk)
+            return
+        columns = entering.left
+        if slack < float("inf"):
+            columns = max(16, int(slack / self._seconds / entering.rows))
+        start, fed = time.perf_counter(), min(columns, entering.left, runner.chunk) * entering.rows
+        started = entering.piece(columns)
+        self._timed(start, fed)
+        if started:
+            self.entering = None
+            batch.begin(entering.talks)
+
+    def _next(self) -> Entering | None:
+        """The questions to prefill next; None where some were encoded instead, or none is left."""
+        batch = self._batch
+        dropped = [talk for talk in self.placed if talk.running.cancelled]
+        self.placed = [talk for talk in self.placed if not talk.running.cancelled]
+        for talk in dropped:
+            batch.free(talk)
+        if not self.placed:
+            return None
+        if any(unheard(talk) for talk in self.placed):
+            for talk in encode(batch.model, [talk for talk in self.placed if unheard(talk)]):
+                self.placed.remove(talk)
+                batch.free(talk, "error")
+            return None
+        assert batch.runner is not None
+        chosen = together(self.placed, batch.runner)
+        self.placed = [talk for talk in self.placed if talk not in chosen]
+        return Entering(batch.runner, chosen)
+
+    def refill(self, refills: Refills, slack: float) -> bool:
+        """Feed a piece of what stays of a conversation, where there is one and it fits into `slack` seconds."""
+        runner = self._batch.runner
+        refill, columns = refills.first(runner), columns_in(slack, self._seconds)
+        if runner is None or refill is None or not columns:
+            return False
+        start = time.perf_counter()
+        if fed := refills.piece(runner, refill, columns):
+            self._timed(start, fed)
+        return True
+
+    def _timed(self, start: float, fed: int) -> None:
+        self._seconds = 0.5 * self._seconds + 0.5 * (time.perf_counter() - start) / fed
+
+    # --- who goes -----------------------------------------------------------------------------------------------------
+
+    def drop(self, running: Running) -> None:
+        """Let a question go that has no slot yet; one that has goes when its turn comes."""
+        if running in self.waiting:
+            self.waiting.remove(running)
+            self._batch.release(running)
+
+    def cancel(self, seat: Seat) -> None:
+        """Cancel the questions of a conversation."""
+        for running in [running for running in self.waiting if running.seat is seat]:
+            running.stop()
+            self.drop(running)
+        for talk in self.coming:
+            if talk.running.seat is seat:
+                talk.running.stop()
+
+    def clear(self) -> list[Running]:
+        """Take all questions away; returns them."""
+        found = [*(talk.running for talk in self.coming), *self.waiting]
+        self.waiting, self.placed, self.entering = deque(), [], None
+        return found

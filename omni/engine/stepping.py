@@ -1,0 +1,148 @@
+"""The stepping thread: between two steps it takes what clients asked for, and decides what comes next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from omni.engine.batch import EngineBatch
+from omni.engine.client import Running
+from omni.engine.entering import Talk
+from omni.engine.intake import Intake
+from omni.engine.requests import Requests
+from omni.engine.schedule import Watermarks, choose
+from omni.engine.slots import Seat
+from omni.engine.stats import Recorder
+from omni.engine.worker import Worker
+
+PATIENCE = 8
+"""Steps after which a question is let in although somebody is due."""
+
+
+class SteppingThread:
+    """Steps the rows of a batch and lets questions in; the only thread that changes either.
+
+    Args:
+        requests: what clients ask for.
+        marks, patience: as for `omni.engine.engine.Engine`.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        batch: EngineBatch,
+        intake: Intake,
+        recorder: Recorder,
+        marks: Watermarks,
+        patience: float | None,
+    ) -> None:
+        self._requests, self._batch, self._intake, self._recorder = requests, batch, intake, recorder
+        self._marks, self._patience = marks, patience
+        self._steps = 0  # since a piece of a question
+        self._filling = False
+        self.worker = Worker("omni-engine", self._turn)
+        requests.wake = self.worker.wake
+
+    def close(self) -> None:
+        """End the thread, and all answers."""
+        self.worker.stop()
+        self._take()
+        for running in [*self._intake.clear(), *self._batch.talks]:
+            running.stop()
+            running.release()
+            running.left.set()
+        self._batch.forget()
+
+    def _turn(self) -> float | None:
+        """One piece of work between two boundaries; see `Worker`."""
+        try:
+            return self._work()
+        except BaseException as error:  # of all that are under way, since the rows' state is not known
+            self._fail(error)
+            return 0.0
+
+    def _work(self) -> float | None:
+        batch, intake = self._batch, self._intake
+        self._take()
+        intake.place()
+        due = choose(batch.talks.values(), time.perf_counter(), self._marks)
+        unknown = not all([talk.running.rest() for talk in due.behind])
+        self._recorder.slack = None if due.slack == float("inf") else due.slack
+        wait = self._give_up(due.behind)
+        incoming = intake.entering is not None or bool(intake.placed)
+        urgent = due.new + due.low
+        self._filling = bool(due.low) or (self._filling and bool(due.along))
+        if urgent and not (incoming and self._steps >= PATIENCE):
+            together = self._filling and not due.late
+            self._step(urgent + (due.along + due.read if together else []))
+        elif incoming:
+            self._steps = 0
+            intake.piece(due.slack)
+        elif self._refill(due.slack, bool(due.read) or self._filling):
+            pass
+        elif self._filling:
+            self._step(due.along + due.read)
+        elif due.read:
+            self._step(due.read)
+        else:
+            slack = min(due.slack, wait, 0.01) if unknown else min(due.slack, wait)
+            return None if slack == float("inf") else max(slack, 1e-4)
+        return 0.0
+
+    def _step(self, talks: Sequence[Talk]) -> None:
+        self._steps += 1
+        self._batch.step(talks)
+
+    def _refill(self, slack: float, others: bool) -> bool:
+        """Feed a piece of what stays of a conversation, where there is time; with others to step only now and then."""
+        if (others and self._steps < PATIENCE) or not self._intake.refill(self._requests.refills, slack):
+            return False
+        self._steps = 0
+        return True
+
+    def _take(self) -> None:
+        """Take what clients asked for since the last boundary."""
+        with self._requests.lock:  # a question is in one of the two places at any time
+            taken = self._requests.take()
+            self._intake.waiting += taken.asked
+        if taken.threads and taken.threads != torch.get_num_threads():
+            torch.set_num_threads(taken.threads)  # each thread has its own number
+        for running in taken.ended:
+            if not self._batch.end(running, "cancelled"):
+                self._intake.drop(running)
+        for seat in taken.vacated:
+            self._empty(seat)
+        if taken.vacated and taken.empty:
+            self._batch.shrink()
+
+    def _empty(self, seat: Seat) -> None:
+        """Free a conversation's slot; an answer that nobody waits for any more is cancelled first."""
+        self._intake.cancel(seat)
+        for running in [running for running in self._batch.talks if running.seat is seat]:
+            running.stop()
+            self._batch.end(running, "cancelled")
+        if not self._batch.empty(seat):  # once it has come in
+            self._requests.vacate(seat)
+
+    def _give_up(self, behind: Sequence[Talk]) -> float:
+        """End answers that nobody has read for too long; returns the seconds until the next one."""
+        wait, now = float("inf"), time.perf_counter()
+        for talk in behind if self._patience is not None else ():
+            running = talk.running
+            left = running.rested + self._patience - now  # type: ignore[operator]  # it is a number here
+            if running.resting and left <= 0:
+                running.reply.fail(f"nobody has read this answer for {self._patience:g} s; ask again, and read its events")
+                self._batch.end(running, "error")
+            else:
+                wait = min(wait, max(left, 0.01))
+        return wait
+
+    def _fail(self, error: BaseException) -> None:
+        """Give everybody who is under way the error; the cache is made again."""
+        under: list[Running] = [*self._batch.talks, *self._intake.clear()]
+        self._batch.forget()
+        for running in under:
+            running.fail(error)
+            self._batch.release(running, "error")
