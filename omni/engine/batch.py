@@ -117,7 +117,7 @@ class EngineBatch:
     def shrink(self) -> None:
         """Drop a large cache that nobody uses: it is quick to make."""
         rows = 0 if self.runner is None else len(self.runner.rows)
-        if rows > 2 and self.fixed is None and self.model.device.type == "cpu" and not self.talks:
+        if rows > 2 and self.fixed is None and self.model.device.type == "cpu" and not self.busy:
             self.forget()
 
     # --- steps --------------------------------------------------------------------------------------------------------

@@ -130,6 +130,7 @@ class Engine:
             if self.fixed is not None and rows > self.fixed:
                 raise UserError(f"text assist takes 2 slots, and the engine has {self.fixed}; give it more, or leave it out")
         with self._requests.lock:
+            self.check()  # once more: it may have been closed meanwhile, and nobody would answer
             for running in asked:
                 if running.pace == "live":
                     self._check_queue(running)
@@ -171,7 +172,7 @@ class Engine:
         """What it does at present, and its newest measurements."""
         talks, slots = [*self._batch.talks.values()], self._batch.slots
         with self._requests.lock:
-            waiting = len(self._requests.asked) + len(self._intake.waiting) + len(self._intake.placed)
+            waiting = len(self._requests.asked) + len(self._intake.waiting) + len(self._intake.coming)
             sessions = len(self._requests.seats)
         return self._recorder.stats(
             sessions=sessions,

@@ -97,9 +97,9 @@ class Intake:
                 batch.free(talk, "error")
             return None
         assert batch.runner is not None
-        chosen = together(self.placed, batch.runner)
-        self.placed = [talk for talk in self.placed if talk not in chosen]
-        return Entering(batch.runner, chosen)
+        entering = Entering(batch.runner, together(self.placed, batch.runner))  # where this fails, they are still placed
+        self.placed = [talk for talk in self.placed if talk not in entering.talks]
+        return entering
 
     def refill(self, refills: Refills, slack: float) -> bool:
         """Feed a piece of what stays of a conversation, where there is one and it fits into `slack` seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from omni.engine import intake
 from omni.engine.admission import Verdict, admit
+from omni.engine.entering import Entering
 from omni.engine.schedule import Watermarks, choose
 from omni.engine.stats import Recorder
 from omni.errors import BusyError, UserError
@@ -168,3 +170,42 @@ def test_a_step_that_fails_is_told_to_everybody_and_the_next_question_is_answere
                 with pytest.raises(RuntimeError, match="no such kernel"):
                     session.answer("hello", "T1T2")
         assert one.answer("hello", "T1T2").tokens == two.answer("hello", "T1T2").tokens == alone
+
+
+def test_questions_on_their_way_in_are_waited_for_and_told_of_failures(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    piece = Entering.piece
+
+    def slowly(entering: Entering, columns: int) -> bool:
+        time.sleep(0.1)
+        return piece(entering, columns)
+
+    with lm.session(max_tokens=6) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(intake, "Entering", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+            with pytest.raises(RuntimeError, match="no memory"):
+                session.answer("hello", "T1T2")
+        monkeypatch.setattr(Entering, "piece", slowly)
+        events = session.ask("hello", "T1T2")
+        while lm.engine._intake.entering is None:
+            time.sleep(0.001)
+        assert lm.engine.drain(20) and session._last is not None and session._last.left.is_set()
+        assert next(event for event in events if isinstance(event, Ended)).reason in ("end", "length")
+
+
+def test_a_question_that_comes_while_the_engine_closes_is_refused(lm: SpeechLM) -> None:
+    said: list[BaseException] = []
+    session = lm.session()
+
+    def ask() -> None:
+        try:
+            session.ask("hello", "T1T2")
+        except UserError as error:
+            said.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    with lm.engine._requests.lock:
+        asking.start()
+        time.sleep(0.1)  # it waits for the lock
+        lm.engine.close()
+    asking.join(20)
+    assert "this engine is closed" in str(said[0]) and not session.turns
