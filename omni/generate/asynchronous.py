@@ -8,10 +8,10 @@ import weakref
 from collections.abc import AsyncIterable, Callable
 from typing import Any
 
-from omni.engine.client import Pace, Running
+from omni.engine.client import Pace
 from omni.errors import UserError
 from omni.generate.incoming import Incoming, Withdrawn, is_coming
-from omni.generate.listener import AnswerReader
+from omni.generate.listener import AnswerReader, Listened
 from omni.generate.question import longest
 from omni.generate.results import Ended, Event, Timings
 from omni.tasks import Task, find_task
@@ -31,7 +31,7 @@ class AsyncAnswer:
     taken is in the history.
 
     Args:
-        session: an `omni.generate.session.Session`.
+        session: an `omni.generate.conversation.Conversation`.
         question: as for `Session.ask`, or an asynchronous iterator of pieces.
 
     Attributes:
@@ -49,7 +49,7 @@ class AsyncAnswer:
     ) -> None:
         self._session, self._question, self._task = session, question, task
         self._rate, self._seed, self._pace = sample_rate, seed, pace
-        self.running: Running | None = None
+        self.running: Listened | None = None
         self._listener: AnswerReader | None = None
         self._incoming: Incoming | None = None
         self._bell: _Bell | None = None
@@ -110,28 +110,23 @@ class AsyncAnswer:
         if is_coming(self._question) and find_task(self._task).question != "text":
             await self._hear()
         running = await asyncio.to_thread(self._read)
-        running.wake = self._bell.of(running, self._session._engine.leave)
+        running.wake = self._bell.of(running, self._session.let_go)
         self._listener = self._session.listener(running)
-        self._session.begin(running)
+        await self._session.aside(self._session.begin, running)
 
     async def _hear(self) -> None:
         """Gather a question whose sound is still coming: an asynchronous iterator here, another in a thread."""
         session = self._session
-        session._engine.check()
-        incoming = self._incoming = Incoming(self._rate, longest(session.model.config))
-
-        def commit() -> None:
-            session._open()
-            session._commit(session._last)
-
-        await asyncio.to_thread(commit)
+        session.check()
+        incoming = self._incoming = Incoming(self._rate, longest(session.config))
+        await asyncio.to_thread(session.commit)
         with session.hearing(incoming):
             if isinstance(self._question, AsyncIterable):
                 self._question = await incoming.gather_async(self._question)
             else:
                 self._question = await asyncio.to_thread(incoming.gather, self._question)
 
-    def _read(self) -> Running:
+    def _read(self) -> Listened:
         running = self._session.read(
             self._question, self._task, self._rate, self._seed, lambda: self._gone, self._pace
         )  # in a thread, which goes on where the task is cancelled meanwhile
@@ -195,7 +190,7 @@ class _Bell:
         self.event = asyncio.Event()
         self._loop, self._rung = loop, False
 
-    def of(self, running: Running, leave: Callable[[Running], None]) -> Callable[[], None]:
+    def of(self, running: Listened, leave: Callable[[Any], None]) -> Callable[[], None]:
         """What an answer calls, in any thread, where it has an event; a closed loop takes none, so that its answer ends."""
 
         def ring() -> None:

@@ -116,7 +116,7 @@ def answer_all(engine: Engine, questions: Iterable[Callable[[], tuple[Session, R
             ended.clear()
             for number, (session, running) in list(under.items()):
                 if _is_over(running):
-                    answers[number] = session.gather(running)
+                    answers[number] = session.whole(session.events_of(running), running)
                     session.close()
                     del under[number]
     finally:

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from omni.engine.client import Running
 from omni.generate.incoming import Withdrawn
+from omni.generate.listener import Listened
 from omni.generate.results import Ended, Event, Timings
 
 LOG = logging.getLogger(__name__)
@@ -22,13 +22,13 @@ class Started:
     continues as if the question had not been asked, and the function is not called again.
 
     Args:
-        session: an `omni.generate.session.Session`.
+        session: an `omni.generate.conversation.Conversation`.
         read: reads the question and asks it; called in the thread.
     """
 
-    def __init__(self, session: Any, read: Callable[[], Running], on_event: Callable[[Event], object]) -> None:
+    def __init__(self, session: Any, read: Callable[[], Listened], on_event: Callable[[Event], object]) -> None:
         self._session, self._read, self._on_event = session, read, on_event
-        self._running: Running | None = None
+        self._running: Listened | None = None
         self._ended: Ended | None = None
         self._failure: BaseException | None = None
         self._over = threading.Event()

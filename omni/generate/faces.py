@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from typing import Any, Generic, NoReturn, TypeVar
 
 from omni.audio.io import SAMPLE_RATE
-from omni.engine.client import Running
 from omni.errors import UserError
 from omni.generate.asynchronous import AsyncAnswer
 from omni.generate.callbacks import Started
 from omni.generate.incoming import Withdrawn, is_coming
-from omni.generate.listener import whole_answer
+from omni.generate.listener import Listened
 from omni.generate.options import refuse_keywords
 from omni.generate.question import Coming, Question
 from omni.generate.results import Answer, Ended, Event, Timings
@@ -20,13 +19,26 @@ from omni.tasks import Task
 _ASKS = ("sample_rate", "seed")
 
 
-class Faces:
-    """What `omni.generate.session.Session` inherits."""
+A = TypeVar("A", bound=Listened)
 
-    read: Callable[..., Running]
-    begin: Callable[[Running], None]
-    events_of: Callable[[Running], Iterator[Event]]
-    gather: Callable[[Running], Answer]
+
+class Faces(Generic[A]):
+    """What `omni.generate.conversation.Conversation` inherits; it documents the rest."""
+
+    read: Callable[..., A]
+    events_of: Callable[[A], Iterator[Event]]
+
+    def begin(self, answer: A) -> None:
+        """Give the engine a question that was laid out; UserError where it does not take it, and nothing is left of it then."""
+        raise NotImplementedError
+
+    def whole(self, events: Iterable[Event], answer: A | None) -> Answer:
+        """The answer of all its events; None for one that was cancelled before its question was whole."""
+        raise NotImplementedError
+
+    async def aside(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call what may wait for an engine in another process without holding the loop; nothing is waited for here."""
+        return call(*args)
 
     @property
     def sample_rate(self) -> int:
@@ -95,7 +107,7 @@ class Faces:
         if not callable(on_event):
             raise UserError(f"on_event is {repr(on_event)[:80]}; give a function that takes an event")
 
-        def begun(running: Running) -> Running:
+        def begun(running: A) -> A:
             self.begin(running)
             return running
 
@@ -118,9 +130,9 @@ class Faces:
         try:
             running = self.read(question, task, sample_rate, seed, pace="whole")
         except Withdrawn:
-            return whole_answer((), None, self.sample_rate)
+            return self.whole((), None)
         self.begin(running)
-        return self.gather(running)
+        return self.whole(self.events_of(running), running)
 
     async def answer_async(
         self,
@@ -135,4 +147,5 @@ class Faces:
         refuse_keywords("answer_async", more, _ASKS)
         async with AsyncAnswer(self, question, task, sample_rate, seed, "whole") as events:
             taken = [event async for event in events]
-        return whole_answer(taken, events.running, self.sample_rate)
+        answer: Answer = await self.aside(self.whole, taken, events.running)
+        return answer

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from omni.engine.client import Running
-from omni.generate.results import Answer, AudioChunk, Ended, Event, TextDelta, Timings
+from omni.engine.client import Pace, Running
+from omni.generate.results import Answer, AudioChunk, Ended, Event, Reason, TextDelta, Timings
+
+
+class Listened(Protocol):
+    """An answer as its listener sees it: `omni.engine.client.Running`, or `omni.engine.answers.RemoteAnswer`, which document
+    these."""
+
+    pace: Pace
+    settled: bool
+    reader: int
+    wake: Callable[[], None] | None
+
+    def take(self) -> Event: ...
+
+    def poll(self) -> Event | None: ...
+
+    def stop(self, reason: Reason = "cancelled", error: str | None = None) -> None: ...
+
+    def timings(self) -> Timings: ...
 
 
 class AnswerReader:
@@ -18,7 +37,7 @@ class AnswerReader:
         stop: asked about the text so far, after each piece of it; true ends the answer.
     """
 
-    def __init__(self, running: Running, stop: Callable[[str], bool] | None = None) -> None:
+    def __init__(self, running: Listened, stop: Callable[[str], bool] | None = None) -> None:
         self.running, self.stop = running, stop
         self._text = ""
 

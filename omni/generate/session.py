@@ -12,31 +12,28 @@ leaves as soon as its text has ended.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from omni.codec.base import AudioCodec
+from omni.config import ModelConfig
 from omni.engine.client import Pace, Running, WhenFull, check_pace
 from omni.engine.engine import Engine
 from omni.engine.forget import plan
 from omni.engine.slots import Seat
 from omni.errors import UserError
-from omni.generate.bounds import check_number
-from omni.generate.faces import Faces
+from omni.generate.conversation import Conversation
 from omni.generate.history import Exchange, Past, check_room, fit
-from omni.generate.incoming import Incoming, Withdrawn, is_coming
-from omni.generate.listener import AnswerReader, whole_answer
+from omni.generate.listener import whole_answer
 from omni.generate.messages import Message, messages
 from omni.generate.options import AnswerOptions
-from omni.generate.question import Asked, Coming, Question, longest, read_question, read_system
-from omni.generate.results import Answer, Clock, Ended, Event
+from omni.generate.question import Asked, Coming, Question, read_question, read_system
+from omni.generate.results import Answer, Clock, Event
 from omni.generate.rows import Start
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.speech_time import SpeechTime
@@ -44,11 +41,11 @@ from omni.generate.turn import Limits, Reply
 from omni.lora.attach import kept, selection_of
 from omni.lora.selection import RowSelection
 from omni.model.speech_model import SpeechModel
-from omni.tasks import Task, Turn, find_task, find_writer, prompt
+from omni.tasks import Task, Turn, find_writer, prompt
 from omni.text import Tokenizer
 
 
-class Session(Faces):
+class Session(Conversation[Running]):
     """One conversation. Made by `SpeechLM.session`; close it (or use `with`) to free its cache.
 
     One answer at a time: `ask` gives its events as they come (`ask_async` in a loop of asyncio, `start` to a function) and
@@ -83,6 +80,7 @@ class Session(Faces):
         when_full: WhenFull = "wait",
         sound: bool = True,
     ) -> None:
+        super().__init__(options.stop_when)
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
         self.options, self.time = options, time
         self._selection: RowSelection = options.adapter if edits is None else (options.adapter, edits)
@@ -99,53 +97,31 @@ class Session(Faces):
         if options.max_silence is not None and (codec is None or not sound):
             raise UserError("max_silence listens to the answer's sound, and no codec makes any here; leave it out")
         self._seat: Seat | None = engine.seat(context)
-        self._last: Running | None = None
-        self._incoming: Incoming | None = None  # of a question whose sound is still coming
-        self._lock = threading.RLock()  # guards the history and the last answer
         _OPEN.add(self)
         self._dropped = weakref.finalize(self, _abandon, engine, self._seat, release)
         self._dropped.atexit = False
 
-    # --- the interface ----------------------------------------------------------------------------------------
+    # --- the question ---------------------------------------------------------------------------------------------
 
-    def read(
-        self,
-        question: Question | Coming,
-        task: Task | str,
-        sample_rate: int,
-        seed: int | None = None,
-        gone: Callable[[], bool] | None = None,
-        pace: Pace | None = None,
-    ) -> Running:
-        """Read a question and lay it out, for `begin`.
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
 
-        Args:
-            gone: whether nobody wants the answer any more; asked once the question was read.
+    @property
+    def forked(self) -> bool:
+        return self._engine.forked
 
-        Raises:
-            UserError: as of `ask`.
-            Withdrawn: nobody wants it any more; nothing has changed then.
-        """
-        if seed is not None:
-            check_number("seed", seed)
+    def check_process(self) -> None:
+        self._engine.check_process()
+
+    def check(self) -> None:
         self._engine.check()
         self._open()
-        self._commit(self._last)
-        if isinstance(question, Iterator) and is_coming(question) and find_task(task).question != "text":
-            incoming = Incoming(sample_rate, longest(self.model.config))
-            with self.hearing(incoming):
-                question = incoming.gather(question)
-        clock = Clock()
-        asked = read_question(question, task, self.model, self.tokenizer, sample_rate)
-        with self._lock:
-            if gone is not None and gone():
-                raise Withdrawn
-            running = self.lay_out(asked, seed, clock)
-            running.pace = pace or running.pace
-            return running
+
+    def _read_question(self, question: Question | Coming, task: Task | str, sample_rate: int) -> Asked:
+        return read_question(question, task, self.model, self.tokenizer, sample_rate)
 
     def begin(self, running: Running) -> None:
-        """Give the engine a question that was laid out; UserError where it does not take it, and nothing is left of it then."""
         try:
             self._engine.ask([running])
         except BaseException:
@@ -153,31 +129,13 @@ class Session(Faces):
             raise
 
     def withdraw(self, running: Running) -> None:
-        """Continue as if a question had not been asked."""
         with self._lock:
             if self._last is running:
                 self._past, self._asked = running.before, running.exchange.number
             running.settled = True
             self._engine.stop(running)
 
-    @contextmanager
-    def hearing(self, incoming: Incoming) -> Iterator[None]:
-        """While sound is still coming: another question is refused, and `cancel` and `close` end it."""
-        with self._lock:
-            self._commit(self._last)
-            self._incoming = incoming
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._incoming = None
-
     def lay_out(self, asked: Asked, seed: int | None = None, clock: Clock | None = None) -> Running:
-        """Lay out a question for the engine; the last answer is settled first.
-
-        Args:
-            clock: started when the question came.
-        """
         with ExitStack() as held:
             held.enter_context(kept(self.model, [self._selection]))
             active = selection_of(self.model, [self._selection])  # its adapter may have been removed, or merged, since
@@ -224,46 +182,8 @@ class Session(Faces):
         """Of the answers' sound, in Hz; 0 without a codec."""
         return 0 if self.codec is None else self.codec.sample_rate
 
-    def gather(self, running: Running) -> Answer:
-        """Wait for the whole of an answer."""
-        return whole_answer(self.events_of(running), running, self.sample_rate)
-
-    def cancel(self, played_seconds: float | None = None, shown_characters: int | None = None) -> None:
-        """Stop the answer that is being made, and cut the last answer in the history to the delivered part.
-
-        May be called from any thread, between events, or after the answer has ended (a listener interrupts what
-        is still playing). An answer under way ends with `Ended("cancelled")`; it is in the history at once.
-
-        Args:
-            played_seconds: seconds of the sound that were heard; only its whole frames stay in the history, and of the
-                text the words that were heard by then, placed by the model's speaking time (`omni.generate.heard`).
-                By default all sound and text that was handed over.
-            shown_characters: characters of the text that were shown: they stay, whatever was heard.
-
-        Raises:
-            UserError: one of them is negative or no number; nothing is cancelled then.
-        """
-        for name, value in (("played_seconds", played_seconds), ("shown_characters", shown_characters)):
-            if value is not None:
-                check_number(name, value)
-        self.cancel_last(None, played_seconds, shown_characters)
-
-    def cancel_last(self, only: Running | None, played_seconds: float | None, shown_characters: int | None) -> None:
-        """`cancel`, unless the last answer is another than `only`, where that is given."""
-        self._engine.check_process()
-        if (incoming := self._incoming) is not None:
-            incoming.withdrawn = True
-            return
-        with self._lock:
-            last = self._last
-            if last is None or only not in (None, last):
-                return
-            last.interrupt(played_seconds, shown_characters)
-            if not last.settled:
-                self._settle(last)
-            elif self._past and last.reply.error is None:
-                self._past[-1] = last.delivered()
-            self._make_room()
+    def whole(self, events: Iterable[Event], running: Running | None) -> Answer:
+        return whole_answer(events, running, self.sample_rate)
 
     @property
     def place(self) -> int:
@@ -317,44 +237,9 @@ class Session(Faces):
             self._dropped.detach()
         self._release()
 
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Session:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
-
-    # --- one answer ------------------------------------------------------------------------------------------
-
-    def listener(self, running: Running) -> AnswerReader:
-        """Who takes an answer's events."""
-        return AnswerReader(running, self.options.stop_when)
-
-    def events_of(self, running: Running) -> Iterator[Event]:
-        """The events of an answer that was begun; closing the iterator cancels it."""
-        listener = self.listener(running)
-        try:
-            while True:
-                self._engine.check_process()
-                event = listener.take()
-                if isinstance(event, Ended):
-                    break
-                yield event
-        finally:
-            if not self._engine.forked:
-                with self._lock:
-                    self._settle(running)
-                    self._make_room()
-        yield event
+    # --- one answer -----------------------------------------------------------------------------------------------
 
     def let_go(self, running: Running) -> None:
-        """Cancel an answer without waiting for anybody. It is in the history at once, unless another thread is asking or
-        cancelling: that one puts it there."""
         self._engine.stop(running, wait=False)
         if self._lock.acquire(blocking=False):
             try:
@@ -362,27 +247,10 @@ class Session(Faces):
             finally:
                 self._lock.release()
 
-    def break_off(self, running: Running, error: str) -> None:
-        """End an answer with an error of its listener; it does not stay in the history."""
-        running.stop("error", error)
-        self.withdraw(running)
-
     # --- the history ------------------------------------------------------------------------------------------
 
-    def _commit(self, running: Running | None) -> None:
-        """Settle an answer, unless another thread waits for it."""
-        with self._lock:
-            under = running is not None and not running.settled and running.reader not in (0, threading.get_ident())
-            if under or self._incoming is not None:
-                raise UserError(
-                    "another answer of this session is being made in another thread or task; cancel it, or wait for its end"
-                )
-            if running is not None:
-                self._settle(running)
-
     def _settle(self, running: Running, wait: bool = True) -> None:
-        """Put the delivered part of an answer into the history (once); its iterator gives no more of it. Without `wait` its
-        rows may still be busy, and whoever settles it next waits for them."""
+        """See `Conversation`. Without `wait` its rows may still be busy, and whoever settles it next waits for them."""
         settled, running.settled = running.settled, True
         if not (settled and running.left.is_set()):
             self._engine.stop(running, wait)
@@ -392,6 +260,13 @@ class Session(Faces):
             self._past.append(running.delivered())
         else:
             self._past, self._asked = running.before, running.exchange.number
+
+    def _interrupt(self, running: Running, played: float | None, shown: int | None) -> None:
+        running.interrupt(played, shown)
+        if not running.settled:
+            self._settle(running)
+        elif self._past and running.reply.error is None:
+            self._past[-1] = running.delivered()
 
     def _make_room(self) -> None:
         """Have what stays fed before the next question, where turns go before it; the history keeps them until then."""

@@ -1,0 +1,238 @@
+"""What sessions have in common, wherever their engine is: one answer at a time, whose events its listener takes.
+
+read: check, hear --> lay_out --> begin --> events_of: take, take, ... --> settle: the taken part is in the history
+                         cancel, let_go, break_off: end it before
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from omni.config import ModelConfig
+from omni.engine.client import Pace
+from omni.errors import UserError
+from omni.generate.bounds import check_number
+from omni.generate.faces import Faces
+from omni.generate.incoming import Incoming, Withdrawn, is_coming
+from omni.generate.listener import AnswerReader, Listened
+from omni.generate.question import Asked, Coming, Question, longest
+from omni.generate.results import Clock, Ended, Event
+from omni.tasks import Task, find_task
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+A = TypeVar("A", bound=Listened)
+
+
+class Conversation(Faces[A], Generic[A]):
+    """Base of `omni.generate.session.Session` and of `omni.engine.remote.RemoteSession`.
+
+    Args:
+        stop: ends an answer, see `omni.generate.listener.AnswerReader`.
+    """
+
+    def __init__(self, stop: Callable[[str], bool] | None) -> None:
+        self._stop = stop
+        self._last: A | None = None
+        self._incoming: Incoming | None = None  # of a question whose sound is still coming
+        self._lock = threading.RLock()  # guards the history and the last answer
+
+    # --- defined by those two -----------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's."""
+        raise NotImplementedError
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the session's."""
+        raise NotImplementedError
+
+    def check_process(self) -> None:
+        """UserError in a process that was forked."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """UserError where no question is taken: in a process that was forked, or where the engine or the session is closed."""
+        raise NotImplementedError
+
+    def lay_out(self, asked: Asked, seed: int | None = None, clock: Clock | None = None) -> A:
+        """An answer to a question, for `begin`; the last one is settled first.
+
+        Args:
+            clock: started when the question came.
+        """
+        raise NotImplementedError
+
+    def withdraw(self, answer: A) -> None:
+        """Continue as if a question had not been asked."""
+        raise NotImplementedError
+
+    def let_go(self, answer: A) -> None:
+        """Cancel an answer without waiting for anybody. It is in the history at once, unless another thread is asking or
+        cancelling: that one puts it there."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the session."""
+        raise NotImplementedError
+
+    def _read_question(self, question: Question | Coming, task: Task | str, sample_rate: int) -> Asked:
+        raise NotImplementedError
+
+    def _settle(self, answer: A) -> None:
+        """Put the delivered part of an answer into the history (once); its iterator gives no more of it."""
+        raise NotImplementedError
+
+    def _interrupt(self, answer: A, played: float | None, shown: int | None) -> None:
+        """Settle an answer, or cut it in the history once more, where less of it was heard or seen than was delivered."""
+        raise NotImplementedError
+
+    def _make_room(self) -> None:
+        """Prepare for the next question."""
+
+    # --- the question -------------------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        question: Question | Coming,
+        task: Task | str,
+        sample_rate: int,
+        seed: int | None = None,
+        gone: Callable[[], bool] | None = None,
+        pace: Pace | None = None,
+    ) -> A:
+        """Read a question and lay it out, for `begin`.
+
+        Args:
+            gone: whether nobody wants the answer any more; asked once the question was read.
+
+        Raises:
+            UserError: as of `ask`.
+            Withdrawn: nobody wants it any more; nothing has changed then.
+        """
+        if seed is not None:
+            check_number("seed", seed)
+        self.check()
+        self._commit(self._last)
+        if isinstance(question, Iterator) and is_coming(question) and find_task(task).question != "text":
+            incoming = Incoming(sample_rate, longest(self.config))
+            with self.hearing(incoming):
+                question = incoming.gather(question)
+        clock = Clock()
+        asked = self._read_question(question, task, sample_rate)
+        with self._lock:
+            if gone is not None and gone():
+                raise Withdrawn
+            answer = self.lay_out(asked, seed, clock)
+            answer.pace = pace or answer.pace
+            return answer
+
+    @contextmanager
+    def hearing(self, incoming: Incoming) -> Iterator[None]:
+        """While sound is still coming: another question is refused, and `cancel` and `close` end it."""
+        with self._lock:
+            self._commit(self._last)
+            self._incoming = incoming
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._incoming = None
+
+    def commit(self) -> None:
+        """Settle the last answer before a question is read; UserError where another thread waits for it."""
+        self.check()
+        self._commit(self._last)
+
+    def _commit(self, answer: A | None) -> None:
+        """Settle an answer, unless another thread waits for it."""
+        with self._lock:
+            under = answer is not None and not answer.settled and answer.reader not in (0, threading.get_ident())
+            if under or self._incoming is not None:
+                raise UserError(
+                    "another answer of this session is being made in another thread or task; cancel it, or wait for its end"
+                )
+            if answer is not None:
+                self._settle(answer)
+
+    # --- its answer ---------------------------------------------------------------------------------------------------
+
+    def listener(self, answer: A) -> AnswerReader:
+        """Who takes an answer's events."""
+        return AnswerReader(answer, self._stop)
+
+    def events_of(self, answer: A) -> Iterator[Event]:
+        """The events of an answer that was begun; closing the iterator cancels it."""
+        listener = self.listener(answer)
+        try:
+            while True:
+                self.check_process()
+                event = listener.take()
+                if isinstance(event, Ended):
+                    break
+                yield event
+        finally:
+            if not self.forked:
+                with self._lock:
+                    self._settle(answer)
+                    self._make_room()
+        yield event
+
+    def cancel(self, played_seconds: float | None = None, shown_characters: int | None = None) -> None:
+        """Stop the answer that is being made, and cut the last answer in the history to the delivered part.
+
+        May be called from any thread, between events, or after the answer has ended (a listener interrupts what
+        is still playing). An answer under way ends with `Ended("cancelled")`; it is in the history at once.
+
+        Args:
+            played_seconds: seconds of the sound that were heard; only its whole frames stay in the history, and of the
+                text the words that were heard by then, placed by the model's speaking time (`omni.generate.heard`).
+                By default all sound and text that was handed over.
+            shown_characters: characters of the text that were shown: they stay, whatever was heard.
+
+        Raises:
+            UserError: one of them is negative or no number; nothing is cancelled then.
+        """
+        for name, value in (("played_seconds", played_seconds), ("shown_characters", shown_characters)):
+            if value is not None:
+                check_number(name, value)
+        self.cancel_last(None, played_seconds, shown_characters)
+
+    def cancel_last(self, only: A | None, played_seconds: float | None, shown_characters: int | None) -> None:
+        """`cancel`, unless the last answer is another than `only`, where that is given."""
+        self.check_process()
+        if (incoming := self._incoming) is not None:
+            incoming.withdrawn = True
+            return
+        with self._lock:
+            last = self._last
+            if last is None or only not in (None, last):
+                return
+            self._interrupt(last, played_seconds, shown_characters)
+            self._make_room()
+
+    def break_off(self, answer: A, error: str) -> None:
+        """End an answer with an error of its listener; it does not stay in the history."""
+        answer.stop("error", error)
+        self.withdraw(answer)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
