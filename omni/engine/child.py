@@ -1,11 +1,8 @@
 """The engine's own process: holds the model, and does what its clients' process asks.
 
-    main thread     waits for the end: the clients' process has gone, or a signal
-    reader          takes messages; counts what was taken, and hands requests to a few threads
-    sender          one message for all that a step gave, and for all replies
-
-An event waits with its answer (`omni.engine.client.Running`) until its listener in the other process has taken it, so that the
-row rests, and the history is cut, as for a listener of this process.
+main thread     waits for the end: the clients' process has gone, or a signal
+reader          takes messages; counts what was taken, lets answers go, and hands requests to a few threads
+sender          `omni.engine.outbox`
 """
 
 from __future__ import annotations
@@ -14,10 +11,8 @@ import os
 import signal
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,34 +20,19 @@ import torch
 
 from omni.engine.client import Pace, Running
 from omni.engine.engine import Engine
-from omni.engine.wire import Item, pack, pack_error, unpack
+from omni.engine.outbox import LOOK, Outbox, end_of
+from omni.engine.wire import Item, ModelFacts, pack, pack_error, unpack
 from omni.errors import UserError
+from omni.generate.listener import DeliveredPart, delivered_part
 from omni.generate.question import Asked
-from omni.generate.results import Clock, Ended
+from omni.generate.results import Clock, Ended, Reason
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.plugins import load_plugins
 from omni.tasks import Turn
 
-TOGETHER = 1e-3
-"""Seconds for which the first event of a step waits for the others."""
-
-LOOK = 0.1
-"""Seconds between two looks at rows that rest."""
-
 DRAIN = 30.0
 """Seconds for which SIGTERM lets answers under way come to their ends."""
-
-
-@dataclass(eq=False)
-class _Sent:
-    """An answer: the number of its events that were sent and not taken, and that were taken; `over` once its end was sent."""
-
-    running: Running
-    sent: int = 0
-    taken: int = 0
-    asked: bool = False
-    over: bool = False
 
 
 class Child:
@@ -61,16 +41,12 @@ class Child:
     def __init__(self, pipe: Connection, lm: SpeechLM, threads: int | None) -> None:
         self._pipe, self._lm, self._threads = pipe, lm, threads
         self._sessions: dict[int, Session] = {}
-        self._answers: dict[int, _Sent] = {}
-        self._replies: deque[Item] = deque()
-        self._noted: deque[int] = deque()
-        self._news = threading.Event()
+        self._last: dict[int, int] = {}  # number of each session's last answer
+        self._early: set[int] = set()  # answers that were let go before they were asked: their requests overtook each other
         self._gone = threading.Event()  # the other process has ended, or asked for the end
-        self._stopped = False
         self._until: float | None = None  # time at which answers under way are cut, once it drains
+        self._outbox = Outbox(pipe, self._gone)
         self._pool = ThreadPoolExecutor(8, "omni-request", self._prepare)
-        self._sending = threading.Thread(target=self._send, name="omni-send", daemon=True)
-        self._sending.start()
         threading.Thread(target=self._read, name="omni-read", daemon=True).start()
 
     def _prepare(self) -> None:
@@ -86,18 +62,13 @@ class Child:
         while not self._gone.wait(LOOK):
             if os.getppid() != parent:
                 return  # and nobody reads any more
-            if self._until is not None and (not self._answers or time.monotonic() > self._until):
+            if self._until is not None and (not self._outbox.answers or time.monotonic() > self._until):
                 break
         self._until = 0.0
         for session in list(self._sessions.values()):
             session.close()
         self._lm.engine.close()
-        for number in list(self._answers):
-            self._note(number)
-        self._replies.append(("bye",))
-        self._stopped = True
-        self._news.set()
-        self._sending.join(5)
+        self._outbox.finish()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _drain(self, seconds: float) -> None:
@@ -108,27 +79,32 @@ class Child:
     # --- the reader ---------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
+        now: dict[str, Callable[..., None]] = {"taken": self._outbox.taken, "stop": self._stop, "let_go": self._let_go}
         try:
             while True:
                 for kind, *rest in unpack(self._pipe.recv_bytes()):
-                    if kind == "taken":
-                        self._taken(*rest)
+                    if kind in now:
+                        now[kind](*rest)
                     else:
                         self._pool.submit(self._do, kind, *rest)
         except (EOFError, OSError, RuntimeError):  # the last: the pool is shut down
             self._gone.set()
 
-    def _taken(self, number: int, taken: int) -> None:
-        """Count events as delivered, up to the number `taken`."""
-        answer = self._answers.get(number)
-        if answer is None:
-            return
-        answer.asked = False
-        with answer.running.changed:
-            while answer.taken < taken and not answer.running.cancelled:
-                answer.running.poll()
-                answer.taken += 1
-                answer.sent -= 1
+    def _stop(self, answer: int, taken: int, reason: Reason, error: str | None) -> None:
+        """End an answer whose listener waits for its end."""
+        self._outbox.taken(answer, taken)
+        if (found := self._outbox.answers.get(answer)) is not None:
+            found.running.stop(reason, error)
+            self._outbox.again(answer)
+
+    def _let_go(self, number: int, answer: int, taken: int) -> None:
+        """Settle an answer that nobody listens to, without waiting."""
+        self._outbox.taken(answer, taken)
+        found, session = self._outbox.answers.pop(answer, None), self._sessions.get(number)
+        if found is None:
+            self._early.add(answer)
+        elif session is not None:
+            session.let_go(found.running)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -140,8 +116,7 @@ class Child:
         except BaseException as error:
             item = ("raise", request, *pack_error(error))
         if request:
-            self._replies.append(item)
-            self._news.set()
+            self._outbox.reply(item)
 
     def do_session(self, number: int, values: Mapping[str, Any]) -> None:
         self._admit()
@@ -153,38 +128,59 @@ class Child:
         asked = Asked(turn, None if clip is None else torch.from_numpy(clip))
         running = session.lay_out(asked, seed, Clock(waited))
         running.pace = pace
-        running.wake = lambda: self._note(answer)
-        self._answers[answer] = _Sent(running)
+        self._outbox.open(answer, running)
+        self._last[number] = answer
         try:
-            self._lm.engine.ask([running])
+            session.begin(running)
         except BaseException:
-            del self._answers[answer]
+            del self._outbox.answers[answer], self._last[number]
             raise
+        if answer in self._early:
+            self._early.discard(answer)
+            self._let_go(number, answer, 0)
 
-    def do_settle(self, number: int, answer: int, taken: int, *interrupted: Any) -> Ended | None:
-        """Put an answer into the history as far as it was taken; cut it where it was interrupted."""
-        self._taken(answer, taken)
-        session, found = self._sessions.get(number), self._answers.pop(answer, None)
-        ended = None
-        if session is None:
+    def do_settle(self, number: int, answer: int, taken: int) -> Ended | None:
+        """Put an answer into the history as far as it was taken."""
+        running, session = self._closed(answer, taken), self._sessions.get(number)
+        if running is None or session is None:
             return None
-        if found is not None:
-            running = found.running
-            if interrupted:
-                running.interrupt(*interrupted)
-            with session._lock:
-                session._settle(running)
-            error = running.reply.error
-            ended = Ended("cancelled" if error is None else "error", running.timings(), error)
-        elif interrupted:
-            session.cancel(*interrupted)
-        return ended
+        with session._lock:
+            session._settle(running)
+            session._make_room()
+        return end_of(running)
 
-    def do_delivered(self, number: int) -> tuple[Any, Any]:
-        running = self._session(number)._last
-        assert running is not None
-        turn = running.delivered().turn
-        return turn.text, turn.codes
+    def do_interrupt(self, number: int, answer: int, taken: int, played: float | None, shown: int | None) -> Ended | None:
+        """Settle an answer, and cut it where it was interrupted."""
+        running = self._closed(answer, taken)
+        if self._last.get(number) == answer:
+            self._session(number).cancel(played, shown)
+        return None if running is None else end_of(running)
+
+    def do_withdraw(self, number: int, answer: int, taken: int) -> Ended | None:
+        """Go on as if a question had not been asked."""
+        found = self._closed(answer, taken)
+        session = self._sessions.get(number)
+        if session is not None and self._last.get(number) == answer:
+            running = session._last
+            assert running is not None
+            session.withdraw(running)
+            del self._last[number]
+        return None if found is None else end_of(found)
+
+    def _closed(self, answer: int, taken: int) -> Running | None:
+        """An answer whose events are sent no more; None where it was closed before."""
+        self._outbox.taken(answer, taken)
+        found = self._outbox.answers.pop(answer, None)
+        return None if found is None else found.running
+
+    def do_delivered(self, number: int, answer: int) -> DeliveredPart:
+        session = self._session(number)
+        if self._last.get(number) != answer or session._last is None:
+            return DeliveredPart()
+        return delivered_part(session._last)
+
+    def do_place(self, number: int) -> int:
+        return self._session(number).place
 
     def do_history(self, number: int) -> Any:
         return self._session(number).history
@@ -197,13 +193,9 @@ class Child:
 
     def do_close(self, number: int) -> None:
         session = self._sessions.pop(number, None)
-        if session is None:
-            return
-        running = session._last
-        session.close()
-        for key, answer in list(self._answers.items()):
-            if answer.running is running:
-                del self._answers[key]
+        if session is not None:
+            session.close()
+            self._outbox.answers.pop(self._last.pop(number, 0), None)
 
     def do_call(self, name: str, args: Sequence[Any], values: Mapping[str, Any]) -> Any:
         """A method or a property of the `SpeechLM`, by its name; `engine.` before it for the engine's."""
@@ -226,68 +218,6 @@ class Child:
         if self._until is not None:
             raise UserError("this engine is about to end, and takes no new questions; ask another one")
 
-    # --- the sender ---------------------------------------------------------------------------------------------------
-
-    def _note(self, answer: int) -> None:
-        self._noted.append(answer)
-        self._news.set()
-
-    def _send(self) -> None:
-        while True:
-            self._news.wait(LOOK if self._answers else None)
-            self._news.clear()
-            last = self._stopped
-            if self._noted and not self._replies:
-                time.sleep(TOGETHER)
-            items: list[Item] = [self._noted_items(number) for number in dict.fromkeys(_all(self._noted))]
-            items += [("where", number) for number, answer in list(self._answers.items()) if self._rests(answer)]
-            items = [item for item in items if item[-1] != []] + _all(self._replies)
-            try:
-                if items:
-                    self._pipe.send_bytes(pack(items))
-            except OSError:
-                self._gone.set()
-                return
-            if last:
-                return
-
-    def _noted_items(self, number: int) -> Item:
-        """The events of an answer that were not sent yet, or its failure."""
-        answer = self._answers.get(number)
-        if answer is None or answer.over:
-            return ("events", number, [])
-        running = answer.running
-        with running.changed:
-            if running.cancelled:  # by something else than its listener
-                answer.over, error = True, running.reply.error
-                return ("events", number, [Ended("cancelled" if error is None else "error", running.timings(), error)])
-            events = running.coming(answer.sent)
-            answer.sent += len(events)
-            if not events and running.failure is not None:
-                answer.over = True
-                return ("failed", number, *pack_error(running.failure))
-            if running.failure is not None:
-                self._note(number)
-            return ("events", number, [_timed(event, running) for event in events])
-
-    @staticmethod
-    def _rests(answer: _Sent) -> bool:
-        """Whether a row rests whose listener was not asked yet how far it is."""
-        rests = answer.running.resting and not answer.asked
-        answer.asked |= rests
-        return rests
-
-
-def _timed(event: Any, running: Running) -> Any:
-    return Ended(event.reason, running.timings(), event.error) if isinstance(event, Ended) else event
-
-
-def _all(waiting: deque[Any]) -> list[Any]:
-    out = []
-    while waiting:
-        out.append(waiting.popleft())
-    return out
-
 
 def run(
     pipe: Connection,
@@ -308,13 +238,9 @@ def run(
         lm = SpeechLM.from_pretrained(folder, **values)
         lm._engine = Engine(lm.model, slots=slots, context=context, graph=lm._graph, compile=lm._compile)
         codec = lm.codec
-        facts = {
-            "config": lm.config,
-            "codec": None if codec is None else codec.name,
-            "sample_rate": 0 if codec is None else codec.sample_rate,
-            "frame_rate": 0.0 if codec is None else codec.frame_rate,
-            "shown": repr(lm),
-        }
+        facts = ModelFacts(lm.config, repr(lm))
+        if codec is not None:
+            facts = ModelFacts(lm.config, repr(lm), codec.name, codec.sample_rate, codec.frame_rate)
     except Exception as error:
         pipe.send_bytes(pack([("refused", *pack_error(error))]))
         return

@@ -6,7 +6,7 @@ import multiprocessing
 import signal
 from typing import Any
 
-from omni.engine.wire import Item
+from omni.engine.wire import EngineLost, Item, ModelFacts, unpack, unpack_error
 
 PATIENCE = 10.0
 """Seconds that a process has to end once it was told to, or its pipe is closed."""
@@ -29,6 +29,26 @@ def start(arguments: Item) -> tuple[Any, Any]:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
         other.close()
     return pipe, process
+
+
+def first_message(pipe: Any, process: Any) -> ModelFacts:
+    """What the process says once its model is loaded.
+
+    Raises:
+        UserError: the model cannot be loaded.
+        EngineLost: the process ended before.
+    """
+    try:
+        kind, *rest = unpack(pipe.recv_bytes())[0]
+    except (EOFError, OSError):
+        raise EngineLost(
+            f"{how_it_ended(process)} before the model was loaded; what it said is above (a script that starts one "
+            'needs if __name__ == "__main__":)'
+        ) from None
+    if kind == "refused":
+        raise unpack_error(*rest)
+    facts: ModelFacts = rest[0]
+    return facts
 
 
 def how_it_ended(process: Any) -> str:

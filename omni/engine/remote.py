@@ -1,321 +1,197 @@
 """Sessions of an engine in another process: the faces of `omni.generate.session.Session`.
 
-Events come in one reader thread (`omni.engine.process`) and wait here until their listener takes them. What was taken is what
-was delivered: its number goes to the engine's process now and then, so that rows whose listener is behind rest, and with each
-cancel, so that the history is cut there.
+Questions are read, checked and resampled here, and `stop` functions are called here. The history is in the engine's process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from types import SimpleNamespace
+from typing import Any
 
-from omni.audio.io import SAMPLE_RATE
+from omni.config import ModelConfig
+from omni.engine.answers import RemoteAnswer
 from omni.engine.client import Pace
-from omni.engine.wire import EngineLost
+from omni.engine.link import Link
+from omni.engine.wire import EngineLost, ModelFacts
 from omni.errors import UserError
-from omni.generate.bounds import check_number
-from omni.generate.listener import joined
+from omni.generate.conversation import Conversation
+from omni.generate.listener import DeliveredPart, answer_of, joined
 from omni.generate.messages import Message
-from omni.generate.options import refuse_keywords
-from omni.generate.question import Asked, Question
-from omni.generate.results import Answer, AudioChunk, Ended, Event, Timings
+from omni.generate.question import Asked, Coming, Question, read_question
+from omni.generate.results import Answer, Clock, Ended, Event, Timings
 from omni.tasks import Task, Turn
-
-EVERY = 16
-"""Events after which their number is told to the engine's process; a quarter of what a row is written ahead."""
+from omni.text import Tokenizer
 
 
-class Host(Protocol):
-    """The process of an engine, as its sessions see it."""
-
-    sample_rate: int
-
-    def request(self, name: str, *args: Any) -> Any: ...
-
-    def tell(self, name: str, *args: Any) -> None: ...
-
-    def read(self, question: Question, task: Task | str, sample_rate: int) -> Asked: ...
-
-    def register(self, answer: RemoteAnswer) -> None: ...
-
-
-class RemoteAnswer:
-    """An answer under way; `take`, `poll` and `wake` are those of `omni.engine.client.Running`.
-
-    Attributes:
-        number: its number among all answers of the process.
-        taken: number of events that were taken.
-        cancelled, settled: whether it is to stop; whether it is in the history.
-        speaks: whether its task speaks and there is a codec.
-        wake: called when there is an event.
-        reader: thread that waits for an event, 0 for none.
-    """
-
-    def __init__(self, host: Host, number: int, speaks: bool) -> None:
-        self.host, self.number, self.speaks = host, number, speaks
-        self.taken = self.told = self.samples = self.reader = 0
-        self.cancelled = self.settled = False
-        self.wake: Callable[[], None] | None = None
-        self.changed = threading.Condition(threading.RLock())
-        self._eager = False
-        self._events: deque[Event] = deque()
-        self._failure: BaseException | None = None
-
-    # --- the reader thread --------------------------------------------------------------------------------------------
-
-    def put(self, events: list[Event]) -> None:
-        with self.changed:
-            if not self.cancelled:
-                self._events += events
-                self._notify()
-
-    def fail(self, error: BaseException) -> None:
-        """Raise an exception for the listener, after the events that have come."""
-        with self.changed:
-            self._failure = error
-            self._notify()
-
-    def end(self, ended: Ended) -> None:
-        """Give the listener an end, where it has none."""
-        with self.changed:
-            if not self.settled and not any(isinstance(event, Ended) for event in self._events):
-                self._events.append(ended)
-                self._notify()
-
-    def where(self) -> None:
-        """Tell how far the listener has taken events; its row rests until it has taken more."""
-        with self.changed:
-            self._eager = True
-            self._tell()
-
-    def _notify(self) -> None:
-        self.changed.notify_all()
-        if self.wake is not None:
-            self.wake()
-
-    # --- the listener -------------------------------------------------------------------------------------------------
-
-    def take(self) -> Event:
-        """Wait for the next event and take it; it counts as delivered. After a cancel there is only the end."""
-        with self.changed:
-            self.reader = threading.get_ident()
-            try:
-                while (event := self.poll()) is None:
-                    self.changed.wait()
-                return event
-            finally:
-                self.reader = 0
-
-    def poll(self) -> Event | None:
-        """The next event, where there is one."""
-        with self.changed:
-            if self._events:
-                event = self._events.popleft()
-                if isinstance(event, AudioChunk):
-                    self.samples += len(event.samples)
-                if isinstance(event, Ended):
-                    self._events.append(event)  # whoever asks again gets it again
-                    rate = self.host.sample_rate
-                    event = replace(event, timings=replace(event.timings, audio=self.samples / rate if self.speaks else 0.0))
-                if not self.cancelled:
-                    self.taken += 1
-                    if self.taken - self.told >= EVERY or self._eager:
-                        self._tell()
-                return event
-            if self._failure is not None:
-                raise self._failure
-            return None
-
-    def _tell(self) -> None:
-        if self.taken > self.told:
-            self.told = self.taken
-            self.host.tell("taken", self.number, self.taken)
-        self._eager = self._eager and bool(self._events)
-
-    def stop(self) -> None:
-        """The listener gets nothing more of it but its end, which `end` brings."""
-        with self.changed:
-            self.cancelled = True
-            self._events.clear()
-
-
-class RemoteSession:
+class RemoteSession(Conversation[RemoteAnswer]):
     """One conversation. Made by `EngineProcess.session`; close it (or use `with`) to free its slot.
 
-    Its calls are those of `omni.generate.session.Session`, which documents them. Questions are read in this process.
+    Args:
+        number: its number in the process.
+        stop: ends an answer, see `omni.generate.listener.AnswerReader`.
     """
 
-    def __init__(self, host: Host, number: int, pace: Pace, numbers: Iterator[int], speaks: bool) -> None:
-        self._host, self._number, self._pace, self._numbers, self._speaks = host, number, pace, numbers, speaks
-        self._last: RemoteAnswer | None = None
+    def __init__(
+        self,
+        link: Link,
+        number: int,
+        facts: ModelFacts,
+        tokenizer: Tokenizer,
+        pace: Pace,
+        stop: Callable[[str], bool] | None,
+    ) -> None:
+        super().__init__(stop)
+        self._link, self._number, self._facts, self._tokenizer, self._pace = link, number, facts, tokenizer, pace
         self._closed = False
-        self._lock = threading.RLock()  # guards the last answer
-        self._dropped = weakref.finalize(self, host.tell, "close", 0, number)
+        self._dropped = weakref.finalize(self, link.tell, "close", 0, number)
         self._dropped.atexit = False
 
-    def ask(
-        self,
-        question: Question,
-        task: Task | str = "A1A2",
-        *,
-        sample_rate: int = SAMPLE_RATE,
-        seed: int | None = None,
-        **more: NoReturn,
-    ) -> Iterator[Event]:
-        """Ask, and get the answer as events; see `Session.ask`."""
-        refuse_keywords("ask", more, ("sample_rate", "seed"))
-        return self._events(self.open(question, task, sample_rate, seed))
+    # --- the question -------------------------------------------------------------------------------------------------
 
-    def open(
-        self, question: Question, task: Task | str, sample_rate: int, seed: int | None, pace: Pace | None = None
-    ) -> RemoteAnswer:
-        """Ask; the answer's events are to be taken, and `settle` called after the last of them."""
-        start = time.perf_counter()
-        if seed is not None:
-            check_number("seed", seed)
+    @property
+    def config(self) -> ModelConfig:
+        return self._facts.config
+
+    @property
+    def sample_rate(self) -> int:
+        return self._facts.sample_rate
+
+    @property
+    def forked(self) -> bool:
+        return self._link.forked
+
+    def check_process(self) -> None:
+        self._link.check_process()
+
+    def check(self) -> None:
         self._open()
-        self._commit(self._last)
-        asked = self._host.read(question, task, sample_rate)
-        turn = replace(asked.turn, task=asked.task.name)
-        clip = None if asked.clip is None else asked.clip.numpy()
+        self._link.check()
+
+    def _open(self) -> None:
+        if self._closed:
+            raise UserError("this session is closed; start a new one")
+
+    def _read_question(self, question: Question | Coming, task: Task | str, sample_rate: int) -> Asked:
+        model: Any = SimpleNamespace(config=self.config, layout=self.config.layout)
+        return read_question(question, task, model, self._tokenizer, sample_rate)
+
+    def lay_out(self, asked: Asked, seed: int | None = None, clock: Clock | None = None) -> RemoteAnswer:
+        rate = self.sample_rate if asked.task.audio else 0
         with self._lock:
             self._open()
             self._commit(self._last)  # once more: another thread may have asked meanwhile
-            answer = RemoteAnswer(self._host, next(self._numbers), self._speaks and asked.task.audio)
-            self._host.register(answer)
-            waited = time.perf_counter() - start
-            self._host.request("ask", self._number, answer.number, turn, clip, seed, pace or self._pace, waited)
+            answer = RemoteAnswer(self._link, self._link.number(), asked, seed, clock or Clock(), self._pace, rate)
             self._last = answer
         return answer
 
-    def answer(
-        self,
-        question: Question,
-        task: Task | str = "A1A2",
-        *,
-        sample_rate: int = SAMPLE_RATE,
-        seed: int | None = None,
-        **more: NoReturn,
-    ) -> Answer:
-        """Ask, and wait for the whole answer; see `Session.answer`."""
-        refuse_keywords("answer", more, ("sample_rate", "seed"))
-        answer = self.open(question, task, sample_rate, seed, "whole")
-        text, sound, ended = joined(self._events(answer))
-        tokens, codes = self._delivered()
-        return Answer(
-            text=text,
-            audio=sound if answer.speaks and codes is not None else None,
-            sample_rate=self._host.sample_rate,
-            tokens=tuple(tokens or ()),
-            codes=codes,
-            timings=ended.timings,
-            ended=ended.reason,
-            error=ended.error,
-        )
-
-    def cancel(self, played_seconds: float | None = None, shown_characters: int | None = None) -> None:
-        """Stop the answer that is being made, and cut the last answer in the history to the delivered part; see
-        `Session.cancel`."""
-        for name, value in (("played_seconds", played_seconds), ("shown_characters", shown_characters)):
-            if value is not None:
-                check_number(name, value)
+    def begin(self, answer: RemoteAnswer) -> None:
+        asked, turn = answer.asked, replace(answer.asked.turn, task=answer.asked.task.name)
+        clip = None if asked.clip is None else asked.clip.numpy()
         with self._lock:
-            if self._last is not None:
-                self._settle(self._last, "cancel", played_seconds, shown_characters)
-
-    @property
-    def history(self) -> list[Message]:
-        """See `Session.history`."""
-        found: list[Message] = self._host.request("history", self._number)
-        return found
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """See `Session.turns`."""
-        found: tuple[Turn, ...] = self._host.request("turns", self._number)
-        return found
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """See `Session.save`."""
-        with self._lock:
-            self._host.request("save", self._number, os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else path)
-        return Path(path)
-
-    def close(self) -> None:
-        """End the session and free its slot; from any thread. An answer under way is cancelled."""
-        with self._lock:
-            if self._closed:
+            if not answer.start():  # it was cancelled meanwhile
                 return
-            self._closed = True
-            self._dropped.detach()
-            if self._last is not None:
-                self._settle(self._last)
-            with suppress(EngineLost):  # its slot went with it
-                self._host.request("close", self._number)
+            self._link.register(answer)
+            waited = answer.clock.seconds
+            try:
+                self._link.request("ask", self._number, answer.number, turn, clip, answer.seed, answer.pace, waited)
+            except Exception:  # it was refused, and nothing is left of it there
+                answer.settled = True
+                answer.end(Ended("cancelled", Timings()))
+                raise
+            except BaseException:  # Ctrl-C: it is perhaps about to be answered
+                self.let_go(answer)
+                raise
 
-    def __enter__(self) -> RemoteSession:
-        return self
+    # --- its answer ---------------------------------------------------------------------------------------------------
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def whole(self, events: Iterable[Event], answer: RemoteAnswer | None) -> Answer:
+        said, part = joined(events), DeliveredPart()
+        if answer is not None:
+            with suppress(EngineLost):
+                part = self._link.request("delivered", self._number, answer.number)
+        return answer_of(said, part, answer is not None and answer.rate > 0, self.sample_rate)
 
-    # --- one answer ---------------------------------------------------------------------------------------------------
+    async def aside(self, call: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.to_thread(call, *args)
 
-    def _events(self, answer: RemoteAnswer) -> Iterator[Event]:
-        try:
-            while True:
-                event = answer.take()
-                if isinstance(event, Ended):
-                    break
-                yield event
-        finally:
-            with self._lock:
-                self._settle(answer)
-        yield event
-
-    def _delivered(self) -> tuple[Any, Any]:
-        """Ids and codes of the delivered part of the last answer."""
-        try:
-            found: tuple[Any, Any] = self._host.request("delivered", self._number)
-        except EngineLost:
-            return None, None
-        return found
-
-    def _commit(self, answer: RemoteAnswer | None) -> None:
-        """Settle an answer, unless another thread waits for it."""
+    def withdraw(self, answer: RemoteAnswer) -> None:
         with self._lock:
-            if answer is None or answer.settled:
-                return
-            if answer.reader not in (0, threading.get_ident()):
-                raise UserError(
-                    "another answer of this session is being made in another thread; cancel it, or wait for its end"
-                )
-            self._settle(answer)
+            self._end(answer, "withdraw")
 
-    def _settle(self, answer: RemoteAnswer, *interrupted: Any) -> None:
-        """Put the delivered part of an answer into the history (once), or cut it again where it was interrupted."""
-        if answer.settled and not interrupted:
-            return
+    def let_go(self, answer: RemoteAnswer) -> None:
+        with answer.changed:
+            if answer.settled:
+                return
+            answer.quiet()
+            answer.settled = True
+            if answer.started:
+                self._link.tell("let_go", self._number, answer.number, answer.taken)
+            answer.end(Ended("cancelled", Timings()))
+
+    def _settle(self, answer: RemoteAnswer) -> None:
         if not answer.settled:
-            answer.stop()
+            self._end(answer, "settle")
+
+    def _interrupt(self, answer: RemoteAnswer, played: float | None, shown: int | None) -> None:
+        self._end(answer, "interrupt", played, shown)
+
+    def _end(self, answer: RemoteAnswer, how: str, *interrupted: Any) -> None:
+        """Have an answer settled, interrupted or withdrawn there."""
+        answer.quiet()
         try:
-            ended = self._host.request("settle", self._number, answer.number, answer.taken, *interrupted[1:])
+            ended = self._link.request(how, self._number, answer.number, answer.taken, *interrupted)
         except EngineLost as error:
-            if interrupted:
+            if answer.settled:
                 raise
             ended = Ended("error", Timings(), str(error))
         answer.end(ended or Ended("cancelled", Timings()))
         answer.settled = True
 
-    def _open(self) -> None:
-        if self._closed:
-            raise UserError("this session is closed; start a new one")
+    # --- the conversation ---------------------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> int:
+        """See `Session.place`."""
+        found: int = self._link.request("place", self._number)
+        return found
+
+    @property
+    def history(self) -> list[Message]:
+        """See `Session.history`."""
+        found: list[Message] = self._link.request("history", self._number)
+        return found
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """See `Session.turns`."""
+        found: tuple[Turn, ...] = self._link.request("turns", self._number)
+        return found
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """See `Session.save`."""
+        with self._lock:
+            self._link.request("save", self._number, os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else path)
+        return Path(path)
+
+    def close(self) -> None:
+        """End the session and free its slot; from any thread. An answer under way is cancelled."""
+        if self.forked:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._dropped.detach()
+            if self._incoming is not None:
+                self._incoming.withdrawn = True
+            if self._last is not None:
+                self._settle(self._last)
+            with suppress(EngineLost):  # its slot went with it
+                self._link.request("close", self._number)

@@ -11,12 +11,14 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import torch
 
+from omni.config import ModelConfig
 from omni.errors import BusyError, UserError
 from omni.generate.results import AudioChunk
 
@@ -33,6 +35,22 @@ class EngineLost(UserError):
 
 Item = tuple[Any, ...]
 """What a message holds: its kind first."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What clients know of the model in the engine's process.
+
+    Attributes:
+        shown: its `repr`.
+        codec: the codec's name, None without one; sample_rate: in Hz, and frame_rate: frames a second (0 without one).
+    """
+
+    config: ModelConfig
+    shown: str
+    codec: str | None = None
+    sample_rate: int = 0
+    frame_rate: float = 0.0
 
 
 def pack(items: Sequence[Item]) -> bytes:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from omni.engine.client import Pace, Running
-from omni.generate.results import Answer, AudioChunk, Ended, Event, Reason, TextDelta, Timings
+from omni.generate.results import Answer, AudioChunk, Ended, Event, Logprobs, Reason, TextDelta, Timings
 
 
 class Listened(Protocol):
@@ -78,27 +78,41 @@ def joined(events: Iterable[Event]) -> tuple[str, Tensor, Ended]:
     return "".join(text), torch.cat(sound), ended
 
 
-def whole_answer(events: Iterable[Event], running: Running | None, sample_rate: int) -> Answer:
+class DeliveredPart(NamedTuple):
+    """The delivered part of an answer: ids of its text, its codes [A, F], and their log-probabilities where they were asked
+    for."""
+
+    tokens: tuple[int, ...] = ()
+    codes: Tensor | None = None
+    logprobs: Logprobs | None = None
+
+
+def delivered_part(running: Running) -> DeliveredPart:
+    """What reached the listener of an answer so far."""
+    turn = running.delivered().turn
+    tokens, codes = tuple(turn.text or ()), turn.codes
+    if not running.start.logprobs:
+        return DeliveredPart(tokens, codes)
+    return DeliveredPart(tokens, codes, running.reply.logprobs(len(tokens), 0 if codes is None else codes.shape[1]))
+
+
+def answer_of(said: tuple[str, Tensor, Ended], part: DeliveredPart, sounds: bool, sample_rate: int) -> Answer:
     """The answer of all its events.
 
     Args:
-        running: None where it was cancelled before its question was whole.
+        said: what `joined` made of them.
+        sounds: whether a codec makes its sound.
         sample_rate: of the codec in Hz, 0 without one.
     """
-    text, sound, ended = joined(events)
-    turn = None if running is None else running.delivered().turn
-    tokens, codes = (() if turn is None else tuple(turn.text or ())), None if turn is None else turn.codes
-    logprobs = None
-    if running is not None and running.start.logprobs:
-        logprobs = running.reply.logprobs(len(tokens), 0 if codes is None else codes.shape[1])
+    text, sound, ended = said
     return Answer(
         text=text,
-        audio=sound if running is not None and running.codec is not None and codes is not None else None,
+        audio=sound if sounds and part.codes is not None else None,
         sample_rate=sample_rate,
-        tokens=tokens,
-        codes=codes,
+        tokens=part.tokens,
+        codes=part.codes,
         timings=ended.timings,
         ended=ended.reason,
         error=ended.error,
-        logprobs=logprobs,
+        logprobs=part.logprobs,
     )

@@ -29,7 +29,7 @@ from omni.engine.slots import Seat
 from omni.errors import UserError
 from omni.generate.conversation import Conversation
 from omni.generate.history import Exchange, Past, check_room, fit
-from omni.generate.listener import whole_answer
+from omni.generate.listener import DeliveredPart, answer_of, delivered_part, joined
 from omni.generate.messages import Message, messages
 from omni.generate.options import AnswerOptions
 from omni.generate.question import Asked, Coming, Question, read_question, read_system
@@ -183,7 +183,8 @@ class Session(Conversation[Running]):
         return 0 if self.codec is None else self.codec.sample_rate
 
     def whole(self, events: Iterable[Event], running: Running | None) -> Answer:
-        return whole_answer(events, running, self.sample_rate)
+        said, part = joined(events), DeliveredPart() if running is None else delivered_part(running)
+        return answer_of(said, part, running is not None and running.codec is not None, self.sample_rate)
 
     @property
     def place(self) -> int:

@@ -36,15 +36,15 @@ from omni.generate.options import (
     AnswerOptions,
     Keywords,
     SamplingNames,
-    SessionOptions,
     Stop,
     make_options,
     refuse_keywords,
 )
 from omni.generate.question import SAMPLE_RATE, Question
-from omni.generate.results import Answer, Event
+from omni.generate.results import Answer
 from omni.generate.sampling import SamplingPlan
 from omni.generate.session import Session
+from omni.generate.single import SingleQuestions
 from omni.generate.speech_time import SpeechTime
 from omni.layout import Layout
 from omni.lora.attach import adapter_names, detach, kept, remove_adapter, selection_of
@@ -58,11 +58,10 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-_QUESTION = ("question", "task", "sample_rate", "context")
 _BATCH = ("questions", "task", "sample_rate", "batch_size", "sound")
 
 
-class SpeechLM:
+class SpeechLM(SingleQuestions):
     """A speech language model with its tokenizer and codec, which answers questions.
 
     Weights are shared by any number of sessions and never changed; all of them are answered by one engine.
@@ -220,19 +219,19 @@ class SpeechLM:
             UserError: a bad value, a history of another layout or codec, or one that finds no room.
         """
         also = ("context", "history", "pace", "when_full")
-        return self._session("session", also, values, context, history, pace, when_full)
+        return self._session_of("session", also, values, context=context, history=history, pace=pace, when_full=when_full)
 
-    def _session(
+    def _session_of(
         self,
         call: str,
         also: Sequence[str],
         values: Any,
+        *,
         context: int | None = None,
         history: History | None = None,
         pace: Pace = "read",
         when_full: WhenFull = "wait",
     ) -> Session:
-        """Make the session of a call, whose name is for errors, and which takes keywords `also` besides those of `Options`."""
         options = make_options(values, call, also)
         if context is not None:
             check_number("context", context)
@@ -278,46 +277,6 @@ class SpeechLM:
             pace=pace,
             when_full=when_full,
         )
-
-    def stream(
-        self,
-        question: Question,
-        task: Task | str = "A1A2",
-        *,
-        sample_rate: int = SAMPLE_RATE,
-        **options: Unpack[SessionOptions],
-    ) -> Iterator[Event]:
-        """Answer one question with events: `TextDelta` and `AudioChunk` as they come, `Ended` last.
-
-        Args:
-            question: a text where the task asks in writing; else sound (see `omni.generate.question.Question`).
-            task: a name of the task table (`omni.tasks`).
-            sample_rate: of samples that come without their own, in Hz; files have their own.
-            options: those of `session`, by name.
-
-        Raises:
-            TypeError: an unknown keyword.
-            UserError: a bad question, option or task, at once.
-        """
-        session = self._session("stream", _QUESTION, options, options.pop("context", None))
-        try:
-            events = session.ask(question, task, sample_rate=sample_rate)
-        except BaseException:
-            session.close()
-            raise
-        return _closing(session, events)
-
-    def generate(
-        self,
-        question: Question,
-        task: Task | str = "A1A2",
-        *,
-        sample_rate: int = SAMPLE_RATE,
-        **options: Unpack[SessionOptions],
-    ) -> Answer:
-        """Answer one question and return when the answer is whole; arguments as for `stream`."""
-        with self._session("generate", _QUESTION, options, options.pop("context", None)) as session:
-            return session.answer(question, task, sample_rate=sample_rate)
 
     def generate_batch(
         self,
@@ -418,16 +377,3 @@ class SpeechLM:
         if before is not None:
             before.close()
         return self._engine
-
-
-def _closing(session: Session, events: Iterator[Event]) -> Iterator[Event]:
-    """Passes events on and closes the session when they end, even if none of them is ever taken."""
-
-    def run() -> Iterator[Any]:
-        with session:
-            yield None  # taken at once: from now on, closing or dropping the iterator ends the session
-            yield from events
-
-    running = run()
-    next(running)
-    return running
