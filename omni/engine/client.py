@@ -13,22 +13,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from omni.codec.base import AudioCodec
+from omni.engine.delivery import Delivery
 from omni.engine.slots import Seat
 from omni.errors import UserError
-from omni.generate.heard import Loudness, heard_characters
 from omni.generate.history import Exchange, Key
 from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
 from omni.generate.rows import Start
 from omni.generate.turn import Reply
 from omni.lora.selection import Selection
 from omni.tasks import Columns, Task, find_task
-
-N = TypeVar("N", int, float)
 
 AHEAD = 64
 """Time steps that may be written before what an iterator reads next."""
@@ -69,11 +67,8 @@ class Running:
         given: the engine has its question.
         over: whether `Ended` is among its events.
         written: number of time steps that were written; `read` those whose events were taken.
-        last: time step of the last event that was taken; `finished`, whether that was the end.
         resting: its row waits for a listener that is behind, since `rested`.
-        characters, samples: number handed over so far.
-        loudness: loudness of the sound that was handed over.
-        played, shown: seconds that were heard and characters that were seen, where an interruption gave them.
+        delivery: what has reached its listener.
         wake, hungry: called when there is an event, and when a listener that was behind has read.
         reader: thread that waits for an event, 0 for none; -1 for a task.
         left: its rows are free.
@@ -106,18 +101,11 @@ class Running:
     written: int = 0
     processed: int = 0
     read: int = 0
-    last: int = 0
-    finished: bool = False
     resting: bool = False
     rested: float = 0.0
-    characters: int = 0
-    samples: int = 0
-    loudness: Loudness | None = None
     first_text: float | None = None
     first_audio: float | None = None
     total: float | None = None
-    played: float | None = None
-    shown: int | None = None
     plays: float | None = None
     lateness: float | None = None
     underruns: int = 0
@@ -127,7 +115,11 @@ class Running:
     reader: int = 0
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
     left: threading.Event = field(default_factory=threading.Event)
+    delivery: Delivery = field(init=False)
     _events: deque[tuple[int, Event]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.delivery = Delivery(self.reply, self.codec)
 
     @property
     def task(self) -> Task:
@@ -248,24 +240,12 @@ class Running:
             error = self.reply.error
             return Ended(self.ending if error is None else "error", self.timings(), error)
         if self._events:
-            self.last, event = self._events.popleft()
+            step, event = self._events.popleft()
             self._mark()
-            if isinstance(event, Ended):
-                self.finished = True
-                return replace(event, timings=self.timings())
-            self._count(event)
-            return event
+            self.delivery.take(step, event)
+            return replace(event, timings=self.timings()) if isinstance(event, Ended) else event
         assert self.failure is not None
         raise self.failure
-
-    def _count(self, event: TextDelta | AudioChunk) -> None:
-        if isinstance(event, TextDelta):
-            self.characters += len(event.text)
-        else:
-            self.samples += len(event.samples)
-            if self.codec is not None:
-                self.loudness = self.loudness or Loudness(self.codec.sample_rate)
-                self.loudness.push(event.samples)
 
     def stop(self, reason: Reason = "cancelled", error: str | None = None) -> None:
         """Mark it as cancelled: its listener gets nothing more of it but an end for this reason."""
@@ -279,10 +259,6 @@ class Running:
             if self.wake is not None:
                 self.wake()
 
-    def interrupt(self, played: float | None, shown: int | None) -> None:
-        """Note that less was heard and seen than was handed over; the least of several notes counts."""
-        self.played, self.shown = _least(self.played, played), _least(self.shown, shown)
-
     def timings(self) -> Timings:
         return Timings(
             encode=self.encode,
@@ -291,44 +267,10 @@ class Running:
             first_audio=self.first_audio,
             total=self.clock.seconds if self.total is None else self.total,
             steps=len(self.reply.columns),
-            audio=self.samples / self.codec.sample_rate if self.codec is not None else 0.0,
+            audio=self.delivery.seconds,
         )
 
-    # --- the history --------------------------------------------------------------------------------------------------
-
     def delivered(self) -> Exchange:
-        """The exchange with the part of the answer that reached the listener: whole tokens and whole frames.
-
-        Where an interruption gave the seconds played, the text is cut to the words that were heard; where it gave the
-        characters shown, to those.
-        """
+        """The exchange with the part of the answer that reached the listener."""
         with self.changed:
-            reply, frames = self.reply, len(self.reply.frames)
-            if self.codec is not None:
-                frames = min(frames, self.samples // self.codec.frame_samples)
-                if self.played is not None:
-                    frames = min(frames, int(self.played * self.codec.frame_rate + 1e-6))
-            characters = min(self.characters, self._heard() if self.shown is None else self.shown)
-            count = min(reply.text.tokens_of(characters), reply.tokens_by(self.last))  # however far ahead it was written
-            text = tuple(reply.text.ids[:count]) if self.task.text else None
-            whole = reply.reason == "end" and frames == len(reply.frames)
-            whole = whole and (text is None or len(text) == len(reply.text.ids))
-            turn = replace(self.exchange.turn, text=text, codes=reply.codes(frames), cut=not whole)
-            return replace(self.exchange, turn=turn)
-
-    def _heard(self) -> int:
-        """Number of characters heard, by the alignment of `omni.generate.heard`; all where there was no interruption."""
-        reply, codec = self.reply, self.codec
-        if self.played is None or codec is None or not (self.task.text and self.task.audio):
-            return self.characters
-        speech = self.loudness.speech() if self.loudness is not None else []
-        end = None
-        if self.finished and reply.reason == "end":  # the silence after the last word is known, too
-            end = speech[-1][1] if speech else len(reply.frames) / codec.frame_rate
-        played = min(self.played, self.samples / codec.sample_rate)
-        text = reply.text.tokenizer.decode(reply.text.ids[: reply.tokens_by(self.last)])
-        return heard_characters(text, reply.time, played, speech, end)
-
-
-def _least(a: N | None, b: N | None) -> N | None:
-    return b if a is None else a if b is None else min(a, b)
+            return self.delivery.of(self.exchange)

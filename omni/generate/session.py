@@ -263,7 +263,7 @@ class Session(Conversation[Running]):
             self._past, self._asked = running.before, running.exchange.number
 
     def _interrupt(self, running: Running, played: float | None, shown: int | None) -> None:
-        running.interrupt(played, shown)
+        running.delivery.interrupt(played, shown)
         if not running.settled:
             self._settle(running)
         elif self._past and running.reply.error is None:
