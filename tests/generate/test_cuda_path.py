@@ -193,7 +193,7 @@ def test_captured_and_late_equals_plain(
     assert (talk(twin, sampling, assist), batch(twin, sampling)) == plain
     assert runners and all(runner._graphs for runner in runners)
     assert all(len(runner._graphs) <= 12 for runner in runners)  # few shapes
-    assert all(sum(map(len, runner._hosts.values())) <= 3 and not runner._pending for runner in runners)
+    assert all(sum(map(len, runner._records._hosts.values())) <= 3 and not runner._records._pending for runner in runners)
 
 
 def test_results_are_one_step_late(layout: Layout, as_if_on_a_gpu: list[Runner]) -> None:
@@ -202,7 +202,7 @@ def test_results_are_one_step_late(layout: Layout, as_if_on_a_gpu: list[Runner])
         list(session.ask("hello", "T1T2"))
         (runner,) = as_if_on_a_gpu
         assert session._last is not None
-        assert int(runner._cursor.step[0]) == len(session._last.reply.columns) + 1
+        assert int(runner.state.cursor.step[0]) == len(session._last.reply.columns) + 1
 
 
 @pytest.mark.parametrize("shape", [{}, {"window": 9}], ids=["full", "window"])
@@ -239,7 +239,7 @@ def test_a_rehearsal_writes_nothing(layout: Layout, as_if_on_a_gpu: list[Runner]
     with lm.session(max_tokens=20) as session:
         list(session.ask("hello", "T1T2"))  # 8 columns
         (runner,) = as_if_on_a_gpu
-        assert int((runner.cache.positions[0] >= 0).sum()) == 8 + int(runner._cursor.step[0]) - 1
+        assert int((runner.cache.positions[0] >= 0).sum()) == 8 + int(runner.state.cursor.step[0]) - 1
 
 
 # --- what a graph does not see ------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_a_capture_that_fails_leaves_the_rows_as_they_were(
 
     runner = Runner(lm.model, 1, 60)
     begin(runner, [1])
-    state = [runner._position, runner._cursor.done, runner._cursor.step, runner._column]
+    state = [runner.state.position, runner.state.cursor.done, runner.state.cursor.step, runner.state.column]
     held = [tensor.clone() for tensor in state]
     monkeypatch.setattr(Runner, "_forward", failing)
     for _ in range(2):

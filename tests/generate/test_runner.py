@@ -213,8 +213,8 @@ def test_a_row_that_is_done_writes_nothing_more(layout: Layout) -> None:
     done_at = None
     for _ in range(150):
         runner.step()
-        if done_at is None and bool(runner._cursor.done[0]):
-            done_at = int(runner._cursor.step[0])
+        if done_at is None and bool(runner.state.cursor.done[0]):
+            done_at = int(runner.state.cursor.step[0])
             held = runner.cache.positions.clone()
     assert done_at is not None and torch.equal(runner.cache.positions, held)
     said = [w for _, w in runner.results()]

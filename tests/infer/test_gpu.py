@@ -70,7 +70,7 @@ def test_steps_that_lost_what_they_were_given_are_found(modes: list[str], monkey
 
     def stale(self: Runner, plan: Any) -> None:
         if self.captured:  # type: ignore[attr-defined]
-            self._column.fill_(1)
+            self.state.column.fill_(1)
         forward(self, plan)
 
     monkeypatch.setattr(Runner, "__init__", watched)

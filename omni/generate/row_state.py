@@ -1,0 +1,208 @@
+"""The state of a runner's rows on their device: what each is fed next, where, and how it is sampled.
+
+Dimensions: B rows, K streams, A audio streams, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from omni.cursor import Cursor
+from omni.generate.rows import Start
+from omni.generate.sampling import Mode, Sampler, broken_rows, log_probabilities
+from omni.generate.staging import Staging
+from omni.hardware import to_device
+from omni.layout import Layout
+from omni.lora.selection import RowSelection, Selection, using
+from omni.model.decoder import Decoder, Hidden
+
+
+class StepPlan(NamedTuple):
+    """Everything that determines the shape of a step: the key of a captured graph.
+
+    Attributes:
+        slots: the slots that are fed, in their order; neighbours unless they are few of many.
+        text, audio: places in `slots` for which the head of the kind is computed.
+        coupled: some rows take their text from another row.
+        resting: some of the slots rest.
+        visible: number of slots of the cache that are read.
+        selection: adapters and edits of all rows, in the order of their numbers; one alone, without numbers, where every row
+            has it.
+        mixed: rows differ in their selections.
+        everywhere: edits that act on every row besides.
+        logprobs: some row wants the log-probabilities of its ids.
+    """
+
+    slots: tuple[int, ...]
+    text: tuple[int, ...]
+    audio: tuple[int, ...]
+    coupled: bool
+    resting: bool
+    audio_mode: Mode
+    text_mode: Mode
+    visible: int
+    selection: tuple[RowSelection, ...] = ()
+    mixed: bool = False
+    everywhere: tuple[str, ...] = ()
+    logprobs: bool = False
+
+
+class RowState:
+    """The state of B rows, which are empty at first.
+
+    Attributes:
+        column: what each row is fed next, [B, K]; position: where, [B], -1 for nowhere.
+        partner: row whose text each takes, [B]; number: of its adapters and edits, from 1, 0 for none, [B].
+        resting: rows between those of a step that are not fed, [B].
+        packed, wide: results of the newest step, [B, K + A + 7], and with log-probabilities [B, K + A + 7 + K].
+    """
+
+    def __init__(self, layout: Layout, rows: int, device: torch.device) -> None:
+        self.layout = layout
+        a, k = layout.n_audio, len(layout)
+        self._pad = layout.ids("pad").to(device)
+        self.column = self._pad.repeat(rows, 1)
+        self.position = torch.full((rows,), -1, dtype=torch.long, device=device)
+        self.partner = torch.arange(rows, device=device)
+        self.number = torch.zeros(rows, dtype=torch.long, device=device)
+        self.resting = torch.zeros(rows, dtype=torch.bool, device=device)
+        cursor = Cursor.start(layout, [False] * rows, [False] * rows, device)
+        self.cursor = cursor.select(slice(None))  # makes its constants now, and not in the first answer
+        self.cursor.done.fill_(True)
+        self.sampler = Sampler(layout, rows, device)
+        of_cursor = [getattr(self.cursor, name) for name in Cursor.TENSORS]
+        self._staging = Staging([self.position, self.partner, self.number, *of_cursor, *self.sampler.targets])
+        self.packed = torch.zeros(rows, k + a + 7, dtype=torch.long, device=device)
+        self.wide = torch.zeros(rows, k + a + 7 + k, dtype=torch.long, device=device)
+
+    def _carried(self) -> list[Tensor]:
+        """The tensors over rows that a step reads or writes, besides the sampler's and the cache's."""
+        cursor = (getattr(self.cursor, name) for name in Cursor.TENSORS)
+        return [self.column, self.position, self.partner, self.number, *cursor]
+
+    def written(self) -> list[Tensor]:
+        """All tensors that a step writes, besides the cache's."""
+        seen = self.sampler.seen
+        return [*self._carried(), self.packed, self.wide, *([] if seen is None else [seen])]
+
+    # --- rows come and go ---------------------------------------------------------------------------------------------
+
+    def begin(self, slots: Sequence[int], starts: Sequence[Start], numbers: Sequence[int]) -> None:
+        """Write the starts of answers into rows.
+
+        Args:
+            numbers: of their adapters and edits.
+        """
+        fresh = Cursor.start(self.layout, [s.text for s in starts], [s.audio for s in starts])
+        partners = [slot if s.partner is None else s.partner for slot, s in zip(slots, starts, strict=True)]
+        drawn = self.sampler.prepare(slots, [s.settings for s in starts], [s.key for s in starts])
+        of_cursor = [getattr(fresh, name) for name in Cursor.TENSORS]
+        own = [s.position for s in starts], partners, list(numbers)
+        self._staging.write(slots, [*(torch.tensor(one) for one in own), *of_cursor, *drawn])
+
+    @torch.inference_mode()
+    def empty(self, slot: int) -> None:
+        """Make the step pass over a row. Fills: to write one number by its index waits for a GPU."""
+        self.sampler.clear(slot)
+        self.position[slot : slot + 1].fill_(-1)
+        self.cursor.done[slot : slot + 1].fill_(True)
+
+    def idle(self) -> None:
+        """Make the step pass over all rows."""
+        self.position.fill_(-1)
+        self.cursor.done.fill_(True)
+
+    def take(self, other: RowState) -> None:
+        """Copy the rows of another one, which has fewer."""
+        for new, before in zip(self._carried(), other._carried(), strict=True):
+            new[: len(before)] = before
+        self.sampler.take(other.sampler)
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    def index(self, slots: tuple[int, ...]) -> slice | Tensor:
+        """Index of some rows: a slice where they are neighbours."""
+        first, count = slots[0], len(slots)
+        if slots == tuple(range(first, first + count)):
+            return slice(first, first + count)
+        return to_device(torch.tensor(slots), self.position.device)
+
+    def rest(self, slots: tuple[int, ...], stepped: set[int]) -> None:
+        """Have all rows in `slots` rest but those that are stepped."""
+        rest = torch.tensor([slot not in stepped for slot in slots])
+        self.resting[self.index(slots)] = to_device(rest, self.resting.device)
+
+    def fed(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """The columns [B, K, 1] that a step feeds, and their positions [B, 1]."""
+        rows = self.index(plan.slots)
+        position = self.position[rows]
+        if plan.resting:
+            position = torch.where(self.resting[rows], -1, position)
+        return self.column[rows][:, :, None], position[:, None]
+
+    def selection(self, plan: StepPlan, rows: slice | Tensor) -> Selection | None:
+        """Selection of adapters and edits for some rows."""
+        if not plan.selection:
+            return None
+        return Selection(plan.selection, self.number[rows] if plan.mixed else None)
+
+    def write(self, plan: StepPlan, hidden: Hidden, decoder: Decoder) -> None:
+        """Sample the rows' next columns from hidden states [B, 1, W], in place."""
+        rows, slots = self.index(plan.slots), plan.slots
+        cursor, a = self.cursor.select(rows), self.layout.n_audio
+        sampled = self._pad.repeat(len(slots), 1)
+        broken = torch.zeros_like(cursor.done)
+        odds = torch.zeros(sampled.shape, device=sampled.device) if plan.logprobs else None
+        if plan.audio:
+            own, here = self.index(tuple(slots[i] for i in plan.audio)), self.index(plan.audio)
+            with using(self.selection(plan, own)):
+                logits = decoder.audio_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
+            sampled[here, :a] = self.sampler.audio(logits, own, cursor.step[here], plan.audio_mode)
+            if odds is not None:
+                odds[here, :a] = log_probabilities(self.sampler.audio_choices(logits), sampled[here, :a])
+            broken[here] |= cursor.needs_audio[here] & broken_rows(hidden.audio[here], logits)
+        if plan.text:
+            own, here = self.index(tuple(slots[i] for i in plan.text)), self.index(plan.text)
+            with using(self.selection(plan, own)):
+                logits = decoder.text_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
+            text = self.sampler.text(logits, own, cursor.step[here], plan.text_mode)
+            odd = broken_rows(hidden.text[here], logits)
+            own_odds = log_probabilities(self.sampler.text_choices(logits), text[:, None])[:, 0] if plan.logprobs else None
+            if plan.coupled:
+                written = torch.arange(own.start, own.stop, device=text.device) if isinstance(own, slice) else own
+                writer = torch.searchsorted(written, self.partner[rows]).clamp_max(len(text) - 1)
+                text, odd = text[writer], odd[writer]
+                own_odds = None if own_odds is None else own_odds[writer]
+            sampled[:, a] = text
+            if odds is not None and own_odds is not None:
+                odds[:, a] = own_odds
+            broken |= cursor.needs_text & odd
+        after, push = cursor.push(sampled)
+        position = self.position[rows]
+        values = {name: getattr(after, name) for name in ("step", "text_ended", "audio_end", "history", "done")}
+        column, position = push.column, torch.where(after.done, -1, position + 1)
+        if plan.resting:
+            rest = self.resting[rows]
+            values = {name: _where(rest, getattr(cursor, name), value) for name, value in values.items()}
+            column = _where(rest, self.column[rows], column)
+            position = torch.where(rest, self.position[rows], position)
+        for name, value in values.items():
+            getattr(self.cursor, name)[rows] = value
+        self.column[rows], self.position[rows] = column, position
+        if plan.audio_mode.penalty or plan.text_mode.penalty:
+            self.sampler.remember(column, rows)
+        flags = (push.has_frame, push.text, push.has_text, push.done, after.needs_text, after.needs_audio, broken)
+        parts = [push.column, push.frame, *(f[:, None] for f in flags)]
+        if odds is None:
+            self.packed[rows] = torch.cat(parts, dim=1)
+        else:
+            self.wide[rows] = torch.cat([*parts, odds.view(torch.int32).long()], dim=1)
+
+
+def _where(rows: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    """`yes` in the rows [B] that are true, else `no`; both [B, ...]."""
+    return torch.where(rows.view(-1, *[1] * (yes.ndim - 1)), yes, no)
