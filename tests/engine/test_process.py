@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -29,6 +30,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, make_model, tone
 from tests.generate.session_toys import ASKED, TALKATIVE
+from tests.generate.test_asynchronous import by_cancelling_the_task, by_closing_the_loop, by_leaving_the_loop, heard, said
 
 ROOT = Path(__file__).parents[2]
 LONG: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 60.0, "max_tokens": 1000}
@@ -130,6 +132,72 @@ def test_whole_answers_streams_and_saved_conversations(lm: SpeechLM, engine: Eng
     assert engine.call("adapters") == () and engine.call("engine.fixed") is None
 
 
+@pytest.mark.parametrize("leave", [by_cancelling_the_task, by_leaving_the_loop, by_closing_the_loop])
+def test_what_a_task_took_is_remembered(lm: SpeechLM, engine: EngineProcess, leave: Any) -> None:
+    options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 70.0, "max_tokens": 20}
+    with lm.session(**options) as session:
+        events = session.ask("go on", "T1A2")
+        for _ in range(4):
+            next(events)
+        session.answer("and then", "T1T2")
+        wanted = heard(session)
+    with engine.session(**options) as remote:
+        assert leave(remote) == wanted
+
+
+def test_sessions_of_one_loop_are_answered_as_those_of_threads(lm: SpeechLM, engine: EngineProcess) -> None:
+    options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 0.6}
+
+    async def coming() -> AsyncIterator[torch.Tensor]:
+        for piece in tone(0.3).split(777):
+            await asyncio.sleep(0)
+            yield piece
+
+    async def one(seed: int) -> list[Any]:
+        async with engine.session(seed=seed, **options) as session:
+            first = [e async for e in session.ask_async(*ASKED[seed])]
+            answer = await session.answer_async(coming())
+            return [said(first), answer.text, answer.codes.tolist(), len(session.turns)]  # type: ignore[union-attr]
+
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*(one(seed) for seed in range(4)))
+
+    for seed, found in enumerate(asyncio.run(all_of_them())):
+        with lm.session(seed=seed, **options) as session:
+            first = list(session.ask(*ASKED[seed]))
+            answer = session.answer(tone(0.3))
+            assert found == [said(first), answer.text, answer.codes.tolist(), 2]  # type: ignore[union-attr]
+
+
+def test_log_probabilities_stop_functions_and_callbacks(lm: SpeechLM, engine: EngineProcess) -> None:
+    options: dict[str, Any] = {"sampling": TALKATIVE, "seed": 5, "max_seconds": 0.6, "max_tokens": 20}
+    for task in ("T1A2", "T1T2", "T1A1"):
+        mine, other = (place.generate("go on", task, logprobs=True, **options).logprobs for place in (engine, lm))
+        assert mine is not None and other is not None and mine.text == other.text
+        assert mine.codes is other.codes is None or torch.equal(mine.codes, other.codes)  # type: ignore[arg-type]
+    assert engine.generate("go on", "T1T2", **options).logprobs is None
+
+    def fails(event: Any) -> None:
+        if isinstance(event, Ended):
+            raise ValueError("too late")
+
+    found: list[Any] = []
+    for place in (engine, lm):
+        with place.session(stop=lambda text: len(text) >= 5, **options) as session:
+            answer = session.answer("go on", "T1T2")
+            found.append([answer.text, answer.ended, answer.tokens, told(session)])
+        with place.session(**options) as session:
+            events: list[Any] = []
+            end = session.start(iter(tone(0.3).split(777)), on_event=events.append).wait(30)
+            found[-1] += [said(events), end and end.reason]
+            end = session.start("go on", "T1A2", on_event=fails).wait(30)
+            found[-1] += [end and (end.reason, end.error), told(session), said(list(session.ask("go on", "T1A2")))]
+    assert found[0] == found[1] and found[0][1] == "stop"
+    with engine.session(stop=lambda text: 1 / 0 > 1, **options) as session:  # type: ignore[arg-type]
+        last = list(session.ask("go on", "T1T2"))[-1]
+        assert last.reason == "error" and "ZeroDivisionError" in last.error and not session.turns  # type: ignore[union-attr]
+
+
 def test_who_does_not_read_lets_the_row_rest(engine: EngineProcess) -> None:
     with engine.session(**LONG | {"max_seconds": 10.0}) as session:
         events = session.ask("on and on", "T1A2")
@@ -199,8 +267,12 @@ def open_things() -> tuple[int, int, list[str]]:
 
 def test_killed_or_closed_it_leaves_nothing_and_nobody_waiting(folder: Path, engine: EngineProcess) -> None:
     before = open_things()
-    other = EngineProcess(folder, threads=1, slots=3)
+    other = EngineProcess(folder, threads=1, slots=1)
     session, silent = other.session(**LONG), other.session()
+    with other.session(text_assist=True) as wide:
+        with pytest.raises(UserError, match="takes 2 slots"):
+            wide.ask("a", "T1A2")
+        assert wide.turns == () and wide.place == 0
     events = session.ask("on and on", "T1A2")
     next(events)
     assert other.pid is not None
