@@ -225,6 +225,7 @@ def run(
     values: Mapping[str, Any],
     slots: int | None,
     context: int | None,
+    patience: float | None,
     threads: int | None,
     plugins: Sequence[str],
 ) -> None:
@@ -236,7 +237,7 @@ def run(
             torch.set_num_threads(threads)
         load_plugins(plugins, "plugins")
         lm = SpeechLM.from_pretrained(folder, **values)
-        lm._engine = Engine(lm.model, slots=slots, context=context, graph=lm._graph, compile=lm._compile)
+        lm._engine = Engine(lm.model, slots=slots, context=context, patience=patience, graph=lm._graph, compile=lm._compile)
         codec = lm.codec
         facts = ModelFacts(lm.config, repr(lm))
         if codec is not None:

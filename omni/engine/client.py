@@ -2,7 +2,7 @@
 
 The stepping thread owns the rows and counts what they wrote; the sound thread turns it into events (`put`); the listener takes
 them (`take`). What all of them read is guarded by `changed`. Nobody waits for a listener: one that does not read lets its row
-rest once it is `AHEAD` time steps behind.
+rest once it is `AHEAD` time steps behind; the row of a live one goes on, and ends once `UNREAD` seconds are left unread.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from omni.codec.base import AudioCodec
 from omni.engine.delivery import Delivery
 from omni.engine.slots import Seat
 from omni.errors import UserError
+from omni.generate.bounds import Bound, check_number
 from omni.generate.history import Exchange, Key
 from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
 from omni.generate.rows import Start
@@ -30,6 +31,9 @@ from omni.tasks import Columns, Task, find_task
 
 AHEAD = 64
 """Time steps that may be written before what an iterator reads next."""
+
+UNREAD = 10.0
+"""Seconds of sound that a live listener may leave unread before its answer ends, where the engine has no `patience`."""
 
 Pace = Literal["read", "live", "whole"]
 """How a listener takes an answer: as it reads; as sound that plays from its first sample on; or whole, however large."""
@@ -44,6 +48,12 @@ def check_pace(pace: Pace, when_full: WhenFull) -> tuple[Pace, WhenFull]:
         if value not in known:
             raise UserError(f"{name} {value!r} is unknown; use {', '.join(map(repr, known))}")
     return pace, when_full
+
+
+def check_patience(patience: float | None) -> None:
+    """UserError for an engine's patience that is none."""
+    if patience is not None:
+        check_number("patience", patience, Bound(1e-3, 86_400, "seconds; None for the default", whole=False))
 
 
 @dataclass(eq=False)
@@ -129,6 +139,11 @@ class Running:
     def ahead(self) -> int:
         """Time steps that were written and not read yet."""
         return self.written - self.read
+
+    @property
+    def unread(self) -> int:
+        """Time steps that were turned into events and not read yet."""
+        return self.processed - self.read
 
     def rest(self) -> bool:
         """Mark that its row waits for its listener, whose time does not count; returns whether that is known.

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 
 from omni.engine.batch import EngineBatch
-from omni.engine.client import Running
+from omni.engine.client import Running, check_patience
 from omni.engine.forget import Refill
 from omni.engine.intake import Intake
 from omni.engine.requests import Requests
@@ -46,7 +46,8 @@ class Engine:
         context: positions of a row; None for those that its conversations ask for.
         marks: how far ahead of its listener a row is written.
         queue: live listeners' questions that may wait; None for any number.
-        patience: seconds after which an answer that nobody reads ends; None for never.
+        patience: seconds after which an answer that nobody reads ends; None for never, and for `UNREAD` seconds
+            (`omni.engine.client`) where it is live, so that its events are not kept without end.
         graph, compile: as for `omni.generate.runner.Runner`.
     """
 
@@ -63,6 +64,7 @@ class Engine:
         compile: bool = False,
     ) -> None:
         check_slots(slots)
+        check_patience(patience)
         self.model, self.context, self.queue = model, context, queue
         self._closed = self._draining = False  # guarded by the lock of the requests
         self._process = os.getpid()

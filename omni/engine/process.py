@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni import plugins as plugin_modules
 from omni.checkpoint.places import TOKENIZER
-from omni.engine.client import Pace, WhenFull, check_pace
+from omni.engine.client import Pace, WhenFull, check_pace, check_patience
 from omni.engine.launch import PATIENCE, first_message, start
 from omni.engine.link import Link
 from omni.engine.remote import RemoteSession
@@ -52,7 +52,7 @@ class EngineProcess(SingleQuestions):
 
     Args:
         folder: the model folder.
-        slots, context: those of `omni.engine.engine.Engine`.
+        slots, context, patience: those of `omni.engine.engine.Engine`.
         threads: CPU threads of the process; by default PyTorch's own number.
         plugins: names of modules that register codecs, encoders or tasks; by default those that are loaded here.
         values: keywords of `SpeechLM.from_pretrained`.
@@ -72,19 +72,21 @@ class EngineProcess(SingleQuestions):
         *,
         slots: int | None = None,
         context: int | None = None,
+        patience: float | None = None,
         threads: int | None = None,
         plugins: Sequence[str] | None = None,
         **values: Any,
     ) -> None:
         check_path(folder, "the model folder")
         check_slots(slots)
+        check_patience(patience)
         if context is not None:
             check_number("context", context)
         if threads is not None:
             check_number("threads", threads, Bound(1, 1024, "by default PyTorch's own number"))
         names = plugin_modules.loaded() if plugins is None else tuple(plugins)
         plugin_modules.load_plugins(names, "plugins")
-        arguments = (os.path.abspath(folder), values, slots, context, threads, names)
+        arguments = (os.path.abspath(folder), values, slots, context, patience, threads, names)
         pack_request("the arguments of the engine's process", arguments)
         pipe, self._process = start(arguments)
         self.pid = self._process.pid

@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from omni.engine.client import AHEAD
+from omni.engine.client import AHEAD, UNREAD
 from omni.engine.entering import Talk
 from omni.errors import UserError
+
+TOLD = AHEAD // 4
+"""Time steps of which the listener in another process may not have told yet that it has read them."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Due:
         along: of others, to be stepped with the low ones.
         read: of programs that read.
         behind: of programs that do not.
+        lost: of live listeners who do not, for too long.
         slack: seconds until another live listener is low; infinite where there is none.
         late: somebody has run out of sound.
     """
@@ -52,18 +56,25 @@ class Due:
     along: list[Talk] = field(default_factory=list)
     read: list[Talk] = field(default_factory=list)
     behind: list[Talk] = field(default_factory=list)
+    lost: list[Talk] = field(default_factory=list)
     slack: float = float("inf")
     late: bool = False
 
 
-def choose(talks: Iterable[Talk], now: float, marks: Watermarks) -> Due:
-    """Sort the talks whose rows have started by what their listeners hold at the time `now` of `time.perf_counter`."""
+def choose(talks: Iterable[Talk], now: float, marks: Watermarks, unread: float = UNREAD) -> Due:
+    """Sort the talks whose rows have started by what their listeners hold at the time `now` of `time.perf_counter`.
+
+    Args:
+        unread: seconds of sound that a live listener may leave unread, besides what is written ahead of it.
+    """
     found = Due()
     for talk in talks:
         running = talk.running
         if running.pace != "live" or running.codec is None or not running.task.audio:
             whole = running.pace == "whole" or (running.ahead < AHEAD and not running.resting)
             (found.read if whole else found.behind).append(talk)
+        elif running.unread > marks.high + TOLD + unread * running.codec.frame_rate:
+            found.lost.append(talk)
         elif running.plays is None:
             found.new.append(talk)
         else:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from omni.engine.batch import EngineBatch
-from omni.engine.client import Running
+from omni.engine.client import UNREAD, Running
 from omni.engine.entering import Talk
 from omni.engine.intake import Intake
 from omni.engine.requests import Requests
-from omni.engine.schedule import Watermarks, choose
+from omni.engine.schedule import Due, Watermarks, choose
 from omni.engine.slots import Seat
 from omni.engine.stats import Recorder
 from omni.engine.worker import Worker
@@ -40,6 +40,7 @@ class SteppingThread:
     ) -> None:
         self._requests, self._batch, self._intake, self._recorder = requests, batch, intake, recorder
         self._marks, self._patience = marks, patience
+        self._unread = UNREAD if patience is None else patience
         self._steps = 0  # since a piece of a question
         self._filling = False
         self.worker = Worker("omni-engine", self._turn)
@@ -67,10 +68,10 @@ class SteppingThread:
         batch, intake = self._batch, self._intake
         self._take()
         intake.place()
-        due = choose(batch.talks.values(), time.perf_counter(), self._marks)
+        due = choose(batch.talks.values(), time.perf_counter(), self._marks, self._unread)
         unknown = not all([talk.running.rest() for talk in due.behind])
         self._recorder.slack = None if due.slack == float("inf") else due.slack
-        wait = self._give_up(due.behind)
+        wait = self._give_up(due)
         incoming = intake.entering is not None or bool(intake.placed)
         urgent = due.new + due.low
         self._filling = bool(due.low) or (self._filling and bool(due.along))
@@ -126,18 +127,24 @@ class SteppingThread:
         if not self._batch.empty(seat):  # once it has come in
             self._requests.vacate(seat)
 
-    def _give_up(self, behind: Sequence[Talk]) -> float:
+    def _give_up(self, due: Due) -> float:
         """End answers that nobody has read for too long; returns the seconds until the next one."""
+        for talk in due.lost:
+            self._unheard(talk.running, self._unread)
         wait, now = float("inf"), time.perf_counter()
-        for talk in behind if self._patience is not None else ():
-            running = talk.running
-            left = running.rested + self._patience - now  # type: ignore[operator]  # it is a number here
-            if running.resting and left <= 0:
-                running.reply.fail(f"nobody has read this answer for {self._patience:g} s; ask again, and read its events")
-                self._batch.end(running, "error")
+        if self._patience is None:
+            return wait
+        for talk in due.behind:
+            left = talk.running.rested + self._patience - now
+            if talk.running.resting and left <= 0:
+                self._unheard(talk.running, self._patience)
             else:
                 wait = min(wait, max(left, 0.01))
         return wait
+
+    def _unheard(self, running: Running, seconds: float) -> None:
+        running.reply.fail(f"nobody has read this answer for {seconds:g} s; ask again, and read its events")
+        self._batch.end(running, "error")
 
     def _fail(self, error: BaseException) -> None:
         """Give everybody who is under way the error; the cache is made again."""

@@ -33,6 +33,7 @@ def listener(played: float | None, frames: int, pace: str = "live") -> Any:
         task=SimpleNamespace(audio=True),
         plays=None if played is None else 100 - played,
         ahead=0,
+        unread=0,
         resting=False,
         held=lambda now, sounded: sounded - (now - (100 - (played or 0))) * 25,
     )
@@ -48,6 +49,9 @@ def test_who_is_due() -> None:
     assert choose([listener(0.45, 12)], 100.0, Watermarks()).late
     program.running.ahead = 64
     assert choose([program], 100.0, Watermarks()).behind == [program]
+    new.running.unread, fine.running.unread = 5 + 16 + 250, 5 + 16 + 251
+    found = choose([new, fine], 100.0, Watermarks(2.0, 5.0))
+    assert (found.new, found.lost, found.along) == ([new], [fine], [])  # ten seconds of 25 frames
     with pytest.raises(UserError, match="low is 3.0 and high is 2.0"):
         Watermarks(3.0, 2.0)
 
@@ -125,6 +129,21 @@ def test_an_answer_that_nobody_reads_ends_and_others_go_on(lm: SpeechLM) -> None
         ended = list(events)[-1]
         assert isinstance(ended, Ended) and ended.error is not None and "nobody has read this answer for 0.1 s" in ended.error
         assert not asleep.turns and asleep.answer("and", "T1T2").ended in ("end", "length")
+
+
+def test_a_live_listener_who_never_reads_loses_its_answer_and_others_go_on(lm: SpeechLM) -> None:
+    lm.start_engine(slots=2, patience=0.05)
+    with lm.session(**LONG | {"max_seconds": 10.0}) as asleep, lm.session(**LONG) as awake:
+        unread, read = asleep.ask("hello", "T1A2"), list(awake.ask("hello", "T1A2"))
+        assert asleep._last is not None and asleep._last.left.wait(20) and asleep._last.written < 60
+        ended = list(unread)[-1]
+        assert isinstance(ended, Ended) and ended.error is not None and "nobody has read this answer for 0.05 s" in ended.error
+        assert not asleep.turns and len(awake.turns) == 1
+        assert isinstance(read[-1], Ended) and read[-1].reason in ("end", "length")
+        asleep.cancel()
+        assert next(asleep.ask("and", "T1A2"))
+    with pytest.raises(UserError, match="patience is 0"):
+        SpeechLM(lm.model, lm.tokenizer).start_engine(patience=0)
 
 
 def test_more_conversations_than_slots_take_turns(lm: SpeechLM) -> None:
