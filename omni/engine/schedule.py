@@ -1,8 +1,8 @@
 """Which rows step next: deadlines belong to listeners.
 
 A listener who has heard nothing yet, or holds less than `low` frames, is served at once; when somebody is low, rows that hold
-less than `high` come along, since a step costs little more with them. Once everybody holds `high`, all rest until somebody is
-low again, so that rows stay together, and the time between belongs to questions that come in. Answers that nobody plays (a
+less than `high` come along, since a step costs little more with them. Once most hold `high`, all rest until somebody is low
+again, so that rows stay together, and the time between belongs to questions that come in. Answers that nobody plays (a
 program reads them) are written whenever nothing else is due.
 """
 
@@ -43,7 +43,7 @@ class Due:
     Attributes:
         new: of live listeners who have heard nothing yet, to be stepped at once.
         low: of those who hold little, to be stepped at once.
-        along: of others, to be stepped with the low ones.
+        along: of others, to be stepped with the low ones; full, the number of those that hold enough.
         read: of programs that read.
         behind: of programs that do not.
         lost: of live listeners who do not, for too long.
@@ -54,6 +54,7 @@ class Due:
     new: list[Talk] = field(default_factory=list)
     low: list[Talk] = field(default_factory=list)
     along: list[Talk] = field(default_factory=list)
+    full: int = 0
     read: list[Talk] = field(default_factory=list)
     behind: list[Talk] = field(default_factory=list)
     lost: list[Talk] = field(default_factory=list)
@@ -85,5 +86,7 @@ def choose(talks: Iterable[Talk], now: float, marks: Watermarks, unread: float =
                 found.late |= held <= 0
             elif held < marks.high:
                 found.along.append(talk)
+            else:
+                found.full += 1
             found.slack = min(found.slack, (held - marks.low) / codec.frame_rate)
     return found

@@ -74,10 +74,10 @@ class SteppingThread:
         wait = self._give_up(due)
         incoming = intake.entering is not None or bool(intake.placed)
         urgent = due.new + due.low
-        self._filling = bool(due.low) or (self._filling and bool(due.along))
+        self._filling = bool(due.low) or (self._filling and len(due.along) > due.full)
         if urgent and not (incoming and self._steps >= PATIENCE):
-            together = self._filling and not due.late
-            self._step(urgent + (due.along + due.read if together else []))
+            along = [] if due.late else due.along  # a step of more rows costs little more than one of few
+            self._step(urgent + along + (due.read if self._filling and not due.late else []))
         elif incoming:
             self._steps = 0
             intake.piece(due.slack)
