@@ -58,6 +58,7 @@ class RemoteAnswer:
         self._events: deque[Event] = deque()
         self._failure: BaseException | None = None
         self._ended: Ended | None = None
+        self._awaited: tuple[Reason, ...] = ()  # reasons of the end that comes of a stop
 
     def start(self) -> bool:
         """Note that it is asked for; False where it was let go before."""
@@ -72,7 +73,8 @@ class RemoteAnswer:
         with self.changed:
             for event in events:
                 if isinstance(event, Ended):
-                    self.end(event)
+                    if not self.cancelled or event.reason in self._awaited:  # else it was sent before it was stopped
+                        self.end(event)
                 elif not self.cancelled:
                     self._events.append(event)
             self._notify()
@@ -153,7 +155,7 @@ class RemoteAnswer:
         """Have it stopped: its listener gets nothing more of it but an end for this reason, which comes from the engine."""
         with self.changed:
             if self.quiet():
-                self._ended, lost = None, self._link.lost
+                self._awaited, lost = (reason, "error"), self._link.lost
                 self._link.tell("stop", self.number, self.taken, reason, error)
                 if lost is not None:
                     self.end(Ended("error", Timings(), str(lost)))
@@ -163,4 +165,6 @@ class RemoteAnswer:
         with self.changed:
             first, self.cancelled = not self.cancelled, True
             self._events.clear()
+            if first and not self._over:
+                self._ended = None
             return first

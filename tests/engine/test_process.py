@@ -271,7 +271,7 @@ def test_killed_or_closed_it_leaves_nothing_and_nobody_waiting(folder: Path, eng
     session, silent = other.session(**LONG), other.session()
     with other.session(**LONG, pace="live") as live:
         events = live.ask("on and on", "T1A2")
-        while other.call("engine.stats").active or live.place:
+        while (now := other.call("engine.stats")).active or now.waiting or not now.answers:
             time.sleep(0.02)
         unread = list(events)  # as much as a live listener may leave
         assert len(unread) < 2 * 60 and live.turns == () and "nobody has read this answer for 0.1 s" in str(unread[-1])
