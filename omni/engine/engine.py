@@ -150,6 +150,7 @@ class Engine:
 
     def place(self, running: Running) -> int:
         """Place of a question among those that wait, from 1; 0 for one that does not."""
+        self.check_process()
         with self._requests.lock:
             waiting = [*self._intake.waiting, *self._requests.asked]
         return waiting.index(running) + 1 if running in waiting else 0
@@ -172,6 +173,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What it does at present, and its newest measurements."""
+        self.check_process()
         talks, slots = [*self._batch.talks.values()], self._batch.slots
         with self._requests.lock:
             waiting = len(self._requests.asked) + len(self._intake.waiting) + len(self._intake.coming)

@@ -28,6 +28,8 @@ def start(arguments: Item) -> tuple[Any, Any]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
         other.close()
+    # `omni.engine.process` ends it at exit; multiprocessing would, too, but fails in a process that was forked from this one
+    getattr(multiprocessing.process, "_children", set()).discard(process)
     return pipe, process
 
 

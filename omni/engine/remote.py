@@ -126,6 +126,8 @@ class RemoteSession(Conversation[RemoteAnswer]):
             self._end(answer, "withdraw")
 
     def let_go(self, answer: RemoteAnswer) -> None:
+        if self.forked:
+            return
         with answer.changed:
             if answer.settled:
                 return

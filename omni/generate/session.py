@@ -211,6 +211,7 @@ class Session(Conversation[Running]):
         """
         from omni.generate.saved import save_conversation
 
+        self.check_process()
         with self._lock:
             past, asked = list(self._past), self._asked - (self._last is not None and not self._last.settled)
         return save_conversation(path, past, asked, self.model, self.tokenizer)
@@ -241,6 +242,8 @@ class Session(Conversation[Running]):
     # --- one answer -----------------------------------------------------------------------------------------------
 
     def let_go(self, running: Running) -> None:
+        if self.forked:
+            return
         self._engine.stop(running, wait=False)
         if self._lock.acquire(blocking=False):
             try:

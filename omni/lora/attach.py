@@ -17,6 +17,7 @@ Dimensions: B rows of a batch, r rank.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,9 @@ DEFAULT = "default"
 
 CHANGING = threading.RLock()
 """Lock for changing or iterating over the pairs of a model's linears: sessions of several threads share one model."""
+
+if hasattr(os, "register_at_fork"):  # a process is forked between two changes, else it would wait for a thread that it lacks
+    os.register_at_fork(before=CHANGING.acquire, after_in_parent=CHANGING.release, after_in_child=CHANGING.release)
 
 _EVERYWHERE = "_edits_everywhere"
 _CHANGES = "_adapter_changes"

@@ -1,6 +1,32 @@
-"""Fixtures of the tests of generating."""
+"""Fixtures of the tests of the engine."""
 
-from tests.generate.conftest import begun, chatty, layout
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from omni import plugins
+from omni.checkpoint.folder import save_folder
+from omni.codec.registry import CODECS
+from omni.text import Tokenizer
+from tests.generate.conftest import LAYOUTS, begun, chatty, layout, make_model
 from tests.generate.test_adapters import folders
 
 __all__ = ["begun", "chatty", "folders", "layout"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model folder with the codec of `tests.engine.echo`, for processes that load it."""
+    plugins.load_plugins(["tests.engine.echo"])
+    place = tmp_path_factory.mktemp("models") / "model"
+    model = make_model(LAYOUTS["pad"], context=2000)
+    save_folder(place, replace(model.config, codec="echo"), model.state_dict(), Tokenizer.bytes())
+    yield place
+    del CODECS["echo"], CODECS._sources["echo"]  # and away again after the tests
+    plugins._loaded.remove("tests.engine.echo")
+    del sys.modules["tests.engine.echo"]

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from omni import plugins
-from omni.checkpoint.folder import save_folder
-from omni.codec.registry import CODECS
 from omni.engine.process import EngineProcess
 from omni.engine.wire import EngineLost
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
-from omni.text import Tokenizer
-from tests.generate.conftest import LAYOUTS, make_model, tone
+from tests.generate.conftest import tone
 from tests.generate.session_toys import ASKED, TALKATIVE
 from tests.generate.test_asynchronous import by_cancelling_the_task, by_closing_the_loop, by_leaving_the_loop, heard, said
 
@@ -37,27 +32,14 @@ LONG: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 60.0, "max_tokens"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    plugins.load_plugins(["tests.engine.echo"])
-    place = tmp_path_factory.mktemp("models") / "model"
-    model = make_model(LAYOUTS["pad"], context=2000)
-    config = replace(model.config, codec="echo")
-    save_folder(place, config, model.state_dict(), Tokenizer.bytes())
-    yield place
-    del CODECS["echo"], CODECS._sources["echo"]  # and away again after the tests
-    plugins._loaded.remove("tests.engine.echo")
-    del sys.modules["tests.engine.echo"]
+def lm(saved: Path) -> SpeechLM:
+    return SpeechLM.from_pretrained(saved)
 
 
 @pytest.fixture(scope="module")
-def lm(folder: Path) -> SpeechLM:
-    return SpeechLM.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[EngineProcess]:
+def engine(saved: Path) -> Iterator[EngineProcess]:
     resource_tracker.ensure_running()
-    with EngineProcess(folder, threads=1) as engine:
+    with EngineProcess(saved, threads=1) as engine:
         yield engine
 
 
@@ -265,9 +247,9 @@ def open_things() -> tuple[int, int, list[str]]:
     return len(os.listdir("/proc/self/fd")), len(names), children
 
 
-def test_killed_or_closed_it_leaves_nothing_and_nobody_waiting(folder: Path, engine: EngineProcess) -> None:
+def test_killed_or_closed_it_leaves_nothing_and_nobody_waiting(saved: Path, engine: EngineProcess) -> None:
     before = open_things()
-    other = EngineProcess(folder, threads=1, slots=1, patience=0.1)
+    other = EngineProcess(saved, threads=1, slots=1, patience=0.1)
     session, silent = other.session(**LONG), other.session()
     with other.session(**LONG, pace="live") as live:
         events = live.ask("on and on", "T1A2")
@@ -310,10 +292,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_it_ends_with_the_process_of_its_clients_and_not_before(folder: Path, tmp_path: Path) -> None:
+def test_it_ends_with_the_process_of_its_clients_and_not_before(saved: Path, tmp_path: Path) -> None:
     script = tmp_path / "client.py"
     ignoring = "import signal\nsignal.signal(signal.SIGINT, lambda *_: None)\n"
-    script.write_text(ignoring + CLIENT.format(folder=str(folder), how="interrupt"))
+    script.write_text(ignoring + CLIENT.format(folder=str(saved), how="interrupt"))
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, cwd=ROOT, start_new_session=True, timeout=60,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -330,8 +312,8 @@ def test_it_ends_with_the_process_of_its_clients_and_not_before(folder: Path, tm
 
 
 @pytest.mark.long
-def test_sigterm_lets_answers_end_and_takes_no_new_ones(folder: Path) -> None:
-    engine = EngineProcess(folder, threads=1)
+def test_sigterm_lets_answers_end_and_takes_no_new_ones(saved: Path) -> None:
+    engine = EngineProcess(saved, threads=1)
     options = LONG | {"max_seconds": 2.0}
     session, other = engine.session(**options), engine.session()
     events = session.ask("on and on", "T1A2")
