@@ -269,7 +269,7 @@ class Session(Conversation[Running]):
         running.delivery.interrupt(played, shown)
         if not running.settled:
             self._settle(running)
-        elif self._past and running.reply.error is None:
+        elif self._past and self._past[-1].number == running.exchange.number:  # else it broke, or was withdrawn
             self._past[-1] = running.delivered()
 
     def _make_room(self) -> None:

@@ -171,8 +171,12 @@ def test_ctrl_c_while_an_event_is_awaited(lm: SpeechLM, monkeypatch: pytest.Monk
 
 def test_a_question_that_the_engine_refuses_leaves_nothing_behind(lm: SpeechLM) -> None:
     with lm.session(text_assist=True, max_seconds=0.4) as session:
+        session.answer("go on", "T1A2")
+        before = session.turns
         lm.engine._batch.fixed = 1
         with pytest.raises(UserError, match="2 slots"):
-            session.ask("go on", "T1A2")
+            session.ask("and then", "T1A2")
         lm.engine._batch.fixed = None
-        assert not session.turns and session.answer("go on", "T1A2").ended in ("end", "length")
+        session.cancel(played_seconds=0.1)  # of what is not there
+        assert [(turn.question, turn.text) for turn in session.turns] == [(turn.question, turn.text) for turn in before]
+        assert session.answer("go on", "T1A2").ended in ("end", "length")
