@@ -164,7 +164,7 @@ def draw(found: ExperimentCounts, file: Path) -> Path:
     """Draws exact match of every method by task: a point for each seed, and all together with the interval."""
     import numpy as np
 
-    from train.console.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
+    from omni.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
 
     pyplot = pyplot_quietly()
     figure_, axis = pyplot.subplots(figsize=(8, 4))
