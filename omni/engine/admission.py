@@ -1,7 +1,9 @@
 """Whether one more live answer fits: by the lateness that was measured, never by a guess.
 
 With n live rows of which the 99th percentile of lateness is L, and a step that takes c longer with one more row, another is let
-in while L + c < 0, and while a step with it takes no longer than a frame plays. Before anything was measured, the first is.
+in while L + c < 0, and while a step with it takes no longer than a frame plays. What a step takes is known from the engine's
+own steps; where these had less than half of the rows that are asked about, from what `Engine.measure` found or kept. Where
+neither says anything, it is let in.
 """
 
 from __future__ import annotations
@@ -39,9 +41,7 @@ def admit(recorder: Recorder, live: int, frame: float) -> Verdict:
     """
     if not live:
         return Verdict(True)
-    cost = recorder.cost()
-    fixed, each = cost or (0.0, 0.0)
-    step = fixed + each * (live + 1)
+    step, each = _step(recorder, live + 1)
     if step > SHARE * frame:
         return Verdict(False, f"a step of {live + 1} rows takes {1e3 * step:.0f} ms, a frame plays {1e3 * frame:.0f} ms")
     lateness = list(recorder.lateness)[-RECENT:]
@@ -50,3 +50,14 @@ def admit(recorder: Recorder, live: int, frame: float) -> Verdict:
         if late >= 0:
             return Verdict(False, f"1 % of the sound of {live} listeners is {1e3 * late:.0f} ms late or more with one more")
     return Verdict(True)
+
+
+def _step(recorder: Recorder, rows: int) -> tuple[float, float]:
+    """Seconds of a step of that many rows, and of the last of them; 0 where nothing is known."""
+    cost = recorder.cost()
+    known = None if recorder.known is None else recorder.known.costs
+    if known is not None and (cost is None or 2 * recorder.most_rows() < rows):
+        step = known.seconds(rows)
+        return step, max(step - known.seconds(rows - 1), 0.0)
+    fixed, each = cost or (0.0, 0.0)
+    return fixed + each * rows, each

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from omni.engine.client import Running
 from omni.engine.entering import Talk
+from omni.engine.measure import LENGTH
 from omni.engine.slots import Seat, Slots
 from omni.engine.sound import Outputs, SoundThread
 from omni.engine.stats import Recorder
@@ -91,6 +92,16 @@ class EngineBatch:
             runner.grow(number, length)
         slots.grow(number)
         return True
+
+    def to_measure(self) -> Runner:
+        """A runner without rows under way; it stays where the number of slots is fixed."""
+        runner = self.runner
+        if runner is None or self.fixed is None:
+            size = self.fixed or 1, self.context or LENGTH
+            runner = Runner(self.model, *size, graph=self._graph, compile=self._compile)
+        if self.fixed is not None:
+            self.runner = runner
+        return runner
 
     def place(self, running: Running) -> Talk:
         """Give a question its slots, for which there is room."""

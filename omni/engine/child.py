@@ -237,7 +237,8 @@ def run(
             torch.set_num_threads(threads)
         load_plugins(plugins, "plugins")
         lm = SpeechLM.from_pretrained(folder, **values)
-        lm._engine = Engine(lm.model, slots=slots, context=context, patience=patience, graph=lm._graph, compile=lm._compile)
+        usual = {"graph": lm._graph, "compile": lm._compile, "codec": lm.codec}
+        lm._engine = Engine(lm.model, slots=slots, context=context, patience=patience, **usual)
         codec = lm.codec
         facts = ModelFacts(lm.config, repr(lm))
         if codec is not None:

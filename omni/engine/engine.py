@@ -20,10 +20,12 @@ import os
 import time
 from collections.abc import Sequence
 
+from omni.codec.base import AudioCodec
 from omni.engine.batch import EngineBatch
 from omni.engine.client import Running, check_patience
 from omni.engine.forget import Refill
 from omni.engine.intake import Intake
+from omni.engine.measure import MOST, KnownCosts, StepCosts, check_measuring, powers_to
 from omni.engine.requests import Requests
 from omni.engine.schedule import Watermarks
 from omni.engine.slots import Seat, check_slots
@@ -49,6 +51,7 @@ class Engine:
         patience: seconds after which an answer that nobody reads ends; None for never, and for `UNREAD` seconds
             (`omni.engine.client`) where it is live, so that its events are not kept without end.
         graph, compile: as for `omni.generate.runner.Runner`.
+        codec: of its listeners' sound, for `measure` and what it kept.
     """
 
     def __init__(
@@ -62,13 +65,15 @@ class Engine:
         patience: float | None = None,
         graph: bool | None = None,
         compile: bool = False,
+        codec: AudioCodec | None = None,
     ) -> None:
         check_slots(slots)
         check_patience(patience)
         self.model, self.context, self.queue = model, context, queue
         self._closed = self._draining = False  # guarded by the lock of the requests
         self._process = os.getpid()
-        self._requests, self._recorder = Requests(), Recorder()
+        self._known = KnownCosts(model, codec)
+        self._requests, self._recorder = Requests(), Recorder(self._known)
         self._sound = SoundThread(self._requests.end, self._recorder)
         self._batch = EngineBatch(model, slots, context, self._sound, self._recorder, graph, compile)
         self._intake = Intake(self._batch, self._recorder)
@@ -186,6 +191,21 @@ class Engine:
             slots=len(slots.holders),
             free=slots.free,
         )
+
+    def measure(self, rows: Sequence[int] | None = None) -> StepCosts:
+        """Measure what steps cost here, before the first session of something that lasts, and keep it: admission goes by it
+        until steps of the engine itself say more. Takes about a second for a small model; a GPU's steps are captured besides.
+
+        Args:
+            rows: numbers of rows; by default 1, 2, 4 ... to the slots, while step and sound take no longer than a frame plays.
+
+        Raises:
+            UserError: a session is open, the engine is closed, or there are not so many rows.
+        """
+        self.check()
+        with self._requests.lock:  # nobody asks meanwhile
+            check_measuring(rows, self.fixed, len(self._requests.seats))
+            return self._known.measure(self._batch.to_measure(), rows or powers_to(self.fixed or MOST), whole=rows is not None)
 
     def clear_stats(self) -> None:
         """Forget the measurements so far."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from omni.engine.measure import KnownCosts
+
 WINDOW = 4096
 """Newest measurements that percentiles are taken over."""
 
@@ -65,9 +67,14 @@ class EngineStats:
 
 
 class Recorder:
-    """Collects what the threads of an engine measure."""
+    """Collects what the threads of an engine measure.
 
-    def __init__(self) -> None:
+    Args:
+        known: costs of steps that were measured before.
+    """
+
+    def __init__(self, known: KnownCosts | None = None) -> None:
+        self.known = known
         self._lock = threading.Lock()
         self.clear()
 
@@ -112,6 +119,11 @@ class Recorder:
             return 0.0, each
         each, fixed = np.polyfit(rows, seconds, 1)
         return max(float(fixed), 0.0), max(float(each), 0.0)
+
+    def most_rows(self) -> int:
+        """The most rows of one of the newest steps."""
+        with self._lock:
+            return max((rows for rows, _ in list(self.step)[-512:]), default=0)
 
     def stats(self, **now: int) -> EngineStats:
         """The figures, with those of this moment given by name."""

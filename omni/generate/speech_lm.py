@@ -358,7 +358,7 @@ class SpeechLM(SingleQuestions):
         """The engine that answers; made when it is first needed, with as many slots as are asked for."""
         with self._lock:
             if self._engine is None:
-                self._engine = Engine(self.model, graph=self._graph, compile=self._compile)
+                self._engine = Engine(self.model, graph=self._graph, compile=self._compile, codec=self.codec)
             return self._engine
 
     def start_engine(self, **options: Any) -> Engine:
@@ -373,7 +373,8 @@ class SpeechLM(SingleQuestions):
                 raise UserError(
                     f"{before.stats().sessions} sessions are open; close them, or start the engine before the first"
                 )
-            self._engine = Engine(self.model, **{"graph": self._graph, "compile": self._compile, **options})
+            usual = {"graph": self._graph, "compile": self._compile, "codec": self.codec}
+            self._engine = Engine(self.model, **{**usual, **options})
         if before is not None:
             before.close()
         return self._engine

@@ -1,0 +1,182 @@
+"""What a step costs: measured with all rows and their sound, kept, and believed until the engine's own steps say more."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from omni.codec.batch import CodecBatch
+from omni.engine import measure as measure_module
+from omni.engine.admission import admit
+from omni.engine.engine import Engine
+from omni.engine.measure import STEPS, KnownCosts, StepCost, StepCosts, costs_file, load_costs, measured_of, powers_to
+from omni.engine.stats import Recorder
+from omni.errors import UserError
+from omni.generate.runner import Runner
+from omni.generate.speech_lm import SpeechLM
+from tests.generate.conftest import LAYOUTS, make_lm
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OMNI_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    """What is logged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("omni.engine.measure").addHandler(handler)
+    yield lines
+    logging.getLogger("omni.engine.measure").removeHandler(handler)
+
+
+@pytest.fixture
+def lm() -> SpeechLM:
+    return make_lm(LAYOUTS["pad"], context=120)
+
+
+def test_costs_are_a_line_between_and_beyond_what_was_measured() -> None:
+    costs = StepCosts({1: StepCost(1.0, 2.0), 4: StepCost(4.0, 5.0), 8: StepCost(6.0, 9.0)})
+    assert [costs.seconds(rows) for rows in (1, 2, 4, 6, 8, 12)] == [1.0, 2.0, 4.0, 5.0, 6.0, 8.0]
+    assert costs.cpu(8) == 9.0 and costs.cpu(9) == 10.0
+    assert StepCosts({2: StepCost(1.0, 1.0)}).seconds(6) == 3.0  # no company is known that would be cheaper
+    assert StepCosts({1: StepCost(2.0, 1.0), 2: StepCost(1.0, 1.0)}).seconds(2) == 2.0  # more rows never take less
+    assert [powers_to(n) for n in (1, 5, 8)] == [[1], [1, 2, 4, 5], [1, 2, 4, 8]]
+
+
+def test_each_number_of_rows_is_stepped_and_decoded(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    stepped: list[tuple[int, bool, bool]] = []
+    decoded: list[int] = []
+    warmed: list[int] = []
+    step, push = Runner.step, CodecBatch.push
+
+    def watched(self: Runner, rows: Any = None) -> None:
+        stepped.append((len(rows), all(row.needs_text for row in rows), all(row.needs_audio for row in rows)))
+        step(self, rows)
+
+    monkeypatch.setattr(Runner, "step", watched)
+    monkeypatch.setattr(Runner, "warm_up", lambda self, starts, positions=None: warmed.append(len(starts)))
+    monkeypatch.setattr(
+        CodecBatch, "push", lambda self, streams, codes: decoded.append(len(codes)) or push(self, streams, codes)
+    )
+    engine = lm.start_engine(slots=3)
+    found = engine.measure()
+    wanted = [(rows, True, True) for rows in (1, 2, 3) for _ in range(STEPS + 2)]
+    assert stepped == wanted and decoded == [rows for rows, *_ in wanted] and warmed == [1, 2, 3]
+    assert set(found.by_rows) == {1, 2, 3} and all(cost.seconds > 0 for cost in found.by_rows.values())
+    assert not any(engine.runner.rows)  # type: ignore[union-attr]
+
+
+def test_measuring_changes_no_answer_and_ends_where_a_step_outlasts_a_frame(
+    lm: SpeechLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = lm.generate("hello", "T1A2", max_seconds=0.5)
+    costs = {1: StepCost(0.01, 0.01), 2: StepCost(0.5, 0.5)}
+    for fixed in (4, None):
+        engine = lm.start_engine(slots=fixed)
+        engine.measure([1, 2, 4])
+        assert torch.equal(lm.generate("hello", "T1A2", max_seconds=0.5).audio, wanted.audio)  # type: ignore[arg-type]
+    engine = lm.start_engine(slots=4)
+    monkeypatch.setattr(measure_module, "_measure", lambda runner, codec, number, beside: costs[number])
+    assert set(engine.measure().by_rows) == {1, 2}  # a frame plays 40 ms
+
+
+def test_what_is_kept_is_read_by_engines_that_never_measured(lm: SpeechLM, place: Path) -> None:
+    found = lm.start_engine(slots=2).measure()
+    other = SpeechLM(lm.model, lm.tokenizer, lm.codec)
+    assert other.engine._known.costs == found
+    more = lm.start_engine(slots=4).measure([4])
+    assert set(more.by_rows) == {4}
+    assert load_costs() == {measured_of(lm.model, lm.codec): StepCosts({**found.by_rows, **more.by_rows})}
+    assert Engine(lm.model)._known.costs is None  # of no codec nothing was measured
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert KnownCosts(lm.model, lm.codec).costs is None
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_nobody_who_only_answers_measures(lm: SpeechLM, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_module, "_measure", lambda *_: pytest.fail("measured"))
+    lm.generate("hello", "T1A2", max_seconds=0.3)
+    with lm.session(pace="live", max_seconds=0.3) as session:
+        list(session.ask("hello", "T1A2"))
+    assert not costs_file().exists()
+
+
+KEY = ["cpu", 1, "float32", "reference", "0", ""]
+BAD = {
+    "no JSON": "{",
+    "another machine": json.dumps({"machine": {"processor": "a fake", "torch": "0"}, "steps": []}),
+    "a list": "[]",
+    "no key": json.dumps({"machine": "ours", "steps": [[["cpu"], [[1, 0.1, 0.1]]]]}),
+    "a time below zero": json.dumps({"machine": "ours", "steps": [[KEY, [[1, -0.1, 0.1]]]]}),
+    "no rows": json.dumps({"machine": "ours", "steps": [[KEY, []]]}),
+    "no number": json.dumps({"machine": "ours", "steps": [[KEY, [[1, None, 0.1]]]]}),
+    "rows of another kind": json.dumps({"machine": "ours", "steps": [[KEY, 3]]}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_of_another_machine_or_a_broken_one_is_left_out_with_a_line(name: str, lm: SpeechLM, told: list[str]) -> None:
+    path = costs_file()
+    path.parent.mkdir()
+    path.write_text(BAD[name].replace('"ours"', json.dumps(measure_module.machine())))
+    assert lm.engine._known.costs is None and lm.engine._known.costs is None
+    (line,) = told
+    assert str(path) in line and "is left out: " in line and "engine.measure() replaces it" in line and "\n" not in line
+    found = lm.engine.measure([1])
+    assert load_costs()[measured_of(lm.model, lm.codec)] == found
+
+
+def test_a_folder_that_cannot_be_written_is_told(
+    lm: SpeechLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: list[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OMNI_CACHE", str(tmp_path / "file"))
+    found = lm.engine.measure([1])
+    assert lm.engine._known.costs == found
+    assert any("are not kept" in line for line in told)
+
+
+def test_bad_use_is_refused(lm: SpeechLM) -> None:
+    engine = lm.start_engine(slots=2)
+    for rows in ([3], [0], [True], ["1"]):
+        with pytest.raises(UserError, match="give whole numbers from 1 to the engine's 2 slots"):
+            engine.measure(rows)  # type: ignore[arg-type]
+    with lm.session(), pytest.raises(UserError, match="1 sessions are open; measure before the first, or close them"):
+        engine.measure()
+    engine.close()
+    with pytest.raises(UserError, match="closed"):
+        engine.measure()
+
+
+def test_a_measurement_is_believed_until_the_engine_s_own_steps_say_more() -> None:
+    class Known(KnownCosts):
+        def __init__(self) -> None:
+            self._costs, self._read = StepCosts({1: StepCost(0.005, 0.0), 21: StepCost(0.025, 0.0)}), True
+
+    recorder = Recorder(Known())
+    frame = 0.04  # of which 36 ms are for steps
+    assert admit(recorder, 30, frame).fits
+    refused = admit(recorder, 32, frame)
+    assert not refused.fits and "a step of 33 rows takes 37 ms, a frame plays 40 ms" in refused.why
+    for rows in (1, 2) * 8:
+        recorder.stepped(rows, 0.0001 * rows)  # of two rows nothing follows for 33
+    assert not admit(recorder, 32, frame).fits and admit(recorder, 2, frame).fits
+    for rows in (10, 17) * 300:
+        recorder.stepped(rows, 0.0001 * rows)
+    assert admit(recorder, 32, frame).fits and admit(recorder, 33, frame).fits
+    assert not admit(recorder, 34, frame).fits  # of 17 rows nothing follows for 35
+    assert not admit(Recorder(Known()), 40, frame).fits and admit(Recorder(), 40, frame).fits
