@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer import quantize as command
 from infer.bench.bench import _with_mode
 from omni.checkpoint.folder import load_folder
 from omni.generate.speech_lm import SpeechLM
@@ -95,7 +94,7 @@ def test_a_writing_that_breaks_off_leaves_nothing(run, model, tmp_path, monkeypa
 
 
 def test_progress_is_told_where_there_is_no_terminal(run, model, monkeypatch):
-    monkeypatch.setattr(command, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr("infer.progress.LINE_SECONDS", 0.0)
     done = run("quantize", "model", "small")
     shares = [int(line.split("%")[0].split()[-1]) for line in done.err.splitlines()]
     assert shares == sorted(shares) and shares[0] < 50 and shares[-1] == 100

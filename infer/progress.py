@@ -1,0 +1,56 @@
+"""Progress of a command that takes long: a bar on a terminal, a line now and then elsewhere, with the time that is left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+LINE_SECONDS = 10.0
+"""Seconds between two lines where there is no terminal."""
+
+
+class WorkBar:
+    """Shows how much of some work is done; a context manager.
+
+    Args:
+        what: name of the work.
+        unit: of its amount: `B` for bytes, `s` for seconds.
+        on: show it at all.
+    """
+
+    def __init__(self, what: str, unit: str = "B", on: bool = True) -> None:
+        self.what, self.on = what, on
+        self.started = self.told = time.monotonic()
+        terminal = on and sys.stderr.isatty()
+        shape = "{desc}: {percentage:3.0f}% {bar} {remaining} left {postfix}" if unit == "s" else None
+        bytes_ = unit == "B"
+        self.bar: Any = (
+            tqdm(unit=unit, unit_scale=bytes_, desc=what, leave=False, bar_format=shape, file=sys.stderr) if terminal else None
+        )
+
+    def __call__(self, done: float, total: float, note: str = "") -> None:
+        """Show that `done` of `total` is done; `note` says what happens at present."""
+        now = time.monotonic()
+        if self.bar is not None:
+            self.bar.total = total
+            self.bar.set_postfix_str(note, refresh=False)
+            self.bar.update(done - self.bar.n)
+        elif self.on and now - self.told >= LINE_SECONDS and total:
+            self.told = now
+            left = f", {_minutes((total - done) * (now - self.started) / done)} left" if done else ""
+            print(f"{self.what}: {done / total:.0%} done{left}{f' ({note})' if note else ''}", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> WorkBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def _minutes(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 60}:{whole % 60:02d}"
