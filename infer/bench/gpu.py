@@ -57,21 +57,21 @@ def said(lm: SpeechLM, **options: Any) -> list[Any]:
     return [(a.tokens, None if a.codes is None else a.codes.tolist()) for a in got]
 
 
-def kernels(device: torch.device, real: bool) -> Lines:
+def kernels(device: torch.device, real: bool, dtype: torch.dtype = HALF) -> Lines:
     """Checks which attention is chosen once there is a model: not cuDNN's."""
     small_lm(device)
     yield f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}", None
     for name, *sizes in (("clips", 100, 100), ("prefill", 104, 256), ("step", 1, 1024)):
-        q, k = (torch.zeros(2, 14, n, 64, device=device, dtype=HALF) for n in sizes)
+        q, k = (torch.zeros(2, 14, n, 64, device=device, dtype=dtype) for n in sizes)
         for mask in (torch.ones(sizes, dtype=torch.bool, device=device), None):
             chosen = SDPBackend(torch._fused_sdp_choice(q, k, k, mask, 0.0, False))
             yield f"{name}{'' if mask is None else ', with a mask'}: {chosen.name}", chosen != SDPBackend.CUDNN_ATTENTION
 
 
-def shapes(device: torch.device, real: bool) -> Lines:
+def shapes(device: torch.device, real: bool, dtype: torch.dtype = HALF) -> Lines:
     """Checks that attention of a new length costs no plan, and is right where cuDNN's was not a number."""
     for length in (64, 192, 703, 704, 705) if real else (64,):
-        q = torch.full((2, 14, length, 64), 4.0, device=device, dtype=HALF)
+        q = torch.full((2, 14, length, 64), 4.0, device=device, dtype=dtype)
         mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         work = partial(attention, q, -q, q, mask)
         first, later, out = seconds_of(work, device), timed(work, device, 5), work()
@@ -94,7 +94,7 @@ def without_waits(method: Callable[..., Any]) -> Callable[..., Any]:
     return strict
 
 
-def graphs(device: torch.device, real: bool) -> Lines:
+def graphs(device: torch.device, real: bool, dtype: torch.dtype = HALF) -> Lines:
     """Checks that captured steps answer as plain ones do, and that nothing waits for the device between steps."""
     with ExitStack() as stack:
         for name in BETWEEN_STEPS:
@@ -108,7 +108,7 @@ def said_with(lm: SpeechLM, options: dict[str, Any]) -> list[Any]:
     return said(lm, **options)
 
 
-def changes(device: torch.device, real: bool) -> Lines:
+def changes(device: torch.device, real: bool, dtype: torch.dtype = HALF) -> Lines:
     """Checks answers after changes between captured steps: edits, adapters, threads and a second GPU."""
     lm, plain = small_lm(device), small_lm(device, graph=False)
     g, width = torch.Generator().manual_seed(0), lm.config.decoder.width
@@ -134,14 +134,14 @@ def changes(device: torch.device, real: bool) -> Lines:
         yield f"a model on GPU {other}", said(small_lm(torch.device("cuda", other))) == wanted
 
 
-def steps(device: torch.device, real: bool) -> Lines:
+def steps(device: torch.device, real: bool, dtype: torch.dtype = HALF) -> Lines:
     """Times a step by rows and slots, plain and compiled: a compiled one must not copy the cache."""
-    model = random_model(preset("qwen2-0.5b-omni" if real else "nano"), device, HALF)
+    model = random_model(preset("qwen2-0.5b-omni" if real else "nano"), device, dtype)
     plain = 0.0
     for rows, slots in ((1, 256), (1, 2048), (64, 256), (64, 2048), (256, 2048)) if real else ((2, 256),):
         for compiled in (False, True) if real else (False,):
             runner = Runner(model, rows, slots, compile=compiled)
-            hidden: Any = Hidden(*[torch.randn(rows, 1, model.config.decoder.width, device=device, dtype=HALF)] * 2)
+            hidden: Any = Hidden(*[torch.randn(rows, 1, model.config.decoder.width, device=device, dtype=dtype)] * 2)
             runner.begin(range(rows), hidden, [Start(True, True, slots - 60, (GREEDY,) * len(model.layout))] * rows)
             first, taken = seconds_of(runner.step, device), timed(runner.step, device, 20)
             text = f"{rows} rows, {slots} slots{', compiled' * compiled}: {taken * 1e3:.2f} ms, the first {first * 1e3:.0f}"
@@ -150,7 +150,7 @@ def steps(device: torch.device, real: bool) -> Lines:
             del runner
 
 
-def codecs(device: torch.device, real: bool) -> Lines:
+def codecs(device: torch.device, real: bool, dtype: torch.dtype = HALF) -> Lines:
     """Times SNAC and Mimi in a stream and as a whole, and compares their sound with the CPU's."""
     for name in ("snac", "mimi") if real else ("codec2",):
         codec, host = random_codec(name, device), random_codec(name, torch.device("cpu"))
@@ -171,27 +171,33 @@ def _stream(codec: Any) -> Tensor:
     return codec.stream().push(torch.zeros(len(codec.codebook_sizes), 1, dtype=torch.long))
 
 
-def answers(device: torch.device, real: bool) -> Lines:
+def answers(device: torch.device, real: bool, dtype: torch.dtype = HALF) -> Lines:
     """Measures first audio and steps against readings of the weights at mini-omni's size."""
-    lm = random_lm(preset("qwen2-0.5b-omni" if real else "nano"), device, HALF if real else torch.float32, compile=real)
+    lm = random_lm(preset("qwen2-0.5b-omni" if real else "nano"), device, dtype if real else torch.float32, compile=real)
     first = first_audio(lm, noise(2.0 if real else 0.5), False, 2)
     yield f"first exact sample after {first.total * 1e3:.0f} ms, of which codec {first.codec * 1e3:.0f}", None
     found = steps_and_readings(lm, noise(0.5), False, real, 3, 50 if real else 2)
     yield f"a step takes {found.seconds * 1e3:.2f} ms; steps / readings {found.ratio:.2f}", None
 
 
-CHECKS: dict[str, Callable[[torch.device, bool], Lines]] = {
+CHECKS: dict[str, Callable[[torch.device, bool, torch.dtype], Lines]] = {
     check.__name__: check for check in (kernels, shapes, graphs, changes, steps, codecs, answers)
 }
 """The checks by name, in the order in which a failure tells most."""
 
 
-def check_gpu(device: torch.device, real: bool = True, show: Callable[[str], None] = print) -> bool:
-    """Run the checks up to the first that fails; returns whether none did. An error fails a check."""
+def check_gpu(
+    device: torch.device, real: bool = True, show: Callable[[str], None] = print, dtype: torch.dtype | None = None
+) -> bool:
+    """Run the checks up to the first that fails; returns whether none did. An error fails a check.
+
+    Args:
+        dtype: of what is timed, bfloat16 by default; tokens are compared in float32.
+    """
     start = time.monotonic()
     for name, check in CHECKS.items():
         try:
-            for text, right in check(device, real):
+            for text, right in check(device, real, dtype or HALF):
                 show(f"{name}: {text}{'' if right is None else ': right' if right else ': WRONG'}")
                 if right is False:
                     return False

@@ -50,15 +50,18 @@ def test_the_first_failure_ends_it(modes: list[str], monkeypatch: pytest.MonkeyP
 
 
 def test_an_error_is_a_failure_and_time_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(device: torch.device, real: bool) -> gpu.Lines:
+    def lost(device: torch.device, real: bool, dtype: torch.dtype) -> gpu.Lines:
+        assert dtype == torch.float16
         yield "before", None
         raise RuntimeError("capture invalidated")
 
     shown: list[str] = []
     monkeypatch.setattr(gpu, "CHECKS", {"lost": lost})
-    assert not gpu.check_gpu(CPU, show=shown.append) and shown[-1] == "lost: WRONG: RuntimeError: capture invalidated"
+    half = torch.float16
+    assert not gpu.check_gpu(CPU, show=shown.append, dtype=half)
+    assert shown[-1] == "lost: WRONG: RuntimeError: capture invalidated"
     monkeypatch.setattr(gpu, "SECONDS", 0.0)
-    assert gpu.check_gpu(CPU, show=shown.append) and "was not run" in shown[-1]
+    assert gpu.check_gpu(CPU, show=shown.append, dtype=half) and "was not run" in shown[-1]
 
 
 def test_steps_that_lost_what_they_were_given_are_found(modes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
