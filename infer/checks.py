@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions, QuantizeOptio
 from infer.places import PIPE, choose_tasks, places
 from omni.checkpoint.places import CONFIG, check_folder
 from omni.errors import UserError
-from omni.files import real_place
+from omni.files import real_place, replaceable
 from omni.generate.bounds import BOUNDS, Bound, check_number
 from omni.hardware import QUANTIZED, check_device, check_dtype, check_kernels, check_quantize
 from omni.remote import refuse_remote
@@ -27,6 +28,9 @@ BENCH = {
     "seconds": Bound(1e-3, 30, "the longest question", whole=False),
     "answer_seconds": Bound(1e-3, 3600, "an hour is the longest answer", whole=False),
     "repeat": Bound(1, 1000, "3 is the default"),
+    "play_seconds": Bound(0.1, 86_400, "a minute is the default", whole=False),
+    "barge_in": Bound(0, 1, "a share of the answers", whole=False),
+    "rate": Bound(1e-3, 100, "callers a second for each session", whole=False),
 }
 """Bounds of the bench's own options."""
 
@@ -56,6 +60,50 @@ def check_bench(options: BenchOptions) -> None:
         check_file(options.question)
     if options.model is not None:
         check_model(options.model)
+    if options.gpu and options.quantize is not None:
+        raise UserError(f"--gpu and --quantize {options.quantize} were given together: it is for a CPU; leave one of them out")
+    check_playing(options)
+
+
+PLAYING = ("play_seconds", "nonstop", "barge_in", "rate", "plot")
+"""Options that only count with `--sessions`."""
+
+MOST_SESSIONS = 1024
+
+
+def check_playing(options: BenchOptions) -> None:
+    """Checks the options of live sessions. UserError for the first bad one."""
+    if options.sessions is None:
+        usual = BenchOptions()
+        for name in PLAYING:
+            if getattr(options, name) != getattr(usual, name):
+                raise UserError(f"--{name} is for live sessions; give their numbers too, such as --sessions 1,4,16")
+        return
+    for word in options.sessions.split(","):
+        if not re.fullmatch(r" *\d{1,9} *", word, re.ASCII) or not 1 <= int(word) <= MOST_SESSIONS:
+            raise UserError(
+                f"--sessions {options.sessions!r}: {word.strip()!r} is no number of sessions; give numbers from 1 to "
+                f"{MOST_SESSIONS} with commas between them, such as 1,4,16"
+            )
+    for name in ("gpu", "full"):
+        if getattr(options, name):
+            raise UserError(f"--{name} and --sessions were given together; leave one of them out")
+    if options.plot is not None:
+        check_picture(options.plot)
+        if options.model is None and "," in (options.preset or ""):
+            raise UserError(f"--plot draws one model, and --preset names {options.preset}; name one of them")
+
+
+def check_picture(file: str) -> None:
+    """UserError for a place where no PNG file can be written."""
+    refuse_remote(file, "picture", write=True)
+    place = replaceable(file)
+    if place.suffix.lower() != ".png":
+        raise UserError(f"--plot {file!r} is no name of a PNG file; end it in .png")
+    if not place.parent.is_dir():
+        raise UserError(f"--plot {file!r}: there is no folder {str(place.parent)!r}; make it first")
+    if not os.access(place.parent, os.W_OK):
+        raise UserError(f"--plot {file!r}: the folder {str(place.parent)!r} cannot be written; name another one")
 
 
 def check_quantizing(options: QuantizeOptions) -> None:

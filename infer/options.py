@@ -90,9 +90,21 @@ class BenchOptions:
     Weights are random (their values cost no time) unless `--model` names a folder.
     """
 
-    preset: str = option("nano,qwen2-0.5b-omni", "presets to measure, with commas between them")
+    preset: str | None = option(
+        None, "presets to measure, with commas between them; nano and qwen2-0.5b-omni by default (nano with --sessions)"
+    )
     model: str | None = option(None, "measure this model folder instead")
     codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
+    sessions: str | None = option(
+        None, "instead play these numbers of live sessions against the clock, such as 1,4,16; the engine has its own process"
+    )
+    play_seconds: float = option(60.0, "with --sessions: seconds for which each number is measured")
+    nonstop: bool = option(False, "with --sessions: all ask again at once, so that every row speaks all the time")
+    barge_in: float = option(0.1, "with --sessions: share of answers that are interrupted")
+    rate: float | None = option(
+        None, "with --sessions: also callers at random (Poisson), this many a second for each of the number of sessions"
+    )
+    plot: str | None = option(None, "with --sessions: PNG file for the curve of lateness, steps and first audio")
     gpu: bool = option(False, "instead check what differs on a GPU, up to the first failure, in eight minutes")
     full: bool = option(False, "also with the padded encoder and without text assist")
     question: str | None = option(None, "sound file to ask; noise by default, which costs the same")

@@ -6,18 +6,17 @@ bf16 on a GPU unless `--dtype` says otherwise; there the decoder of a step is co
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
-import platform
 import statistics
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from infer.bench.bare import BareLoop
-from infer.bench.random_model import TimedCodec, random_lm
+from infer.bench.random_model import TimedCodec, random_lm, with_encoder_mode
 from infer.bench.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, whole_answer
 from infer.bench.tables import FigureRow, FigureTable, number_format, plain, show, target_of
 from infer.device import SMALL_MODEL, bytes_of, cpu_threads
@@ -25,16 +24,19 @@ from infer.options import BenchOptions
 from omni.audio.io import SAMPLE_RATE, read_audio
 from omni.checkpoint.int8_state import model_in_int8
 from omni.config import ModelConfig, preset
-from omni.encoder.whisper_config import EncoderMode, WhisperConfig
+from omni.encoder.whisper_config import EncoderMode
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import check_quantize, find_device, find_dtype, peak_flops
-from omni.kernels import measure_kernels
+from omni.kernels import machine, measure_kernels
 from omni.model.int8_model import is_int8, to_int8
 from omni.model.speech_model import SpeechModel
 from omni.profiling import GIB, HighWater, load
 
 NANO_BATCHES = (1, 4, 16, 64, 256)
+
+PRESETS, SOUNDING = "nano,qwen2-0.5b-omni", "nano"
+"""Presets that are measured, and that live sessions are played with, where none is named."""
 
 
 def bench(options: BenchOptions) -> bool:
@@ -44,12 +46,16 @@ def bench(options: BenchOptions) -> bool:
         from infer.bench.gpu import check_gpu
 
         if device.type == "cuda":
-            return check_gpu(device)
+            return check_gpu(device, dtype=find_dtype(options.dtype))
         print("not run: there is no GPU here, or --device names none")
         return True
-    names = [] if options.model else [name.strip() for name in options.preset.split(",") if name.strip()]
+    given = options.preset or (SOUNDING if options.sessions else PRESETS)
+    names = [] if options.model else [name.strip() for name in given.split(",") if name.strip()]
     configs = {name: preset(name) for name in names}
     sound = noise(options.seconds) if options.question is None else read_audio(options.question)
+    if options.sessions is not None:
+        _play(options, device, configs, sound)
+        return True
     tables: list[FigureTable] = []
     for table in _tables(options, device, configs, sound):
         tables.append(table)
@@ -58,8 +64,29 @@ def bench(options: BenchOptions) -> bool:
     if options.json:
         print(json.dumps({**_machine(device), "tables": [plain(t) for t in tables]}, indent=2))
     else:
-        print(", ".join(f"{key} {value}" for key, value in _machine(device).items()))
+        print(_on_a_line(device))
     return True
+
+
+def _play(options: BenchOptions, device: torch.device, configs: dict[str, ModelConfig], sound: Tensor) -> None:
+    """Play live sessions, and print and draw what they gave."""
+    from infer.bench.live_figures import show_live
+    from infer.bench.sessions import live_table
+
+    tables = []
+    for named in configs.items() if options.model is None else (None,):
+        table = live_table(options, device, named, sound)
+        tables.append(table)
+        if not options.json:
+            show_live(table)
+    if options.json:
+        print(json.dumps({**_machine(device), "tables": [table.plain() for table in tables]}, indent=2))
+    else:
+        print(_on_a_line(device))
+    if options.plot is not None:
+        from infer.bench.curve import draw
+
+        draw(tables[0], Path(options.plot))
 
 
 def _tables(
@@ -80,7 +107,7 @@ def _preset(
     gc.collect()
     memory = HighWater(device)
     check_quantize(options.quantize, str(device))
-    lm = random_lm(_with_encoder_mode(config, "variable"), device, dtype, compile=gpu)
+    lm = random_lm(with_encoder_mode(config, "variable"), device, dtype, compile=gpu)
     if options.quantize:
         to_int8(lm.model)
     with cpu_threads(options.threads, lm.model) as threads:
@@ -234,21 +261,20 @@ def _sessions(lm: SpeechLM, sound: Tensor, what: str, compile: bool) -> FigureTa
     return FigureTable(f"sessions: {what}", rows)
 
 
-def _with_encoder_mode(config: ModelConfig, mode: EncoderMode) -> ModelConfig:
-    assert isinstance(config.encoder, WhisperConfig)  # all presets have one
-    return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, mode=mode))
-
-
 def _with_mode(lm: SpeechLM, config: ModelConfig, mode: EncoderMode, compile: bool) -> SpeechLM:
     """The same weights with the encoder in another mode."""
-    config, state = _with_encoder_mode(config, mode), lm.model.state_dict()
+    config, state = with_encoder_mode(config, mode), lm.model.state_dict()
     model = model_in_int8(config, state, {}, "weights") if is_int8(lm.model) else SpeechModel.from_state(config, state)
     model = model.to(lm.model.device).eval()
     return SpeechLM(model.requires_grad_(False), lm.tokenizer, lm.codec, compile=compile)
 
 
+def _on_a_line(device: torch.device) -> str:
+    return ", ".join(f"{key} {value}" for key, value in _machine(device).items())
+
+
 def _machine(device: torch.device) -> dict[str, str | int | float | None]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else machine()["processor"]
     busy = load()
     return {
         "device": str(device),

@@ -6,6 +6,7 @@ ones is always another: an answer continues until its limit, and text and speech
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from omni.codec.base import AudioCodec, CodecStream
 from omni.codec.batch import CodecBatch
 from omni.codec.registry import CODECS, load_codec
 from omni.config import ModelConfig
+from omni.encoder.whisper_config import EncoderMode, WhisperConfig
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import synchronize
 from omni.model.speech_model import SpeechModel
@@ -57,6 +59,12 @@ def silence_ends(model: SpeechModel) -> None:
     decoder = model.decoder
     for k, end in enumerate(model.layout.ids("end").tolist()):
         decoder.head_weight(k)[end:] = 0  # the special ids, `end` first
+
+
+def with_encoder_mode(config: ModelConfig, mode: EncoderMode) -> ModelConfig:
+    """A preset with its encoder in another mode."""
+    assert isinstance(config.encoder, WhisperConfig)  # all presets have one
+    return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, mode=mode))
 
 
 def random_codec(name: str, device: torch.device) -> AudioCodec:

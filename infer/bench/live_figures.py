@@ -1,0 +1,159 @@
+"""Figures of live sessions: one line for each number of them, as a table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from infer.bench.people import Heard
+from omni.engine.stats import Percentiles
+
+Loop = Literal["closed", "nonstop", "open"]
+
+
+def percentiles(values: Sequence[float]) -> Percentiles:
+    """Of all values, in seconds."""
+    if not values:
+        return Percentiles()
+    p50, p95, p99 = (float(x) for x in np.percentile(values, (50, 95, 99)))
+    return Percentiles(p50, p95, p99, len(values))
+
+
+@dataclass(frozen=True)
+class LiveFigures:
+    """What a number of sessions gave. Times in seconds; shares of one core.
+
+    Attributes:
+        loop: `closed` for people, `nonstop` for rows that speak all the time, `open` for callers at random.
+        sessions: number of people, or, of callers, the number by which their rate was multiplied.
+        seconds: for which they were measured.
+        lateness: when a chunk of sound came to its listener, less when it was due.
+        underruns: chunks that came late, as listeners note it; `late_in_engine`, as the engine does.
+        step: seconds of a step, of the newest 4,096.
+        first_audio: from the end of a question to the first sound.
+        active: mean number of answers under way; `rows`, mean number of rows of a step.
+        engine_cpu, generator_cpu: shares of a core that the engine's process, and this one, took.
+        cost: CPU seconds of the engine for a second of a session.
+        overhead: the engine's CPU time for a row's step over that of a bare runner and codec with as many rows; None where no
+            step was taken.
+        questions, answers, interrupted, refused, errors: numbers of them; `waiting`, mean number of questions that waited.
+    """
+
+    loop: Loop
+    sessions: int
+    seconds: float
+    lateness: Percentiles
+    underruns: int
+    late_in_engine: int
+    step: Percentiles
+    first_audio: Percentiles
+    active: float
+    rows: float
+    engine_cpu: float
+    generator_cpu: float
+    cost: float
+    overhead: float | None
+    questions: int
+    answers: int
+    interrupted: int
+    refused: int
+    waiting: float
+    errors: int
+
+    def plain(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def counted(heard: Heard) -> dict[str, Any]:
+    """The figures that listeners noted, by name."""
+    return {
+        "lateness": percentiles(heard.lateness),
+        "first_audio": percentiles(heard.first_audio),
+        "underruns": heard.underruns,
+        "questions": heard.questions,
+        "answers": heard.answers,
+        "interrupted": heard.interrupted,
+        "refused": heard.refused,
+        "errors": len(heard.errors),
+    }
+
+
+@dataclass(frozen=True)
+class LiveTable:
+    """Figures of one model.
+
+    Attributes:
+        frame: seconds that a frame of sound plays.
+    """
+
+    title: str
+    frame: float
+    runs: list[LiveFigures]
+
+    def plain(self) -> dict[str, Any]:
+        """The table for JSON."""
+        return {"title": self.title, "frame_seconds": self.frame, "runs": [run.plain() for run in self.runs]}
+
+
+def largest_without_underrun(runs: Sequence[LiveFigures], loop: Loop) -> int | None:
+    """The largest number of sessions of a kind up to which nobody heard a gap, and nobody was refused; None for none."""
+    best = None
+    for run in sorted((run for run in runs if run.loop == loop), key=lambda run: run.sessions):
+        if run.underruns or run.refused or run.errors or not run.first_audio.count:
+            break
+        best = run.sessions
+    return best
+
+
+COLUMNS = (
+    *("sessions", "loop", "late\nms", "under-\nruns", "step\nms", "first audio\nms", "active", "engine\nCPU", "load\nCPU"),
+    *("a session\nCPU", "/ bare\nCPU", "waiting", "refused"),
+)
+
+
+def cells(run: LiveFigures) -> list[str]:
+    """A line of the table; three times are the 50th, 95th and 99th percentile."""
+    return [
+        str(run.sessions),
+        run.loop,
+        _three(run.lateness),
+        str(run.underruns),
+        _three(run.step),
+        _three(run.first_audio),
+        f"{run.active:.1f}",
+        f"{run.engine_cpu:.2f}",
+        f"{run.generator_cpu:.2f}",
+        f"{run.cost:.4f}",
+        "" if run.overhead is None else f"{run.overhead:.2f}",
+        f"{run.waiting:.1f}",
+        str(run.refused),
+    ]
+
+
+def _three(found: Percentiles) -> str:
+    values = (found.p50, found.p95, found.p99)
+    return " ".join(
+        "-" if value is None else f"{1e3 * value:.1f}" if abs(value) < 0.01 else f"{1e3 * value:.0f}" for value in values
+    )
+
+
+def show_live(table: LiveTable) -> None:
+    """Print the table."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    shown = RichTable(title=table.title, title_justify="left", box=box.SIMPLE, title_style="bold", padding=(0, 1, 0, 0))
+    for number, name in enumerate(COLUMNS):
+        shown.add_column(name, justify="left" if number == 1 else "right", no_wrap=True)
+    for run in table.runs:
+        shown.add_row(*cells(run))
+    frame = f"a frame plays {1e3 * table.frame:.0f} ms; times are 50th, 95th and 99th percentile; CPU in shares of a core"
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 132)
+    console.print(shown)
+    console.print(frame)

@@ -1,0 +1,313 @@
+"""Live sessions of the bench: what people note is what came, both loops and the picture are there, bad options are told.
+
+No figure is asked to be fast.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from infer.bench import people
+from infer.bench.curve import draw
+from infer.bench.live_figures import LiveFigures, LiveTable, cells, counted, largest_without_underrun, percentiles
+from infer.bench.people import Heard, LiveLoad, Manner
+from infer.bench.sessions import parse_numbers
+from omni.config import to_dict
+from omni.engine.stats import Percentiles
+from omni.errors import BusyError
+from omni.generate.results import AudioChunk, Ended, Event, Timings
+from omni.layout import Layout
+
+FRAME = 0.02
+
+
+def until(done: Callable[[], bool]) -> None:
+    end = time.perf_counter() + 20
+    while not done():
+        assert time.perf_counter() < end
+        time.sleep(0.002)
+
+
+class FakeAnswer:
+    """Gives chunks at given times after it was asked, in a thread, as `RemoteAnswer` does."""
+
+    def __init__(self, times: list[float]) -> None:
+        self.changed, self.wake = threading.RLock(), None
+        self._events: list[Event] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(times,))
+        self._thread.start()
+
+    def _run(self, times: list[float]) -> None:
+        start = time.perf_counter()
+        for number, at in enumerate(times):
+            if self._stopped.wait(max(0.0, start + at - time.perf_counter())):
+                return
+            self.put(AudioChunk(torch.zeros(1), number * FRAME, (number + 1) * FRAME))
+        self.put(Ended("length", Timings()))
+
+    def put(self, event: Event) -> None:
+        with self.changed:
+            self._events.append(event)
+            if self.wake is not None:
+                self.wake()
+
+    def poll(self) -> Event | None:
+        with self.changed:
+            if self._events and isinstance(self._events[0], Ended):
+                return self._events[0]
+            return self._events.pop(0) if self._events else None
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self.put(Ended("cancelled", Timings()))
+
+
+class FakeEngine:
+    """Sessions whose answers come as told; `log` has what they were asked for, and when."""
+
+    def __init__(self, times: list[float], busy: bool = False) -> None:
+        self.times, self.busy = times, busy
+        self.log: list[tuple[str, Any]] = []
+        self.open = 0
+
+    def session(self, **options: Any) -> Any:
+        self.open += 1
+        answers: list[FakeAnswer] = []
+
+        def ask(*_: Any) -> FakeAnswer:
+            self.log.append(("ask", time.perf_counter()))
+            if self.busy:
+                raise BusyError("no room", 0)
+            answers.append(FakeAnswer(self.times))
+            return answers[-1]
+
+        def cancel(played_seconds: float) -> None:
+            self.log.append(("cancel", played_seconds))
+            answers[-1].stop()
+
+        def close() -> None:
+            self.open -= not closed
+            closed.append(True)
+            for answer in answers:
+                answer._stopped.set()
+
+        closed: list[bool] = []
+        self.log.append(("session", options))
+        return SimpleNamespace(open=ask, cancel=cancel, close=close)
+
+    def count(self, kind: str) -> int:
+        return sum(one == kind for one, _ in self.log)
+
+
+def manner(**own: Any) -> Manner:
+    return replace(Manner(torch.zeros(800), 4 * FRAME, 0.0, False), **own)  # 50 ms of question
+
+
+def played(engine: FakeEngine, how: Manner, done: Callable[[LiveLoad], bool], rate: float | None = None) -> Heard:
+    with LiveLoad(engine, how, 64) as load:  # type: ignore[arg-type]
+        heard = load.heard = Heard()
+        if rate is None:
+            load.invite(1)
+        else:
+            load.expect(rate)
+        until(lambda: done(load))
+        load.heard = None
+    assert load.failure is None and engine.open == 0
+    return heard
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(people, "PAUSE", (0.03, 0.05))
+
+
+def test_lateness_is_when_a_chunk_came_less_when_it_was_due() -> None:
+    """The third chunk is 60 ms late, which moves the fourth's time by as much."""
+    engine = FakeEngine([0.05, 0.05, 0.05 + 2 * FRAME + 0.06, 0.05 + 2 * FRAME + 0.06])
+    heard = played(engine, manner(), lambda load: bool(load.heard and load.heard.answers))
+    assert heard.lateness[:3] == pytest.approx([-FRAME, 0.06, -FRAME], abs=0.015)
+    assert heard.underruns == 1 and heard.first_audio[0] == pytest.approx(0.05, abs=0.02)
+
+
+def test_people_speak_hear_the_answer_out_and_pause() -> None:
+    engine = FakeEngine([0.0] * 10)
+    played(engine, manner(), lambda load: engine.count("ask") >= 3)
+    times = [at for kind, at in engine.log if kind == "ask"]
+    for one, other in itertools.pairwise(times):
+        assert 10 * FRAME + 0.03 + 0.05 <= other - one + 0.002 < 10 * FRAME + 0.05 + 0.05 + 0.1
+    (options,) = [options for kind, options in engine.log if kind == "session"]
+    assert options["pace"] == "live" and options["when_full"] == "wait" and options["overflow"] == "forget"
+
+
+def test_rows_that_speak_all_the_time_are_asked_again_at_once() -> None:
+    engine = FakeEngine([0.0] * 50)  # a second of sound
+    start = time.perf_counter()
+    played(engine, manner(nonstop=True), lambda load: engine.count("ask") >= 4)
+    assert time.perf_counter() - start < 0.9
+
+
+def test_barge_ins_cut_the_answer_and_ask_again() -> None:
+    engine = FakeEngine([0.0, *(0.0 + FRAME * n for n in range(20))])
+    how = manner(barge_in=1.0, answer_seconds=20 * FRAME)
+    heard = played(engine, how, lambda load: engine.count("ask") >= 3)
+    assert heard.interrupted == engine.count("cancel") >= 2 and heard.answers == 0
+    parts = [seconds / how.answer_seconds for kind, seconds in engine.log if kind == "cancel"]
+    assert all(people.BARGE[0] - 0.01 <= part <= people.BARGE[1] + 0.1 for part in parts)
+
+
+def test_callers_come_whatever_was_answered_and_go() -> None:
+    engine = FakeEngine([0.0, 0.0])
+    heard = played(engine, manner(), lambda load: engine.count("session") >= 8 and engine.open < 8, rate=100.0)
+    assert heard.questions == engine.count("ask") and heard.answers > 0
+    assert {options["when_full"] for kind, options in engine.log if kind == "session"} == {"refuse"}
+    full = FakeEngine([], busy=True)
+    assert played(full, manner(), lambda load: full.count("ask") >= 4, rate=100.0).refused >= 3
+
+
+def test_what_goes_wrong_in_a_call_is_told_by_the_stage() -> None:
+    class Broken(FakeEngine):
+        def session(self, **options: Any) -> Any:
+            raise RuntimeError("the engine is gone")
+
+    with LiveLoad(Broken([]), manner(), 64) as load:  # type: ignore[arg-type]
+        load.invite(1)
+        until(lambda: load.failure is not None)
+    assert "gone" in str(load.failure)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+SHORT = ("--seconds", "0.1", "--answer_seconds", "0.3", "--play_seconds", "0.5")
+
+
+def test_the_command_plays_both_loops_and_draws_the_curve(folder: Path, run: Any, tmp_path: Path) -> None:
+    words = ("--sessions", "2", "--rate", "5", "--barge_in", "0.5", "--json", "--plot", "curve.png", "--quantize", "int8")
+    done = run("bench", "--model", folder, *words, *SHORT)
+    assert done.code == 0, done.err
+    found = json.loads(done.text)
+    (table,) = found["tables"]
+    assert found["processor"] in table["title"] and "int8" in table["title"] and table["frame_seconds"] == 0.04
+    people_, callers = table["runs"]
+    assert [(one["loop"], one["sessions"]) for one in table["runs"]] == [("closed", 2), ("open", 2)]
+    for one in table["runs"]:
+        assert set(one) == set(LiveFigures.__dataclass_fields__)
+        assert one["engine_cpu"] > 0 and one["generator_cpu"] > 0 and one["errors"] == 0
+        assert one["cost"] == pytest.approx(one["engine_cpu"] / one["sessions"])
+        assert set(one["lateness"]) == {"p50", "p95", "p99", "count"}
+    assert people_["questions"] > 0 and people_["lateness"]["count"] > 0 and people_["step"]["p99"] > 0
+    assert callers["questions"] > 0 and people_["overhead"] > 0
+    assert sum(one["interrupted"] for one in table["runs"]) > 0
+    assert (tmp_path / "curve.png").is_file()
+
+
+def test_numbers_are_played_once_each_from_the_lowest() -> None:
+    assert parse_numbers("4, 1,16,4") == (1, 4, 16)
+
+
+def test_the_picture_has_content(tmp_path: Path, whole_pictures: None) -> None:
+    file = draw(LiveTable("nano " * 40, 0.04, [figures(n) for n in (1, 2, 4)]), tmp_path / "curve.png")
+    with Image.open(file) as picture:
+        assert picture.format == "PNG" and min(picture.size) > 500
+        assert len(picture.convert("RGB").getcolors(1 << 24)) > 20
+
+
+def figures(sessions: int, loop: Any = "closed", underruns: int = 0, late: float = -0.05) -> LiveFigures:
+    few = percentiles([late - 0.01, late])
+    noted = counted(Heard()) | {"lateness": few, "first_audio": percentiles([0.05]), "underruns": underruns}
+    return LiveFigures(
+        loop=loop, sessions=sessions, seconds=1.0, **noted, late_in_engine=0, step=percentiles([0.003 * sessions]), active=1.0,
+        rows=1.0, engine_cpu=0.5, generator_cpu=0.1, cost=0.5 / sessions, overhead=None, waiting=0.0,
+    )  # fmt: skip
+
+
+def test_the_largest_number_is_the_last_before_the_first_gap() -> None:
+    runs = [figures(8, underruns=1), figures(1), figures(4), figures(16), figures(2, "open")]
+    assert largest_without_underrun(runs, "closed") == 4 and largest_without_underrun(runs, "open") == 2
+    assert largest_without_underrun([figures(1, underruns=3)], "closed") is None
+    assert largest_without_underrun([figures(1), replace(figures(2), refused=1)], "closed") == 1
+    assert largest_without_underrun([replace(figures(1), first_audio=Percentiles())], "closed") is None  # nobody heard anything
+
+
+def test_the_curve_has_every_line_and_the_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("infer.bench.curve.save_figure", lambda figure, file: drawn.append(figure) or file)
+    runs = [figures(n, loop, underruns=n > 4, late=0.01 * (n - 5)) for loop in ("closed", "open") for n in (1, 4, 16)]
+    draw(LiveTable("nano", 0.04, runs), tmp_path / "x.png")
+    late, step, first = drawn[0].axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in late.lines}
+    assert lines["p99, closed"] == pytest.approx([1e3 * run.lateness.p99 for run in runs[:3]])  # type: ignore[operator]
+    assert {f"{part}, {loop}" for part in ("p50", "p95", "p99") for loop in ("closed", "open")} <= set(lines)
+    assert any(list(line.get_ydata()) == [0, 0] for line in late.lines)  # due
+    assert any(line.get_ydata()[0] == 40.0 for line in step.lines)  # a frame
+    assert late.get_xscale() == "log" and [label.get_text() for label in first.get_xticklabels()] == ["1", "4", "16"]
+    assert {"4 without underrun (closed)", "4 without underrun (open)"} <= {text.get_text() for text in late.texts}
+
+
+def test_a_line_of_the_table_has_every_column(capsys: pytest.CaptureFixture[str]) -> None:
+    from infer.bench.live_figures import COLUMNS, show_live
+
+    assert len(cells(figures(4))) == len(COLUMNS)
+    show_live(LiveTable("live sessions: nano", 0.04, [figures(4)]))
+    out = capsys.readouterr().out
+    assert "-55 -50 -50" in out and "a frame plays 40 ms" in out and max(map(len, out.splitlines())) <= 132
+
+
+MISTAKES = {
+    "none": (("--sessions", "0"), "--sessions '0': '0' is no number of sessions; give numbers from 1 to 1024"),
+    "words": (("--sessions", "a,b"), "'a' is no number of sessions"),
+    "a gap": (("--sessions", "1,,2"), "'' is no number of sessions"),
+    "below zero": (("--sessions", "4,-1"), "'-1' is no number of sessions"),
+    "too many": (("--sessions", "2000"), "give numbers from 1 to 1024"),
+    "a rate": (("--sessions", "1", "--rate", "-2"), "--rate is -2.0; it must be from 0.001 to 100"),
+    "a share": (("--sessions", "1", "--barge_in", "1.5"), "--barge_in is 1.5; it must be from 0 to 1"),
+    "no time": (("--sessions", "1", "--play_seconds", "0"), "--play_seconds is 0.0; it must be from 0.1"),
+    "no folder": (("--sessions", "1", "--plot", "none/x.png"), "there is no folder"),
+    "a name": (("--sessions", "1", "--plot", "x.jpg"), "is no name of a PNG file; end it in .png"),
+    "two pictures": (("--sessions", "1", "--plot", "x.png", "--preset", "nano,qwen3-0.6b"), "--plot draws one model"),
+    "alone": (("--plot", "x.png"), "--plot is for live sessions; give their numbers too, such as --sessions 1,4,16"),
+    "nonstop alone": (("--nonstop",), "--nonstop is for live sessions"),
+    "with a GPU's checks": (("--sessions", "1", "--gpu"), "--gpu and --sessions were given together"),
+    "int8 on a GPU": (("--gpu", "--quantize", "int8"), "--gpu and --quantize int8 were given together"),
+    "a long answer": (("--sessions", "1", "--answer_seconds", "3000"), "do not fit the model's context of"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_before_anything_is_started(name: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.bench.sessions.EngineProcess", lambda *_, **__: pytest.fail("an engine was started"))
+    monkeypatch.setattr("infer.bench.sessions.random_model", lambda *_, **__: pytest.fail("a model was made"))
+    words, said = MISTAKES[name]
+    done = run("bench", *words)
+    assert done.code == 2 and not done.out and said in done.err and done.err.count("\n") == 1, done.err
+
+
+def test_more_than_fit_in_memory_are_refused_before_it_is_taken(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.bench.sessions.random_model", lambda *_, **__: pytest.fail("a model was made"))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 24))
+    done = run("bench", "--sessions", "1,512")
+    assert done.code == 2 and "--sessions 1,512: the cache of 512 rows" in done.err and "play fewer" in done.err
+
+
+def test_a_model_without_its_codec_is_refused(run: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.bench.sessions.EngineProcess", lambda *_, **__: pytest.fail("an engine was started"))
+    shutil.copytree(folder, tmp_path / "mute")
+    config = json.loads((folder / "config.json").read_text())
+    config["model"] |= {"codec": "snac", "layout": to_dict(Layout.build([4096] * 7, 300))}
+    (tmp_path / "mute" / "config.json").write_text(json.dumps(config))
+    done = run("bench", "--model", tmp_path / "mute", "--sessions", "1")
+    assert done.code == 2 and "no weights of the codec 'snac'" in done.err and "--codec_folder" in done.err
