@@ -33,7 +33,9 @@ class LiveFigures:
         sessions: number of people, or, of callers, the number by which their rate was multiplied.
         seconds: for which they were measured.
         lateness: when a chunk of sound came to its listener, less when it was due.
-        underruns: chunks that came late, as listeners note it; `late_in_engine`, as the engine does.
+        underruns: chunks that came late, as listeners note it.
+        lateness_in_engine, underruns_in_engine: the same as the engine notes it, before the way to the listener; lateness of
+            the newest 4,096 chunks.
         step: seconds of a step, of the newest 4,096.
         first_audio: from the end of a question to the first sound.
         active: mean number of answers under way; `rows`, mean number of rows of a step.
@@ -49,7 +51,8 @@ class LiveFigures:
     seconds: float
     lateness: Percentiles
     underruns: int
-    late_in_engine: int
+    lateness_in_engine: Percentiles
+    underruns_in_engine: int
     step: Percentiles
     first_audio: Percentiles
     active: float

@@ -44,7 +44,7 @@ class Heard:
     Attributes:
         lateness: of every chunk after an answer's first: when it came, less when it was due; below zero it was early. A
             chunk is due when what came before it has played.
-        first_audio: from the end of each question to the first sound.
+        first_audio: from the end of each question that was asked since to the first sound.
         underruns: chunks that came late; the listener waits for each, and later ones are due later by that.
         questions, answers: asked, and heard to their ends.
         interrupted: answers into which somebody spoke.
@@ -214,14 +214,14 @@ class Person:
         self._plan += 1
         self._asked += 1
         load.note("questions")
-        asked = time.perf_counter()
+        asked, heard = time.perf_counter(), load.heard
         try:
             answer = self._session.open(load.manner.question, "A1A2", SAMPLE_RATE, None)
         except BusyError:
             load.note("refused")
             self._next(PAUSE[0], self._plan)
         else:
-            AnswerHearer(self, self._plan, answer, asked)
+            AnswerHearer(self, self._plan, answer, asked, heard)
 
     def _next(self, wait: float, plan: int) -> None:
         """Go on `wait` seconds after an answer."""
@@ -248,8 +248,8 @@ class Person:
 class AnswerHearer:
     """Hears one answer: notes in the reader thread when its chunks come, and when they were due."""
 
-    def __init__(self, person: Person, plan: int, answer: Any, asked: float) -> None:
-        self._person, self._plan, self._answer, self._asked = person, plan, answer, asked
+    def __init__(self, person: Person, plan: int, answer: Any, asked: float, heard: Heard | None) -> None:
+        self._person, self._plan, self._answer, self._asked, self._heard = person, plan, answer, asked, heard
         self._plays: float | None = None
         self._end = 0.0
         self._over = False
@@ -289,7 +289,8 @@ class AnswerHearer:
         self._end = chunk.end
         if self._plays is None:
             self._plays = now
-            load.note("first_audio", now - self._asked)
+            if self._heard is load.heard:
+                load.note("first_audio", now - self._asked)
             if load.random.random() < manner.barge_in:
                 when = load.random.uniform(*BARGE) * manner.answer_seconds
                 load.later(when, lambda: self._person.interrupt(self._plan, self))

@@ -162,6 +162,18 @@ def test_bad_use_is_refused(lm: SpeechLM) -> None:
         engine.measure()
 
 
+@pytest.mark.cuda
+def test_steps_of_measured_numbers_of_rows_are_captured(lm: SpeechLM) -> None:
+    lm.model.cuda()
+    engine = lm.start_engine(slots=4, context=100)
+    engine.measure()
+    runner = engine.runner
+    assert runner is not None
+    before = len(runner._graphs)
+    lm.generate("hello", "T1A2", max_seconds=0.3)
+    assert before and engine.runner is runner and len(runner._graphs) == before
+
+
 def test_a_measurement_is_believed_until_the_engine_s_own_steps_say_more() -> None:
     class Known(KnownCosts):
         def __init__(self) -> None:

@@ -179,6 +179,18 @@ def test_callers_come_whatever_was_answered_and_go() -> None:
     assert played(full, manner(), lambda load: full.count("ask") >= 4, rate=100.0).refused >= 3
 
 
+def test_questions_from_before_it_is_measured_are_left_out() -> None:
+    """Their sound counts, and how long it took to come does not."""
+    engine = FakeEngine([0.15, 0.15, 0.2])
+    with LiveLoad(engine, manner(), 64) as load:  # type: ignore[arg-type]
+        load.invite(1)
+        until(lambda: engine.count("ask") == 1)
+        heard = load.heard = Heard()
+        until(lambda: heard.answers == 1)
+        assert len(heard.lateness) == 2 and not heard.first_audio and not heard.questions
+        until(lambda: engine.count("ask") == 2 and bool(heard.first_audio))
+
+
 def test_what_goes_wrong_in_a_call_is_told_by_the_stage() -> None:
     class Broken(FakeEngine):
         def session(self, **options: Any) -> Any:
@@ -230,8 +242,9 @@ def figures(sessions: int, loop: Any = "closed", underruns: int = 0, late: float
     few = percentiles([late - 0.01, late])
     noted = counted(Heard()) | {"lateness": few, "first_audio": percentiles([0.05]), "underruns": underruns}
     return LiveFigures(
-        loop=loop, sessions=sessions, seconds=1.0, **noted, late_in_engine=0, step=percentiles([0.003 * sessions]), active=1.0,
-        rows=1.0, engine_cpu=0.5, generator_cpu=0.1, cost=0.5 / sessions, overhead=None, waiting=0.0,
+        loop=loop, sessions=sessions, seconds=1.0, **noted, lateness_in_engine=few, underruns_in_engine=0, active=1.0, rows=1.0,
+        step=percentiles([0.003 * sessions]), engine_cpu=0.5, generator_cpu=0.1, cost=0.5 / sessions, overhead=None,
+        waiting=0.0,
     )  # fmt: skip
 
 
