@@ -42,7 +42,8 @@ def draw(table: LiveTable, file: Path) -> Path:
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(colors=INK)
-        axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 0.85))
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 0.85))
     first.set_xlabel("live sessions")
     late.set_title("\n".join(textwrap.wrap(printable(table.title, 200), 95)), fontsize=10, loc="left")
     return save_figure(figure, file)
