@@ -42,9 +42,9 @@ def draw(table: LiveTable, file: Path) -> Path:
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(colors=INK)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 0.85))
     first.set_xlabel("live sessions")
+    named = next((axis for axis in axes if axis.get_legend_handles_labels()[0]), late)
+    late.legend(*named.get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     late.set_title("\n".join(textwrap.wrap(printable(table.title, 200), 95)), fontsize=10, loc="left")
     return save_figure(figure, file)
 
@@ -59,10 +59,10 @@ def _lines(axis: Any, runs: list[LiveFigures], loop: str, figure: Callable[[Live
 
 
 def _level(axis: Any, height: float, name: str) -> None:
-    """A horizontal line, named at its right end."""
+    """A horizontal line with its name."""
     axis.axhline(height, color=INK, linewidth=1.2)
-    place: Any = {"xycoords": ("axes fraction", "data"), "xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-    axis.annotate(name, (1, height), fontsize=8, color=INK, **place)
+    place: Any = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points", "va": "bottom"}
+    axis.annotate(name, (1, height), fontsize=8, color=INK, ha="right", **place)
 
 
 def _mark(axes: Any, table: LiveTable, loop: Any, place: int) -> None:
@@ -76,6 +76,6 @@ def _mark(axes: Any, table: LiveTable, loop: Any, place: int) -> None:
     if best == min(run.sessions for run in table.runs):
         side = {"xytext": (4, 0), "ha": "left"}
     axes[0].annotate(
-        f"{best} without underrun ({loop})", (best, 0.02 + 0.07 * place), xycoords=("data", "axes fraction"),
+        f"{best} without underrun ({loop})", (best, 0.94 - 0.07 * place), xycoords=("data", "axes fraction"),
         textcoords="offset points", fontsize=8, color=INK, **side,
     )  # fmt: skip

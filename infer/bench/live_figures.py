@@ -104,12 +104,14 @@ class LiveTable:
 
 
 def largest_without_underrun(runs: Sequence[LiveFigures], loop: Loop) -> int | None:
-    """The largest number of sessions of a kind up to which nobody heard a gap, and nobody was refused; None for none."""
+    """The largest number of sessions of a kind up to which nobody heard a gap, and nobody was refused; None for none.
+    Numbers at which nothing was heard do not count."""
     best = None
     for run in sorted((run for run in runs if run.loop == loop), key=lambda run: run.sessions):
-        if run.underruns or run.refused or run.errors or not run.first_audio.count:
+        if run.underruns or run.refused or run.errors:
             break
-        best = run.sessions
+        if run.first_audio.count:
+            best = run.sessions
     return best
 
 
