@@ -70,8 +70,8 @@ def bench(options: BenchOptions) -> bool:
 
 def _play(options: BenchOptions, device: torch.device, configs: dict[str, ModelConfig], sound: Tensor) -> None:
     """Play live sessions, and print and draw what they gave."""
-    from infer.bench.live_figures import show_live
-    from infer.bench.sessions import live_table
+    from infer.bench.live.figures import show_live
+    from infer.bench.live.play import live_table
 
     tables = []
     for named in configs.items() if options.model is None else (None,):
@@ -84,7 +84,7 @@ def _play(options: BenchOptions, device: torch.device, configs: dict[str, ModelC
     else:
         print(_on_a_line(device))
     if options.plot is not None:
-        from infer.bench.curve import draw
+        from infer.bench.live.curve import draw
 
         draw(tables[0], Path(options.plot))
 

@@ -22,11 +22,12 @@ import pytest
 import torch
 from PIL import Image
 
-from infer.bench import people
-from infer.bench.curve import draw
-from infer.bench.live_figures import LiveFigures, LiveTable, cells, counted, largest_without_underrun, percentiles
-from infer.bench.people import AnswerHearer, Heard, LiveLoad, Manner
-from infer.bench.sessions import parse_numbers
+from infer.bench.live import people
+from infer.bench.live.curve import draw
+from infer.bench.live.figures import LiveFigures, LiveTable, cells, counted, largest_without_underrun, percentiles
+from infer.bench.live.manner import Heard, Manner
+from infer.bench.live.people import AnswerHearer, LiveLoad
+from infer.bench.live.play import parse_numbers
 from omni.config import to_dict
 from omni.engine.measure import StepCost, StepCosts
 from omni.engine.stats import EngineStats, Percentiles
@@ -136,7 +137,8 @@ def played(engine: FakeEngine, how: Manner, done: Callable[[LiveLoad], bool], ra
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(people, "PAUSE", (0.03, 0.05))
+    for place in ("people", "manner"):
+        monkeypatch.setattr(f"infer.bench.live.{place}.PAUSE", (0.03, 0.05))
 
 
 def test_lateness_is_when_a_chunk_came_less_when_it_was_due(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,8 +279,8 @@ def test_the_command_plays_both_loops_and_draws_the_curve(
         made.append(FakeProcess({"folder": place, **values}))
         return made[-1]
 
-    monkeypatch.setattr("infer.bench.sessions.EngineProcess", start)
-    monkeypatch.setattr("infer.bench.sessions._cpu", lambda process: time.process_time())  # the system counts in 10 ms
+    monkeypatch.setattr("infer.bench.live.play.EngineProcess", start)
+    monkeypatch.setattr("infer.bench.live.play._cpu", lambda process: time.process_time())  # the system counts in 10 ms
     words = ("--sessions", "3", "--rate", "30", "--json", "--plot", "curve.png", "--quantize", "int8", "--dtype", "float32")
     short = ("--seconds", "0.05", "--answer_seconds", "0.1", "--play_seconds", "0.3", "--threads", "1")
     people_, callers = checked(run("bench", "--model", folder, *words, *short), [("closed", 3), ("open", 3)])
@@ -337,7 +339,7 @@ def test_the_largest_number_is_the_last_before_the_first_gap() -> None:
 
 def test_the_curve_has_every_line_and_the_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr("infer.bench.curve.save_figure", lambda figure, file: drawn.append(figure) or file)
+    monkeypatch.setattr("infer.bench.live.curve.save_figure", lambda figure, file: drawn.append(figure) or file)
     runs = [figures(n, loop, underruns=n > 4, late=0.01 * (n - 5)) for loop in ("closed", "open") for n in (1, 4, 16)]
     draw(LiveTable("nano", 0.04, runs), tmp_path / "x.png")
     late, step, first = drawn[0].axes
@@ -351,7 +353,7 @@ def test_the_curve_has_every_line_and_the_mark(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_line_of_the_table_has_every_column(capsys: pytest.CaptureFixture[str]) -> None:
-    from infer.bench.live_figures import COLUMNS, show_live
+    from infer.bench.live.figures import COLUMNS, show_live
 
     assert len(cells(figures(4))) == len(COLUMNS)
     show_live(LiveTable("live sessions: nano", 0.04, [figures(4)]))
@@ -381,22 +383,22 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_before_anything_is_started(name: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.bench.sessions.EngineProcess", lambda *_, **__: pytest.fail("an engine was started"))
-    monkeypatch.setattr("infer.bench.sessions.random_model", lambda *_, **__: pytest.fail("a model was made"))
+    monkeypatch.setattr("infer.bench.live.play.EngineProcess", lambda *_, **__: pytest.fail("an engine was started"))
+    monkeypatch.setattr("infer.bench.live.play.random_model", lambda *_, **__: pytest.fail("a model was made"))
     words, said = MISTAKES[name]
     done = run("bench", *words)
     assert done.code == 2 and not done.out and said in done.err and done.err.count("\n") == 1, done.err
 
 
 def test_more_than_fit_in_memory_are_refused_before_it_is_taken(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.bench.sessions.random_model", lambda *_, **__: pytest.fail("a model was made"))
+    monkeypatch.setattr("infer.bench.live.play.random_model", lambda *_, **__: pytest.fail("a model was made"))
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 24))
     done = run("bench", "--sessions", "1,512")
     assert done.code == 2 and "--sessions 1,512: the cache of 512 rows" in done.err and "play fewer" in done.err
 
 
 def test_a_model_without_its_codec_is_refused(run: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.bench.sessions.EngineProcess", lambda *_, **__: pytest.fail("an engine was started"))
+    monkeypatch.setattr("infer.bench.live.play.EngineProcess", lambda *_, **__: pytest.fail("an engine was started"))
     shutil.copytree(folder, tmp_path / "mute")
     config = json.loads((folder / "config.json").read_text())
     config["model"] |= {"codec": "snac", "layout": to_dict(Layout.build([4096] * 7, 300))}

@@ -1,8 +1,8 @@
 """`omni-infer bench --sessions`: live sessions against the clock, for several numbers of them.
 
-This process is the load generator (`infer.bench.people`); the engine has a process of its own (`omni.engine.process`), so that
-each one's CPU time can be told from the other's. What a listener notes includes the way through the pipe. Before each number
-of sessions the engine measures a bare runner and codec with as many rows, to which its CPU time is compared.
+This process is the load generator (`infer.bench.live.people`); the engine has a process of its own (`omni.engine.process`), so
+that each one's CPU time can be told from the other's. What a listener notes includes the way through the pipe. Before each
+number of sessions the engine measures a bare runner and codec with as many rows, to which its CPU time is compared.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from infer.bench.live_figures import LiveFigures, LiveTable, Loop, counted
-from infer.bench.people import Heard, LiveLoad, Manner
-from infer.bench.random_codecs import PREFIX
+from infer.bench.live.figures import LiveFigures, LiveTable, Loop, counted
+from infer.bench.live.manner import Heard, Manner
+from infer.bench.live.people import LiveLoad
+from infer.bench.live.random_codecs import PREFIX
 from infer.bench.random_model import random_model, with_encoder_mode
 from infer.device import SMALL_MODEL, bytes_of, cpu_threads
 from infer.options import BenchOptions
@@ -226,7 +227,7 @@ def _random_folder(options: BenchOptions, name: str, config: ModelConfig, device
     extra: tuple[str, ...] = ()
     config = with_encoder_mode(config, "variable")
     if CODECS.find(config.codec).weights:
-        extra = ("infer.bench.random_codecs",)
+        extra = ("infer.bench.live.random_codecs",)
         config = replace(config, codec=PREFIX + config.codec)
     with tempfile.TemporaryDirectory(prefix="omni-bench-") as place:
         folder = str(Path(place) / name)

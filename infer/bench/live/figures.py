@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from infer.bench.people import Heard
+from infer.bench.live.manner import Heard
 from omni.engine.stats import Percentiles
 
 Loop = Literal["closed", "nonstop", "open"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infer.bench.live_figures import LiveFigures, LiveTable, largest_without_underrun
+from infer.bench.live.figures import LiveFigures, LiveTable, largest_without_underrun
 from omni.charts import COLORS, GRID, INK, printable, pyplot_quietly, save_figure
 from omni.engine.stats import Percentiles
 
