@@ -28,6 +28,9 @@ S = TypeVar("S", CodecStream, CodecBatch)
 
 _BLOCK = 1 << 22
 
+RANDOM = "random-"
+"""Before the names of codecs with random weights (`infer.bench.live.random_codecs`)."""
+
 
 def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> SpeechModel:
     """A model of random weights that never ends an answer; takes little longer than writing the memory once."""

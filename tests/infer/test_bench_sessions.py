@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from infer.bench.live.figures import LiveFigures, LiveTable, cells, counted, lar
 from infer.bench.live.manner import Heard, Manner
 from infer.bench.live.people import AnswerHearer, LiveLoad
 from infer.bench.live.play import parse_numbers
+from omni import plugins
+from omni.codec.registry import CODECS, load_codec
 from omni.config import to_dict
 from omni.engine.measure import StepCost, StepCosts
 from omni.engine.stats import EngineStats, Percentiles
@@ -305,6 +308,21 @@ def test_an_engine_in_its_process_is_played(folder: Path, run: Any, tmp_path: Pa
     assert sum(one["interrupted"] for one in runs) > 0
     done = run("bench", "--model", folder, "--sessions", "1", "--nonstop", *short)
     assert done.code == 0 and "nonstop" in done.text and "a frame plays 40 ms" in done.text
+
+
+def test_codecs_with_random_weights_are_there_for_the_engine_s_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(CODECS)
+    plugins.load_plugins(["infer.bench.live.random_codecs"], "plugins")
+    new = set(CODECS) - before
+    try:
+        assert new == {f"random-{name}" for name in before if CODECS.find(name).random is not None} >= {"random-snac"}
+        codec = load_codec("random-mimi")
+        assert codec.name == "random-mimi" and codec.codebook_sizes == CODECS.find("mimi").codebook_sizes
+    finally:
+        for name in new:  # and away again after the test
+            del CODECS[name], CODECS._sources[name]
+        plugins._loaded.remove("infer.bench.live.random_codecs")
+        del sys.modules["infer.bench.live.random_codecs"]
 
 
 def test_numbers_are_played_once_each_from_the_lowest() -> None:

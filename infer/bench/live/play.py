@@ -22,8 +22,7 @@ from torch import Tensor
 from infer.bench.live.figures import LiveFigures, LiveTable, Loop, counted
 from infer.bench.live.manner import Heard, Manner
 from infer.bench.live.people import LiveLoad
-from infer.bench.live.random_codecs import PREFIX
-from infer.bench.random_model import random_model, with_encoder_mode
+from infer.bench.random_model import RANDOM, random_model, with_encoder_mode
 from infer.device import SMALL_MODEL, bytes_of, cpu_threads
 from infer.options import BenchOptions
 from infer.progress import WorkBar
@@ -44,6 +43,9 @@ from omni.text import Tokenizer
 
 TASK = TASKS["A1A2"]
 
+RANDOM_CODECS = "infer.bench.live.random_codecs"
+"""Plugin for this process and the engine's, which loads what is loaded here."""
+
 TURNS = 4
 """Questions with their answers that a conversation holds before it forgets."""
 
@@ -62,7 +64,6 @@ class _Subject:
     config: ModelConfig
     threads: int
     dtype: str | None
-    extra: tuple[str, ...] = ()
 
 
 def live_table(options: BenchOptions, device: torch.device, preset: tuple[str, ModelConfig] | None, sound: Tensor) -> LiveTable:
@@ -224,11 +225,10 @@ def _folder(options: BenchOptions, config: ModelConfig, device: torch.device) ->
 def _random_folder(options: BenchOptions, name: str, config: ModelConfig, device: torch.device) -> Iterator[_Subject]:
     """A temporary model folder of random weights, whose products are measured first."""
     dtype = find_dtype(options.dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    extra: tuple[str, ...] = ()
     config = with_encoder_mode(config, "variable")
     if CODECS.find(config.codec).weights:
-        extra = ("infer.bench.live.random_codecs",)
-        config = replace(config, codec=PREFIX + config.codec)
+        plugins.load_plugins([RANDOM_CODECS], "plugins")
+        config = replace(config, codec=RANDOM + config.codec)
     with tempfile.TemporaryDirectory(prefix="omni-bench-") as place:
         folder = str(Path(place) / name)
         model = random_model(config, torch.device("cpu"), dtype)
@@ -239,7 +239,7 @@ def _random_folder(options: BenchOptions, name: str, config: ModelConfig, device
             threads = torch.get_num_threads()
         save_folder(folder, config, model.state_dict(), Tokenizer.bytes())
         del model
-        yield _Subject(f"{name}, random weights", folder, config, threads, str(dtype), extra)
+        yield _Subject(f"{name}, random weights", folder, config, threads, str(dtype))
 
 
 def _engine(options: BenchOptions, subject: _Subject, device: torch.device, slots: int, context: int) -> EngineProcess:
@@ -248,7 +248,6 @@ def _engine(options: BenchOptions, subject: _Subject, device: torch.device, slot
         slots=slots,
         context=context,
         threads=subject.threads,
-        plugins=(*plugins.loaded(), *(name for name in subject.extra if name not in plugins.loaded())),
         device=str(device),
         dtype=subject.dtype,
         quantize=options.quantize,

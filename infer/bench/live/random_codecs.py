@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infer.bench.random_model import RANDOM
 from omni.codec.registry import CODECS, CodecSpec
 
 if TYPE_CHECKING:
@@ -13,11 +14,9 @@ if TYPE_CHECKING:
 
     from omni.codec.base import AudioCodec
 
-PREFIX = "random-"
-
 
 def _register(spec: CodecSpec) -> None:
-    name, random = PREFIX + spec.name, spec.random
+    name, random = RANDOM + spec.name, spec.random
     assert random is not None
 
     def load(folder: Path | None, device: torch.device) -> AudioCodec:
@@ -29,5 +28,5 @@ def _register(spec: CodecSpec) -> None:
 
 
 for _spec in [CODECS.find(name) for name in list(CODECS)]:
-    if _spec.random is not None and not _spec.name.startswith(PREFIX):
+    if _spec.random is not None and not _spec.name.startswith(RANDOM):
         _register(_spec)
