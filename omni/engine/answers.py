@@ -58,7 +58,7 @@ class RemoteAnswer:
         self._events: deque[Event] = deque()
         self._failure: BaseException | None = None
         self._ended: Ended | None = None
-        self._awaited: tuple[Reason, ...] = ()  # reasons of the end that comes of a stop
+        self._awaited: tuple[str, ...] = ()  # reasons of the end that `stop` brings
 
     def start(self) -> bool:
         """Note that it is asked for; False where it was let go before."""
@@ -69,14 +69,13 @@ class RemoteAnswer:
     # --- the reader thread --------------------------------------------------------------------------------------------
 
     def put(self, events: list[Event]) -> None:
-        """Take events; of one that was stopped, only its end."""
+        """Take events; of an answer that was stopped only the end that this brought, for others may have been on their way."""
         with self.changed:
             for event in events:
-                if isinstance(event, Ended):
-                    if not self.cancelled or event.reason in self._awaited:  # else it was sent before it was stopped
-                        self.end(event)
-                elif not self.cancelled:
-                    self._events.append(event)
+                if not isinstance(event, Ended):
+                    self._events += [] if self.cancelled else [event]
+                elif not self.cancelled or event.reason in self._awaited:
+                    self.end(event)
             self._notify()
 
     def fail(self, error: BaseException) -> None:
@@ -155,16 +154,17 @@ class RemoteAnswer:
         """Have it stopped: its listener gets nothing more of it but an end for this reason, which comes from the engine."""
         with self.changed:
             if self.quiet():
-                self._awaited, lost = (reason, "error"), self._link.lost
+                self._ended = None
+                self._awaited, lost = (reason, "cancelled", "error"), self._link.lost
                 self._link.tell("stop", self.number, self.taken, reason, error)
                 if lost is not None:
                     self.end(Ended("error", Timings(), str(lost)))
 
     def quiet(self) -> bool:
-        """Drop the events that were not taken; the end is still to come. Returns whether this is the first time."""
+        """Drop the events that were not taken; another end is to come. Returns whether this is the first time."""
         with self.changed:
             first, self.cancelled = not self.cancelled, True
             self._events.clear()
-            if first and not self._over:
+            if not self._over:
                 self._ended = None
             return first

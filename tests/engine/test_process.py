@@ -207,6 +207,16 @@ def test_a_cancel_from_another_thread_ends_who_waits(engine: EngineProcess) -> N
         assert session.history[-1].text is not None and text.startswith(session.history[-1].text) and session.history[-1].cut
 
 
+def test_a_cancel_after_the_end_has_come_but_was_not_taken(lm: SpeechLM, engine: EngineProcess) -> None:
+    for place in (lm, engine):
+        with place.session(max_tokens=3) as session:
+            events = session.ask("go on", "T1T2")
+            while place is engine and session._last._ended is None:  # type: ignore[union-attr]
+                time.sleep(0.001)
+            session.cancel()
+            assert [event.reason for event in events] == ["cancelled"]  # type: ignore[union-attr]
+
+
 def test_errors_have_the_words_of_this_process(lm: SpeechLM, engine: EngineProcess) -> None:
     wrong: list[tuple[Any, ...]] = [
         (lambda e: e.session(context=20).ask("a text that is longer than that", "T1T2"), UserError),
@@ -249,14 +259,14 @@ def open_things() -> tuple[int, int, list[str]]:
 
 def test_killed_or_closed_it_leaves_nothing_and_nobody_waiting(saved: Path, engine: EngineProcess) -> None:
     before = open_things()
-    other = EngineProcess(saved, threads=1, slots=1, patience=0.1)
-    session, silent = other.session(**LONG), other.session()
+    other = EngineProcess(saved, threads=1, slots=1, patience=0.4)
+    session, silent = other.session(**LONG, pace="live"), other.session()
     with other.session(**LONG, pace="live") as live:
         events = live.ask("on and on", "T1A2")
-        while (now := other.call("engine.stats")).active or now.waiting or not now.answers:
+        while live._last is not None and live._last._ended is None:
             time.sleep(0.02)
         unread = list(events)  # as much as a live listener may leave
-        assert len(unread) < 2 * 60 and live.turns == () and "nobody has read this answer for 0.1 s" in str(unread[-1])
+        assert len(unread) < 2 * 60 and live.turns == () and "nobody has read this answer for 0.4 s" in str(unread[-1])
     with other.session(text_assist=True) as wide:
         with pytest.raises(UserError, match="takes 2 slots"):
             wide.ask("a", "T1A2")
