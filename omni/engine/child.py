@@ -237,7 +237,7 @@ def run(
             torch.set_num_threads(threads)
         load_plugins(plugins, "plugins")
         lm = SpeechLM.from_pretrained(folder, **values)
-        usual = {"graph": lm._graph, "compile": lm._compile, "codec": lm.codec}
+        usual: dict[str, Any] = {"graph": lm._graph, "compile": lm._compile, "codec": lm.codec}
         lm._engine = Engine(lm.model, slots=slots, context=context, patience=patience, **usual)
         codec = lm.codec
         facts = ModelFacts(lm.config, repr(lm))

@@ -158,7 +158,8 @@ class Person:
         load.note("questions")
         asked, heard = time.perf_counter(), load.heard
         try:
-            answer = self._session.open(load.manner.question, "A1A2", SAMPLE_RATE, None)
+            answer = self._session.read(load.manner.question, "A1A2", SAMPLE_RATE)
+            self._session.begin(answer)
         except BusyError:
             load.note("refused")
             self._next(PAUSE[0], self._plan)

@@ -92,7 +92,6 @@ def live_table(options: BenchOptions, device: torch.device, preset: tuple[str, M
         else:
             subject = stack.enter_context(_random_folder(options, *preset, device))
         engine = stack.enter_context(_engine(options, subject, device, slots, context))
-        engine.read(sound, TASK, 16000)
         what = repr(engine).partition("SpeechLM(")[2].rpartition("), process")[0]
         of = f"{subject.threads} thread{'s' * (subject.threads > 1)}"
         title = f"live sessions: {subject.name} ({what}, {of}), {machine()['processor']}"
