@@ -115,7 +115,7 @@ class FakeEngine:
 
         closed: list[bool] = []
         self.log.append(("session", options))
-        return SimpleNamespace(open=ask, cancel=cancel, close=close)
+        return SimpleNamespace(read=ask, begin=lambda answer: None, cancel=cancel, close=close)
 
     def count(self, kind: str) -> int:
         return sum(one == kind for one, _ in self.log)
@@ -255,9 +255,6 @@ class FakeProcess(FakeEngine):
     def __init__(self, started: dict[str, Any]) -> None:
         super().__init__([0.0] * 5)
         self.started = started
-
-    def read(self, *_: Any) -> None:
-        pass
 
     def call(self, name: str, *given: Any) -> Any:
         self.log.append((name, given))
