@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from omni.attention import attention
 from omni.errors import UserError
 from omni.generate.question import Asked, encode_questions
 from omni.generate.speech_lm import SpeechLM
@@ -158,7 +159,7 @@ class _BareBlock:
         q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
         self.keys[:rows, :, start:end], self.values[:rows, :, start:end] = k.transpose(1, 2), v.transpose(1, 2)
         keys, values = self.keys[:rows, :, :end], self.values[:rows, :, :end]
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=time > 1, enable_gqa=True)
+        y = attention(q.transpose(1, 2), keys, values, causal=time > 1, grouped=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(_norm(self.block.mlp_norm, x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)

@@ -39,6 +39,7 @@ class EngineBatch:
         runner: None before the first question.
         slots: who holds the runner's rows.
         talks: the answers whose rows have started.
+        seconds: of a step, from the newest ones.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class EngineBatch:
         self.runner: Runner | None = None
         self.slots = Slots(0)
         self.talks: dict[Running, Talk] = {}
+        self.seconds = 0.0
         self._rows: dict[RunnerRow, Talk] = {}
         self._sound, self._recorder = sound, recorder
         self._graph, self._compile = graph, compile
@@ -156,7 +158,9 @@ class EngineBatch:
         start = time.perf_counter()
         runner.step(rows)
         self.collect()
-        self._recorder.stepped(len(rows), time.perf_counter() - start)
+        taken = time.perf_counter() - start
+        self.seconds = 0.75 * self.seconds + 0.25 * taken
+        self._recorder.stepped(len(rows), taken)
 
     def collect(self, flush: bool = False) -> None:
         """Give the sound thread what the rows wrote; answers that are complete leave."""
@@ -170,17 +174,21 @@ class EngineBatch:
                 if row.done:
                     self._drop(talk, row)
                 continue
-            limits = talk.running.reply.limits
+            running = talk.running
+            limits = running.reply.limits
             talk.columns.append(output.column)
-            talk.frames += output.frame is not None
-            talk.running.written += 1
-            outputs.append((talk.running, output))
+            if output.frame is not None:
+                talk.frames += 1
+                if running.live and running.codec is not None:
+                    talk.exact = running.codec.exact_samples(talk.frames) / running.codec.frame_samples
+            running.written += 1
+            outputs.append((running, output))
             if output.broken:
-                complete.append((talk.running, "error"))
+                complete.append((running, "error"))
             elif output.done:
-                complete.append((talk.running, "end"))
+                complete.append((running, "end"))
             elif len(talk.columns) >= limits.columns or talk.frames > limits.frames:
-                complete.append((talk.running, "length"))
+                complete.append((running, "length"))
         if outputs:
             self._sound.put(outputs)
         for running, reason in complete:

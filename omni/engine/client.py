@@ -82,6 +82,7 @@ class Running:
         wake, hungry: called when there is an event, and when a listener that was behind has read.
         reader: thread that waits for an event, 0 for none; -1 for a task.
         left: its rows are free.
+        live: whether somebody hears it as it comes; `frame_rate` of its sound, 0 without a codec.
         plays: when a live listener's sound began, by `time.perf_counter`, less the time in which it waited.
         lateness: largest number of seconds by which a chunk came after it was due; `underruns`, how often one did.
     """
@@ -130,6 +131,12 @@ class Running:
 
     def __post_init__(self) -> None:
         self.delivery = Delivery(self.reply, self.codec)
+        self.frame_rate = 0.0 if self.codec is None else self.codec.frame_rate
+        self._speaks = self.codec is not None and self.task.audio
+
+    @property
+    def live(self) -> bool:
+        return self._speaks and self.pace == "live"
 
     @property
     def task(self) -> Task:
@@ -223,9 +230,8 @@ class Running:
 
     def held(self, now: float, frames: float) -> float:
         """Frames that a live listener still has to play, of those that have sounded."""
-        codec = self.codec
-        assert codec is not None and self.plays is not None
-        return frames - (now - self.plays) * codec.frame_rate
+        assert self.plays is not None
+        return frames - (now - self.plays) * self.frame_rate
 
     # --- the listener -------------------------------------------------------------------------------------------------
 

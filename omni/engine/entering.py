@@ -35,7 +35,7 @@ class Talk:
         slots: of its rows, the speaking one first.
         rows: its rows once they started; the second leaves when its text has ended.
         columns: what the speaking row wrote.
-        frames: number of frames among them.
+        frames: number of frames among them; `exact`, of those whose samples no later frame changes.
         left: whether its rows are free again.
     """
 
@@ -44,6 +44,7 @@ class Talk:
     rows: list[RunnerRow] = field(default_factory=list)
     columns: list[tuple[int, ...]] = field(default_factory=list)
     frames: int = 0
+    exact: float = 0.0
     left: bool = False
 
 

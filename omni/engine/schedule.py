@@ -48,6 +48,7 @@ class Due:
         behind: of programs that do not.
         lost: of live listeners who do not, for too long.
         slack: seconds until another live listener is low; infinite where there is none.
+        spare: seconds until one of them has run out of sound; infinite where there is none.
         late: somebody has run out of sound.
     """
 
@@ -59,6 +60,7 @@ class Due:
     behind: list[Talk] = field(default_factory=list)
     lost: list[Talk] = field(default_factory=list)
     slack: float = float("inf")
+    spare: float = float("inf")
     late: bool = False
 
 
@@ -68,19 +70,18 @@ def choose(talks: Iterable[Talk], now: float, marks: Watermarks, unread: float =
     Args:
         unread: seconds of sound that a live listener may leave unread, besides what is written ahead of it.
     """
-    found = Due()
+    found, least = Due(), float("inf")
     for talk in talks:
         running = talk.running
-        if running.pace != "live" or running.codec is None or not running.task.audio:
+        if not running.live:
             whole = running.pace == "whole" or (running.ahead < AHEAD and not running.resting)
             (found.read if whole else found.behind).append(talk)
-        elif running.unread > marks.high + TOLD + unread * running.codec.frame_rate:
+        elif running.unread > marks.high + TOLD + unread * running.frame_rate:
             found.lost.append(talk)
         elif running.plays is None:
             found.new.append(talk)
         else:
-            codec = running.codec
-            held = running.held(now, codec.exact_samples(talk.frames) / codec.frame_samples)
+            held = running.held(now, talk.exact)
             if held < marks.low:
                 found.low.append(talk)
                 found.late |= held <= 0
@@ -88,5 +89,7 @@ def choose(talks: Iterable[Talk], now: float, marks: Watermarks, unread: float =
                 found.along.append(talk)
             else:
                 found.full += 1
-            found.slack = min(found.slack, (held - marks.low) / codec.frame_rate)
+            if (seconds := held / running.frame_rate) < least:
+                least, found.slack = seconds, seconds - marks.low / running.frame_rate
+    found.spare = least
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +13,9 @@ from omni.engine.measure import KnownCosts
 
 WINDOW = 4096
 """Newest measurements that percentiles are taken over."""
+
+AGAIN = 16
+"""Steps after which their cost is fitted again."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class Recorder:
             self.lateness: deque[float] = deque(maxlen=WINDOW)
             self.first_audio: deque[float] = deque(maxlen=WINDOW)
             self.slack: float | None = None
+            self._fitted: tuple[int, tuple[float, float]] | None = None
 
     def stepped(self, rows: int, seconds: float) -> None:
         with self._lock:
@@ -108,11 +113,18 @@ class Recorder:
             self.answers += 1
 
     def cost(self) -> tuple[float, float] | None:
-        """Seconds of a step without rows, and more for each row, fitted to the newest steps; None before there are some."""
+        """Seconds of a step without rows, and more for each row, fitted to the newest steps (again after `AGAIN` of them); None
+        before there are some."""
         with self._lock:
-            steps = list(self.step)[-512:]
+            if self._fitted is not None and self.steps - self._fitted[0] < AGAIN:
+                return self._fitted[1]
+            steps, number = list(self.step)[-512:], self.steps
         if len(steps) < 8:
             return None
+        self._fitted = number, self._fit(steps)
+        return self._fitted[1]
+
+    def _fit(self, steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
         rows, seconds = np.array(steps, dtype=float).T
         if rows.min() == rows.max():
             each = float(np.median(seconds)) / rows[0]

@@ -18,7 +18,10 @@ from omni.engine.stats import Recorder
 from omni.engine.worker import Worker
 
 PATIENCE = 8
-"""Steps after which a question is let in although somebody is due."""
+"""Steps after which a piece of a question is let in although somebody's sound may come late by it."""
+
+BETWEEN = 2
+"""Steps between two pieces of questions while everybody's sound lasts longer than a step and a piece."""
 
 
 class SteppingThread:
@@ -73,14 +76,16 @@ class SteppingThread:
         self._recorder.slack = None if due.slack == float("inf") else due.slack
         wait = self._give_up(due)
         incoming = intake.entering is not None or bool(intake.placed)
+        spare = max(due.slack, due.spare - 1.5 * batch.seconds)
+        waited = self._steps >= (BETWEEN if spare > 0 else PATIENCE)
         urgent = due.new + due.low
         self._filling = bool(due.low) or (self._filling and len(due.along) > due.full)
-        if urgent and not (incoming and self._steps >= PATIENCE):
+        if urgent and not (incoming and waited):
             along = [] if due.late else due.along  # a step of more rows costs little more than one of few
             self._step(urgent + along + (due.read if self._filling and not due.late else []))
         elif incoming:
             self._steps = 0
-            intake.piece(due.slack)
+            intake.piece(spare)
         elif self._refill(due.slack, bool(due.read) or self._filling):
             pass
         elif self._filling:

@@ -26,18 +26,17 @@ LONG: dict[str, Any] = {"sampling": Sampling(1.0, top_k=3), "max_seconds": 1.2, 
 
 def listener(played: float | None, frames: int, pace: str = "live") -> Any:
     """A talk of `frames` frames of 40 ms, of which a listener has played some seconds by the time 100."""
-    codec = SimpleNamespace(frame_rate=25.0, frame_samples=4, exact_samples=lambda n: 4 * max(0, n - 1))
     running = SimpleNamespace(
         pace=pace,
-        codec=codec,
-        task=SimpleNamespace(audio=True),
+        live=pace == "live",
+        frame_rate=25.0,
         plays=None if played is None else 100 - played,
         ahead=0,
         unread=0,
         resting=False,
         held=lambda now, sounded: sounded - (now - (100 - (played or 0))) * 25,
     )
-    return SimpleNamespace(running=running, frames=frames)
+    return SimpleNamespace(running=running, exact=max(0, frames - 1))
 
 
 def test_who_is_due() -> None:
@@ -46,6 +45,7 @@ def test_who_is_due() -> None:
     found = choose([new, low, fine, full, program], 100.0, Watermarks(2.0, 5.0))
     assert (found.new, found.low, found.along, found.read) == ([new], [low], [fine], [program])
     assert found.slack == pytest.approx(-1 / 25) and not found.late  # the low one holds a frame
+    assert found.spare == pytest.approx(1 / 25) and found.full == 1
     assert choose([listener(0.45, 12)], 100.0, Watermarks()).late
     program.running.ahead = 64
     assert choose([program], 100.0, Watermarks()).behind == [program]
