@@ -222,7 +222,11 @@ def test_a_reader_that_leaves_early_ends_the_process_quietly(folder, tmp_path):
 
 
 @pytest.mark.usefixtures("terminal_signals")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long), signal.SIGINT],
+    ids=lambda number: number.name,
+)
 def test_a_process_that_is_told_to_stop_leaves_a_whole_file_and_its_report(folder, tmp_path, number):
     with start(folder, tmp_path, "--text", "hi", "--realtime", "--max_seconds", "15", "--json") as process:
         deadline = time.monotonic() + 120

@@ -214,10 +214,9 @@ def test_the_command_prints_every_table(configs, run):
 
 def test_the_command_measures_a_folder(folder, run):
     short = ("bench", "--model", folder, "--repeat", "1", "--answer_seconds", "0.2", "--json")
-    for more in (("--quantize", "int8"), ("--dtype", "bfloat16", "--kernels", "reference")):
-        done = run(*short, *more)
-        assert done.code == 0, done.err
-        assert str(folder) in json.loads(done.text)["tables"][0]["title"]
+    done = run(*short, "--quantize", "int8")
+    assert done.code == 0, done.err
+    assert str(folder) in json.loads(done.text)["tables"][0]["title"]
 
 
 @pytest.mark.parametrize(("name", "value", "met"), [("steps / readings", 0.9, True), ("steps / readings", 0.7, False),

@@ -43,12 +43,8 @@ THREE = ("sdmgrad", "modo")
 """Methods that take three batches a step in each process."""
 STRATEGIES = ("ddp", "fsdp")
 SHARDED = ("uncertainty", "famo, look same", "features", "parameters", "remembered", "bilevel", "bilevel rows", "sdmgrad")
-"""Of each kind of method at least one; the others are replicated. `make test-long` has all with both."""
-PAIRS = [(name, "fsdp" if name in SHARDED else "ddp") for name in RUNS] + [
-    ("features", "ddp"),
-    ("parameters", "ddp"),
-    ("remembered", "ddp"),
-]
+"""Of each kind of method at least one. `make test-long` has all, sharded and replicated."""
+PAIRS = [*((name, "fsdp") for name in SHARDED), ("features", "ddp"), ("remembered", "ddp")]
 OTHERS = [(name, strategy) for name in RUNS for strategy in STRATEGIES if (name, strategy) not in PAIRS]
 LINES = {"log": LogConfig(every=1, progress="off")}
 OPTIONS: dict[str, Any] = {"ctc": True, "outers": 1}

@@ -10,6 +10,7 @@ import torch
 from tests.train.distributed.test_fabric import LINES, losses, make_together
 from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora
 
+pytestmark = pytest.mark.long
 KINDS = ("nf4", "int8")
 
 

@@ -40,7 +40,11 @@ def balanced(method: str, level: str | None = None, micro: int = 1, settings: An
 
 @pytest.mark.parametrize(
     ("method", "level", "micro", "rows"),
-    [("dbmtl", "parameters", 1, 2), ("upgrad", "features", 2, 8), ("forum", None, 1, 2)],
+    [
+        ("upgrad", "features", 2, 8),
+        pytest.param("dbmtl", "parameters", 1, 2, marks=pytest.mark.long),
+        pytest.param("forum", None, 1, 2, marks=pytest.mark.long),
+    ],
 )
 def test_a_balanced_step_takes_what_is_said(method: str, level: str | None, micro: int, rows: int) -> None:
     config, model = balanced(method, level, micro, rows=rows, length=128), shape(width=384, layers=2)

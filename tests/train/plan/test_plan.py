@@ -71,7 +71,7 @@ def test_estimate_is_what_a_step_takes(model: ModelConfig, config: FitConfig) ->
     ("kind", "width", "layers", "rows", "checkpointing"),
     [
         ("nf4", 512, 3, 2, False),
-        ("int8", 384, 3, 4, True),
+        pytest.param("int8", 384, 3, 4, True, marks=pytest.mark.long),
         pytest.param("nf4", 384, 4, 4, True, marks=pytest.mark.long),
         pytest.param("int8", 512, 5, 2, False, marks=pytest.mark.long),
     ],
@@ -278,6 +278,7 @@ def test_knobs_save_and_the_first_that_is_enough_is_enough() -> None:
     assert alone[0].knob.config.data.packing.rows * alone[0].knob.config.data.micro_batches == 4
 
 
+@pytest.mark.long
 def test_answers_are_asked_fewer_at_a_time_where_they_take_most() -> None:
     config, model = replace(run(rows=1), validation=ValidationConfig(questions=64)), shape()
     whole = estimate(config, model)

@@ -138,13 +138,14 @@ print(json.dumps(peaks))
 """A run and its resumption, with the peak of each phase over the memory of a process that has run a smaller one."""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's high-water mark")
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param((*MORE, "--data.packing.rows", "1"), id="more"),
-        pytest.param((), id="plain", marks=pytest.mark.long),
-        pytest.param(("--ema", "0.9", "--trainable", "[decoder.*]"), id="average", marks=pytest.mark.long),
+        pytest.param((), id="plain"),
+        pytest.param(("--ema", "0.9", "--trainable", "[decoder.*]"), id="average"),
     ],
 )
 def test_every_phase_takes_what_is_said(

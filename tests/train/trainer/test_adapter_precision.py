@@ -72,6 +72,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("base", [True, "nf4"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_learn_what_one_learns_in_bf16(runs: Path, strategy: str, base: bool | str) -> None:
@@ -84,6 +85,7 @@ def test_two_processes_learn_what_one_learns_in_bf16(runs: Path, strategy: str, 
             assert ((ours[name] - tensor).abs() < SMALL["lr"]).float().mean() > 0.99, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("base", [True, "nf4"])
 def test_stopped_in_bf16_they_go_on_bitwise(runs: Path, base: bool | str) -> None:
     cut, whole = final_tensors(runs / f"{base}-cut"), final_tensors(runs / f"{base}-fsdp")
