@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-# Test processes side by side, of one thread each.
-TESTERS ?= 2
+# Test processes side by side, of one thread each; more than two cores, since some wait for processes that they have started.
+TESTERS ?= 3
 READY := $(VENV)/.ready
 
 # What is compiled once need not be compiled in each process that a test starts.

@@ -153,6 +153,7 @@ def test_a_run_goes_on_with_another_number_of_processes(runs: Path, name: str) -
         torch.testing.assert_close(ours[key], tensor, rtol=1e-4, atol=1e-5, msg=key)
 
 
+@pytest.mark.long
 def test_a_guard_changes_nothing_and_has_nothing_to_say(tmp_path: Path) -> None:
     """Its two processes are started by Fabric's own launcher."""
     strategies = ("ddp", "fsdp")

@@ -56,7 +56,11 @@ def run(rows: int = 2, length: int = 64, micro: int = 1, optimizer: str = "adamw
     ("model", "config"),
     [
         (preset("nano"), run(rows=4, length=128)),
-        (shape(width=384, layers=3), run(rows=2, length=128, checkpointing=True, micro=2, optimizer="muon")),
+        pytest.param(
+            shape(width=384, layers=3),
+            run(rows=2, length=128, checkpointing=True, micro=2, optimizer="muon"),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["nano", "checkpointing-muon"],
 )
@@ -287,6 +291,7 @@ def test_answers_are_asked_fewer_at_a_time_where_they_take_most() -> None:
     assert alone[0].knob.keys == "--validation.rows 8" and alone[0].fits
 
 
+@pytest.mark.long
 def test_knobs_are_turned_together_where_none_is_enough() -> None:
     config, model = run(rows=4, length=128), shape(layers=2)
     lowest = min(one.total for one in try_knobs(config, model, 0.0, cuda=False)[0])

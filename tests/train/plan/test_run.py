@@ -56,7 +56,9 @@ def file(tmp_path: Path) -> str:
 MORE = ("--data.micro_batches", "2", "--ema", "0.9", "--fabric.checkpointing", "true")
 
 
-@pytest.mark.parametrize("options", [(), (*MORE, "--data.packing.rows", "8")], ids=["plain", "more"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param((*MORE, "--data.packing.rows", "8"), marks=pytest.mark.long)], ids=["plain", "more"]
+)
 def test_the_pace_is_of_the_data(file: str, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([file, *options, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
