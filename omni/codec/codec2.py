@@ -88,7 +88,7 @@ class _Codec2Stream(CodecStream):
             self._library.codec2_rand()
 
     def _push(self, codes: Tensor) -> Tensor:
-        return _decoded([self], codes)[0]
+        return torch.from_numpy(_decoded([self], codes)[0])
 
     def _finish(self) -> Tensor:
         self._release()
@@ -102,7 +102,8 @@ class _Codec2Batch(CodecBatch):
         return self.codec.stream(seed)
 
     def _push(self, states: Sequence[Any], codes: Tensor) -> list[Tensor | Exception]:
-        return [sound.clone() for sound in _decoded(states, codes.transpose(0, 1).flatten(1))]
+        # NumPy copies: for each of PyTorch's the thread would let another one run, and wait for it.
+        return [torch.from_numpy(sound.copy()) for sound in _decoded(states, codes.transpose(0, 1).flatten(1))]
 
     def _finish(self, states: Sequence[Any]) -> list[Tensor | Exception]:
         return [stream._nothing() for stream in states]
@@ -111,8 +112,8 @@ class _Codec2Batch(CodecBatch):
         state._release()
 
 
-def _decoded(streams: Sequence[_Codec2Stream], codes: Tensor) -> tuple[Tensor, ...]:
-    """Sounds `[f * FRAME_SAMPLES]` of N streams; codes `[4, N * f]`, one stream after another."""
+def _decoded(streams: Sequence[_Codec2Stream], codes: Tensor) -> np.ndarray:
+    """Sounds `[N, f * FRAME_SAMPLES]` (float32) of N streams; codes `[4, N * f]`, one stream after another."""
     packed = pack(codes)
     pcm = np.empty((len(streams), len(packed) // len(streams), FRAME_SAMPLES), dtype=np.int16)
     # Addresses are counted up here: those of slices take NumPy longer than the library takes for a frame.
@@ -122,7 +123,8 @@ def _decoded(streams: Sequence[_Codec2Stream], codes: Tensor) -> tuple[Tensor, .
         for _ in range(pcm.shape[1]):
             decode(state, target, source)
             source, target = source + FRAME_BYTES, target + 2 * FRAME_SAMPLES
-    return (torch.from_numpy(pcm).flatten(1).to(torch.float32) / 32768).unbind()
+    sounds: np.ndarray = pcm.reshape(len(streams), -1).astype(np.float32) / np.float32(32768)
+    return sounds
 
 
 def pack(codes: Tensor) -> np.ndarray:

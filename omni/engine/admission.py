@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from omni.engine.stats import Recorder
 
 RECENT = 512
@@ -44,11 +42,9 @@ def admit(recorder: Recorder, live: int, frame: float) -> Verdict:
     step, each = _step(recorder, live + 1)
     if step > SHARE * frame:
         return Verdict(False, f"a step of {live + 1} rows takes {1e3 * step:.0f} ms, a frame plays {1e3 * frame:.0f} ms")
-    lateness = list(recorder.lateness)[-RECENT:]
-    if len(lateness) >= FEW:
-        late = float(np.percentile(lateness, 99)) + each
-        if late >= 0:
-            return Verdict(False, f"1 % of the sound of {live} listeners is {1e3 * late:.0f} ms late or more with one more")
+    measured = recorder.late(RECENT, FEW)
+    if measured is not None and (late := measured + each) >= 0:
+        return Verdict(False, f"1 % of the sound of {live} listeners is {1e3 * late:.0f} ms late or more with one more")
     return Verdict(True)
 
 

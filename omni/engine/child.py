@@ -7,6 +7,7 @@ sender          `omni.engine.outbox`
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -246,5 +247,7 @@ def run(
     except Exception as error:
         pipe.send_bytes(pack([("refused", *pack_error(error))]))
         return
+    gc.collect()
+    gc.freeze()  # what stays need not be looked through again and again, which takes as long as several frames play
     pipe.send_bytes(pack([("ready", facts)]))
     Child(pipe, lm, threads).serve()

@@ -53,11 +53,16 @@ def unheard(talk: Talk) -> list[Exchange]:
     return [e for e in talk.running.said if e.clip is not None and e.features is None]
 
 
+def same_kind(talks: Sequence[Talk], most: int) -> list[Talk]:
+    """The first of talks and those with its adapters and edits, at most that many."""
+    first = talks[0].running.start.selection
+    return [talk for talk in talks if talk.running.start.selection == first][: min(most, TOGETHER)]
+
+
 def encode(model: SpeechModel, talks: Sequence[Talk]) -> list[Talk]:
-    """Encode what is unheard of the first talks that have the same adapters and edits; returns those with features that are not
+    """Encode what is unheard of talks with the same adapters and edits (`same_kind`); returns those with features that are not
     finite, whose features are dropped again."""
-    first = next(talk for talk in talks if unheard(talk))
-    alike = [talk for talk in talks if talk.running.start.selection == first.running.start.selection][:TOGETHER]
+    first, alike = talks[0], talks
     todo = [exchange for talk in alike for exchange in unheard(talk)]
     with using(first.running.active):
         for low in range(0, len(todo), TOGETHER):

@@ -11,10 +11,13 @@ from collections import deque
 from omni.engine.admission import Verdict, admit
 from omni.engine.batch import EngineBatch
 from omni.engine.client import Running
-from omni.engine.entering import Entering, Talk, encode, together, unheard
+from omni.engine.entering import TOGETHER, Entering, Talk, encode, same_kind, together, unheard
 from omni.engine.forget import Refills, columns_in
 from omni.engine.slots import Seat
 from omni.engine.stats import Recorder
+
+LEAST = 32
+"""Columns of all rows that a piece of a prefill has at least."""
 
 
 class Intake:
@@ -32,6 +35,7 @@ class Intake:
         self.entering: Entering | None = None
         self._batch, self._recorder = batch, recorder
         self._seconds = 1e-3  # of a column's prefill, measured
+        self._hearing = 1e-2  # of the encoding of a question, measured
 
     @property
     def coming(self) -> list[Talk]:
@@ -64,7 +68,7 @@ class Intake:
         batch, entering = self._batch, self.entering
         runner = batch.runner
         assert runner is not None
-        if entering is None and (entering := self._next()) is None:
+        if entering is None and (entering := self._next(slack)) is None:
             return
         self.entering = entering
         if all(talk.running.cancelled for talk in entering.talks):
@@ -74,7 +78,7 @@ class Intake:
             return
         columns = entering.left
         if slack < float("inf"):
-            columns = max(16, int(slack / self._seconds / entering.rows))
+            columns = max(-(-LEAST // entering.rows), int(slack / self._seconds / entering.rows))
         start, fed = time.perf_counter(), min(columns, entering.left, runner.chunk) * entering.rows
         started = entering.piece(columns)
         self._timed(start, fed)
@@ -82,7 +86,7 @@ class Intake:
             self.entering = None
             batch.begin(entering.talks)
 
-    def _next(self) -> Entering | None:
+    def _next(self, slack: float) -> Entering | None:
         """The questions to prefill next; None where some were encoded instead, or none is left."""
         batch = self._batch
         dropped = [talk for talk in self.placed if talk.running.cancelled]
@@ -91,10 +95,13 @@ class Intake:
             batch.free(talk)
         if not self.placed:
             return None
-        if any(unheard(talk) for talk in self.placed):
-            for talk in encode(batch.model, [talk for talk in self.placed if unheard(talk)]):
+        if odd := [talk for talk in self.placed if unheard(talk)]:
+            fitting = TOGETHER if slack == float("inf") else max(1, int(slack / self._hearing))
+            chosen, start = same_kind(odd, fitting), time.perf_counter()
+            for talk in encode(batch.model, chosen):
                 self.placed.remove(talk)
                 batch.free(talk, "error")
+            self._hearing = 0.5 * self._hearing + 0.5 * (time.perf_counter() - start) / len(chosen)
             return None
         assert batch.runner is not None
         entering = Entering(batch.runner, together(self.placed, batch.runner))  # where this fails, they are still placed

@@ -29,7 +29,7 @@ class Watermarks:
     """
 
     low: float = 2.0
-    high: float = 5.0
+    high: float = 8.0
 
     def __post_init__(self) -> None:
         if not 0 < self.low < self.high:

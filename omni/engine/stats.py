@@ -15,7 +15,7 @@ WINDOW = 4096
 """Newest measurements that percentiles are taken over."""
 
 AGAIN = 16
-"""Steps after which their cost is fitted again."""
+"""Steps, or chunks of sound, after which their cost, or lateness, is judged again."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,8 @@ class Recorder:
             self.first_audio: deque[float] = deque(maxlen=WINDOW)
             self.slack: float | None = None
             self._fitted: tuple[int, tuple[float, float]] | None = None
+            self._chunks = 0
+            self._judged: tuple[int, float] | None = None
 
     def stepped(self, rows: int, seconds: float) -> None:
         with self._lock:
@@ -100,8 +102,20 @@ class Recorder:
     def sounded(self, late: float) -> None:
         """Note by how many seconds a live listener's chunk was ready after it was due."""
         with self._lock:
+            self._chunks += 1
             self.lateness.append(late)
             self.underruns += late > 0
+
+    def late(self, recent: int, few: int) -> float | None:
+        """The 99th percentile of the lateness of the newest chunks, as it was `AGAIN` chunks ago at most; None before a few."""
+        with self._lock:
+            if self._judged is not None and self._chunks - self._judged[0] < AGAIN:
+                return self._judged[1]
+            lateness, number = list(self.lateness)[-recent:], self._chunks
+        if len(lateness) < few:
+            return None
+        self._judged = number, float(np.percentile(lateness, 99))
+        return self._judged[1]
 
     def began(self, seconds: float) -> None:
         """Note the seconds to a live listener's first sound."""

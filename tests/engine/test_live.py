@@ -207,7 +207,7 @@ def test_questions_on_their_way_in_are_waited_for_and_told_of_failures(lm: Speec
         events = session.ask("hello", "T1T2")
         while lm.engine._intake.entering is None:
             time.sleep(0.001)
-        assert lm.engine.drain(20) and session._last is not None and session._last.left.is_set()
+        assert lm.engine.drain(20) and session._last is not None and session._last.left.wait(5)
         assert next(event for event in events if isinstance(event, Ended)).reason in ("end", "length")
 
 

@@ -7,6 +7,7 @@ number of sessions the engine measures a bare runner and codec with as many rows
 
 from __future__ import annotations
 
+import gc
 import math
 import tempfile
 import time
@@ -101,6 +102,9 @@ def live_table(options: BenchOptions, device: torch.device, preset: tuple[str, M
         each = manner.cycle + options.play_seconds
         bar = stack.enter_context(WorkBar(f"{subject.name}, live", unit="s"))
         runs: list[LiveFigures] = []
+        gc.collect()
+        stack.callback(gc.unfreeze)
+        gc.freeze()  # else what is imported is looked through while chunks wait to be noted
         for loop in loops:
             for number in numbers:
                 progress = _Progress(bar, each * len(runs), each * len(loops) * len(numbers), f"{number} {loop}")
