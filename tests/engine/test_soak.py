@@ -23,7 +23,7 @@ CYCLES, THREADS = 10_000, 4
 def cycle(lm: SpeechLM, chance: random.Random) -> None:
     """One conversation: some turns, each read to its end, cancelled after some events, or left; then closed or dropped."""
     options = {"pace": chance.choice(["read", "live"]), "when_full": "refuse", "text_assist": chance.random() < 0.2}
-    session = lm.session(sampling=TALKATIVE, seed=chance.randrange(9), max_seconds=0.24, max_tokens=8, **options)
+    session = lm.session(sampling=TALKATIVE, seed=chance.randrange(9), max_seconds=0.24, max_tokens=8, context=200, **options)
     for _ in range(chance.randrange(3)):
         try:
             events = session.ask(*chance.choice(ASKED))
@@ -45,10 +45,13 @@ def test_ten_thousand_conversations_leave_slots_threads_descriptors_and_memory()
     engine = lm.start_engine(slots=6, context=200)
     process = psutil.Process()
 
+    done: list[int] = []
+
     def run(seed: int, number: int) -> None:
         chance = random.Random(seed)
         for _ in range(number):
             cycle(lm, chance)
+        done.append(number)
 
     def play(number: int, seed: int) -> tuple[int, int, int]:
         """Conversations in threads; then bytes, descriptors and threads once all have gone."""
@@ -69,5 +72,5 @@ def test_ten_thousand_conversations_leave_slots_threads_descriptors_and_memory()
     for part in range(9):
         now = play(CYCLES // 10, 100 * (part + 1))
         assert now[1:] == (files, threads)
-    assert now[0] <= 1.05 * rss
+    assert now[0] <= 1.05 * rss and sum(done) == CYCLES
     assert lm.generate(*ASKED[0], max_tokens=3).timings.steps > 0

@@ -76,6 +76,6 @@ def _mark(axes: Any, table: LiveTable, loop: Any, place: int) -> None:
     if best == min(run.sessions for run in table.runs):
         side = {"xytext": (4, 0), "ha": "left"}
     axes[0].annotate(
-        f"{best} without underrun ({loop})", (best, 0.94 - 0.07 * place), xycoords=("data", "axes fraction"),
+        f"{best} without underrun ({loop})", (best, 0.5 - 0.07 * place), xycoords=("data", "axes fraction"),
         textcoords="offset points", fontsize=8, color=INK, **side,
     )  # fmt: skip
