@@ -73,4 +73,4 @@ def test_ten_thousand_conversations_leave_slots_threads_descriptors_and_memory()
         now = play(CYCLES // 10, 100 * (part + 1))
         assert now[1:] == (files, threads)
     assert now[0] <= 1.05 * rss and sum(done) == CYCLES
-    assert lm.generate(*ASKED[0], max_tokens=3).timings.steps > 0
+    assert lm.generate(*ASKED[0], context=200, max_tokens=3).timings.steps > 0
