@@ -77,14 +77,18 @@ def random_codec(name: str, device: torch.device) -> AudioCodec:
 
 
 class TimedCodec(AudioCodec):
-    """A codec that counts the seconds its streams spend decoding."""
+    """A codec that counts the seconds its streams spend decoding, in all and until they gave the first sound."""
 
     def __init__(self, inner: AudioCodec) -> None:
         self.inner = inner
         self.name, self.sample_rate, self.frame_samples = inner.name, inner.sample_rate, inner.frame_samples
         self.codebook_sizes, self.lookahead = inner.codebook_sizes, inner.lookahead
         self.deterministic, self.device, self.takes_threads = inner.deterministic, inner.device, inner.takes_threads
-        self.seconds = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from 0."""
+        self.seconds = self.first = 0.0
 
     def exact_samples(self, frames: int) -> int:
         return self.inner.exact_samples(frames)
@@ -107,6 +111,9 @@ class TimedCodec(AudioCodec):
             samples = method(*args)
             synchronize(self.inner.device)
             self.seconds += time.perf_counter() - start
+            sounds = samples if isinstance(samples, list) else [samples]
+            if not self.first and any(isinstance(sound, Tensor) and len(sound) for sound in sounds):
+                self.first = self.seconds
             return samples
 
         return timed

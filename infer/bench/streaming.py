@@ -79,13 +79,13 @@ def _first_audio(lm: SpeechLM, sound: Tensor, text_assist: bool) -> FirstAudio:
         total = frame = decoding = 0.0
         heard, timings = 0, Timings()
         synchronize(lm.model.device)
-        codec.seconds = 0.0
+        codec.begin()
         start = time.perf_counter()
         for event in session.ask(sound, TASK):
             now = time.perf_counter() - start
             if isinstance(event, AudioChunk):
                 if not heard:
-                    total, decoding = now, codec.seconds
+                    total, decoding = now, codec.first  # more is decoded by now, since answers are written ahead
                 heard += len(event.samples)
                 if heard >= codec.frame_samples and not frame:
                     frame = now

@@ -25,7 +25,6 @@ from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.model import int8
 from omni.model.int8_model import to_int8
-from omni.profiling import HighWater
 from omni.text import Tokenizer
 from tests.infer.conftest import ROOT, TINY
 
