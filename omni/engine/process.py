@@ -32,20 +32,18 @@ from omni.engine.wire import EngineLost, pack_request
 from omni.files import check_path
 from omni.generate.bounds import Bound, check_number
 from omni.generate.messages import History
-from omni.generate.options import Keywords, make_options
-from omni.generate.single import SingleQuestions
+from omni.generate.options import make_options
+from omni.generate.sessions import Sessions
 from omni.text import Tokenizer
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from omni.config import ModelConfig
     from omni.layout import Layout
 
 LOG = logging.getLogger(__name__)
 
 
-class EngineProcess(SingleQuestions):
+class EngineProcess(Sessions[RemoteSession]):
     """Starts a process that loads a model and answers the questions of this one. Close it, or use `with`.
 
     It is started with 'spawn': a script that makes one needs `if __name__ == "__main__":`.
@@ -131,24 +129,6 @@ class EngineProcess(SingleQuestions):
         return f"EngineProcess({self.facts.shown}, {f'process {self.pid}' if self.alive else 'ended'})"
 
     # --- the faces of SpeechLM ----------------------------------------------------------------------------------------
-
-    def session(
-        self,
-        *,
-        context: int | None = None,
-        history: History | None = None,
-        pace: Pace = "read",
-        when_full: WhenFull = "wait",
-        **values: Unpack[Keywords],
-    ) -> RemoteSession:
-        """Start a conversation; arguments as for `SpeechLM.session`.
-
-        Args:
-            pace: `read` for a program that reads, `live` for sound that plays from its first sample on, so that its row is
-                written ahead of it.
-        """
-        also = ("context", "history", "pace", "when_full")
-        return self._session_of("session", also, values, context=context, history=history, pace=pace, when_full=when_full)
 
     def _session_of(
         self,

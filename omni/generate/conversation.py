@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 A = TypeVar("A", bound=Listened)
 
 
-class Conversation(Faces[A], Generic[A]):
+class Conversation(ABC, Faces[A], Generic[A]):
     """Base of `omni.generate.session.Session` and of `omni.engine.remote.RemoteSession`.
 
     Args:
@@ -45,54 +46,55 @@ class Conversation(Faces[A], Generic[A]):
     # --- defined by those two -----------------------------------------------------------------------------------------
 
     @property
+    @abstractmethod
     def config(self) -> ModelConfig:
         """The model's."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def forked(self) -> bool:
         """Whether this process was forked from the session's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_process(self) -> None:
         """UserError in a process that was forked."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self) -> None:
         """UserError where no question is taken: in a process that was forked, or where the engine or the session is closed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lay_out(self, asked: Asked, seed: int | None = None, clock: Clock | None = None) -> A:
         """An answer to a question, for `begin`; the last one is settled first.
 
         Args:
             clock: started when the question came.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def withdraw(self, answer: A) -> None:
         """Continue as if a question had not been asked."""
-        raise NotImplementedError
 
+    @abstractmethod
     def let_go(self, answer: A) -> None:
         """Cancel an answer without waiting for anybody. It is in the history at once, unless another thread is asking or
         cancelling: that one puts it there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """End the session."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read_question(self, question: Question | Coming, task: Task | str, sample_rate: int) -> Asked:
-        raise NotImplementedError
+        """Read and check a question."""
 
+    @abstractmethod
     def _settle(self, answer: A) -> None:
         """Put the delivered part of an answer into the history (once); its iterator gives no more of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _interrupt(self, answer: A, played: float | None, shown: int | None) -> None:
         """Settle an answer, or cut it in the history once more, where less of it was heard or seen than was delivered."""
-        raise NotImplementedError
 
     def _make_room(self) -> None:
         """Prepare for the next question."""

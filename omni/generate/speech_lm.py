@@ -34,7 +34,6 @@ from omni.generate.history import Past
 from omni.generate.messages import History, read_history
 from omni.generate.options import (
     AnswerOptions,
-    Keywords,
     SamplingNames,
     Stop,
     make_options,
@@ -44,7 +43,7 @@ from omni.generate.question import SAMPLE_RATE, Question
 from omni.generate.results import Answer
 from omni.generate.sampling import SamplingPlan
 from omni.generate.session import Session
-from omni.generate.single import SingleQuestions
+from omni.generate.sessions import Sessions
 from omni.generate.speech_time import SpeechTime
 from omni.layout import Layout
 from omni.lora.attach import adapter_names, detach, kept, remove_adapter, selection_of
@@ -61,7 +60,7 @@ LOG = logging.getLogger(__name__)
 _BATCH = ("questions", "task", "sample_rate", "batch_size", "sound")
 
 
-class SpeechLM(SingleQuestions):
+class SpeechLM(Sessions[Session]):
     """A speech language model with its tokenizer and codec, which answers questions.
 
     Weights are shared by any number of sessions and never changed; all of them are answered by one engine.
@@ -191,35 +190,6 @@ class SpeechLM(SingleQuestions):
         """
         remove_adapter(self.model, name)
         LOG.info("adapter %r was removed", name)
-
-    def session(
-        self,
-        *,
-        context: int | None = None,
-        history: History | None = None,
-        pace: Pace = "read",
-        when_full: WhenFull = "wait",
-        **values: Unpack[Keywords],
-    ) -> Session:
-        """Start a conversation over a cache of `context` positions (at most the decoder's; 4096 by default).
-
-        Args:
-            history: the conversation before: the `.history` of another session, messages as in chat templates
-                (`{"role": "user", "content": "a text, or sound"}`), or the path of a file that `Session.save` wrote.
-            pace: `read` writes an answer as fast as its events are read; `live` for somebody who hears it as it comes: sound is
-                made in time, and a little ahead; `whole` writes all of it at once.
-            when_full: what becomes of a live listener's question while one more would make others' sound late: `wait` (its
-                place is `Session.place`), or `refuse` with a `BusyError`.
-            values: the fields of `Options` by name (sampling, seed, max_seconds, max_tokens, max_new_tokens, stop, max_silence,
-                logprobs, text_assist, overflow, adapter, edits, system), or, instead of sampling, its own fields (temperature,
-                top_k, top_p, repetition_penalty, do_sample).
-
-        Raises:
-            TypeError: an unknown keyword.
-            UserError: a bad value, a history of another layout or codec, or one that finds no room.
-        """
-        also = ("context", "history", "pace", "when_full")
-        return self._session_of("session", also, values, context=context, history=history, pace=pace, when_full=when_full)
 
     def _session_of(
         self,

@@ -1,13 +1,16 @@
-"""Calls that answer one question, in a session of its own."""
+"""The calls that start sessions, or answer one question in a session of its own."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from omni.audio.io import SAMPLE_RATE
+from omni.engine.client import Pace, WhenFull
 from omni.generate.conversation import Conversation
-from omni.generate.options import SessionOptions
+from omni.generate.messages import History
+from omni.generate.options import Keywords, SessionOptions
 from omni.generate.question import Question
 from omni.generate.results import Answer, Event
 from omni.tasks import Task
@@ -18,17 +21,59 @@ if TYPE_CHECKING:
 _QUESTION = ("question", "task", "sample_rate", "context")
 
 
-class SingleQuestions:
+S = TypeVar("S", bound=Conversation[Any])
+
+
+class Sessions(ABC, Generic[S]):
     """What `omni.generate.speech_lm.SpeechLM` and `omni.engine.process.EngineProcess` inherit."""
 
-    def _session_of(self, call: str, also: Sequence[str], values: Any, *, context: int | None = None) -> Conversation[Any]:
+    @abstractmethod
+    def _session_of(
+        self,
+        call: str,
+        also: Sequence[str],
+        values: Any,
+        *,
+        context: int | None = None,
+        history: History | None = None,
+        pace: Pace = "read",
+        when_full: WhenFull = "wait",
+    ) -> S:
         """The session of a call, whose name is for errors, and which takes keywords `also` besides those of `AnswerOptions`.
 
         Args:
             values: these keywords.
-            context: as for `session`.
+            context, history, pace, when_full: as for `session`.
         """
-        raise NotImplementedError
+
+    def session(
+        self,
+        *,
+        context: int | None = None,
+        history: History | None = None,
+        pace: Pace = "read",
+        when_full: WhenFull = "wait",
+        **values: Unpack[Keywords],
+    ) -> S:
+        """Start a conversation over a cache of `context` positions (at most the decoder's; 4096 by default).
+
+        Args:
+            history: the conversation before: the `.history` of another session, messages as in chat templates
+                (`{"role": "user", "content": "a text, or sound"}`), or the path of a file that `Session.save` wrote.
+            pace: `read` writes an answer as fast as its events are read; `live` for somebody who hears it as it comes: sound is
+                made in time, and a little ahead; `whole` writes all of it at once.
+            when_full: what becomes of a live listener's question while one more would make others' sound late: `wait` (its
+                place is `Session.place`), or `refuse` with a `BusyError`.
+            values: the fields of `Options` by name (sampling, seed, max_seconds, max_tokens, max_new_tokens, stop, max_silence,
+                logprobs, text_assist, overflow, adapter, edits, system), or, instead of sampling, its own fields (temperature,
+                top_k, top_p, repetition_penalty, do_sample).
+
+        Raises:
+            TypeError: an unknown keyword.
+            UserError: a bad value, a history of another layout or codec, or one that finds no room.
+        """
+        also = ("context", "history", "pace", "when_full")
+        return self._session_of("session", also, values, context=context, history=history, pace=pace, when_full=when_full)
 
     def stream(
         self,
