@@ -217,9 +217,15 @@ def test_the_command_prints_every_table(configs, run):
     assert shown.code == 0 and "first exact sample" in shown.text and "threads" in shown.text
 
 
-def test_the_command_measures_a_folder(folder, run):
-    short = ("bench", "--model", folder, "--repeat", "1", "--answer_seconds", "0.2", "--json")
-    done = run(*short, "--quantize", "int8")
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--quantize", "int8"),
+        pytest.param(("--dtype", "bfloat16", "--kernels", "reference"), marks=pytest.mark.long),
+    ],
+)
+def test_the_command_measures_a_folder(folder, run, more):
+    done = run("bench", "--model", folder, "--repeat", "1", "--answer_seconds", "0.2", "--json", *more)
     assert done.code == 0, done.err
     assert str(folder) in json.loads(done.text)["tables"][0]["title"]
 
