@@ -151,6 +151,19 @@ class KVCache:
         clean = self._clean[self._numbers[source]]
         self._clean[self._numbers[target]] = clean if used.stop is None else min(clean, used.stop)
 
+    @torch.no_grad()
+    def exchange_rows(self, one: int, other: int, length: int | None = None) -> None:
+        """Exchange two rows, or their first `length` positions where neither holds more (saves work)."""
+        used = slice(None) if length is None or self.ring else slice(0, length)
+        for memory in (*self.keys, *self.values, self.positions):
+            part = slice(None) if memory is self.positions else used
+            kept = memory[one, part].clone()
+            memory[one, part] = memory[other, part]
+            memory[other, part] = kept
+        numbers, most = (self._numbers[one], self._numbers[other]), self.slots if used.stop is None else used.stop
+        before = [min(self._clean[number], most) for number in numbers]
+        self._clean[numbers[0]], self._clean[numbers[1]] = before[1], before[0]
+
     def take(self, other: KVCache, rows: int) -> None:
         """Copy the first rows of another cache of the same window and chunk, and no more slots, to those of this one, which are
         empty."""

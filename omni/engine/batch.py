@@ -107,11 +107,22 @@ class EngineBatch:
 
     def place(self, running: Running) -> Talk:
         """Give a question its slots, for which there is room."""
-        self.slots.place(running.seat)
-        talk = Talk(running, [running.seat.slot])  # type: ignore[list-item]  # it has one now
+        seat = running.seat
+        self.slots.place(seat)
+        talk = Talk(running, [self._closer(seat, seat.slot)])  # type: ignore[arg-type]  # it has one now
         if running.fork is not None:
-            talk.slots.append(self.slots.take(running.seat))
+            talk.slots.append(self._closer(seat, self.slots.take(seat)))
         return talk
+
+    def _closer(self, seat: Seat, slot: int) -> int:
+        """Bring a row that is about to be stepped close to the others, in exchange for an idle one; returns its slot."""
+        runner = self.runner
+        assert runner is not None
+        new = self.slots.closer(slot, origin=self.model.device.type == "cuda")
+        if new != slot:
+            idle = self.slots.exchange(slot, new)
+            runner.cache.exchange_rows(slot, new, max(one.held.high for one in (seat, idle) if one is not None))
+        return new
 
     def empty(self, seat: Seat) -> bool:
         """Free a conversation's slot; False where a question or an answer of it has it."""
@@ -159,7 +170,8 @@ class EngineBatch:
         runner.step(rows)
         self.collect()
         taken = time.perf_counter() - start
-        self.seconds = 0.75 * self.seconds + 0.25 * taken
+        if 2 * len(rows) >= len(self._rows):  # a step of few says nothing of the others'
+            self.seconds = 0.75 * self.seconds + 0.25 * taken
         self._recorder.stepped(len(rows), taken)
 
     def collect(self, flush: bool = False) -> None:

@@ -1,9 +1,9 @@
 """Which rows step next: deadlines belong to listeners.
 
-A listener who has heard nothing yet, or holds less than `low` frames, is served at once; when somebody is low, rows that hold
-less than `high` come along, since a step costs little more with them. Once most hold `high`, all rest until somebody is low
-again, so that rows stay together, and the time between belongs to questions that come in. Answers that nobody plays (a
-program reads them) are written whenever nothing else is due.
+A listener who has heard nothing yet, or only the first frames, is served at once, as is one who holds less than `low` frames.
+When somebody is low, rows that hold less than `high` come along, until most hold so much; then all rest until somebody is low
+again, so that rows stay together, and the time between belongs to questions that come in. Answers that nobody plays (a program
+reads them) are written whenever nothing else is due.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Due:
     """Talks by what their listeners hold.
 
     Attributes:
-        new: of live listeners who have heard nothing yet, to be stepped at once.
+        new: of live listeners who have heard nothing yet, or the first frames only, to be stepped at once.
         low: of those who hold little, to be stepped at once.
         along: of others, to be stepped with the low ones; full, the number of those that hold enough.
         read: of programs that read.
@@ -82,9 +82,11 @@ def choose(talks: Iterable[Talk], now: float, marks: Watermarks, unread: float =
             found.new.append(talk)
         else:
             held = running.held(now, talk.exact)
-            if held < marks.low:
+            found.late |= held <= 0
+            if talk.exact <= marks.low:
+                found.new.append(talk)
+            elif held < marks.low:
                 found.low.append(talk)
-                found.late |= held <= 0
             elif held < marks.high:
                 found.along.append(talk)
             else:

@@ -77,6 +77,31 @@ class Slots:
         if seat.slot is None:
             seat.slot, seat.held = self.take(seat), CachedHistory()
 
+    def closer(self, slot: int, origin: bool) -> int:
+        """The slot to which a busy seat's row in `slot` is to move, so that rows of a step are neighbours and few others lie
+        between them; `slot` itself where it is close enough.
+
+        Args:
+            origin: steps begin with slot 0, whoever holds it.
+        """
+        busy = [slot, *(n for n, seat in enumerate(self.holders) if seat is not None and seat.busy)]
+        count, span = len(set(busy)), max(busy) + 1 - (0 if origin else min(busy))
+        return slot if slot < count or span <= count + count // 10 + 1 else self.lowest(slot)
+
+    def lowest(self, slot: int) -> int:
+        """The first slot up to `slot` without a busy seat, or `slot`."""
+        return next((n for n, seat in enumerate(self.holders[:slot]) if seat is None or not seat.busy), slot)
+
+    def exchange(self, slot: int, other: int) -> Seat | None:
+        """Exchange two slots, of a busy seat and of one that is idle, which is returned; or of none."""
+        seat, idle = self.holders[slot], self.holders[other]
+        self.holders[slot], self.holders[other] = idle, seat
+        for holder, old, new in ((seat, slot, other), (idle, other, slot)):
+            self.generations[old] += 1
+            if holder is not None and holder.slot == old:
+                holder.slot = new
+        return idle
+
     def give(self, seat: Seat) -> None:
         """Free a seat's slots."""
         self.holders = [None if holder is seat else holder for holder in self.holders]

@@ -81,8 +81,7 @@ class SteppingThread:
         urgent = due.new + due.low
         self._filling = bool(due.low) or (self._filling and len(due.along) > due.full)
         if urgent and not (incoming and waited):
-            along = [] if due.late else due.along  # a step of more rows costs little more than one of few
-            self._step(urgent + along + (due.read if self._filling and not due.late else []))
+            self._step(urgent + self._beside(urgent, due))
         elif incoming:
             self._steps = 0
             intake.piece(spare)
@@ -96,6 +95,16 @@ class SteppingThread:
             slack = min(due.slack, wait, 0.01) if unknown else min(due.slack, wait)
             return None if slack == float("inf") else max(slack, 1e-4)
         return 0.0
+
+    def _beside(self, urgent: Sequence[Talk], due: Due) -> list[Talk]:
+        """Talks that a step takes besides those that cannot wait."""
+        if due.late:
+            return []
+        if self._filling:
+            return due.along + due.read
+        fixed, each = self._recorder.cost() or (1.0, 0.0)
+        alone, more = fixed + each * len(urgent), each * len(due.along)
+        return due.along if 4 * more <= alone else []  # of a large model, whose step costs little more with them
 
     def _step(self, talks: Sequence[Talk]) -> None:
         self._steps += 1

@@ -13,6 +13,7 @@ from omni.engine import intake
 from omni.engine.admission import Verdict, admit
 from omni.engine.entering import Entering
 from omni.engine.schedule import Watermarks, choose
+from omni.engine.slots import Seat, Slots
 from omni.engine.stats import Recorder
 from omni.errors import BusyError, UserError
 from omni.generate.results import Ended
@@ -54,6 +55,26 @@ def test_who_is_due() -> None:
     assert (found.new, found.lost, found.along) == ([new], [fine], [])  # ten seconds of 25 frames
     with pytest.raises(UserError, match="low is 3.0 and high is 2.0"):
         Watermarks(3.0, 2.0)
+
+
+def test_rows_that_are_stepped_are_neighbours() -> None:
+    slots, seats = Slots(24), [Seat(10) for _ in range(24)]
+    for seat in seats:
+        slots.place(seat)
+    for seat in seats:
+        seat.busy = False
+    for seat in seats[2:4]:
+        seat.busy = True
+    assert slots.closer(4, origin=False) == 4 and slots.closer(4, origin=True) == 0  # the lowest one that is idle
+    seats[20].busy = True
+    assert slots.closer(20, origin=False) == 0
+    assert slots.exchange(20, 0) is seats[0]
+    assert (seats[20].slot, seats[0].slot, slots.holders[0], slots.holders[20]) == (0, 20, seats[20], seats[0])
+    for seat in seats[:12]:
+        seat.busy = True
+    slots.give(seats[7])
+    assert slots.closer(23, origin=False) == 7  # where nobody is
+    assert slots.exchange(23, 7) is None and seats[23].slot == 7 and slots.holders[23] is None
 
 
 def test_one_more_is_let_in_while_sound_stays_early() -> None:

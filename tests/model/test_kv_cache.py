@@ -109,6 +109,36 @@ def test_a_copied_row_goes_on_alike(decoder, layout):
     assert torch.equal(both[0], both[1])
 
 
+@pytest.mark.parametrize("window", [False, True])
+@torch.no_grad()
+def test_exchanged_rows_go_on_alike(decoder, layout, window):
+    """Of different lengths, of which the longer one is all that is exchanged; a window's ring is exchanged whole."""
+    from .conftest import SHAPES, Decoder
+
+    decoder = Decoder(SHAPES["mistral"], layout) if window else decoder
+    tokens, other = random_tokens(layout, 1, 12), random_tokens(layout, 1, 7, 3)
+
+    def filled():
+        cache = make_cache(decoder, 3, 16, chunk=11)
+        run(decoder, tokens, cache.select([0]), [11])
+        run(decoder, other, cache.select([2]), [6])
+        return cache
+
+    last = torch.cat([tokens[:, :, 11:], other[:, :, 6:]])
+    before, cache = filled(), filled()
+    cache.exchange_rows(0, 2, 11)
+    expected = [
+        decoder(last[i : i + 1], input_pos=torch.tensor([[p]]), cache=before.select([row]))
+        for i, p, row in ((0, 11, 0), (1, 6, 2))
+    ]
+    got = [
+        decoder(last[i : i + 1], input_pos=torch.tensor([[p]]), cache=cache.select([row]))
+        for i, p, row in ((0, 11, 2), (1, 6, 0))
+    ]
+    for one, two in zip(expected, got, strict=True):
+        assert torch.equal(one.text, two.text)
+
+
 @torch.no_grad()
 def test_what_a_slot_held_before_is_never_looked_at(decoder, layout):
     """0 * NaN is NaN: what a mask hides must be gone. Rows side by side and gathered ones; reset, rewound and copied onto."""
