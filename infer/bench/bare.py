@@ -7,6 +7,7 @@ this machine allows, so that the engine is judged by its ratio to it.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import cast
@@ -22,7 +23,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.kernels import Kernels, apply, multiply
 from omni.model.blocks import Block
 from omni.model.int8 import FEWEST, Int8Linear, exact, packed_of
-from omni.model.int8_model import Int8Embedding
+from omni.model.int8_model import Int8Embedding, is_int8
 from omni.tasks import TASKS, Turn, prompt
 
 TASK = TASKS["A1A2"]
@@ -36,13 +37,22 @@ class BareLoop:
         sound: the question, [S] at 16 kHz.
         text_assist: a second row writes the text.
         seconds: of the answer's sound; steps: that are taken beyond its own.
+        fbgemm: multiply int8 by fbgemm instead of oneDNN.
 
     Attributes:
         first: seconds from the question's end to the first sound, of each answer; the first answer is left out.
         factors: seconds to the last sound, by those of the sound.
     """
 
-    def __init__(self, lm: SpeechLM, sound: Tensor, text_assist: bool, seconds: float = 0.0, steps: int = 0) -> None:
+    def __init__(
+        self,
+        lm: SpeechLM,
+        sound: Tensor,
+        text_assist: bool,
+        seconds: float = 0.0,
+        steps: int = 0,
+        fbgemm: bool = False,
+    ) -> None:
         model, codec = lm.model, lm.codec
         assert codec is not None
         self.lm, self.codec, self.decoder, self.rows = lm, codec, model.decoder, 2 if text_assist else 1
@@ -55,13 +65,14 @@ class BareLoop:
             raise UserError(
                 f"an answer of {seconds:g} s does not fit the model's context of {config.context}; lower --answer_seconds"
             )
+        product = self.product = partial(_product, fbgemm=fbgemm)
         self.blocks = [_BareBlock(block, self) for block in (*self.decoder.blocks, *self.decoder.post_blocks)]
         angle = torch.arange(self.length, device=model.device)[:, None] * self.decoder.rope
         self.rope = tuple(torch.cat([f, f], -1)[:, None] for f in (angle.cos(), angle.sin()))  # [T, 1, D]
         table = self.decoder.text_embedding if self.decoder.text_head is None else self.decoder.text_head
         self.text_head, self.audio_head = (
-            _product(self.decoder.kernels, table),
-            _product(self.decoder.kernels, self.decoder.audio_head),
+            product(self.decoder.kernels, table),
+            product(self.decoder.kernels, self.decoder.audio_head),
         )
         self.first: list[float] = []
         self.factors: list[float] = []
@@ -135,15 +146,25 @@ class BareLoop:
         self.factors.append((time.perf_counter() - begin) * self.codec.frame_rate / self.frames)
 
 
+def bare_loops(lm: SpeechLM, sound: Tensor, text_assist: bool, seconds: float = 0.0, steps: int = 0) -> dict[str, BareLoop]:
+    """The loops that a model is compared with, by what they are called: none on a GPU; in int8 also one by fbgemm."""
+    if lm.model.device.type != "cpu":
+        return {}
+    loops = {"a bare loop": BareLoop(lm, sound, text_assist, seconds, steps)}
+    if is_int8(lm.model) and exact() and "fbgemm" in torch.backends.quantized.supported_engines:
+        loops["one by fbgemm"] = BareLoop(lm, sound, text_assist, seconds, steps, fbgemm=True)
+    return loops
+
+
 class _BareBlock:
     """A block with its keys and values [rows, G, S, D]."""
 
     def __init__(self, block: nn.Module, loop: BareLoop) -> None:
         assert isinstance(block, Block)
-        self.loop, self.block, part, mlp = loop, block, block.attention, block.mlp
-        self.qkv = _product(part.kernels, part.q, part.k, part.v)
-        self.out = _product(part.kernels, part.out)
-        self.gate_up, self.down = _product(mlp.kernels, mlp.gate, mlp.up), _product(mlp.kernels, mlp.down)
+        self.loop, self.block, part, mlp, product = loop, block, block.attention, block.mlp, loop.product
+        self.qkv = product(part.kernels, part.q, part.k, part.v)
+        self.out = product(part.kernels, part.out)
+        self.gate_up, self.down = product(mlp.kernels, mlp.gate, mlp.up), product(mlp.kernels, mlp.down)
         norm = block.attention_norm.weight
         shape = (loop.rows, part.kv_heads, loop.length, part.head_dim)
         self.keys, self.values = (torch.zeros(shape, dtype=norm.dtype, device=norm.device) for _ in "kv")
@@ -175,13 +196,13 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([-b, a], -1) * sin).to(x.dtype)
 
 
-def _product(kernels: Kernels | None, *linears: nn.Module) -> Product:
+def _product(kernels: Kernels | None, *linears: nn.Module, fbgemm: bool) -> Product:
     """The product of linears (or a tied table) of one input, as the model holds and multiplies them."""
     if isinstance(linears[0], Int8Embedding):
         linears = (linears[0].head(),)
     first = linears[0]
     if isinstance(first, Int8Linear) and exact():
-        return _int8_product(cast("tuple[Int8Linear, ...]", linears))
+        return (_fbgemm_product if fbgemm else _int8_product)(cast("tuple[Int8Linear, ...]", linears))
     if isinstance(first, nn.Embedding):
         return partial(multiply, kernels, weight=first.weight)
     parts = cast("tuple[nn.Linear, ...]", linears)
@@ -199,9 +220,27 @@ def _int8_product(linears: tuple[Int8Linear, ...]) -> Product:
         rows = x.flatten(0, -2).float()
         most, count = rows.abs().amax(1, keepdim=True), len(rows)
         held = torch.empty(max(count, FEWEST), rows.shape[1], dtype=torch.uint8)
-        held[:count] = (rows * (127 / most)).add_(128.5)
+        held[:count] = (rows * (127 / most)).add_(128.5).to(torch.int32)
         out = multiply_int8(held, 1.0, 128, weight, scale, zeros, None, 1.0, 0, torch.float32, "none", [], "")[:count]
         out = out.mul_(most) if bias is None else torch.addcmul(bias, out, most)
         return out.view(*x.shape[:-1], -1).to(x.dtype)
 
     return product
+
+
+def _fbgemm_product(linears: tuple[Int8Linear, ...]) -> Product:
+    """fbgemm's product, which rounds all rows of its input alike. A yardstick: PyTorch deprecates it."""
+    weight, scale = (torch.cat([getattr(part, name).detach() for part in linears]) for name in ("weight", "scale"))
+    bias = packed_of(linears).bias
+    before, torch.backends.quantized.engine = torch.backends.quantized.engine, "fbgemm"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            whole = torch._make_per_channel_quantized_tensor(
+                weight, scale.double(), torch.zeros(len(scale), dtype=torch.long), 0
+            )
+            held = torch.ops.quantized.linear_prepack(whole, bias)
+    finally:
+        torch.backends.quantized.engine = before
+    multiply_int8 = torch.ops.quantized.linear_dynamic.default
+    return lambda x: multiply_int8(x.float(), held, True).to(x.dtype)

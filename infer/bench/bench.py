@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infer.bench.bare import BareLoop
+from infer.bench.bare import bare_loops
 from infer.bench.random_model import TimedCodec, random_lm, with_encoder_mode
 from infer.bench.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, whole_answer
 from infer.bench.tables import FigureRow, FigureTable, number_format, plain, show, target_of
@@ -131,10 +131,9 @@ def _measured(
     weights = bytes_of(lm.model)
     beyond = (memory.bytes - weights) / GIB
     target = target_of(lm, name, "peak beyond the weights")
-    rows = [
-        FigureRow("weights", weights / GIB, "GiB", "encoder, projector, decoder, embeddings"),
-        FigureRow("peak beyond the weights", beyond, "GiB", "codec, caches and everything in passing", target),
-    ]
+    rows = [FigureRow("weights", weights / GIB, "GiB", "encoder, projector, decoder, embeddings")]
+    if not is_int8(lm.model):  # which was turned to int8 here: the peak is of that
+        rows.append(FigureRow("peak beyond the weights", beyond, "GiB", "codec, caches and everything in passing", target))
     yield FigureTable(f"memory: {what}", rows)
     if options.full:
         yield _streaming(lm, options, sound, "", what, "variable", not assist)
@@ -173,17 +172,18 @@ def _streaming(
 ) -> FigureTable:
     """Measures first audio and its parts, and the real-time factor of one answer; beside a bare loop on a CPU."""
     seconds = len(sound) / SAMPLE_RATE
-    bare = None
-    if lm.model.device.type == "cpu":
-        bare = BareLoop(lm, sound, assist, options.answer_seconds)
-        bare.answers(options.repeat + 1)  # before and after, since the machine's speed changes
+    loops = bare_loops(lm, sound, assist, seconds=options.answer_seconds)
+    if loops:
+        for loop in loops.values():
+            loop.answers(options.repeat + 1)  # before and after, since the machine's speed changes
         lm = SpeechLM(lm.model, lm.tokenizer, lm.codec)
     first = first_audio(lm, sound, assist, options.repeat)
     figures = whole_answer(lm, sound, assist, options.answer_seconds, options.repeat)
     factor = figures.real_time_factor
-    if bare is not None:
-        lm.engine.close()  # whose threads would slow the bare loop
-        bare.answers(options.repeat)
+    if loops:
+        lm.engine.close()  # whose threads would slow the bare loops
+        for loop in loops.values():
+            loop.answers(options.repeat)
     rows = [
         FigureRow(
             "first exact sample", first.total, "s", "after the question has ended", target_of(lm, name, "first exact sample")
@@ -194,8 +194,7 @@ def _streaming(
         FigureRow("  codec", first.codec, "s"),
         FigureRow("first whole frame", first.frame, "s", "all of the codec's lookahead is there"),
     ]
-    if bare is not None:
-        rows.insert(-1, _beside(first.total, bare.first, "s"))
+    rows[-1:-1] = [_beside(of, first.total, loop.first, "s") for of, loop in loops.items()]
     if factor is not None:
         rows += [
             FigureRow(
@@ -204,15 +203,14 @@ def _streaming(
             FigureRow("  of which codec", figures.codec / figures.sound, "", f"{lm.codec.name if lm.codec else ''}"),
             FigureRow("underruns", figures.underruns),
         ]
-        if bare is not None:
-            rows.insert(-2, _beside(factor, bare.factors, ""))
+        rows[-2:-2] = [_beside(of, factor, loop.factors, "") for of, loop in loops.items()]
     return FigureTable(f"streaming: {what}, {'text assist (two rows)' if assist else 'one row'}", rows)
 
 
-def _beside(ours: float, bare: Sequence[float], unit: str) -> FigureRow:
+def _beside(of: str, ours: float, bare: Sequence[float], unit: str) -> FigureRow:
     """The row of a bare loop's figure (its median) under ours."""
     middle = statistics.median(bare)
-    return FigureRow("  of a bare loop", middle, unit, f"ours has {middle / ours:.2f} of its speed")
+    return FigureRow(f"  of {of}", middle, unit, f"ours has {middle / ours:.2f} of its speed")
 
 
 def _step_table(
@@ -239,8 +237,7 @@ def _step_table(
         FigureRow("steps / readings", found.ratio, "", "", target_of(lm, name, "steps / readings")),
         FigureRow("products", found.products * 1e3, "ms", "those of a step alone, in the same forms"),
     ]
-    if found.bare:
-        rows.append(_beside(found.seconds * 1e3, [found.bare * 1e3], "ms"))
+    rows += [_beside(of, found.seconds * 1e3, [seconds * 1e3], "ms") for of, seconds in found.bare.items()]
     if found.one_row is not None:
         row = "text assist / one row"
         rows.append(FigureRow(row, found.seconds / found.one_row, "", "of a step", target_of(lm, name, row)))

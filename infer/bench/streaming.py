@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from infer.bench.bare import BareLoop
+from infer.bench.bare import bare_loops
 from infer.bench.memory_rate import WeightReader
 from infer.bench.random_model import TimedCodec
 from infer.timing import AnswerMeter, Figures
@@ -155,7 +155,7 @@ class Steps:
         how: name of the fastest reading.
         bytes: number of bytes that are read.
         products: seconds of the step's products alone, in the same forms; median.
-        bare: seconds of a step of a bare loop; median; None on a GPU.
+        bare: seconds of a step of each of `infer.bench.bare.bare_loops`; median.
         one_row: seconds of a step of one row, beside text assist; median.
     """
 
@@ -164,7 +164,7 @@ class Steps:
     how: str
     bytes: int
     products: float = 0.0
-    bare: float | None = None
+    bare: Mapping[str, float] = field(default_factory=dict)
     one_row: float | None = None
 
     @property
@@ -195,17 +195,17 @@ def steps_and_readings(lm: SpeechLM, sound: Tensor, text_assist: bool, compile: 
     device, reader = lm.model.device, WeightReader(weights_of_a_step(lm))
     one = _answering(lm, sound, 1, False, room, compile) if text_assist else None
     alone = _products(lm, 2 if text_assist else 1)
-    bare = BareLoop(lm, sound, text_assist, steps=room).stepping() if device.type == "cpu" else None
+    loops = {of: loop.stepping() for of, loop in bare_loops(lm, sound, text_assist, steps=room).items()}
     _steps(runner, warm_up)
     alone()
-    if bare is not None:
-        bare(warm_up)
+    for steps in loops.values():
+        steps(warm_up)
     if one is not None:
         _steps(one, warm_up)
     taken: list[float] = []
     beside: list[float] = []
     products: list[float] = []
-    plain: list[float] = []
+    plain: dict[str, list[float]] = {of: [] for of in loops}
     for _ in range(rounds):
         reader.read()
         if device.type == "cuda":  # the device runs ahead of the host: only many steps together can be timed
@@ -214,13 +214,13 @@ def steps_and_readings(lm: SpeechLM, sound: Tensor, text_assist: bool, compile: 
             taken += [seconds_of(lambda: _steps(runner, 1), device) for _ in range(each)]
         if one is not None:
             beside.append(seconds_of(lambda: _steps(one, each), device) / each)
-        if bare is not None:
-            plain.append(seconds_of(partial(bare, each), device) / each)
+        for of, steps in loops.items():
+            plain[of].append(seconds_of(partial(steps, each), device) / each)
         products += [seconds_of(alone, device) for _ in range(each)]
     how, reading = reader.fastest
     median = statistics.median
-    bare_median, one_row = (median(times) if times else None for times in (plain, beside))
-    return Steps(median(taken), reading, how, reader.bytes, median(products), bare_median, one_row)
+    bare = {of: median(times) for of, times in plain.items()}
+    return Steps(median(taken), reading, how, reader.bytes, median(products), bare, median(beside) if beside else None)
 
 
 def _products(lm: SpeechLM, rows: int) -> Callable[[], None]:
