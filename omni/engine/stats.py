@@ -114,8 +114,9 @@ class Recorder:
             lateness, number = list(self.lateness)[-recent:], self._chunks
         if len(lateness) < few:
             return None
-        self._judged = number, float(np.percentile(lateness, 99))
-        return self._judged[1]
+        late = float(np.percentile(lateness, 99))
+        self._judged = number, late  # what it is by now is another thread's, which may clear it
+        return late
 
     def began(self, seconds: float) -> None:
         """Note the seconds to a live listener's first sound."""
@@ -135,8 +136,9 @@ class Recorder:
             steps, number = list(self.step)[-512:], self.steps
         if len(steps) < 8:
             return None
-        self._fitted = number, self._fit(steps)
-        return self._fitted[1]
+        cost = self._fit(steps)
+        self._fitted = number, cost
+        return cost
 
     def _fit(self, steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
         rows, seconds = np.array(steps, dtype=float).T
