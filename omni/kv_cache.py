@@ -217,15 +217,20 @@ class KVCache:
             )
         if self._writes is None:
             raise RuntimeError("KVCache.update needs attend_to(input_pos) first, once per forward")
-        here, dtype, wanted = self._layer(layer), self.dtype, k.dtype
+        dtype, wanted = self.dtype, k.dtype
         if wanted != dtype:
             k, v = k.to(dtype), v.to(dtype)
-        here.key_slots.index_copy_(0, self._writes, k.transpose(1, 2).flatten(0, 1))
-        here.value_slots.index_copy_(0, self._writes, v.transpose(1, 2).flatten(0, 1))
-        keys, values = here.keys, here.values
-        if self._rows is not None:
-            keys, values = keys[self._rows], values[self._rows]
+        keys, values = self.write(layer, k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1))
         return (keys, values) if wanted == dtype else (keys.to(wanted), values.to(wanted))
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """`update` with k and v [B * T, H, D] in the cache's own format, after `attend_to` and where nothing records."""
+        here = self._layer(layer)
+        here.key_slots.index_copy_(0, self._writes, k)  # type: ignore[arg-type]
+        here.value_slots.index_copy_(0, self._writes, v)  # type: ignore[arg-type]
+        if self._rows is None:
+            return here.keys, here.values
+        return here.keys[self._rows], here.values[self._rows]
 
     def _layer(self, layer: int) -> _Layer:
         """The views of one layer; made once, because making them would take a noticeable part of a step."""

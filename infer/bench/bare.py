@@ -215,12 +215,13 @@ def _int8_product(linears: tuple[Int8Linear, ...]) -> Product:
     """Rows in int8 by their largest number, oneDNN's product, and the scales."""
     weight, scale, bias = packed_of(linears)
     zeros, multiply_int8 = torch.zeros(len(scale), dtype=torch.int64), torch.ops.onednn.qlinear_pointwise.default
+    middle = torch.full((linears[0].in_features,), 128.5)
 
     def product(x: Tensor) -> Tensor:
         rows = x.flatten(0, -2).float()
         most, count = rows.abs().amax(1, keepdim=True), len(rows)
         held = torch.empty(max(count, FEWEST), rows.shape[1], dtype=torch.uint8)
-        held[:count] = (rows * (127 / most)).add_(128.5).to(torch.int32)
+        held[:count] = torch.addcdiv(middle, rows, most, value=127)
         out = multiply_int8(held, 1.0, 128, weight, scale, zeros, None, 1.0, 0, torch.float32, "none", [], "")[:count]
         out = out.mul_(most) if bias is None else torch.addcmul(bias, out, most)
         return out.view(*x.shape[:-1], -1).to(x.dtype)

@@ -9,6 +9,7 @@ Dimensions: B batch, T time, S keys, W width, H heads, G key/value heads, D size
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from omni.attention import attention
 from omni.config import DecoderConfig
 from omni.kernels import Kernels, apply
-from omni.kv_cache import Cache
-from omni.model.int8 import Normed, normed, together
+from omni.kv_cache import Cache, KVCache
+from omni.model.int8 import Int8Linear, Normed, Rounded, normed, packed_of, product_of, rounded, rounded_norm, together
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
@@ -160,8 +161,71 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = SwiGLU(config.width, config.mlp_width)
+        self._step = _Int8Step()
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int) -> Tensor:
+        if isinstance(cache, KVCache) and x.shape[1] == 1 and mask is not None and self._step.is_of(self, x, cache):
+            return self._step(x, rope, mask, cache, layer)
         part, mlp = self.attention, self.mlp
         x = x + part(normed(x, self.attention_norm, part.q, part.k, part.v), rope, mask, cache, layer)
         return x + mlp(normed(x, self.mlp_norm, mlp.gate, mlp.up))
+
+
+class _Int8Step:
+    """One column of each row through a block whose linears are all in int8, as flat calls.
+
+    A step of few rows costs its calls, not its work, and modules with their lookups and views make a tenth of one. The
+    operations and their order are the modules', and so is every bit of the result.
+    """
+
+    def __init__(self) -> None:
+        self._parts: tuple[nn.Module | None, ...] = ()
+        self._hooks: list[Mapping[int, object]] = []
+        self._flat = False
+
+    def is_of(self, block: Block, x: Tensor, cache: KVCache) -> bool:
+        """Whether a step can be taken so: the linears are in int8, nothing acts beside a part, and all else is float32."""
+        own = block._modules
+        attention, mlp = own["attention"], own["mlp"]
+        parts = (*own.values(), *attention._modules.values(), *mlp._modules.values())  # type: ignore[union-attr]
+        if parts != self._parts:
+            self._parts, self._flat = parts, self._made_of(block)
+            there = [part for part in parts if part is not None]
+            self._hooks = [hooks for part in there for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        if not self._flat or any(self._hooks) or torch.compiler.is_compiling():
+            return False
+        return x.dtype == torch.float32 and cache.dtype == torch.float32
+
+    def _made_of(self, block: Block) -> bool:
+        part, mlp = block.attention, block.mlp
+        linears = part.q, part.k, part.v, part.out, mlp.gate, mlp.up, mlp.down
+        if type(part) is not Attention or type(mlp) is not SwiGLU or any(type(one) is not Int8Linear for one in linears):
+            return False
+        self.qkv, self.out, self.gate_up, self.down = linears[:3], linears[3:4], linears[4:6], linears[6:]
+        self.attention_norm, self.mlp_norm = block.attention_norm, block.mlp_norm
+        self.q_norm, self.k_norm, self.head_dim = part.q_norm, part.k_norm, part.head_dim
+        self.heads, self.kv_heads, self.hidden = part.heads, part.kv_heads, mlp.gate.out_features
+        return True
+
+    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: KVCache, layer: int) -> Tensor:
+        b, _, width = x.shape
+        heads, kv_heads, d = self.heads, self.kv_heads, self.head_dim
+        many = heads + kv_heads
+        x = x.view(b, width)
+        out = product_of(_rounded_norm(x, self.attention_norm), packed_of(self.qkv))
+        both = out.narrow(1, 0, many * d).view(b, 1, many, d)
+        if self.q_norm is not None and self.k_norm is not None:
+            both = torch.cat([self.q_norm(both[:, :, :heads]), self.k_norm(both[:, :, heads:])], dim=2)
+        both = rotate(both, *rope)
+        k = both.narrow(2, heads, kv_heads).view(b, kv_heads, d)
+        keys, values = cache.write(layer, k, out.narrow(1, many * d, kv_heads * d).view(b, kv_heads, d))
+        q = both.narrow(2, 0, heads).view(b, kv_heads, heads // kv_heads, d)
+        y = attention(q, keys, values, mask).view(b, heads * d)
+        x = product_of(rounded(y), packed_of(self.out)).add_(x)
+        out = product_of(_rounded_norm(x, self.mlp_norm), packed_of(self.gate_up))
+        inner = F.silu(out.narrow(1, 0, self.hidden)).mul_(out.narrow(1, self.hidden, self.hidden))
+        return product_of(rounded(inner), packed_of(self.down)).add_(x).view(b, 1, width)
+
+
+def _rounded_norm(rows: Tensor, norm: nn.RMSNorm) -> Rounded:
+    return rounded_norm(rows, norm._parameters["weight"], norm.eps or 0.0)  # type: ignore[arg-type]

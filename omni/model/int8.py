@@ -61,11 +61,7 @@ class Normed:
 
     def rounded(self) -> Rounded:
         """Its rows, rounded before they are divided by their length."""
-        count, weight = self.x.shape[-1], self.norm.weight
-        rows = _float(self.x).reshape(-1, count)
-        held, most = _rounded(rows * _float(weight))
-        length = torch.hypot(torch.linalg.vector_norm(rows, 2, -1, True), _constant((self.norm.eps or 0.0) * count, 0.5))
-        return Rounded(held, torch.addcdiv(_constant(0.0), most, length, value=count**0.5))
+        return rounded_norm(_float(self.x).reshape(-1, self.x.shape[-1]), _float(self.norm.weight), self.norm.eps or 0.0)
 
 
 class Int8Linear(nn.Linear):
@@ -158,18 +154,23 @@ def packed_of(linears: tuple[Int8Linear, ...]) -> Packed:
 
 
 def _product(x: Tensor | Normed, linears: tuple[Int8Linear, ...]) -> Tensor:
-    weight, scale, bias = packed_of(linears)
+    packed = packed_of(linears)
     if isinstance(x, Normed):
-        given, (held, factor) = x.x, x.rounded()
+        given, rows = x.x, x.rounded()
     else:
-        given, (held, factor) = x, _rounded(_float(x).reshape(-1, linears[0].in_features))
+        given, rows = x, rounded(_float(x).reshape(-1, linears[0].in_features))
+    out = product_of(rows, packed).view(*given.shape[:-1], packed.scale.shape[0])
+    return out if out.dtype == given.dtype else out.to(given.dtype)
+
+
+def product_of(rows: Rounded, packed: Packed) -> Tensor:
+    """Products [M, N] float32 of rounded rows."""
+    (held, factor), (weight, scale, bias) = rows, packed
     out = _exact_product(held, weight, scale) if exact() else plain_product(held, weight) * scale
     count = factor.shape[0]
     if count < held.shape[0]:
-        out = out[:count]
-    out = out.mul_(factor) if bias is None else torch.addcmul(bias, out, factor)
-    out = out.view(*given.shape[:-1], scale.shape[0])
-    return out if out.dtype == given.dtype else out.to(given.dtype)
+        out = out.narrow(0, 0, count)
+    return out.mul_(factor) if bias is None else torch.addcmul(bias, out, factor)
 
 
 def _float(x: Tensor) -> Tensor:
@@ -191,19 +192,33 @@ def _constant(value: float, power: float = 1.0) -> Tensor:
         return torch.tensor(value**power)
 
 
-def _rounded(rows: Tensor) -> Rounded:
+@cache
+def _middle(width: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((width,), 128.5)
+
+
+def rounded(rows: Tensor) -> Rounded:
     """Rows [M, K] float32 as whole numbers, and the largest |x| of each.
 
     What makes up the number is of any values, and so is a row of zeros; one that is not finite has no finite largest.
     """
     count = rows.shape[0]
     largest = rows.abs().amax(1, keepdim=True)
-    numbers = (rows * (_constant(float(MOST)) / largest)).add_(128.5)
+    numbers = torch.addcdiv(_middle(rows.shape[1]), rows, largest, value=MOST)
     if count >= FEWEST:  # by way of int32, which takes a third of the time
         return Rounded(numbers.to(torch.int32).to(torch.uint8), largest)
     held, here = _FEW.held(count, rows.shape[1])
     here.copy_(numbers)
     return Rounded(held, largest)
+
+
+def rounded_norm(rows: Tensor, weight: Tensor, eps: float) -> Rounded:
+    """The RMSNorm of rows [M, K] float32, rounded before they are divided by their length; weight [K]."""
+    held, most = rounded(rows * weight)
+    count = rows.shape[1]
+    length = torch.hypot(torch.linalg.vector_norm(rows, 2, -1, True), _constant(eps * count, 0.5))
+    return Rounded(held, torch.addcdiv(_constant(0.0), most, length, value=count**0.5))
 
 
 class _FewRows(threading.local):
