@@ -91,6 +91,7 @@ class Recorder:
             self.first_audio: deque[float] = deque(maxlen=WINDOW)
             self.slack: float | None = None
             self._fitted: tuple[int, tuple[float, float]] | None = None
+            self._most: tuple[int, int] | None = None
             self._chunks = 0
             self._judged: tuple[int, float] | None = None
 
@@ -149,9 +150,11 @@ class Recorder:
         return max(float(fixed), 0.0), max(float(each), 0.0)
 
     def most_rows(self) -> int:
-        """The most rows of one of the newest steps."""
+        """The most rows of one of the newest steps, as it was `AGAIN` steps ago at most."""
         with self._lock:
-            return max((rows for rows, _ in list(self.step)[-512:]), default=0)
+            if self._most is None or self.steps - self._most[0] >= AGAIN:
+                self._most = self.steps, max((rows for rows, _ in list(self.step)[-512:]), default=0)
+            return self._most[1]
 
     def stats(self, **now: int) -> EngineStats:
         """The figures, with those of this moment given by name."""

@@ -66,7 +66,7 @@ def _plain(part: Any, sounds: list[Any]) -> Any:
     out = []
     for event in part:
         if isinstance(event, AudioChunk):
-            samples = event.samples.detach().to("cpu", torch.float32).contiguous().numpy()
+            samples = np.ascontiguousarray(event.samples.numpy(force=True), np.float32)
             sounds.append(samples.data.cast("B") if len(samples) else b"")
             event = (_CHUNK, len(samples), event.start, event.end)
         out.append(event)

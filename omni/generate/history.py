@@ -10,7 +10,8 @@ Dimensions: K streams, C columns, N features, W width.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,6 +34,30 @@ class Exchange:
     number: int
     clip: Tensor | None = None
     features: Tensor | None = None
+    _parts: dict[bool, _Part] = field(default_factory=dict, init=False, repr=False)
+
+    def part(self, layout: Layout, answered: bool) -> _Part:
+        """The columns of its question, without a system message, or those of its answer; made once, since every question of a
+        conversation looks at all turns before it."""
+        found = self._parts.get(answered)
+        if found is None or found.layout is not layout or found.turn is not self.turn:
+            columns = answer(layout, self.turn) if answered else prompt(layout, replace(self.turn, system=()))
+            found = self._parts[answered] = _Part(layout, self.turn, columns, _keys(columns, self.number))
+        return found
+
+
+class _Part(NamedTuple):
+    """Columns of a turn in a layout, and their keys."""
+
+    layout: Layout
+    turn: Turn
+    columns: Columns
+    keys: list[Key]
+
+
+def _keys(columns: Columns, number: int) -> list[Key]:
+    pairs = zip(columns.tokens.T.tolist(), columns.feature_index.tolist(), strict=True)
+    return [(*column, number if index >= 0 else -1, index) for column, index in pairs]
 
 
 def lay_out(
@@ -44,17 +69,14 @@ def lay_out(
     Args:
         system: token ids of the system message, which comes before the first turn that is left.
     """
-    pieces, keys = [], []
-    for number, exchange in enumerate((*past, asked)):
-        if exchange is None:
-            continue
-        parts = [prompt(layout, replace(exchange.turn, system=() if number else system))]
-        if exchange is not asked:
-            parts.append(answer(layout, exchange.turn))
-        for part in parts:
-            pieces.append(part)
-            for column, index in zip(part.tokens.T.tolist(), part.feature_index.tolist(), strict=True):
-                keys.append((*column, exchange.number if index >= 0 else -1, index))
+    first = system_message(layout, system)
+    pieces, keys = [first] if len(first) else [], _keys(first, -1)
+    for exchange in (*past, asked):
+        for answered in (False, True):
+            if exchange is not None and not (answered and exchange is asked):
+                part = exchange.part(layout, answered)
+                pieces.append(part.columns)
+                keys += part.keys
     return join(pieces), keys
 
 
@@ -77,7 +99,7 @@ def fit(
     dropped = 0
     if forget:
         dropped, sizes = forgotten(layout, past, system, length), [_size(layout, exchange) for exchange in past]
-        own = len(system_message(layout, system)) + len(prompt(layout, asked.turn))
+        own = len(system_message(layout, system)) + len(asked.part(layout, False).keys)
         while dropped < len(past) and own + sum(sizes[dropped:]) > length - length // 4:
             dropped += 1
     past = list(past[dropped:])
@@ -99,11 +121,11 @@ def forgotten(layout: Layout, past: Sequence[Exchange], system: Sequence[int], l
     """
     sizes = [_size(layout, exchange) for exchange in past]
     taken = len(system_message(layout, system)) + sum(sizes)
-    longest = max((len(prompt(layout, exchange.turn)) for exchange in past), default=0)
+    longest = max((len(exchange.part(layout, False).keys) for exchange in past), default=0)
     if taken + longest <= length - length // 4:
         return 0
     dropped = 0
-    while dropped < len(past) - 1 and taken > length // 2:
+    while dropped < len(past) - 1 and taken > length // 4:
         taken -= sizes[dropped]
         dropped += 1
     return dropped
@@ -111,7 +133,7 @@ def forgotten(layout: Layout, past: Sequence[Exchange], system: Sequence[int], l
 
 def _size(layout: Layout, exchange: Exchange) -> int:
     """Number of columns of a turn."""
-    return len(prompt(layout, exchange.turn)) + len(answer(layout, exchange.turn))
+    return len(exchange.part(layout, False).keys) + len(exchange.part(layout, True).keys)
 
 
 def _or_larger(length: int, most: int) -> str:
