@@ -117,7 +117,8 @@ def forgotten(layout: Layout, past: Sequence[Exchange], system: Sequence[int], l
     """Number of the oldest turns that go before the next question, whatever it is, in a cache of `length` positions.
 
     None while the longest question of these turns, asked again, would leave a quarter of the cache free; else as many as make
-    half of it free, but never the last. So turns go seldom, and what stays can be fed before the question comes.
+    three quarters of it free, but never the last. So turns go seldom, and little stays, which can be fed before the question
+    comes: half a column again for each new one.
     """
     sizes = [_size(layout, exchange) for exchange in past]
     taken = len(system_message(layout, system)) + sum(sizes)

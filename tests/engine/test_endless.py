@@ -66,10 +66,10 @@ def slow(sizes: list[int], prompts: list[int], system: int, length: int) -> int:
     if system + sum(sizes) + max(prompts, default=0) <= length - length // 4:
         return 0
     ways = range(max(len(sizes), 1))
-    return next((n for n in ways if system + sum(sizes[n:]) <= length // 2), ways[-1])
+    return next((n for n in ways if system + sum(sizes[n:]) <= length // 4), ways[-1])
 
 
-def test_turns_go_when_a_question_would_leave_less_than_a_quarter_until_half_is_free() -> None:
+def test_turns_go_when_a_question_would_leave_less_than_a_quarter_until_three_quarters_are_free() -> None:
     plain, rng, seen = LAYOUTS["pad"], random.Random(0), set()
     for _ in range(100):
         past = []
