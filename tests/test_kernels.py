@@ -6,15 +6,19 @@ import copy
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 from omni import kernels as kernels_module
+from omni.checkpoint.folder import save_folder
+from omni.checkpoint.places import WEIGHTS
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.kernels import (
@@ -36,6 +40,7 @@ from omni.kernels import (
     use_kernels,
 )
 from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
 from tests.train.data.toys import MODELS
 
 
@@ -117,6 +122,66 @@ def test_training_and_hooks_keep_the_linear(model: SpeechModel, monkeypatch: pyt
         with torch.autocast("cpu", torch.bfloat16):
             answers(model)
         assert not calls
+
+
+STEPS: dict[str, dict[str, Any]] = {"plain": {}, "biases, norms": {"qkv_bias": True, "qk_norm": True}, "window": {"window": 4}}
+
+
+@pytest.mark.parametrize("shape", STEPS)
+def test_a_small_block_that_serves_fuses_its_products(shape: str, tmp_path: Path) -> None:
+    """Its weights stay its own: they are saved, copied, trained and changed as before."""
+    torch.manual_seed(0)
+    decoder = replace(MODELS["codec2"].decoder, width=32, heads=4, kv_heads=2, **STEPS[shape])
+    config = replace(MODELS["codec2"], decoder=decoder)
+    model = SpeechModel(config).eval()
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    before, products = copy.deepcopy(model.state_dict()), []
+    tokens = torch.stack([torch.randint(0, s.size, (5, 7)) for s in model.layout.streams], 1)
+    attention = model.decoder.blocks[0].attention
+
+    def steps(one: SpeechModel) -> list[Tensor]:
+        cache, linear = one.make_cache(5, 9, chunk=6), F.linear
+        products.clear()
+        with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+            one(tokens[:, :, :6], input_pos=torch.arange(6).expand(5, 6), cache=cache)
+            patch.setattr(F, "linear", lambda x, w, b=None: products.append(len(w)) or linear(x, w, b))
+            hidden = one(tokens[:, :, 6:], input_pos=torch.full((5, 1), 6), cache=cache)
+        return [hidden.text, hidden.audio]
+
+    def same(one: SpeechModel, wanted: list[Tensor], fused: bool) -> None:
+        torch.testing.assert_close(steps(one), wanted, rtol=1e-4, atol=1e-5)
+        assert (max(products) == 2 * decoder.mlp_width) is fused and len(products) == (4 if fused else 7) * decoder.layers
+
+    wanted = steps(model)
+    assert len(products) == 7 * decoder.layers
+    use_kernels(model, Kernels({}))
+    for one in (model, copy.deepcopy(model)):
+        same(one, wanted, True)
+        assert attention.q.weight.is_leaf and attention.q.weight.requires_grad and not attention.q.weight.is_inference()
+        for name, tensor in one.state_dict().items():
+            assert torch.equal(tensor, before[name])
+    use_kernels(model, None)
+    same(model, wanted, False)
+    use_kernels(model, Kernels({}))
+
+    save_folder(tmp_path / "saved", config, model.state_dict(), Tokenizer.bytes())
+    saved = load_file(tmp_path / "saved" / WEIGHTS)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
+    sum(out.sum() for out in answers(model)).backward()
+    with torch.no_grad():
+        attention.k.weight -= attention.k.weight.grad  # in place, as an optimizer does
+        model.decoder.blocks[1].mlp.gate.weight.data.mul_(2)  # past autograd
+        model.decoder.blocks[1].attention.v.weight.data = torch.randn_like(attention.v.weight)
+    other = SpeechModel(config).eval()
+    other.load_state_dict(model.state_dict())
+    same(model, steps(other), True)
+    handle = attention.v.register_forward_hook(lambda module, given, out: out)
+    steps(model)
+    assert len(products) == 4 * decoder.layers + 3
+    handle.remove()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert steps(model)[0].isfinite().all() and len(products) == 7 * decoder.layers
 
 
 def test_a_form_must_be_faster_in_every_repeat() -> None:

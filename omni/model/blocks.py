@@ -9,7 +9,7 @@ Dimensions: B batch, T time, S keys, W width, H heads, G key/value heads, D size
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -20,7 +20,7 @@ from omni.attention import attention
 from omni.config import DecoderConfig
 from omni.kernels import Kernels, apply
 from omni.kv_cache import Cache, KVCache
-from omni.model.int8 import Int8Linear, Normed, Rounded, normed, packed_of, product_of, rounded, rounded_norm, together
+from omni.model.int8 import Int8Linear, Normed, normed, packed_of, product_of, rounded, rounded_norm, together
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
@@ -70,9 +70,12 @@ class RMSNorm(nn.RMSNorm):
             x = x.float()  # as autocast has it on a GPU
         if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
             return super().forward(x)
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = torch.addcmul(_constant(self.eps or 0.0), length, length, value=1 / x.shape[-1]).rsqrt()
-        return x * scale * self.weight
+        return _rms_norm(x, self.weight, self.eps or 0.0)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.addcmul(_constant(eps), length, length, value=1 / x.shape[-1]).rsqrt() * weight
 
 
 class Attention(nn.Module):
@@ -161,7 +164,7 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = SwiGLU(config.width, config.mlp_width)
-        self._step = _Int8Step()
+        self._step = _FlatStep()
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int) -> Tensor:
         if isinstance(cache, KVCache) and x.shape[1] == 1 and mask is not None and self._step.is_of(self, x, cache):
@@ -171,48 +174,93 @@ class Block(nn.Module):
         return x + mlp(normed(x, self.mlp_norm, mlp.gate, mlp.up))
 
 
-class _Int8Step:
-    """One column of each row through a block whose linears are all in int8, as flat calls.
+SMALL = 1 << 20
+"""Numbers in the weights of a block up to which it is served by fused products."""
 
-    A step of few rows costs its calls, not its work, and modules with their lookups and views make a tenth of one. The
-    operations and their order are the modules', and so is every bit of the result.
+
+class _FlatStep:
+    """One column of each row through a block on a CPU, as flat calls.
+
+    A step of few rows, or of a small model, costs its calls, not its work: modules with their lookups and views make a tenth of
+    one in int8, and a quarter of one of a small model. In int8 the operations and their order are the modules', and so is every
+    bit of the result. In float32 a small block that serves multiplies q, k and v in one product, and gate and up in another;
+    their weights become views of one tensor, which stays theirs (nothing is copied, and what changes them changes it).
     """
 
     def __init__(self) -> None:
         self._parts: tuple[nn.Module | None, ...] = ()
         self._hooks: list[Mapping[int, object]] = []
-        self._flat = False
+        self._kind: type[nn.Module] | None = None
+        self._fused: list[Tensor] | None = None  # [q, k, v] and [gate, up]
+        self._places: list[int] = []
 
     def is_of(self, block: Block, x: Tensor, cache: KVCache) -> bool:
-        """Whether a step can be taken so: the linears are in int8, nothing acts beside a part, and all else is float32."""
+        """Whether a step can be taken so: the linears are of one kind, nothing acts beside a part, and all else is float32."""
         own = block._modules
         attention, mlp = own["attention"], own["mlp"]
         parts = (*own.values(), *attention._modules.values(), *mlp._modules.values())  # type: ignore[union-attr]
         if parts != self._parts:
-            self._parts, self._flat = parts, self._made_of(block)
+            self._parts, self._kind, self._fused = parts, self._made_of(block), None
             there = [part for part in parts if part is not None]
             self._hooks = [hooks for part in there for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-        if not self._flat or any(self._hooks) or torch.compiler.is_compiling():
+        if self._kind is None or any(self._hooks) or x.dtype != torch.float32 or cache.dtype != torch.float32:
             return False
-        return x.dtype == torch.float32 and cache.dtype == torch.float32
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return False
+        return self._kind is Int8Linear or (attention.kernels is not None and self._fuses(x))  # type: ignore[union-attr]
 
-    def _made_of(self, block: Block) -> bool:
+    def _made_of(self, block: Block) -> type[nn.Module] | None:
         part, mlp = block.attention, block.mlp
         linears = part.q, part.k, part.v, part.out, mlp.gate, mlp.up, mlp.down
-        if type(part) is not Attention or type(mlp) is not SwiGLU or any(type(one) is not Int8Linear for one in linears):
-            return False
+        kinds = {type(one) for one in linears}
+        if type(part) is not Attention or type(mlp) is not SwiGLU or kinds not in ({Int8Linear}, {nn.Linear}):
+            return None
+        if kinds == {nn.Linear} and sum(one.weight.numel() for one in linears) > SMALL:
+            return None
         self.qkv, self.out, self.gate_up, self.down = linears[:3], linears[3:4], linears[4:6], linears[6:]
         self.attention_norm, self.mlp_norm = block.attention_norm, block.mlp_norm
         self.q_norm, self.k_norm, self.head_dim = part.q_norm, part.k_norm, part.head_dim
         self.heads, self.kv_heads, self.hidden = part.heads, part.kv_heads, mlp.gate.out_features
+        self._sizes = {len(group): [one.out_features for one in group] for group in (self.qkv, self.gate_up)}
+        return kinds.pop()
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Whether the weights of one input are views of one tensor, or become it now."""
+        groups = [[part._parameters["weight"] for part in parts] for parts in (self.qkv, self.gate_up)]
+        weights = [weight for group in groups for weight in group if weight is not None]
+        if self._fused is not None and [weight.data_ptr() for weight in weights] == self._places:
+            return True
+        if torch.is_grad_enabled() or any(
+            type(w) is not nn.Parameter or w.dtype != x.dtype or w.device != x.device for w in weights
+        ):
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            self._fused = [torch.cat([w.detach() for w in group if w is not None]) for group in groups]
+            views = [view for whole, n in zip(self._fused, (3, 2), strict=True) for view in whole.split(self._sizes[n])]
+            for weight, view in zip(weights, views, strict=True):
+                weight.data = view
+        self._places = [weight.data_ptr() for weight in weights]
         return True
+
+    def _product(self, x: Tensor, norm: nn.RMSNorm | None, linears: Sequence[nn.Module], whole: Tensor | None) -> Tensor:
+        """The product of rows, or of their norm, and the weights of linears."""
+        scale = None if norm is None else norm._parameters["weight"]
+        eps = 0.0 if norm is None else norm.eps or 0.0
+        if self._kind is Int8Linear:
+            rows = rounded(x) if scale is None else rounded_norm(x, scale, eps)
+            return product_of(rows, packed_of(linears))  # type: ignore[arg-type]
+        if scale is not None:
+            x = _rms_norm(x, scale, eps)
+        biases = [part._parameters["bias"] for part in linears]
+        bias = biases[0] if len(biases) == 1 else None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
+        return F.linear(x, linears[0]._parameters["weight"] if whole is None else whole, bias)  # type: ignore[arg-type]
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: KVCache, layer: int) -> Tensor:
         b, _, width = x.shape
         heads, kv_heads, d = self.heads, self.kv_heads, self.head_dim
-        many = heads + kv_heads
+        many, (qkv, gate_up) = heads + kv_heads, self._fused or (None, None)
         x = x.view(b, width)
-        out = product_of(_rounded_norm(x, self.attention_norm), packed_of(self.qkv))
+        out = self._product(x, self.attention_norm, self.qkv, qkv)
         both = out.narrow(1, 0, many * d).view(b, 1, many, d)
         if self.q_norm is not None and self.k_norm is not None:
             both = torch.cat([self.q_norm(both[:, :, :heads]), self.k_norm(both[:, :, heads:])], dim=2)
@@ -221,11 +269,7 @@ class _Int8Step:
         keys, values = cache.write(layer, k, out.narrow(1, many * d, kv_heads * d).view(b, kv_heads, d))
         q = both.narrow(2, 0, heads).view(b, kv_heads, heads // kv_heads, d)
         y = attention(q, keys, values, mask).view(b, heads * d)
-        x = product_of(rounded(y), packed_of(self.out)).add_(x)
-        out = product_of(_rounded_norm(x, self.mlp_norm), packed_of(self.gate_up))
+        x = self._product(y, None, self.out, None).add_(x)
+        out = self._product(x, self.mlp_norm, self.gate_up, gate_up)
         inner = F.silu(out.narrow(1, 0, self.hidden)).mul_(out.narrow(1, self.hidden, self.hidden))
-        return product_of(rounded(inner), packed_of(self.down)).add_(x).view(b, 1, width)
-
-
-def _rounded_norm(rows: Tensor, norm: nn.RMSNorm) -> Rounded:
-    return rounded_norm(rows, norm._parameters["weight"], norm.eps or 0.0)  # type: ignore[arg-type]
+        return self._product(inner, None, self.down, None).add_(x).view(b, 1, width)

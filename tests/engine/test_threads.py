@@ -10,6 +10,7 @@ import torch
 
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
+from omni.kernels import Kernels, use_kernels
 from omni.model.int8_model import to_int8
 from tests.close import assert_near
 from tests.generate.conftest import LAYOUTS, make_lm
@@ -46,6 +47,7 @@ def test_twenty_threads_of_five_turns_equal_their_solo_runs(numbers: str) -> Non
     lm = make_lm(LAYOUTS["pad"])
     if numbers == "int8":
         to_int8(lm.model)
+    use_kernels(lm.model, Kernels({}))  # as a model that serves
     alone = [talk(lm, number) for number in range(THREADS)]
     together: list[list[Any] | None] = [None] * THREADS
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.model import int8
-from omni.model.blocks import RMSNorm, _Int8Step
+from omni.model.blocks import RMSNorm, _FlatStep
 from omni.model.int8 import Int8Linear, Normed, largest_of, normed, together, whole_numbers
 from omni.model.int8_model import Int8Embedding, to_int8
 from omni.model.speech_model import SpeechModel
@@ -159,8 +159,8 @@ def test_a_step_in_flat_calls_is_the_modules_to_the_bit(
     assert isinstance(model, SpeechModel)
     tokens = torch.stack([torch.randint(0, s.size, (7, 9)) for s in model.layout.streams], 1)
     flat: list[bool] = []
-    real = _Int8Step.is_of
-    monkeypatch.setattr(_Int8Step, "is_of", lambda *given: flat.append(real(*given)) or flat[-1])
+    real = _FlatStep.is_of
+    monkeypatch.setattr(_FlatStep, "is_of", lambda *given: flat.append(real(*given)) or flat[-1])
 
     def answers() -> Tensor:
         cache, found = model.make_cache(7, 12, chunk=6), []
@@ -174,9 +174,9 @@ def test_a_step_in_flat_calls_is_the_modules_to_the_bit(
 
     ours = answers()
     assert len(flat) == 4 * config.layers and all(flat)
-    monkeypatch.setattr(_Int8Step, "is_of", lambda *given: False)
+    monkeypatch.setattr(_FlatStep, "is_of", lambda *given: False)
     assert torch.equal(ours, answers())
-    monkeypatch.setattr(_Int8Step, "is_of", real)
+    monkeypatch.setattr(_FlatStep, "is_of", real)
     calls: list[int] = []
     handle = model.decoder.blocks[1].mlp.up.register_forward_hook(lambda *given: calls.append(1))
     assert torch.equal(ours, answers()) and len(calls) == 5
@@ -185,7 +185,7 @@ def test_a_step_in_flat_calls_is_the_modules_to_the_bit(
     model.decoder.blocks[0].attention.out = other
     changed = answers()
     assert not torch.equal(ours, changed) and len(calls) == 5
-    monkeypatch.setattr(_Int8Step, "is_of", lambda *given: False)
+    monkeypatch.setattr(_FlatStep, "is_of", lambda *given: False)
     assert torch.equal(changed, answers())
 
 
