@@ -182,17 +182,16 @@ class _FlatStep:
     """One column of each row through a block on a CPU, as flat calls.
 
     A step of few rows, or of a small model, costs its calls, not its work: modules with their lookups and views make a tenth of
-    one in int8, and a quarter of one of a small model. In int8 the operations and their order are the modules', and so is every
-    bit of the result. In float32 a small block that serves multiplies q, k and v in one product, and gate and up in another;
-    their weights become views of one tensor, which stays theirs (nothing is copied, and what changes them changes it).
+    one. In int8 the operations and their order are the modules', and so is every bit of the result. In float32 a small block
+    that serves multiplies q, k and v in one product, and gate and up in another; their weights become views of one tensor, so
+    that what changes them in place changes it.
     """
 
     def __init__(self) -> None:
         self._parts: tuple[nn.Module | None, ...] = ()
         self._hooks: list[Mapping[int, object]] = []
         self._kind: type[nn.Module] | None = None
-        self._fused: list[Tensor] | None = None  # [q, k, v] and [gate, up]
-        self._places: list[int] = []
+        self._fused: tuple[Sequence[Tensor], Sequence[int]] | None = None  # [q, k, v] and [gate, up]; places of their parts
 
     def is_of(self, block: Block, x: Tensor, cache: KVCache) -> bool:
         """Whether a step can be taken so: the linears are of one kind, nothing acts beside a part, and all else is float32."""
@@ -228,18 +227,18 @@ class _FlatStep:
         """Whether the weights of one input are views of one tensor, or become it now."""
         groups = [[part._parameters["weight"] for part in parts] for parts in (self.qkv, self.gate_up)]
         weights = [weight for group in groups for weight in group if weight is not None]
-        if self._fused is not None and [weight.data_ptr() for weight in weights] == self._places:
+        if self._fused is not None and [weight.data_ptr() for weight in weights] == self._fused[1]:
             return True
         if torch.is_grad_enabled() or any(
             type(w) is not nn.Parameter or w.dtype != x.dtype or w.device != x.device for w in weights
         ):
             return False
         with torch.inference_mode(False), torch.no_grad():
-            self._fused = [torch.cat([w.detach() for w in group if w is not None]) for group in groups]
-            views = [view for whole, n in zip(self._fused, (3, 2), strict=True) for view in whole.split(self._sizes[n])]
+            fused = [torch.cat([w.detach() for w in group if w is not None]) for group in groups]
+            views = [view for whole, n in zip(fused, (3, 2), strict=True) for view in whole.split(self._sizes[n])]
             for weight, view in zip(weights, views, strict=True):
                 weight.data = view
-        self._places = [weight.data_ptr() for weight in weights]
+        self._fused = fused, [view.data_ptr() for view in views]  # of this thread: another may do the same at once
         return True
 
     def _product(self, x: Tensor, norm: nn.RMSNorm | None, linears: Sequence[nn.Module], whole: Tensor | None) -> Tensor:
@@ -258,7 +257,7 @@ class _FlatStep:
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: KVCache, layer: int) -> Tensor:
         b, _, width = x.shape
         heads, kv_heads, d = self.heads, self.kv_heads, self.head_dim
-        many, (qkv, gate_up) = heads + kv_heads, self._fused or (None, None)
+        many, (qkv, gate_up) = heads + kv_heads, (None, None) if self._fused is None else self._fused[0]
         x = x.view(b, width)
         out = self._product(x, self.attention_norm, self.qkv, qkv)
         both = out.narrow(1, 0, many * d).view(b, 1, many, d)
