@@ -6,6 +6,8 @@ Which form is fast depends on processor, threads, PyTorch, number format, rows a
 kept in the user's cache folder. Used for inference only: where autograd records, and without `use_kernels`, `F.linear` is
 called. Forms agree to rounding (1e-5 relative in float32).
 
+A step of many rows of a small model attends in the form that measured fastest, too (`omni.attention.ATTENDS`).
+
 M rows, K inputs, N outputs.
 """
 
@@ -19,7 +21,7 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from omni.attention import ATTENDS, Attend, attention
 from omni.errors import UserError
 from omni.files import write_json
 from omni.hardware import multiplies_bf16
@@ -46,6 +49,12 @@ BF16_FASTER = 1.2
 """How many times faster bfloat16 must be than float32, each in its best forms, to become the default."""
 
 REPEATS = 3
+
+SMALL = 1 << 20
+"""Numbers in the weights of a block up to which its steps are flat (`omni.model.blocks`), and its attention is measured."""
+
+MANY, KEYS, LAYERS = 32, 512, 4
+"""Rows, keys and layers of a measured step's attention; steps of a quarter of the rows and more take its form."""
 
 
 def _padded(form: Form, least: int) -> Form:
@@ -80,8 +89,18 @@ class Product(NamedTuple):
     outputs: int
 
 
+class AttentionShape(NamedTuple):
+    """What a measurement of a step's attention is of."""
+
+    threads: int
+    dtype: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
 class Timing(NamedTuple):
-    """The form that is used, and seconds of it and of `F.linear`."""
+    """The form that is used, and seconds of it and of `F.linear` (or of `omni.attention.attention`)."""
 
     form: str
     seconds: float
@@ -89,10 +108,10 @@ class Timing(NamedTuple):
 
 
 class Kernels:
-    """The forms of products that were measured on this machine, for `multiply`."""
+    """The forms of products that were measured on this machine, for `multiply`, and those of attention."""
 
-    def __init__(self, measured: Mapping[Product, Timing]) -> None:
-        self.measured = dict(measured)
+    def __init__(self, measured: Mapping[Product, Timing], attention: Mapping[AttentionShape, Timing] | None = None) -> None:
+        self.measured, self.attention = dict(measured), dict(attention or {})
         self._forms: dict[tuple[int, torch.dtype, int, int, int], Form] = {}
         for key, found in self.measured.items():
             if found.form != REFERENCE:
@@ -105,6 +124,13 @@ class Kernels:
             return None
         measured = rows if rows < 3 else 4 if rows < 5 else 8
         return self._forms.get((torch.get_num_threads(), dtype, measured, inputs, outputs))
+
+    def attends(self, rows: int, dtype: str, heads: int, kv_heads: int, head_dim: int) -> Attend:
+        """The form of a step's attention."""
+        if 4 * rows < MANY:
+            return attention
+        found = self.attention.get(AttentionShape(torch.get_num_threads(), dtype, heads, kv_heads, head_dim))
+        return attention if found is None else ATTENDS[found.form]
 
 
 def multiply(kernels: Kernels | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -156,7 +182,8 @@ def measure_kernels(model: nn.Module, rows: Sequence[int] = (1, 2)) -> Kernels:
     for dtype in kinds:
         for count in rows:
             found |= _measure([_as(weight, dtype) for weight in weights], count)
-    kernels = Kernels({**load_kernels().measured, **found})
+    kept = load_kernels()
+    kernels = Kernels({**kept.measured, **found}, {**kept.attention, **_measure_attention(model)})
     keep_kernels(kernels)
     use_kernels(model, kernels)
     return kernels
@@ -200,11 +227,32 @@ def _measure(weights: Sequence[Tensor], rows: int) -> dict[Product, Timing]:
     return found
 
 
-def choose(times: Mapping[str, Sequence[float]]) -> Timing:
-    """The fastest of the forms that took at most `FASTER` of the time of `F.linear` in every repeat; else that."""
-    reference = times[REFERENCE]
+@torch.inference_mode()
+def _measure_attention(model: nn.Module) -> dict[AttentionShape, Timing]:
+    """The best form of the attention of many rows' step; of a model with small blocks in float32 only."""
+    decoder: Any = getattr(model, "decoder", model)
+    block, config = decoder.blocks[0], decoder.config
+    weights = [part.weight for part in block.modules() if type(part) is nn.Linear]
+    if sum(weight.numel() for weight in weights) > SMALL or weights[0].dtype != torch.float32:
+        return {}
+    kv_heads, d = config.kv_heads, config.head_size
+    query, mask = torch.ones(MANY, kv_heads, config.heads // kv_heads, d), torch.zeros(MANY, 1, 1, KEYS)
+    memory = [torch.ones(2, MANY, KEYS, kv_heads, d).transpose(2, 3) for _ in range(LAYERS)]
+    times: dict[str, list[float]] = {name: [] for name in ATTENDS}
+    for _ in range(REPEATS):
+        for name, form in ATTENDS.items():
+            start = time.perf_counter()
+            for keys, values in memory:
+                form(query, keys, values, mask)
+            times[name].append((time.perf_counter() - start) / LAYERS)
+    return {AttentionShape(torch.get_num_threads(), "float32", config.heads, kv_heads, d): choose(times, "attention")}
+
+
+def choose(times: Mapping[str, Sequence[float]], usual: str = REFERENCE) -> Timing:
+    """The fastest of the forms that took at most `FASTER` of the time of the usual one in every repeat; else that."""
+    reference = times[usual]
     better = [n for n, taken in times.items() if all(a <= FASTER * b for a, b in zip(taken, reference, strict=True))]
-    best = min(better, key=lambda name: statistics.median(times[name]), default=REFERENCE)
+    best = min(better, key=lambda name: statistics.median(times[name]), default=usual)
     return Timing(best, statistics.median(times[best]), statistics.median(reference))
 
 
@@ -262,7 +310,11 @@ def load_kernels() -> Kernels:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["machine"] != machine():
             return Kernels({})
-        return Kernels({Product(*_fields(key, Product)): Timing(*_fields(value, Timing)) for key, value in data["products"]})
+        products, attention = data["products"], data.get("attention", [])  # which an older file lacks
+        return Kernels(
+            {Product(*_fields(key, Product)): _timing(value, FORMS) for key, value in products},
+            {AttentionShape(*_fields(key, AttentionShape)): _timing(value, ATTENDS) for key, value in attention},
+        )
     except FileNotFoundError:
         return Kernels({})
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -270,24 +322,31 @@ def load_kernels() -> Kernels:
         return Kernels({})
 
 
-def _fields(values: Any, kind: type[Product] | type[Timing]) -> Iterable[Any]:
-    types = (int, str, int, int, int) if kind is Product else (str, float, float)
+def _fields(values: Any, kind: type[Product] | type[AttentionShape] | type[Timing]) -> Sequence[Any]:
+    types = (str, float, float) if kind is Timing else (int, str, int, int, int)
     if not isinstance(values, list) or [type(v) for v in values] != list(types):
         raise ValueError(f"{values!r} is no {kind.__name__}")
-    if kind is Timing and (values[0] not in FORMS or not min(values[1:]) > 0):
-        raise ValueError(f"{values!r} is no measurement")
-    if kind is Product and values[1] not in ("float32", "bfloat16"):
+    if kind is not Timing and values[1] not in ("float32", "bfloat16"):
         raise ValueError(f"{values[1]!r} is no number format")
     return values
+
+
+def _timing(values: Any, forms: Mapping[str, object]) -> Timing:
+    found = Timing(*_fields(values, Timing))
+    if found.form not in forms or not min(found[1:]) > 0:
+        raise ValueError(f"{values!r} is no measurement")
+    return found
 
 
 def keep_kernels(kernels: Kernels) -> None:
     """Keep measurements for the next start. Of two that write at once the last stays, whole; a folder that cannot be written is
     told."""
     path = kernels_file()
-    products = [[list(key), list(value)] for key, value in sorted(kernels.measured.items())]
+    products, attention = (
+        [[list(key), list(value)] for key, value in sorted(some.items())] for some in (kernels.measured, kernels.attention)
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"machine": machine(), "products": products}, indent=None)
+        write_json(path, {"machine": machine(), "products": products, "attention": attention}, indent=None)
     except (OSError, UserError) as error:
         LOG.warning("measured kernels are not kept, %s cannot be written: %s", path, error)

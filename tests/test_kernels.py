@@ -22,9 +22,11 @@ from omni.checkpoint.places import WEIGHTS
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.kernels import (
+    ATTENDS,
     FORMS,
     REFERENCE,
     ROWS,
+    AttentionShape,
     Kernels,
     Product,
     Timing,
@@ -224,6 +226,36 @@ BROKEN: dict[str, Any] = {
     "a string for a number": lambda data: json.dumps(data).replace("0.25", '"fast"'),
     "another number format": lambda data: json.dumps(data).replace("float32", "os.system"),
 }
+
+
+@pytest.mark.parametrize("form", ATTENDS)
+def test_a_step_of_many_rows_attends_in_the_measured_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = SpeechModel(replace(MODELS["codec2"], decoder=replace(MODELS["codec2"].decoder, qk_norm=True))).eval()
+    kernels, c = measure_kernels(model), model.config.decoder
+    (shape,) = kernels.attention
+    assert shape == AttentionShape(1, "float32", c.heads, c.kv_heads, c.head_size) and load_kernels().attention.keys() == {
+        shape
+    }
+    calls: list[int] = []
+    monkeypatch.setitem(ATTENDS, form, lambda *given, real=ATTENDS[form]: calls.append(len(given[0])) or real(*given))
+    tokens = torch.stack([torch.randint(0, s.size, (9, 5)) for s in model.layout.streams], 1)
+
+    def steps(rows: int) -> Tensor:
+        calls.clear()
+        cache = model.make_cache(rows, 9, chunk=4)
+        with torch.inference_mode():
+            model(tokens[:rows, :, :4], input_pos=torch.arange(4).expand(rows, 4), cache=cache)
+            return model(tokens[:rows, :, 4:], input_pos=torch.full((rows, 1), 4), cache=cache).audio
+
+    use_kernels(model, Kernels({}))
+    wanted = steps(9)
+    assert not calls
+    use_kernels(model, Kernels({}, {shape: Timing(form, 1.0, 2.0)}))
+    torch.testing.assert_close(steps(9), wanted, rtol=1e-4, atol=1e-5)
+    assert calls == [9] * c.layers
+    torch.testing.assert_close(steps(7), wanted[:7], rtol=1e-4, atol=1e-5)
+    assert not calls  # few rows
 
 
 @pytest.mark.parametrize("case", BROKEN)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from omni.attention import attention
 from omni.config import DecoderConfig
-from omni.kernels import Kernels, apply
+from omni.kernels import SMALL, Kernels, apply
 from omni.kv_cache import Cache, KVCache
 from omni.model.int8 import Int8Linear, Normed, normed, packed_of, product_of, rounded, rounded_norm, together
 
@@ -74,8 +74,13 @@ class RMSNorm(nn.RMSNorm):
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _unscaled(x, eps) * weight
+
+
+def _unscaled(x: Tensor, eps: float) -> Tensor:
+    """RMSNorm without its weight."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * torch.addcmul(_constant(eps), length, length, value=1 / x.shape[-1]).rsqrt() * weight
+    return x * torch.addcmul(_constant(eps), length, length, value=1 / x.shape[-1]).rsqrt()
 
 
 class Attention(nn.Module):
@@ -174,10 +179,6 @@ class Block(nn.Module):
         return x + mlp(normed(x, self.mlp_norm, mlp.gate, mlp.up))
 
 
-SMALL = 1 << 20
-"""Numbers in the weights of a block up to which it is served by fused products."""
-
-
 class _FlatStep:
     """One column of each row through a block on a CPU, as flat calls.
 
@@ -214,10 +215,12 @@ class _FlatStep:
         kinds = {type(one) for one in linears}
         if type(part) is not Attention or type(mlp) is not SwiGLU or kinds not in ({Int8Linear}, {nn.Linear}):
             return None
+        if {type(one) for one in (part.q_norm, part.k_norm)} not in ({RMSNorm}, {type(None)}):
+            return None
         if kinds == {nn.Linear} and sum(one.weight.numel() for one in linears) > SMALL:
             return None
         self.qkv, self.out, self.gate_up, self.down = linears[:3], linears[3:4], linears[4:6], linears[6:]
-        self.attention_norm, self.mlp_norm = block.attention_norm, block.mlp_norm
+        self.attention_norm, self.mlp_norm, self.attention = block.attention_norm, block.mlp_norm, part
         self.q_norm, self.k_norm, self.head_dim = part.q_norm, part.k_norm, part.head_dim
         self.heads, self.kv_heads, self.hidden = part.heads, part.kv_heads, mlp.gate.out_features
         self._sizes = {len(group): [one.out_features for one in group] for group in (self.qkv, self.gate_up)}
@@ -262,12 +265,16 @@ class _FlatStep:
         out = self._product(x, self.attention_norm, self.qkv, qkv)
         both = out.narrow(1, 0, many * d).view(b, 1, many, d)
         if self.q_norm is not None and self.k_norm is not None:
-            both = torch.cat([self.q_norm(both[:, :, :heads]), self.k_norm(both[:, :, heads:])], dim=2)
+            both = _unscaled(both, self.q_norm.eps or 0.0)
+            both.narrow(2, 0, heads).mul_(self.q_norm._parameters["weight"])  # type: ignore[arg-type]
+            both.narrow(2, heads, kv_heads).mul_(self.k_norm._parameters["weight"])  # type: ignore[arg-type]
         both = rotate(both, *rope)
         k = both.narrow(2, heads, kv_heads).view(b, kv_heads, d)
         keys, values = cache.write(layer, k, out.narrow(1, many * d, kv_heads * d).view(b, kv_heads, d))
         q = both.narrow(2, 0, heads).view(b, kv_heads, heads // kv_heads, d)
-        y = attention(q, keys, values, mask).view(b, heads * d)
+        kernels = self.attention.kernels if self._kind is nn.Linear else None
+        attend = kernels.attends(b, "float32", heads, kv_heads, d) if kernels is not None else attention
+        y = attend(q, keys, values, mask).view(b, heads * d)
         x = self._product(y, None, self.out, None).add_(x)
         out = self._product(x, self.mlp_norm, self.gate_up, gate_up)
         inner = F.silu(out.narrow(1, 0, self.hidden)).mul_(out.narrow(1, self.hidden, self.hidden))
