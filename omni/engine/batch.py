@@ -202,7 +202,7 @@ class EngineBatch:
             elif len(talk.columns) >= limits.columns or talk.frames > limits.frames:
                 complete.append((running, "length"))
         if outputs:
-            self._sound.put(outputs)
+            self._sound.put(outputs, self.seconds if len(self.talks) > 1 else 0.0)
         for running, reason in complete:
             self.end(running, reason)
         if not self.talks:

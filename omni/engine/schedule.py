@@ -78,12 +78,12 @@ def choose(talks: Iterable[Talk], now: float, marks: Watermarks, unread: float =
             (found.read if whole else found.behind).append(talk)
         elif running.unread > marks.high + TOLD + unread * running.frame_rate:
             found.lost.append(talk)
-        elif running.plays is None:
+        elif running.plays is None and not talk.exact:
             found.new.append(talk)
         else:
-            held = running.held(now, talk.exact)
+            held = talk.exact if running.plays is None else running.held(now, talk.exact)  # it is about to play
             found.late |= held <= 0
-            if talk.exact <= marks.low:
+            if talk.exact <= marks.low or running.plays is None:
                 found.new.append(talk)
             elif held < marks.low:
                 found.low.append(talk)

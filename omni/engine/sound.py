@@ -27,6 +27,10 @@ from omni.generate.rows import StepOutput
 
 Outputs = list[tuple[Running, StepOutput]]
 
+BEFORE = 3
+"""Steps that a live listener's first sound lasts at least, up to two frames: it plays at once, and the next may be delayed by
+somebody's question."""
+
 
 class SoundThread:
     """Writes the answers of one engine.
@@ -42,12 +46,15 @@ class SoundThread:
         self._work: deque[Outputs | tuple[Running, Reason]] = deque()
         self._batches: dict[AudioCodec, CodecBatch] = {}
         self._streams: dict[Running, int] = {}
+        self._held: dict[Running, Tensor] = {}  # first sounds that do not last long enough yet
+        self._step = 0.0  # seconds of one
         self._order = threading.RLock()  # held from the taking of a piece of work to its end
         self._worker = Worker("omni-sound", self._turn)
         self.stop = self._worker.stop
 
-    def put(self, outputs: Outputs) -> None:
-        """Take the outputs of a step, from the stepping thread."""
+    def put(self, outputs: Outputs, step: float) -> None:
+        """Take the outputs of a step, from the stepping thread, and the seconds that one takes; 0 where nobody else speaks."""
+        self._step = step
         self._take(outputs, [running for running, _ in outputs])
 
     def end(self, running: Running, reason: Reason) -> None:
@@ -134,7 +141,7 @@ class SoundThread:
             for running, sound in zip(open_, sounds, strict=True):
                 self._play(running, sound)
 
-    def _play(self, running: Running, sound: Tensor | Exception) -> None:
+    def _play(self, running: Running, sound: Tensor | Exception, last: bool = False) -> None:
         """Give the listener a sound, or end the answer whose codec failed."""
         codec = running.codec
         assert codec is not None
@@ -144,6 +151,9 @@ class SoundThread:
             way = "generate_batch(sound=False) gives its codes"
             running.reply.fail(f"codec {codec.name} cannot decode the answer ({sound}); {way}")
         else:
+            if running.live and running.plays is None:
+                least = min(BEFORE * self._step * codec.sample_rate, 2 * codec.frame_samples)
+                sound = self._begun(running, sound, 0.0 if last else least)
             with running.changed:
                 if not len(sound):
                     running.tell()
@@ -153,6 +163,15 @@ class SoundThread:
                         self._recorder.sounded(late)
                     elif first and running.pace == "live":
                         self._recorder.began(running.first_audio or 0.0)
+
+    def _begun(self, running: Running, sound: Tensor, least: float) -> Tensor:
+        """A live listener's first sound with the next one, or nothing while both have less than the least number of samples."""
+        held = self._held.pop(running, None)
+        sound = sound if held is None else torch.cat([held, sound])
+        if len(sound) >= least:
+            return sound
+        self._held[running] = sound
+        return sound[:0]
 
     def _raise(self, running: Running, error: BaseException) -> None:
         running.fail(error)
@@ -168,7 +187,8 @@ class SoundThread:
                     running.put(event)
             if stream is not None and batch is not None and reply.error is None:
                 (rest,) = batch.finish([stream])
-                self._play(running, rest)
+                self._play(running, rest, last=True)
+        self._held.pop(running, None)
         if stream is not None and batch is not None:
             batch.close(stream)
         self._recorder.ended()

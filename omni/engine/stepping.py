@@ -77,7 +77,7 @@ class SteppingThread:
         wait = self._give_up(due)
         incoming = intake.entering is not None or bool(intake.placed)
         spare = max(due.slack, due.spare - 1.5 * batch.seconds)
-        waited = self._steps >= (BETWEEN if spare > 0 else PATIENCE)
+        waited = self._steps >= (BETWEEN if spare > batch.seconds else PATIENCE)
         urgent = due.new + due.low
         self._filling = bool(due.low) or (self._filling and len(due.along) > due.full)
         if urgent and not (incoming and waited):
@@ -98,12 +98,12 @@ class SteppingThread:
 
     def _beside(self, urgent: Sequence[Talk], due: Due) -> list[Talk]:
         """Talks that a step takes besides those that cannot wait."""
-        if due.late:
+        fixed, each = self._recorder.cost() or (1.0, 0.0)
+        alone, more = fixed + each * len(urgent), each * len(due.along)
+        if due.spare < 2 * (alone + more):  # else somebody's sound runs out if it takes twice as long
             return []
         if self._filling:
             return due.along + due.read
-        fixed, each = self._recorder.cost() or (1.0, 0.0)
-        alone, more = fixed + each * len(urgent), each * len(due.along)
         return due.along if 4 * more <= alone else []  # of a large model, whose step costs little more with them
 
     def _step(self, talks: Sequence[Talk]) -> None:

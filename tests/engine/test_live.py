@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from omni.engine import intake
+from omni.engine import intake, sound
 from omni.engine.admission import Verdict, admit
 from omni.engine.entering import Entering
-from omni.engine.schedule import Watermarks, choose
+from omni.engine.schedule import Due, Watermarks, choose
 from omni.engine.slots import Seat, Slots
 from omni.engine.stats import Recorder
 from omni.errors import BusyError, UserError
-from omni.generate.results import Ended
+from omni.generate.results import AudioChunk, Ended
 from omni.generate.runner import Runner
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
@@ -48,6 +49,9 @@ def test_who_is_due() -> None:
     assert found.slack == pytest.approx(-1 / 25) and not found.late  # the low one holds a frame
     assert found.spare == pytest.approx(1 / 25) and found.full == 1
     assert choose([listener(0.45, 12)], 100.0, Watermarks()).late
+    about, held = listener(None, 2), listener(None, 21)  # to begin: with one frame; with many, which wait to be enough
+    found = choose([fine, about, held], 100.0, Watermarks(2.0, 5.0))
+    assert found.new == [about, held] and found.spare == pytest.approx(1 / 25)
     program.running.ahead = 64
     assert choose([program], 100.0, Watermarks()).behind == [program]
     new.running.unread, fine.running.unread = 5 + 16 + 250, 5 + 16 + 251
@@ -137,6 +141,36 @@ def test_a_live_row_rests_when_its_listener_holds_enough(lm: SpeechLM) -> None:
     assert stats.lateness.count and (stats.lateness.p50 or 0) < 0 and stats.first_audio.count == 1 and stats.active == 0
     lm.engine.clear_stats()
     assert lm.engine.stats().steps == 0
+
+
+def test_a_first_sound_waits_for_the_next_frame_where_others_speak(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that somebody's question does not make the second one late; alone it does not wait, nor does a short answer."""
+    monkeypatch.setattr(sound, "BEFORE", 1e9)
+
+    def sizes(answers: list[Any]) -> list[list[int]]:
+        return [[len(event.samples) for event in events if isinstance(event, AudioChunk)] for events in answers]
+
+    assert lm.codec is not None
+    frame = lm.codec.frame_samples
+    with ExitStack() as stack:
+        sessions = [stack.enter_context(lm.session(**LONG)) for _ in range(6)]
+        assert sizes([sessions[0].ask("hello", "T1A2")])[0][0] == frame
+        together = sizes([session.ask("hello", "T1A2") for session in sessions])
+        assert max(first for first, *_ in together) == 2 * frame
+        assert {size for _, *others in together for size in others} == {frame}
+        short = [stack.enter_context(lm.session(**{**LONG, "max_seconds": 0.04})) for _ in range(6)]
+        assert sizes([session.ask("hello", "T1A2") for session in short]) == [[frame]] * 6
+
+
+def test_a_step_of_all_waits_where_somebody_is_about_to_run_out(lm: SpeechLM) -> None:
+    """Those that cannot wait are stepped alone then."""
+    stepping = lm.engine._stepping
+    for rows in (1, 2, 4, 8) * 4:
+        lm.engine._recorder.stepped(rows, 0.004 + 0.001 * rows)
+    along = [listener(0.4, 14)] * 4
+    for spare, beside in ((0.017, []), (0.019, along)):  # a step of five takes 9 ms
+        stepping._filling = True
+        assert stepping._beside([listener(None, 0)], Due(along=along, spare=spare)) == beside
 
 
 def test_a_listener_for_whom_there_is_no_room_waits_or_is_told(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
