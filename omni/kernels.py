@@ -233,7 +233,7 @@ def _measure_attention(model: nn.Module) -> dict[AttentionShape, Timing]:
     decoder: Any = getattr(model, "decoder", model)
     block, config = decoder.blocks[0], decoder.config
     weights = [part.weight for part in block.modules() if type(part) is nn.Linear]
-    if sum(weight.numel() for weight in weights) > SMALL or weights[0].dtype != torch.float32:
+    if not weights or sum(weight.numel() for weight in weights) > SMALL or weights[0].dtype != torch.float32:
         return {}
     kv_heads, d = config.kv_heads, config.head_size
     query, mask = torch.ones(MANY, kv_heads, config.heads // kv_heads, d), torch.zeros(MANY, 1, 1, KEYS)

@@ -228,6 +228,33 @@ BROKEN: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("rows", [2, 9])
+def test_a_model_that_serves_still_refuses_to_write_its_cache_while_autograd_records(model: SpeechModel, rows: int) -> None:
+    measure_kernels(model)
+    tokens = torch.stack([torch.randint(0, s.size, (rows, 1)) for s in model.layout.streams], 1)
+    cache = model.make_cache(rows, 9, chunk=4)
+    with torch.no_grad():
+        model(tokens, input_pos=torch.zeros(rows, 1, dtype=torch.long), cache=cache)  # its weights are fused by now
+    before = cache.keys[0].clone()
+    with pytest.raises(RuntimeError, match="in place while autograd records"):
+        model(tokens, input_pos=torch.ones(rows, 1, dtype=torch.long), cache=cache)
+    assert cache.keys[0].equal(before)
+
+
+def test_blocks_of_other_linears_are_measured_without_attention(model: SpeechModel) -> None:
+    """Such as linears in 4 bits, beside heads that are plain."""
+
+    class Other(torch.nn.Linear):
+        pass
+
+    for block in model.decoder.blocks:
+        for part in block.modules():
+            if type(part) is torch.nn.Linear:
+                part.__class__ = Other
+    kernels = measure_kernels(model)
+    assert kernels.measured and not kernels.attention
+
+
 @pytest.mark.parametrize("form", ATTENDS)
 def test_a_step_of_many_rows_attends_in_the_measured_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

@@ -205,8 +205,8 @@ class _FlatStep:
             self._hooks = [hooks for part in there for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         if self._kind is None or any(self._hooks) or x.dtype != torch.float32 or cache.dtype != torch.float32:
             return False
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-            return False
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return False  # while autograd records, the cache's `update` refuses to be written
         return self._kind is Int8Linear or (attention.kernels is not None and self._fuses(x))  # type: ignore[union-attr]
 
     def _made_of(self, block: Block) -> type[nn.Module] | None:
@@ -232,9 +232,7 @@ class _FlatStep:
         weights = [weight for group in groups for weight in group if weight is not None]
         if self._fused is not None and [weight.data_ptr() for weight in weights] == self._fused[1]:
             return True
-        if torch.is_grad_enabled() or any(
-            type(w) is not nn.Parameter or w.dtype != x.dtype or w.device != x.device for w in weights
-        ):
+        if any(type(w) is not nn.Parameter or w.dtype != x.dtype or w.device != x.device for w in weights):
             return False
         with torch.inference_mode(False), torch.no_grad():
             fused = [torch.cat([w.detach() for w in group if w is not None]) for group in groups]
