@@ -100,11 +100,12 @@ class SteppingThread:
         """Talks that a step takes besides those that cannot wait."""
         fixed, each = self._recorder.cost() or (1.0, 0.0)
         alone, more = fixed + each * len(urgent), each * len(due.along)
-        if due.spare < 2 * (alone + more):  # else somebody's sound runs out if it takes twice as long
+        cheap = 4 * more <= alone  # of a large model, whose step costs little more with them
+        if due.late or (not cheap and due.spare < 2 * (alone + more)):  # somebody's sound runs out if it takes twice as long
             return []
         if self._filling:
             return due.along + due.read
-        return due.along if 4 * more <= alone else []  # of a large model, whose step costs little more with them
+        return due.along if cheap else []
 
     def _step(self, talks: Sequence[Talk]) -> None:
         self._steps += 1

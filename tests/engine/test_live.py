@@ -171,6 +171,15 @@ def test_a_step_of_all_waits_where_somebody_is_about_to_run_out(lm: SpeechLM) ->
     for spare, beside in ((0.017, []), (0.019, along)):  # a step of five takes 9 ms
         stepping._filling = True
         assert stepping._beside([listener(None, 0)], Due(along=along, spare=spare)) == beside
+        lm.engine.clear_stats()  # nothing is known of a step's cost
+        assert stepping._beside([listener(None, 0)], Due(along=along, spare=spare)) == along
+        for rows in (1, 2, 4, 8) * 4:  # of a large model: who comes along costs next to nothing, so nobody gains without them
+            lm.engine._recorder.stepped(rows, 0.04 + 0.0001 * rows)
+        assert stepping._beside([listener(None, 0)], Due(along=along, spare=spare)) == along
+        assert stepping._beside([listener(None, 0)], Due(along=along, spare=0.0, late=True)) == []
+        lm.engine.clear_stats()
+        for rows in (1, 2, 4, 8) * 4:
+            lm.engine._recorder.stepped(rows, 0.004 + 0.001 * rows)
 
 
 def test_a_listener_for_whom_there_is_no_room_waits_or_is_told(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
