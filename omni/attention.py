@@ -5,9 +5,6 @@ Dimensions: B batch, H heads, G key/value heads, T queries, S keys, D size of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -60,30 +57,3 @@ def attention(
         query, key, value = query.float(), key.float(), value.float()
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     return out.to(torch.bfloat16)
-
-
-# --- steps ------------------------------------------------------------------------------------------------------------
-
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Attention [B, G, N, D] of N queries [B, G, N, D] over the same keys and values [B, G, S, D], with a mask that is added to the
-scores, [B, 1, 1, S]."""
-
-PIECE = 24_576
-"""Numbers of keys in a product: OpenBLAS has a quick kernel for few queries of up to so many."""
-
-
-def by_numpy(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """`Attend` with NumPy's products: on AMD's processors the MKL of PyTorch multiplies few rows by its slowest code."""
-    *first, number = query.shape
-    scores, out = query.new_empty(*first, key.shape[2]), torch.empty_like(query)
-    into, queries, keys = scores.numpy(), (query * number**-0.5).numpy(), key.numpy().swapaxes(2, 3)
-    most = max(1, PIECE // number)
-    for start in range(0, key.shape[2], most):
-        here = slice(start, start + most)
-        np.matmul(queries, keys[..., here], into[..., here])
-    np.matmul(scores.add_(mask).softmax(-1).numpy(), value.numpy(), out.numpy())
-    return out
-
-
-ATTENDS: Mapping[str, Attend] = {"attention": attention, "numpy": by_numpy}
-"""Equal forms of a step's attention; `omni.kernels` measures which is faster."""

@@ -6,7 +6,8 @@ Which form is fast depends on processor, threads, PyTorch, number format, rows a
 kept in the user's cache folder. Used for inference only: where autograd records, and without `use_kernels`, `F.linear` is
 called. Forms agree to rounding (1e-5 relative in float32).
 
-A step of many rows of a small model attends in the form that measured fastest, too (`omni.attention.ATTENDS`).
+A block's step is compiled where that measured faster, by the same rule: in int8, and in float32 of a small model
+(`omni.model.compiled`).
 
 M rows, K inputs, N outputs.
 """
@@ -21,7 +22,7 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omni.attention import ATTENDS, Attend, attention
 from omni.errors import UserError
 from omni.files import write_json
 from omni.hardware import multiplies_bf16
@@ -51,10 +51,10 @@ BF16_FASTER = 1.2
 REPEATS = 3
 
 SMALL = 1 << 20
-"""Numbers in the weights of a block up to which its steps are flat (`omni.model.blocks`), and its attention is measured."""
+"""Numbers in the weights of a float32 block up to which its step is compiled, for one thread."""
 
-MANY, KEYS, LAYERS = 32, 512, 4
-"""Rows, keys and layers of a measured step's attention; steps of a quarter of the rows and more take its form."""
+STEP_ROWS, STEP_KEYS = (2, 16), 256
+"""Rows and keys of measured steps."""
 
 
 def _padded(form: Form, least: int) -> Form:
@@ -69,7 +69,7 @@ def _weight_first(rows: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(weight, rows.t()).t().contiguous()  # of another order in memory, the next product takes a slow way
 
 
-REFERENCE = "linear"
+REFERENCE, MODULES, COMPILED = "linear", "modules", "compiled"
 FORMS: Mapping[str, Form] = {
     REFERENCE: F.linear,
     "weight first": _weight_first,
@@ -89,18 +89,26 @@ class Product(NamedTuple):
     outputs: int
 
 
-class AttentionShape(NamedTuple):
-    """What a measurement of a step's attention is of."""
+class StepShape(NamedTuple):
+    """A block whose step is measured. `numbers` is `float32` or `int8`."""
 
-    threads: int
-    dtype: str
+    numbers: str
+    width: int
     heads: int
     kv_heads: int
     head_dim: int
+    mlp_width: int
+
+
+class Step(NamedTuple):
+    """What a measurement of a step is of."""
+
+    threads: int
+    shape: StepShape
 
 
 class Timing(NamedTuple):
-    """The form that is used, and seconds of it and of `F.linear` (or of `omni.attention.attention`)."""
+    """The form that is used, and seconds of it and of `F.linear`, or of the modules."""
 
     form: str
     seconds: float
@@ -108,10 +116,11 @@ class Timing(NamedTuple):
 
 
 class Kernels:
-    """The forms of products that were measured on this machine, for `multiply`, and those of attention."""
+    """The forms of products that were measured on this machine, for `multiply`, and those of a block's step."""
 
-    def __init__(self, measured: Mapping[Product, Timing], attention: Mapping[AttentionShape, Timing] | None = None) -> None:
-        self.measured, self.attention = dict(measured), dict(attention or {})
+    def __init__(self, measured: Mapping[Product, Timing], steps: Mapping[Step, Timing] | None = None) -> None:
+        self.measured, self.steps = dict(measured), dict(steps or {})
+        self._compiled = {key for key, found in self.steps.items() if found.form == COMPILED}
         self._forms: dict[tuple[int, torch.dtype, int, int, int], Form] = {}
         for key, found in self.measured.items():
             if found.form != REFERENCE:
@@ -125,12 +134,9 @@ class Kernels:
         measured = rows if rows < 3 else 4 if rows < 5 else 8
         return self._forms.get((torch.get_num_threads(), dtype, measured, inputs, outputs))
 
-    def attends(self, rows: int, dtype: str, heads: int, kv_heads: int, head_dim: int) -> Attend:
-        """The form of a step's attention."""
-        if 4 * rows < MANY:
-            return attention
-        found = self.attention.get(AttentionShape(torch.get_num_threads(), dtype, heads, kv_heads, head_dim))
-        return attention if found is None else ATTENDS[found.form]
+    def compiled(self, shape: StepShape) -> bool:
+        """Whether a block's step is compiled."""
+        return (torch.get_num_threads(), shape) in self._compiled
 
 
 def multiply(kernels: Kernels | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -167,23 +173,26 @@ def measure_kernels(model: nn.Module, rows: Sequence[int] = (1, 2)) -> Kernels:
     """Measures the products of a model's decoder on this machine, keeps what was found, and uses it.
 
     Takes a few seconds for 0.5B parameters. A float32 model is measured in bfloat16 besides where the processor multiplies
-    that fast (over the same memory, whose bytes do not matter). A model on a GPU, or in int8, is left alone.
+    that fast (over the same memory, whose bytes do not matter). Of a model in int8 the step alone is measured; one on a GPU is
+    left alone.
 
     Args:
         rows: of `ROWS`.
     """
     weights = step_weights(model)
-    if not weights or weights[0].device.type != "cpu":
+    if any(p.device.type != "cpu" for p in model.parameters()):
         return Kernels({})
     found: dict[Product, Timing] = {}
-    kinds = [weights[0].dtype]
-    if weights[0].dtype == torch.float32 and multiplies_bf16("cpu"):
+    kinds = [weights[0].dtype] if weights else []
+    if kinds == [torch.float32] and multiplies_bf16("cpu"):
         kinds.append(torch.bfloat16)
     for dtype in kinds:
         for count in rows:
             found |= _measure([_as(weight, dtype) for weight in weights], count)
     kept = load_kernels()
-    kernels = Kernels({**kept.measured, **found}, {**kept.attention, **_measure_attention(model)})
+    kernels = Kernels({**kept.measured, **found}, {**kept.steps, **_measure_step(model)})
+    if not kernels.measured and not kernels.steps:
+        return kernels
     keep_kernels(kernels)
     use_kernels(model, kernels)
     return kernels
@@ -228,24 +237,34 @@ def _measure(weights: Sequence[Tensor], rows: int) -> dict[Product, Timing]:
 
 
 @torch.inference_mode()
-def _measure_attention(model: nn.Module) -> dict[AttentionShape, Timing]:
-    """The best form of the attention of many rows' step; of a model with small blocks in float32 only."""
-    decoder: Any = getattr(model, "decoder", model)
-    block, config = decoder.blocks[0], decoder.config
-    weights = [part.weight for part in block.modules() if type(part) is nn.Linear]
-    if not weights or sum(weight.numel() for weight in weights) > SMALL or weights[0].dtype != torch.float32:
+def _measure_step(model: nn.Module) -> dict[Step, Timing]:
+    """The best form of a block's step, which is to be better for few rows and for many."""
+    decoder: Any = getattr(model, "decoder", None)
+    shape = decoder.blocks[0].step_shape() if decoder is not None and len(decoder.blocks) else None
+    if shape is None:
         return {}
-    kv_heads, d = config.kv_heads, config.head_size
-    query, mask = torch.ones(MANY, kv_heads, config.heads // kv_heads, d), torch.zeros(MANY, 1, 1, KEYS)
-    memory = [torch.ones(2, MANY, KEYS, kv_heads, d).transpose(2, 3) for _ in range(LAYERS)]
-    times: dict[str, list[float]] = {name: [] for name in ATTENDS}
-    for _ in range(REPEATS):
-        for name, form in ATTENDS.items():
-            start = time.perf_counter()
-            for keys, values in memory:
-                form(query, keys, values, mask)
-            times[name].append((time.perf_counter() - start) / LAYERS)
-    return {AttentionShape(torch.get_num_threads(), "float32", config.heads, kv_heads, d): choose(times, "attention")}
+    key, keys = Step(torch.get_num_threads(), shape), min(STEP_KEYS, decoder.config.context)
+    forms = {form: Kernels({}, {key: Timing(form, 1.0, 1.0)}) for form in (MODULES, COMPILED)}
+    chosen: list[Timing] = []
+    LOG.info(
+        "measuring a step of %d and of %d rows; the first time on a processor it is compiled for a quarter of a minute",
+        *STEP_ROWS,
+    )
+    for rows in STEP_ROWS:
+        cache: Any = model.make_cache(rows, keys)  # type: ignore[operator]
+        column = torch.zeros(rows, len(decoder.layout), 1, dtype=torch.long)
+        before = torch.arange(keys - 1).expand(rows, -1)
+        cache.positions[:, : keys - 1] = before[:, : cache.slots]
+        times: dict[str, list[float]] = {form: [] for form in forms}
+        for repeat in range(-1, REPEATS):
+            for form, kernels in forms.items():
+                use_kernels(model, kernels)
+                start = time.perf_counter()
+                decoder(column, input_pos=torch.full((rows, 1), keys - 1), cache=cache)
+                if repeat >= 0:  # the first one compiles
+                    times[form].append(time.perf_counter() - start)
+        chosen.append(choose(times, MODULES))
+    return {key: next((one for one in chosen if one.form == MODULES), chosen[0])}
 
 
 def choose(times: Mapping[str, Sequence[float]], usual: str = REFERENCE) -> Timing:
@@ -259,7 +278,7 @@ def choose(times: Mapping[str, Sequence[float]], usual: str = REFERENCE) -> Timi
 def serve_measured(model: nn.Module, any_dtype: bool) -> None:
     """Let a model that is read for inference use what was measured before; with `any_dtype` also to become bfloat16."""
     kernels = load_kernels()
-    if not kernels.measured:
+    if not kernels.measured and not kernels.steps:
         return
     if any_dtype and bf16_pays(model, kernels):
         model.to(torch.bfloat16)
@@ -310,10 +329,13 @@ def load_kernels() -> Kernels:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["machine"] != machine():
             return Kernels({})
-        products, attention = data["products"], data.get("attention", [])  # which an older file lacks
+        products, steps = data["products"], data.get("steps", [])  # which an older file lacks
         return Kernels(
             {Product(*_fields(key, Product)): _timing(value, FORMS) for key, value in products},
-            {AttentionShape(*_fields(key, AttentionShape)): _timing(value, ATTENDS) for key, value in attention},
+            {
+                Step(threads, StepShape(*_fields(shape, StepShape))): _timing(value, (MODULES, COMPILED))
+                for (threads, shape), value in steps
+            },
         )
     except FileNotFoundError:
         return Kernels({})
@@ -322,16 +344,20 @@ def load_kernels() -> Kernels:
         return Kernels({})
 
 
-def _fields(values: Any, kind: type[Product] | type[AttentionShape] | type[Timing]) -> Sequence[Any]:
-    types = (str, float, float) if kind is Timing else (int, str, int, int, int)
-    if not isinstance(values, list) or [type(v) for v in values] != list(types):
+_FIELDS: Mapping[type[Any], Sequence[type[Any]]] = {
+    Product: (int, str, int, int, int), StepShape: (str, int, int, int, int, int), Timing: (str, float, float)
+}  # fmt: skip
+
+
+def _fields(values: Any, kind: type[Any]) -> Sequence[Any]:
+    if not isinstance(values, list) or [type(v) for v in values] != list(_FIELDS[kind]):
         raise ValueError(f"{values!r} is no {kind.__name__}")
-    if kind is not Timing and values[1] not in ("float32", "bfloat16"):
-        raise ValueError(f"{values[1]!r} is no number format")
+    if kind is not Timing and not {"float32", "bfloat16", "int8"}.intersection(v for v in values if isinstance(v, str)):
+        raise ValueError(f"{values!r} has no number format")
     return values
 
 
-def _timing(values: Any, forms: Mapping[str, object]) -> Timing:
+def _timing(values: Any, forms: Container[str]) -> Timing:
     found = Timing(*_fields(values, Timing))
     if found.form not in forms or not min(found[1:]) > 0:
         raise ValueError(f"{values!r} is no measurement")
@@ -342,11 +368,10 @@ def keep_kernels(kernels: Kernels) -> None:
     """Keep measurements for the next start. Of two that write at once the last stays, whole; a folder that cannot be written is
     told."""
     path = kernels_file()
-    products, attention = (
-        [[list(key), list(value)] for key, value in sorted(some.items())] for some in (kernels.measured, kernels.attention)
-    )
+    products = [[list(key), list(value)] for key, value in sorted(kernels.measured.items())]
+    steps = [[[key.threads, list(key.shape)], list(value)] for key, value in sorted(kernels.steps.items())]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"machine": machine(), "products": products, "attention": attention}, indent=None)
+        write_json(path, {"machine": machine(), "products": products, "steps": steps}, indent=None)
     except (OSError, UserError) as error:
         LOG.warning("measured kernels are not kept, %s cannot be written: %s", path, error)

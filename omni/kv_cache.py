@@ -99,6 +99,12 @@ class KVCache:
     def device(self) -> torch.device:
         return self.positions.device
 
+    @property
+    def writes(self) -> Tensor:
+        """The slots that this forward writes, [B * T], among all [rows, S + 1] of `keys`; the spare ones are of padding."""
+        assert self._writes is not None
+        return self._writes
+
     def select(self, rows: Sequence[int]) -> KVCache:
         """A view of some rows that shares this cache's memory: row i of a batch is row `rows[i]` of the cache.
 
@@ -220,17 +226,13 @@ class KVCache:
         dtype, wanted = self.dtype, k.dtype
         if wanted != dtype:
             k, v = k.to(dtype), v.to(dtype)
-        keys, values = self.write(layer, k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1))
-        return (keys, values) if wanted == dtype else (keys.to(wanted), values.to(wanted))
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """`update` with k and v [B * T, H, D] in the cache's own format, after `attend_to` and where nothing records."""
         here = self._layer(layer)
-        here.key_slots.index_copy_(0, self._writes, k)  # type: ignore[arg-type]
-        here.value_slots.index_copy_(0, self._writes, v)  # type: ignore[arg-type]
-        if self._rows is None:
-            return here.keys, here.values
-        return here.keys[self._rows], here.values[self._rows]
+        here.key_slots.index_copy_(0, self._writes, k.transpose(1, 2).flatten(0, 1))
+        here.value_slots.index_copy_(0, self._writes, v.transpose(1, 2).flatten(0, 1))
+        keys, values = here.keys, here.values
+        if self._rows is not None:
+            keys, values = keys[self._rows], values[self._rows]
+        return (keys, values) if wanted == dtype else (keys.to(wanted), values.to(wanted))
 
     def _layer(self, layer: int) -> _Layer:
         """The views of one layer; made once, because making them would take a noticeable part of a step."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
-from omni.attention import ATTENDS, attention
+from omni.attention import attention
 from omni.config import preset
 from omni.model.speech_model import SpeechModel
 
@@ -115,24 +115,6 @@ def test_groups_with_a_mask_are_spread_over_the_heads_on_a_gpu(masked: bool, mon
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     torch.testing.assert_close(attention(q, k, v, mask, not masked, True), plain)
     assert asked == [not masked]
-
-
-@pytest.mark.parametrize("form", ATTENDS)
-@pytest.mark.parametrize("keys", [1, 70, 384, 1000])
-def test_forms_of_a_step_are_equal(form: str, keys: int) -> None:
-    """Also of rows of a larger cache, whose hidden keys count for nothing."""
-    g = torch.Generator().manual_seed(0)
-    query, memory = torch.randn(9, 2, 3, 64, generator=g), torch.randn(2, 12, 1024, 2, 64, generator=g)
-    key, value = (part[2:11, :keys].transpose(1, 2) for part in memory)
-    shown = torch.rand(9, 1, 1, keys, generator=g) < 0.7
-    shown[..., 0] = True
-    value = torch.where(shown.transpose(2, 3), value, 1e6)
-    mask = torch.zeros(shown.shape).masked_fill(~shown, float("-inf"))
-    scores = query.double() @ key.double().transpose(2, 3) / 8 + mask.double()
-    with torch.inference_mode():
-        found = ATTENDS[form](query, key, value, mask)
-    torch.testing.assert_close(found.double(), scores.softmax(-1) @ value.double(), rtol=1e-5, atol=1e-5)
-    assert found.is_contiguous()
 
 
 @pytest.mark.cuda

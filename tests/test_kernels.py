@@ -22,13 +22,14 @@ from omni.checkpoint.places import WEIGHTS
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.kernels import (
-    ATTENDS,
+    COMPILED,
     FORMS,
+    MODULES,
     REFERENCE,
     ROWS,
-    AttentionShape,
     Kernels,
     Product,
+    Step,
     Timing,
     bf16_pays,
     choose,
@@ -41,6 +42,8 @@ from omni.kernels import (
     step_weights,
     use_kernels,
 )
+from omni.model import blocks
+from omni.model.int8_model import to_int8
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.train.data.toys import MODELS
@@ -126,64 +129,146 @@ def test_training_and_hooks_keep_the_linear(model: SpeechModel, monkeypatch: pyt
         assert not calls
 
 
-STEPS: dict[str, dict[str, Any]] = {"plain": {}, "biases, norms": {"qkv_bias": True, "qk_norm": True}, "window": {"window": 4}}
+STEPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases, norms": {"qkv_bias": True, "qk_norm": True, "kv_heads": 4},
+    "window": {"window": 4},
+    "short window": {"window": 4, "context": 6},
+}
 
 
+def compiled(numbers: str, model: SpeechModel, form: str = COMPILED) -> Kernels:
+    """Kernels with a measurement of the step of a model's block."""
+    shape = model.decoder.blocks[0].step_shape()
+    assert shape is not None and shape.numbers == numbers
+    return Kernels({}, {Step(1, shape): Timing(form, 1.0, 2.0)})
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls of what is compiled."""
+    made: list[str] = []
+    for name in ("block", "attend_and_round"):
+        real = getattr(blocks.compiled, name)
+        monkeypatch.setattr(blocks.compiled, name, lambda *given, n=name, real=real: made.append(n) or real(*given))
+    return made
+
+
+@pytest.mark.parametrize("numbers", ["float32", "int8"])
 @pytest.mark.parametrize("shape", STEPS)
-def test_a_small_block_that_serves_fuses_its_products(shape: str, tmp_path: Path) -> None:
-    """Its weights stay its own: they are saved, copied, trained and changed as before."""
+def test_a_compiled_step_is_the_modules(shape: str, numbers: str, calls: list[str]) -> None:
+    """Of one row, few and many, of different lengths, beside rows that rest, and gathered; the same in any company."""
     torch.manual_seed(0)
-    decoder = replace(MODELS["codec2"].decoder, width=32, heads=4, kv_heads=2, **STEPS[shape])
-    config = replace(MODELS["codec2"], decoder=decoder)
-    model = SpeechModel(config).eval()
+    decoder = replace(MODELS["codec2"].decoder, **{"width": 32, "heads": 4, "kv_heads": 2, **STEPS[shape]})
+    model: Any = SpeechModel(replace(MODELS["codec2"], decoder=decoder)).eval()
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)
-    before, products = copy.deepcopy(model.state_dict()), []
+    model = to_int8(model) if numbers == "int8" else model
+    tokens = torch.stack([torch.randint(0, s.size, (9, 7)) for s in model.layout.streams], 1)
+    lengths = torch.tensor([6, 3, 5, 6, 4, 2, 6, 1, 6]) if shape != "short window" else torch.full((9,), 4)
+
+    def answers() -> list[Tensor]:
+        found = []
+        for rows in (range(9), [2], range(3), [0, 4, 8], [1, 2, 5, 4, 6]):
+            cache = model.make_cache(9, 12, chunk=6)
+            with torch.inference_mode():
+                fed = torch.arange(6).expand(9, 6)
+                model(tokens[:, :, :6], input_pos=torch.where(fed < lengths[:, None], fed, -1), cache=cache)
+                where = lengths[list(rows), None].clone()
+                where[3:4] = -1
+                hidden = model(tokens[list(rows), :, 6:7], input_pos=where, cache=cache.select(rows))
+                found.append(hidden.text[where[:, 0] >= 0].flatten(1))
+        return found
+
+    modules = answers()
+    assert not calls
+    use_kernels(model, compiled(numbers, model))
+    ours = answers()
+    assert calls == ["block" if numbers == "float32" else "attend_and_round"] * 5 * decoder.layers
+    for found, wanted in zip(ours, modules, strict=True):
+        if numbers == "float32":
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        else:  # rounding differs where a number lies between two
+            assert float((found - wanted).norm() / wanted.norm()) < 0.02
+    near = (lambda a, b: torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)) if numbers == "float32" else _equal
+    near(ours[0][2], ours[1][0])
+    near(ours[0][:3], ours[2])
+    near(ours[0][[0, 3, 7]], ours[3])
+    near(ours[0][[1, 2, 4, 5]], ours[4])
+
+
+def _equal(one: Tensor, other: Tensor) -> None:
+    assert torch.equal(one, other)
+
+
+def test_a_compiled_step_tells_what_is_not_finite(calls: list[str]) -> None:
+    """Of the row that has it, and of no other."""
+    for quantize in (False, True):
+        torch.manual_seed(0)
+        model: Any = SpeechModel(MODELS["codec2"]).eval()
+        model.decoder.text_embedding.weight.data[3] = float("nan")
+        model.decoder.text_embedding.weight.data[4] = float("inf")
+        if quantize:
+            tables = model.decoder.text_embedding.weight.data.clone()
+            model.decoder.text_embedding.weight.data.nan_to_num_(posinf=0.0)
+            to_int8(model)
+            model.decoder.text_embedding = torch.nn.Embedding.from_pretrained(tables)
+        use_kernels(model, compiled("int8" if quantize else "float32", model))
+        tokens = torch.zeros(3, len(model.layout), 1, dtype=torch.long)
+        tokens[:, -1, 0] = torch.tensor([1, 3, 4])
+        with torch.inference_mode():
+            hidden = model(tokens, input_pos=torch.zeros(3, 1, dtype=torch.long), cache=model.make_cache(3, 9))
+        assert calls and hidden.text.isfinite().all(-1).flatten().tolist() == [True, False, False]
+
+
+def test_a_compiled_step_leaves_weights_their_own(calls: list[str], tmp_path: Path) -> None:
+    """They are saved, copied, trained and changed as before, and what acts beside a part still acts."""
+    torch.manual_seed(0)
+    decoder = replace(MODELS["codec2"].decoder, width=32, heads=4, kv_heads=2, qkv_bias=True)
+    config = replace(MODELS["codec2"], decoder=decoder)
+    model = SpeechModel(config).eval()
+    before = copy.deepcopy(model.state_dict())
     tokens = torch.stack([torch.randint(0, s.size, (5, 7)) for s in model.layout.streams], 1)
     attention = model.decoder.blocks[0].attention
 
     def steps(one: SpeechModel) -> list[Tensor]:
-        cache, linear = one.make_cache(5, 9, chunk=6), F.linear
-        products.clear()
-        with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        cache = one.make_cache(5, 9, chunk=6)
+        calls.clear()
+        with torch.inference_mode():
             one(tokens[:, :, :6], input_pos=torch.arange(6).expand(5, 6), cache=cache)
-            patch.setattr(F, "linear", lambda x, w, b=None: products.append(len(w)) or linear(x, w, b))
             hidden = one(tokens[:, :, 6:], input_pos=torch.full((5, 1), 6), cache=cache)
         return [hidden.text, hidden.audio]
 
-    def same(one: SpeechModel, wanted: list[Tensor], fused: bool) -> None:
+    def same(one: SpeechModel, wanted: list[Tensor], number: int = decoder.layers) -> None:
         torch.testing.assert_close(steps(one), wanted, rtol=1e-4, atol=1e-5)
-        assert (max(products) == 2 * decoder.mlp_width) is fused and len(products) == (4 if fused else 7) * decoder.layers
+        assert len(calls) == number
 
     wanted = steps(model)
-    assert len(products) == 7 * decoder.layers
-    use_kernels(model, Kernels({}))
-    for one in (model, copy.deepcopy(model)):
-        same(one, wanted, True)
-        assert attention.q.weight.is_leaf and attention.q.weight.requires_grad and not attention.q.weight.is_inference()
-        for name, tensor in one.state_dict().items():
-            assert torch.equal(tensor, before[name])
-    use_kernels(model, None)
-    same(model, wanted, False)
-    use_kernels(model, Kernels({}))
-
+    assert not calls
+    for form, number in ((MODULES, 0), (COMPILED, decoder.layers)):
+        use_kernels(model, compiled("float32", model, form))
+        for one in (model, copy.deepcopy(model)):
+            same(one, wanted, number)
+            assert attention.q.weight.is_leaf and attention.q.weight.requires_grad and not attention.q.weight.is_inference()
+            assert all(torch.equal(tensor, before[name]) for name, tensor in one.state_dict().items())
     save_folder(tmp_path / "saved", config, model.state_dict(), Tokenizer.bytes())
     saved = load_file(tmp_path / "saved" / WEIGHTS)
     assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
     sum(out.sum() for out in answers(model)).backward()
     with torch.no_grad():
         attention.k.weight -= attention.k.weight.grad  # in place, as an optimizer does
+        attention.k.bias += 1
+        model.decoder.blocks[1].attention_norm.weight.mul_(2)
         model.decoder.blocks[1].mlp.gate.weight.data.mul_(2)  # past autograd
         model.decoder.blocks[1].attention.v.weight.data = torch.randn_like(attention.v.weight)
     other = SpeechModel(config).eval()
     other.load_state_dict(model.state_dict())
-    same(model, steps(other), True)
+    same(model, steps(other))
     handle = attention.v.register_forward_hook(lambda module, given, out: out)
-    steps(model)
-    assert len(products) == 4 * decoder.layers + 3
+    same(model, steps(other), decoder.layers - 1)
     handle.remove()
     with torch.autocast("cpu", torch.bfloat16):
-        assert steps(model)[0].isfinite().all() and len(products) == 7 * decoder.layers
+        assert steps(model)[0].isfinite().all() and not calls
 
 
 def test_a_form_must_be_faster_in_every_repeat() -> None:
@@ -224,6 +309,7 @@ BROKEN: dict[str, Any] = {
     "no number": lambda data: json.dumps(data).replace("0.25", "NaN"),
     "negative": lambda data: json.dumps(data).replace("0.25", "-1.0"),
     "a string for a number": lambda data: json.dumps(data).replace("0.25", '"fast"'),
+    "no step": lambda data: json.dumps({**data, "steps": [[[1, ["float32", 192]], ["compiled", 0.1, 0.2]]]}),
     "another number format": lambda data: json.dumps(data).replace("float32", "os.system"),
 }
 
@@ -241,7 +327,7 @@ def test_a_model_that_serves_still_refuses_to_write_its_cache_while_autograd_rec
     assert cache.keys[0].equal(before)
 
 
-def test_blocks_of_other_linears_are_measured_without_attention(model: SpeechModel) -> None:
+def test_blocks_of_other_linears_are_measured_without_a_step(model: SpeechModel) -> None:
     """Such as linears in 4 bits, beside heads that are plain."""
 
     class Other(torch.nn.Linear):
@@ -252,37 +338,23 @@ def test_blocks_of_other_linears_are_measured_without_attention(model: SpeechMod
             if type(part) is torch.nn.Linear:
                 part.__class__ = Other
     kernels = measure_kernels(model)
-    assert kernels.measured and not kernels.attention
+    assert kernels.measured and not kernels.steps
 
 
-@pytest.mark.parametrize("form", ATTENDS)
-def test_a_step_of_many_rows_attends_in_the_measured_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model = SpeechModel(replace(MODELS["codec2"], decoder=replace(MODELS["codec2"].decoder, qk_norm=True))).eval()
-    kernels, c = measure_kernels(model), model.config.decoder
-    (shape,) = kernels.attention
-    assert shape == AttentionShape(1, "float32", c.heads, c.kv_heads, c.head_size) and load_kernels().attention.keys() == {
-        shape
-    }
-    calls: list[int] = []
-    monkeypatch.setitem(ATTENDS, form, lambda *given, real=ATTENDS[form]: calls.append(len(given[0])) or real(*given))
-    tokens = torch.stack([torch.randint(0, s.size, (9, 5)) for s in model.layout.streams], 1)
-
-    def steps(rows: int) -> Tensor:
-        calls.clear()
-        cache = model.make_cache(rows, 9, chunk=4)
-        with torch.inference_mode():
-            model(tokens[:rows, :, :4], input_pos=torch.arange(4).expand(rows, 4), cache=cache)
-            return model(tokens[:rows, :, 4:], input_pos=torch.full((rows, 1), 4), cache=cache).audio
-
-    use_kernels(model, Kernels({}))
-    wanted = steps(9)
-    assert not calls
-    use_kernels(model, Kernels({}, {shape: Timing(form, 1.0, 2.0)}))
-    torch.testing.assert_close(steps(9), wanted, rtol=1e-4, atol=1e-5)
-    assert calls == [9] * c.layers
-    torch.testing.assert_close(steps(7), wanted[:7], rtol=1e-4, atol=1e-5)
-    assert not calls  # few rows
+@pytest.mark.parametrize("quantize", [False, True])
+def test_a_step_is_measured_kept_and_used(model: Any, quantize: bool) -> None:
+    model = to_int8(model) if quantize else model
+    kernels = measure_kernels(model)
+    ((key, found),) = kernels.steps.items()
+    assert key == Step(1, model.decoder.blocks[0].step_shape()) and key.shape.numbers == ("int8" if quantize else "float32")
+    assert found.form in (MODULES, COMPILED) and load_kernels().steps == kernels.steps
+    assert kernels.compiled(key.shape) == (found.form == COMPILED) and model.decoder.blocks[0].attention.kernels is kernels
+    assert not Kernels({}, {Step(2, key.shape): found}).compiled(key.shape)  # of another number of threads
+    use_kernels(model, None)
+    serve_measured(model, False)
+    assert model.decoder.blocks[0].attention.kernels.steps == kernels.steps
+    again = measure_kernels(model)
+    assert again.steps.keys() == kernels.steps.keys()
 
 
 @pytest.mark.parametrize("case", BROKEN)

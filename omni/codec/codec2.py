@@ -22,6 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from omni.codec.base import AudioCodec, CodecStream
@@ -83,6 +86,7 @@ class _Codec2Stream(CodecStream):
         super().__init__(codec)
         self._library = _declare(load_private(library_path()))
         self._state = self._library.codec2_create(MODE_700C)
+        self._call = ctypes.cast(self._library.codec2_decode, ctypes.c_void_p).value, self._state  # addresses
         self._release = weakref.finalize(self, _release, self._library, self._state)
         for _ in range(seed % NOISES):
             self._library.codec2_rand()
@@ -117,14 +121,33 @@ def _decoded(streams: Sequence[_Codec2Stream], codes: Tensor) -> np.ndarray:
     packed = pack(codes)
     pcm = np.empty((len(streams), len(packed) // len(streams), FRAME_SAMPLES), dtype=np.int16)
     # Addresses are counted up here: those of slices take NumPy longer than the library takes for a frame.
-    source, target = packed.ctypes.data, pcm.ctypes.data
-    for stream in streams:
-        decode, state = stream._library.codec2_decode, stream._state
-        for _ in range(pcm.shape[1]):
-            decode(state, target, source)
-            source, target = source + FRAME_BYTES, target + 2 * FRAME_SAMPLES
+    calls = np.array([stream._call for stream in streams])
+    _decode_all(calls, pcm.shape[1], packed.ctypes.data, pcm.ctypes.data)
     sounds: np.ndarray = pcm.reshape(len(streams), -1).astype(np.float32) / np.float32(32768)
     return sounds
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _call(context: Any, function: Any, state: Any, target: Any, source: Any) -> Any:
+    """Calls the C function at an address, which takes three pointers."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        word = ir.IntType(64)
+        pointer = builder.inttoptr(given[0], ir.FunctionType(ir.VoidType(), [word] * 3).as_pointer())
+        builder.call(pointer, given[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _decode_all(calls: Any, frames: Any, source: Any, target: Any) -> None:
+    """Decode frames of each of N streams, whose functions and states `calls` [N, 2] are."""
+    for n in range(len(calls)):
+        for _ in range(frames):
+            _call(calls[n, 0], calls[n, 1], target, source)  # type: ignore[call-arg]
+            source += FRAME_BYTES
+            target += 2 * FRAME_SAMPLES
 
 
 def pack(codes: Tensor) -> np.ndarray:

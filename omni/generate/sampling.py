@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -191,6 +192,13 @@ def broken_rows(hidden: Tensor, logits: Tensor) -> Tensor:
     return ~finite | (hidden[:, -1] == 0).all(-1)
 
 
+def _likeliest(logits: Tensor) -> Tensor:
+    """The first of the largest logits [..., V]; on a CPU by NumPy, which takes a quarter of the time."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.requires_grad:
+        return logits.argmax(-1)
+    return torch.from_numpy(np.asarray(logits.numpy().argmax(-1)))
+
+
 class Sampler:
     """Settings, keys and written ids of all rows as tensors at fixed addresses; draws for some of them."""
 
@@ -215,6 +223,7 @@ class Sampler:
         for i, (low, _) in enumerate(pairwise(starts)):
             index[i, : allowed[i]] = torch.arange(low, low + allowed[i])
         self._audio_index = index.to(device)
+        self._audio_parts = [slice(low, low + count) for low, count in zip(starts[:a], allowed[:a], strict=True)]
 
     def set(self, row: int, settings: Sequence[Sampling], key: int) -> None:
         """Give a row its settings, one per stream, and its key; what it wrote before is forgotten."""
@@ -272,6 +281,8 @@ class Sampler:
 
     def audio(self, logits: Tensor, rows: slice | Tensor, step: Tensor, mode: Mode) -> Tensor:
         """Ids [B, A] of the audio streams, drawn from the audio head's logits [B, sum of V]."""
+        if mode == Mode() and logits.device.type == "cpu":  # to gather what streams of different sizes may take costs more
+            return torch.stack([_likeliest(logits[:, part]) for part in self._audio_parts], 1)
         return self._draw(self.audio_choices(logits), rows, slice(0, self.layout.n_audio), step, mode)
 
     def audio_choices(self, logits: Tensor) -> Tensor:
@@ -298,7 +309,7 @@ class Sampler:
 
     def _draw(self, logits: Tensor, rows: slice | Tensor, streams: slice, step: Tensor, mode: Mode) -> Tensor:
         if mode == Mode():
-            return logits.argmax(-1)
+            return _likeliest(logits)
         logits = logits.float()
         if mode.penalty and self.seen is not None:
             seen = self.seen[rows, streams, : logits.shape[-1]]

@@ -11,16 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from omni import compiled
 from omni.attention import attention
 from omni.config import DecoderConfig
-from omni.kernels import SMALL, Kernels, apply
+from omni.kernels import SMALL, Kernels, StepShape, apply
 from omni.kv_cache import Cache, KVCache
-from omni.model.int8 import Int8Linear, Normed, normed, packed_of, product_of, rounded, rounded_norm, together
+from omni.model.int8 import Int8Linear, Normed, exact, few_rows, normed, packed_of, raw_product, together
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
@@ -74,13 +77,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _unscaled(x, eps) * weight
-
-
-def _unscaled(x: Tensor, eps: float) -> Tensor:
-    """RMSNorm without its weight."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * torch.addcmul(_constant(eps), length, length, value=1 / x.shape[-1]).rsqrt()
+    return x * torch.addcmul(_constant(eps), length, length, value=1 / x.shape[-1]).rsqrt() * weight
 
 
 class Attention(nn.Module):
@@ -169,111 +167,136 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = SwiGLU(config.width, config.mlp_width)
-        self._step = _FlatStep()
+        self._step = _CompiledStep()
+
+    def step_shape(self) -> StepShape | None:
+        """What its step is called in measurements (`omni.kernels`); None where it cannot be compiled."""
+        return _shape_of(self)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int) -> Tensor:
         if isinstance(cache, KVCache) and x.shape[1] == 1 and mask is not None and self._step.is_of(self, x, cache):
-            return self._step(x, rope, mask, cache, layer)
+            return self._step(self, x, rope, mask, cache, layer)
         part, mlp = self.attention, self.mlp
         x = x + part(normed(x, self.attention_norm, part.q, part.k, part.v), rope, mask, cache, layer)
         return x + mlp(normed(x, self.mlp_norm, mlp.gate, mlp.up))
 
 
-class _FlatStep:
-    """One column of each row through a block on a CPU, as flat calls.
+class _CompiledStep:
+    """One column of each row through a block on a CPU, compiled (`omni.compiled`), where it measured faster.
 
-    A step of few rows, or of a small model, costs its calls, not its work: modules with their lookups and views make a tenth of
-    one. In int8 the operations and their order are the modules', and so is every bit of the result. In float32 a small block
-    that serves multiplies q, k and v in one product, and gate and up in another; their weights become views of one tensor, so
-    that what changes them in place changes it.
+    In int8 a block takes one call between two products, and a small one in float32 a single call; the latter's weights of one
+    input become views of one tensor, so that what changes them in place changes it.
     """
 
     def __init__(self) -> None:
         self._parts: tuple[nn.Module | None, ...] = ()
         self._hooks: list[Mapping[int, object]] = []
-        self._kind: type[nn.Module] | None = None
-        self._fused: tuple[Sequence[Tensor], Sequence[int]] | None = None  # [q, k, v] and [gate, up]; places of their parts
+        self._shape: StepShape | None = None  # None where it cannot be taken
+        self._held: tuple[list[int], list[Array]] = [], []  # places of the weights that are read as arrays, and these
 
     def is_of(self, block: Block, x: Tensor, cache: KVCache) -> bool:
-        """Whether a step can be taken so: the linears are of one kind, nothing acts beside a part, and all else is float32."""
+        """Whether a step is taken so: it measured faster, nothing acts beside a part, and all but int8 weights is float32."""
         own = block._modules
         attention, mlp = own["attention"], own["mlp"]
+        if getattr(attention, "kernels", None) is None or torch.is_grad_enabled() or x.device.type != "cpu":
+            return False  # while autograd records, the cache's `update` refuses to be written
         parts = (*own.values(), *attention._modules.values(), *mlp._modules.values())  # type: ignore[union-attr]
         if parts != self._parts:
-            self._parts, self._kind, self._fused = parts, self._made_of(block), None
+            self._parts, self._shape, self._held = parts, _shape_of(block), ([], [])
             there = [part for part in parts if part is not None]
             self._hooks = [hooks for part in there for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-        if self._kind is None or any(self._hooks) or x.dtype != torch.float32 or cache.dtype != torch.float32:
+        if self._shape is None or not attention.kernels.compiled(self._shape):  # type: ignore[union-attr, operator]
             return False
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-            return False  # while autograd records, the cache's `update` refuses to be written
-        return self._kind is Int8Linear or (attention.kernels is not None and self._fuses(x))  # type: ignore[union-attr]
+        if any(self._hooks) or x.dtype != torch.float32 or cache.dtype != torch.float32:
+            return False
+        return not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu")) and self._reads(block)
 
-    def _made_of(self, block: Block) -> type[nn.Module] | None:
+    def _reads(self, block: Block) -> bool:
+        """Whether the weights are read as arrays, as they are now; those of one input become parts of one."""
         part, mlp = block.attention, block.mlp
-        linears = part.q, part.k, part.v, part.out, mlp.gate, mlp.up, mlp.down
-        kinds = {type(one) for one in linears}
-        if type(part) is not Attention or type(mlp) is not SwiGLU or kinds not in ({Int8Linear}, {nn.Linear}):
-            return None
-        if {type(one) for one in (part.q_norm, part.k_norm)} not in ({RMSNorm}, {type(None)}):
-            return None
-        if kinds == {nn.Linear} and sum(one.weight.numel() for one in linears) > SMALL:
-            return None
-        self.qkv, self.out, self.gate_up, self.down = linears[:3], linears[3:4], linears[4:6], linears[6:]
-        self.attention_norm, self.mlp_norm, self.attention = block.attention_norm, block.mlp_norm, part
-        self.q_norm, self.k_norm, self.head_dim = part.q_norm, part.k_norm, part.head_dim
-        self.heads, self.kv_heads, self.hidden = part.heads, part.kv_heads, mlp.gate.out_features
-        self._sizes = {len(group): [one.out_features for one in group] for group in (self.qkv, self.gate_up)}
-        return kinds.pop()
-
-    def _fuses(self, x: Tensor) -> bool:
-        """Whether the weights of one input are views of one tensor, or become it now."""
-        groups = [[part._parameters["weight"] for part in parts] for parts in (self.qkv, self.gate_up)]
-        weights = [weight for group in groups for weight in group if weight is not None]
-        if self._fused is not None and [weight.data_ptr() for weight in weights] == self._fused[1]:
+        norms = [norm for norm in (block.attention_norm, block.mlp_norm, part.q_norm, part.k_norm) if norm is not None]
+        groups: list[list[Tensor]] = [[norm.weight] for norm in norms]
+        if type(part.q) is nn.Linear:
+            groups += [[part.q.weight, part.k.weight, part.v.weight], [part.out.weight]]
+            groups += [[mlp.gate.weight, mlp.up.weight], [mlp.down.weight]]
+            groups += [[one.bias for one in (part.q, part.k, part.v) if one.bias is not None]]
+        places = [weight.data_ptr() for group in groups for weight in group]
+        if places == self._held[0]:
             return True
-        if any(type(w) is not nn.Parameter or w.dtype != x.dtype or w.device != x.device for w in weights):
+        weights = [weight for group in groups for weight in group]
+        if any(type(w) is not nn.Parameter or w.dtype != torch.float32 or w.device.type != "cpu" for w in weights):
             return False
         with torch.inference_mode(False), torch.no_grad():
-            fused = [torch.cat([w.detach() for w in group if w is not None]) for group in groups]
-            views = [view for whole, n in zip(fused, (3, 2), strict=True) for view in whole.split(self._sizes[n])]
-            for weight, view in zip(weights, views, strict=True):
-                weight.data = view
-        self._fused = fused, [view.data_ptr() for view in views]  # of this thread: another may do the same at once
+            arrays = [_as_one(group).numpy() for group in groups if group]
+        places = [weight.data_ptr() for weight in weights]
+        if part.q_norm is None:
+            arrays[2:2] = [_NONE, _NONE]
+        self._held = places, arrays  # of this thread: another may do the same at once
         return True
 
-    def _product(self, x: Tensor, norm: nn.RMSNorm | None, linears: Sequence[nn.Module], whole: Tensor | None) -> Tensor:
-        """The product of rows, or of their norm, and the weights of linears."""
-        scale = None if norm is None else norm._parameters["weight"]
-        eps = 0.0 if norm is None else norm.eps or 0.0
-        if self._kind is Int8Linear:
-            rows = rounded(x) if scale is None else rounded_norm(x, scale, eps)
-            return product_of(rows, packed_of(linears))  # type: ignore[arg-type]
-        if scale is not None:
-            x = _rms_norm(x, scale, eps)
-        biases = [part._parameters["bias"] for part in linears]
-        bias = biases[0] if len(biases) == 1 else None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
-        return F.linear(x, linears[0]._parameters["weight"] if whole is None else whole, bias)  # type: ignore[arg-type]
+    def __call__(
+        self, block: Block, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: KVCache, layer: int
+    ) -> Tensor:
+        part, mlp, (b, _, width) = block.attention, block.mlp, x.shape
+        attention_norm, mlp_norm, q_norm, k_norm, *weights = self._held[1]
+        eps = np.float32(block.attention_norm.eps)
+        writes, keys, values = (t.numpy() for t in (cache.writes, cache.keys[layer], cache.values[layer]))
+        shown, cos, sin = (t.numpy().reshape(b, -1) for t in (mask, *rope))
+        out = x.reshape(b, width).clone()
+        held = out.numpy()
+        if weights:
+            qkv, to_width, gate_up, down, *bias = weights
+            compiled.block(
+                held, writes, cache.ring, shown, cos, sin, eps, attention_norm, qkv, bias[0] if bias else _NONE, q_norm, k_norm,
+                to_width, mlp_norm, gate_up, down, keys, values,
+            )  # fmt: skip
+            return out.view(b, 1, width)
+        groups = (part.q, part.k, part.v), (part.out,), (mlp.gate, mlp.up), (mlp.down,)
+        packed = [packed_of(group) for group in groups]  # type: ignore[arg-type]
+        biases = packed[0].bias
+        rows, heads, inner = (few_rows(b, n) for n in (width, part.heads * part.head_dim, mlp.down.in_features))
+        factor = np.empty(b, np.float32)
+        compiled.add_and_round_norm(held, _NO_ROWS, attention_norm, eps, rows.numpy(), factor)
+        qkv = raw_product(rows, packed[0]).numpy()
+        compiled.attend_and_round(
+            qkv, factor, _NONE if biases is None else biases.numpy(), writes, cache.ring, shown, cos, sin, eps, q_norm, k_norm,
+            keys, values, heads.numpy(),
+        )  # fmt: skip
+        compiled.add_and_round_norm(held, raw_product(heads, packed[1]).numpy(), mlp_norm, eps, rows.numpy(), factor)
+        compiled.gate_and_round(raw_product(rows, packed[2]).numpy(), factor, inner.numpy())
+        compiled.add(held, raw_product(inner, packed[3]).numpy(), factor)
+        return out.view(b, 1, width)
 
-    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: KVCache, layer: int) -> Tensor:
-        b, _, width = x.shape
-        heads, kv_heads, d = self.heads, self.kv_heads, self.head_dim
-        many, (qkv, gate_up) = heads + kv_heads, (None, None) if self._fused is None else self._fused[0]
-        x = x.view(b, width)
-        out = self._product(x, self.attention_norm, self.qkv, qkv)
-        both = out.narrow(1, 0, many * d).view(b, 1, many, d)
-        if self.q_norm is not None and self.k_norm is not None:
-            both = _unscaled(both, self.q_norm.eps or 0.0)
-            both.narrow(2, 0, heads).mul_(self.q_norm._parameters["weight"])  # type: ignore[arg-type]
-            both.narrow(2, heads, kv_heads).mul_(self.k_norm._parameters["weight"])  # type: ignore[arg-type]
-        both = rotate(both, *rope)
-        k = both.narrow(2, heads, kv_heads).view(b, kv_heads, d)
-        keys, values = cache.write(layer, k, out.narrow(1, many * d, kv_heads * d).view(b, kv_heads, d))
-        q = both.narrow(2, 0, heads).view(b, kv_heads, heads // kv_heads, d)
-        kernels = self.attention.kernels if self._kind is nn.Linear else None
-        attend = kernels.attends(b, "float32", heads, kv_heads, d) if kernels is not None else attention
-        y = attend(q, keys, values, mask).view(b, heads * d)
-        x = self._product(y, None, self.out, None).add_(x)
-        out = self._product(x, self.mlp_norm, self.gate_up, gate_up)
-        inner = F.silu(out.narrow(1, 0, self.hidden)).mul_(out.narrow(1, self.hidden, self.hidden))
-        return self._product(inner, None, self.down, None).add_(x).view(b, 1, width)
+
+def _shape_of(block: Block) -> StepShape | None:
+    """What a block's step is called in measurements; None where it cannot be compiled."""
+    part, mlp = block.attention, block.mlp
+    if type(part) is not Attention or type(mlp) is not SwiGLU:
+        return None
+    linears = part.q, part.k, part.v, part.out, mlp.gate, mlp.up, mlp.down
+    kinds, norms = {type(one) for one in linears}, {type(one) for one in (part.q_norm, part.k_norm)}
+    if norms not in ({RMSNorm}, {type(None)}) or any(one.bias is not None for one in linears[3:]):
+        return None
+    if len({(part.q.bias is None), (part.k.bias is None), (part.v.bias is None)}) > 1:
+        return None
+    if kinds == {Int8Linear} and exact():
+        numbers = "int8"
+    elif kinds == {nn.Linear} and sum(one.weight.numel() for one in linears) <= SMALL:
+        numbers = "float32"
+    else:
+        return None
+    return StepShape(numbers, part.q.in_features, part.heads, part.kv_heads, part.head_dim, mlp.down.in_features)
+
+
+def _as_one(weights: Sequence[Tensor]) -> Tensor:
+    """Weights one after another, of which they become views."""
+    if len(weights) == 1 and weights[0].is_contiguous():
+        return weights[0].detach()
+    whole = torch.cat([weight.detach() for weight in weights])
+    for weight, view in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
+        weight.data = view
+    return whole
+
+
+Array = np.ndarray[Any, Any]
+_NONE, _NO_ROWS = np.empty(0, np.float32), np.empty((0, 0), np.float32)

@@ -165,12 +165,23 @@ def _product(x: Tensor | Normed, linears: tuple[Int8Linear, ...]) -> Tensor:
 
 def product_of(rows: Rounded, packed: Packed) -> Tensor:
     """Products [M, N] float32 of rounded rows."""
-    (held, factor), (weight, scale, bias) = rows, packed
-    out = _exact_product(held, weight, scale) if exact() else plain_product(held, weight) * scale
+    (held, factor), bias = rows, packed.bias
+    out = raw_product(held, packed)
     count = factor.shape[0]
     if count < held.shape[0]:
         out = out.narrow(0, 0, count)
     return out.mul_(factor) if bias is None else torch.addcmul(bias, out, factor)
+
+
+def raw_product(held: Tensor, packed: Packed) -> Tensor:
+    """Products [M, N] float32 of rounded rows, without the rows' factors and the biases."""
+    weight, scale, _ = packed
+    return _exact_product(held, weight, scale) if exact() else plain_product(held, weight) * scale
+
+
+def few_rows(count: int, width: int) -> Tensor:
+    """Memory for so many rounded rows, at least `FEWEST`; what makes up the number is of any values."""
+    return torch.empty(max(count, FEWEST), width, dtype=torch.uint8)
 
 
 def _float(x: Tensor) -> Tensor:

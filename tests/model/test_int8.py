@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.model import int8
-from omni.model.blocks import RMSNorm, _FlatStep
+from omni.model.blocks import RMSNorm
 from omni.model.int8 import Int8Linear, Normed, largest_of, normed, together, whole_numbers
 from omni.model.int8_model import Int8Embedding, to_int8
 from omni.model.speech_model import SpeechModel
@@ -146,47 +145,6 @@ def test_a_model_answers_nearly_as_in_full_precision(name: str) -> None:
     for ours, wanted, one in zip(found, full, alone, strict=True):
         assert 0 < float((ours - wanted).norm() / wanted.norm()) < 0.05
         torch.testing.assert_close(one, ours[1:], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("shape", [{}, {"qk_norm": True, "kv_heads": 4}, {"window": 4}])
-def test_a_step_in_flat_calls_is_the_modules_to_the_bit(
-    product: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one row, few and many, beside rows that rest, and gathered; what acts beside a part still acts."""
-    torch.manual_seed(0)
-    config = replace(MODELS["codec2"].decoder, width=32, heads=4, **{"kv_heads": 2, **shape})
-    model = to_int8(SpeechModel(replace(MODELS["codec2"], decoder=config)).eval())
-    assert isinstance(model, SpeechModel)
-    tokens = torch.stack([torch.randint(0, s.size, (7, 9)) for s in model.layout.streams], 1)
-    flat: list[bool] = []
-    real = _FlatStep.is_of
-    monkeypatch.setattr(_FlatStep, "is_of", lambda *given: flat.append(real(*given)) or flat[-1])
-
-    def answers() -> Tensor:
-        cache, found = model.make_cache(7, 12, chunk=6), []
-        with torch.inference_mode():
-            model(tokens[:, :, :6], input_pos=torch.arange(6).expand(7, 6), cache=cache)
-            for rows in (range(7), [2], range(3), [0, 4]):
-                where = torch.full((len(rows), 1), 6)
-                where[1:2] = -1
-                found.append(model(tokens[list(rows), :, 6:7], input_pos=where, cache=cache.select(rows)).text.flatten())
-        return torch.cat(found)
-
-    ours = answers()
-    assert len(flat) == 4 * config.layers and all(flat)
-    monkeypatch.setattr(_FlatStep, "is_of", lambda *given: False)
-    assert torch.equal(ours, answers())
-    monkeypatch.setattr(_FlatStep, "is_of", real)
-    calls: list[int] = []
-    handle = model.decoder.blocks[1].mlp.up.register_forward_hook(lambda *given: calls.append(1))
-    assert torch.equal(ours, answers()) and len(calls) == 5
-    handle.remove()
-    other = Int8Linear.of(random(32, 32, seed=5))
-    model.decoder.blocks[0].attention.out = other
-    changed = answers()
-    assert not torch.equal(ours, changed) and len(calls) == 5
-    monkeypatch.setattr(_FlatStep, "is_of", lambda *given: False)
-    assert torch.equal(changed, answers())
 
 
 @pytest.mark.parametrize("make", [lambda model: to_int8(model), lambda model: model.to("meta")])

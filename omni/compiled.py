@@ -1,0 +1,353 @@
+"""Steps of the decoder on a CPU, compiled by numba for this processor: one column of each row.
+
+A step costs its calls more than its work: it is hundreds of PyTorch's operations, or thousands, and after each the thread asks
+for the interpreter's lock again, which the threads beside it hold. Here a block is one call in float32, and one between two
+products in int8, without the lock. A row attends to its own keys alone, however many others of its step have, and a row that
+rests costs nothing. What a row gives does not depend on its company.
+
+numba compiles for some seconds once, and keeps what it made beside this file, or in the user's cache folder.
+
+Dimensions: B rows of a step, W width, H heads, G key/value heads, D size of a head, F width of the feed-forward
+network, R rows of the cache, S its slots of a row with the spare one, V slots that are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from numba import njit
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_FAST = {"nsz", "arcp", "contract", "afn", "reassoc"}  # numbers that are not finite stay what they are
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+def _compile(function: F) -> F:
+    how: dict[str, Any] = {"fastmath": _FAST, "nogil": True, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **how)(function)  # type: ignore[no-any-return]
+    except RuntimeError:  # no folder can be written
+        return njit(**how)(function)  # type: ignore[no-any-return]
+
+
+@_compile
+def product(x: Any, weight: Any, out: Any) -> None:
+    """Write the products [B, N] of x [B, K] and a weight [N, K]; four rows and four outputs at a time."""
+    rows, outputs, inputs = x.shape[0], weight.shape[0], x.shape[1]
+    n = 0
+    while n + 3 < outputs:
+        w0, w1, w2, w3 = weight[n], weight[n + 1], weight[n + 2], weight[n + 3]
+        b = 0
+        while b + 3 < rows:
+            x0, x1, x2, x3 = x[b], x[b + 1], x[b + 2], x[b + 3]
+            a00 = a01 = a02 = a03 = a10 = a11 = a12 = a13 = a20 = a21 = a22 = a23 = a30 = a31 = a32 = a33 = _ZERO
+            for k in range(inputs):
+                a00 += x0[k] * w0[k]
+                a01 += x0[k] * w1[k]
+                a02 += x0[k] * w2[k]
+                a03 += x0[k] * w3[k]
+                a10 += x1[k] * w0[k]
+                a11 += x1[k] * w1[k]
+                a12 += x1[k] * w2[k]
+                a13 += x1[k] * w3[k]
+                a20 += x2[k] * w0[k]
+                a21 += x2[k] * w1[k]
+                a22 += x2[k] * w2[k]
+                a23 += x2[k] * w3[k]
+                a30 += x3[k] * w0[k]
+                a31 += x3[k] * w1[k]
+                a32 += x3[k] * w2[k]
+                a33 += x3[k] * w3[k]
+            out[b, n], out[b, n + 1], out[b, n + 2], out[b, n + 3] = a00, a01, a02, a03
+            out[b + 1, n], out[b + 1, n + 1], out[b + 1, n + 2], out[b + 1, n + 3] = a10, a11, a12, a13
+            out[b + 2, n], out[b + 2, n + 1], out[b + 2, n + 2], out[b + 2, n + 3] = a20, a21, a22, a23
+            out[b + 3, n], out[b + 3, n + 1], out[b + 3, n + 2], out[b + 3, n + 3] = a30, a31, a32, a33
+            b += 4
+        while b < rows:
+            x0 = x[b]
+            a00 = a01 = a02 = a03 = _ZERO
+            for k in range(inputs):
+                a00 += x0[k] * w0[k]
+                a01 += x0[k] * w1[k]
+                a02 += x0[k] * w2[k]
+                a03 += x0[k] * w3[k]
+            out[b, n], out[b, n + 1], out[b, n + 2], out[b, n + 3] = a00, a01, a02, a03
+            b += 1
+        n += 4
+    for last in range(n, outputs):
+        w0 = weight[last]
+        for b in range(rows):
+            x0 = x[b]
+            a00 = _ZERO
+            for k in range(inputs):
+                a00 += x0[k] * w0[k]
+            out[b, last] = a00
+
+
+@_compile
+def _norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
+    """RMSNorm of x [K]."""
+    squares = _ZERO
+    for k in range(len(weight)):
+        squares += x[k] * x[k]
+    factor = _ONE / np.sqrt(squares / np.float32(len(weight)) + eps)
+    for k in range(len(weight)):
+        out[k] = x[k] * factor * weight[k]
+
+
+@_compile
+def _exp(x: Any, count: Any, bits: Any, powers: Any) -> None:
+    """e to the first `count` numbers of x, in place, to 2e-7; 0 below 2^-126. `powers` is the memory of `bits` as float32.
+
+    2^k is written as a number's exponent; 2^f for f in [0, 1) is a polynomial, fitted for the least largest relative error.
+    """
+    for s in range(count):
+        t = min(max(x[s] * np.float32(1.442695041), np.float32(-127)), np.float32(127))
+        k = np.floor(t)
+        f = t - k
+        bits[s] = (np.int32(k) + np.int32(127)) << np.int32(23)
+        p = np.float32(1.8671301e-3) * f + np.float32(9.0170302e-3)
+        p = p * f + np.float32(5.5799913e-2)
+        p = p * f + np.float32(2.4016445e-1)
+        p = p * f + np.float32(6.9315131e-1)
+        x[s] = p * f + _ONE
+    for s in range(count):
+        x[s] *= powers[s]
+
+
+@_compile
+def _turn_and_keep(
+    t: Any, heads: Any, row: Any, slot: Any, cos: Any, sin: Any, eps: Any, q_norm: Any, k_norm: Any, keys: Any, values: Any
+) -> None:
+    """Norm and rotate the queries and keys among the heads t [H + 2 G, D] of a row, and write keys and values to its slot."""
+    kv_heads, size = keys.shape[2], keys.shape[3]
+    half, held = size // 2, np.empty(size, np.float32)
+    for h in range(heads + kv_heads):
+        here = t[h]
+        if len(q_norm):
+            _norm(here, q_norm if h < heads else k_norm, eps, held)
+        else:
+            held[:] = here
+        for d in range(half):
+            here[d] = held[d] * cos[d] + held[d + half] * sin[d]
+            here[d + half] = held[d + half] * cos[d + half] + held[d] * sin[d + half]
+    for g in range(kv_heads):
+        keys[row, slot, g, :] = t[heads + g]
+        values[row, slot, g, :] = t[heads + kv_heads + g]
+
+
+@_compile
+def _attend(
+    t: Any, keys: Any, values: Any, row: Any, count: Any, mask: Any, scores: Any, bits: Any, powers: Any, out: Any
+) -> None:
+    """Attention [H, D] of the queries of a row, the first heads of t, over the first `count` slots of its row of the cache."""
+    kv_heads, size = keys.shape[2], keys.shape[3]
+    group, scale = out.shape[0] // kv_heads, _ONE / np.sqrt(np.float32(size))
+    for g in range(kv_heads):
+        s = 0
+        while s + 3 < count:
+            k0, k1, k2, k3 = keys[row, s, g], keys[row, s + 1, g], keys[row, s + 2, g], keys[row, s + 3, g]
+            for h in range(group):
+                query, score = t[g * group + h], scores[h]
+                a0 = a1 = a2 = a3 = _ZERO
+                for d in range(size):
+                    a0 += query[d] * k0[d]
+                    a1 += query[d] * k1[d]
+                    a2 += query[d] * k2[d]
+                    a3 += query[d] * k3[d]
+                score[s], score[s + 1], score[s + 2], score[s + 3] = a0, a1, a2, a3
+            s += 4
+        for last in range(s, count):
+            k0 = keys[row, last, g]
+            for h in range(group):
+                query = t[g * group + h]
+                a0 = _ZERO
+                for d in range(size):
+                    a0 += query[d] * k0[d]
+                scores[h, last] = a0
+        for h in range(group):
+            score, here = scores[h], out[g * group + h]
+            for s in range(count):
+                score[s] = score[s] * scale + mask[s]
+            most = score[0]
+            for s in range(count):
+                most = max(most, score[s])
+            for s in range(count):
+                score[s] -= most
+            _exp(score, count, bits, powers)
+            total = _ZERO
+            for s in range(count):
+                total += score[s]
+            total = _ONE / total
+            for s in range(count):
+                score[s] *= total
+            here[:] = _ZERO
+        s = 0
+        while s + 3 < count:
+            v0, v1, v2, v3 = values[row, s, g], values[row, s + 1, g], values[row, s + 2, g], values[row, s + 3, g]
+            for h in range(group):
+                score, here = scores[h], out[g * group + h]
+                p0, p1, p2, p3 = score[s], score[s + 1], score[s + 2], score[s + 3]
+                for d in range(size):
+                    here[d] += p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d]
+            s += 4
+        for last in range(s, count):
+            v0 = values[row, last, g]
+            for h in range(group):
+                p0, here = scores[h, last], out[g * group + h]
+                for d in range(size):
+                    here[d] += p0 * v0[d]
+
+
+@_compile
+def _gate(gate: Any, up: Any, factor: Any, out: Any, bits: Any, powers: Any) -> None:
+    """silu(gate * factor) * up * factor, [F]."""
+    for k in range(len(gate)):
+        out[k] = -gate[k] * factor
+    _exp(out, len(gate), bits, powers)
+    for k in range(len(gate)):
+        out[k] = gate[k] * factor / (_ONE + out[k]) * (up[k] * factor)
+
+
+@_compile
+def block(
+    x: Any, writes: Any, ring: Any, mask: Any, cos: Any, sin: Any, eps: Any, norm: Any, qkv: Any, bias: Any, q_norm: Any,
+    k_norm: Any, out: Any, mlp_norm: Any, gate_up: Any, down: Any, keys: Any, values: Any,
+) -> None:  # fmt: skip
+    """Take x [B, W] float32 through a block, in place; rows that rest stay as they are.
+
+    Args:
+        writes: slot of each row among all of the cache's, [B]; the spare ones are of rows that rest.
+        ring: whether slots are taken in turn, and each row reads all of them.
+        mask: is added to the scores, [B, V].
+        cos, sin: [B, D], signed (`omni.model.blocks.rope_table`).
+        qkv, bias: weights [(H + 2 G) D, W] and their biases, or none; q_norm, k_norm: [D], or none.
+        out, gate_up, down: weights [W, H D], [2 F, W], [W, F].
+        keys, values: [R, S, G, D].
+    """
+    slots, kv_heads, size = keys.shape[1], keys.shape[2], keys.shape[3]
+    width, heads, inner = x.shape[1], out.shape[1] // size, down.shape[1]
+    rows = 0
+    for b in range(x.shape[0]):
+        rows += writes[b] % slots != slots - 1
+    active, held, normed = np.empty(rows, np.int64), np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
+    rows = 0
+    for b in range(x.shape[0]):
+        if writes[b] % slots != slots - 1:
+            active[rows], held[rows] = b, x[b]
+            rows += 1
+    memory = max(mask.shape[1], inner)
+    scores, bits = np.empty((heads // kv_heads, memory), np.float32), np.empty(memory, np.int32)
+    powers = bits.view(np.float32)
+    wide, y, many = np.empty((rows, len(qkv)), np.float32), np.empty((rows, heads * size), np.float32), len(bias)
+
+    for i in range(rows):
+        _norm(held[i], norm, eps, normed[i])
+    product(normed, qkv, wide)
+    for i in range(rows):
+        b, one = active[i], wide[i]
+        for k in range(many):
+            one[k] += bias[k]
+        t, row, slot = one.reshape(heads + 2 * kv_heads, size), writes[b] // slots, writes[b] % slots
+        _turn_and_keep(t, heads, row, slot, cos[b], sin[b], eps, q_norm, k_norm, keys, values)
+        count = mask.shape[1] if ring else slot + 1
+        _attend(t, keys, values, row, count, mask[b], scores, bits, powers, y[i].reshape(heads, size))
+    product(y, out, normed)
+    for i in range(rows):
+        held[i] += normed[i]
+        _norm(held[i], mlp_norm, eps, normed[i])
+    both, gated = np.empty((rows, 2 * inner), np.float32), np.empty((rows, inner), np.float32)
+    product(normed, gate_up, both)
+    for i in range(rows):
+        _gate(both[i, :inner], both[i, inner:], _ONE, gated[i], bits, powers)
+    product(gated, down, normed)
+    for i in range(rows):
+        x[active[i]] = held[i] + normed[i]
+
+
+# --- int8 -------------------------------------------------------------------------------------------------------------
+
+
+@_compile
+def _round(x: Any, held: Any) -> Any:
+    """Write x [K] as `omni.model.int8.rounded` does, and return its largest |x|; as whole numbers, of which NaN is largest."""
+    pattern, most = x.view(np.int32), np.int32(0)
+    for k in range(len(x)):
+        most = max(most, pattern[k] & np.int32(0x7FFFFFFF))
+    bits = np.empty(1, np.int32)
+    bits[0] = most
+    largest = bits.view(np.float32)[0]
+    factor = np.float32(127) / largest
+    for k in range(len(x)):
+        held[k] = np.uint8(np.int32(x[k] * factor + np.float32(128.5)))
+    return largest
+
+
+@_compile
+def _round_norm(x: Any, weight: Any, eps: Any, scaled: Any, held: Any) -> Any:
+    """The same of the RMSNorm of x [K], before it is divided by its length."""
+    squares = _ZERO
+    for k in range(len(weight)):
+        squares += x[k] * x[k]
+        scaled[k] = x[k] * weight[k]
+    return _round(scaled, held) / np.sqrt(squares / np.float32(len(weight)) + eps)
+
+
+@_compile
+def add_and_round_norm(x: Any, products: Any, norm: Any, eps: Any, held: Any, factor: Any) -> None:
+    """Add products [B or 0, W] times `factor` [B] to x [B, W], and round the norm of the sum to `held` and `factor`."""
+    scaled = np.empty(x.shape[1], np.float32)
+    for b in range(x.shape[0]):
+        here = x[b]
+        if len(products):
+            more, times = products[b], factor[b]
+            for k in range(len(here)):
+                here[k] += more[k] * times
+        factor[b] = _round_norm(here, norm, eps, scaled, held[b])
+
+
+@_compile
+def attend_and_round(
+    products: Any, factor: Any, bias: Any, writes: Any, ring: Any, mask: Any, cos: Any, sin: Any, eps: Any, q_norm: Any,
+    k_norm: Any, keys: Any, values: Any, held: Any,
+) -> None:  # fmt: skip
+    """Attend with the products [B, (H + 2 G) D] of q, k and v, and round the result to `held` and `factor` (see `block`)."""
+    slots, kv_heads, size = keys.shape[1], keys.shape[2], keys.shape[3]
+    every = products.shape[1] // size
+    heads = every - 2 * kv_heads
+    scores, bits = np.empty((heads // kv_heads, mask.shape[1]), np.float32), np.empty(mask.shape[1], np.int32)
+    y, powers = np.zeros((heads, size), np.float32), bits.view(np.float32)
+    for b in range(len(factor)):
+        row, slot, one, times = writes[b] // slots, writes[b] % slots, products[b], factor[b]
+        if slot != slots - 1:
+            for k in range(len(one)):
+                one[k] *= times
+            for k in range(len(bias)):
+                one[k] += bias[k]
+            t = one.reshape(every, size)
+            _turn_and_keep(t, heads, row, slot, cos[b], sin[b], eps, q_norm, k_norm, keys, values)
+            _attend(t, keys, values, row, mask.shape[1] if ring else slot + 1, mask[b], scores, bits, powers, y)
+        factor[b] = _round(y.reshape(heads * size), held[b])
+
+
+@_compile
+def gate_and_round(products: Any, factor: Any, held: Any) -> None:
+    """Round silu(gate) * up of the products [B, 2 F] of both to `held` and `factor`."""
+    inner = products.shape[1] // 2
+    gated, bits = np.empty(inner, np.float32), np.empty(inner, np.int32)
+    powers = bits.view(np.float32)
+    for b in range(len(factor)):
+        _gate(products[b, :inner], products[b, inner:], factor[b], gated, bits, powers)
+        factor[b] = _round(gated, held[b])
+
+
+@_compile
+def add(x: Any, products: Any, factor: Any) -> None:
+    """Add products [B, W] times `factor` [B] to x [B, W]."""
+    for b in range(x.shape[0]):
+        here, more, times = x[b], products[b], factor[b]
+        for k in range(len(here)):
+            here[k] += more[k] * times
