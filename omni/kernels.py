@@ -6,8 +6,7 @@ Which form is fast depends on processor, threads, PyTorch, number format, rows a
 kept in the user's cache folder. Used for inference only: where autograd records, and without `use_kernels`, `F.linear` is
 called. Forms agree to rounding (1e-5 relative in float32).
 
-A block's step is compiled where that measured faster, by the same rule: in int8, and in float32 of a small model
-(`omni.model.compiled`).
+A block's step is compiled where that measured faster: in int8, and in float32 of a small model (`omni.compiled`).
 
 M rows, K inputs, N outputs.
 """
@@ -45,6 +44,9 @@ ROWS = (1, 2, 4, 8)
 FASTER = 0.85
 """Share of the time of `F.linear` that a form may take at most, in every repeat, to replace it."""
 
+STEP_FASTER = 0.95
+"""The same of a step, whose quickest of some is compared."""
+
 BF16_FASTER = 1.2
 """How many times faster bfloat16 must be than float32, each in its best forms, to become the default."""
 
@@ -53,8 +55,8 @@ REPEATS = 3
 SMALL = 1 << 20
 """Numbers in the weights of a float32 block up to which its step is compiled, for one thread."""
 
-STEP_ROWS, STEP_KEYS = (2, 16), 256
-"""Rows and keys of measured steps."""
+STEP_ROWS, STEP_KEYS, STEPS = (1, 4), 256, 5
+"""Rows and keys of measured steps, and how many of them are taken, of which the quickest counts."""
 
 
 def _padded(form: Form, least: int) -> Form:
@@ -238,7 +240,7 @@ def _measure(weights: Sequence[Tensor], rows: int) -> dict[Product, Timing]:
 
 @torch.inference_mode()
 def _measure_step(model: nn.Module) -> dict[Step, Timing]:
-    """The best form of a block's step, which is to be better for few rows and for many."""
+    """The best form of a block's step, which is to be better for each of the numbers of rows."""
     decoder: Any = getattr(model, "decoder", None)
     shape = decoder.blocks[0].step_shape() if decoder is not None and len(decoder.blocks) else None
     if shape is None:
@@ -259,18 +261,20 @@ def _measure_step(model: nn.Module) -> dict[Step, Timing]:
         for repeat in range(-1, REPEATS):
             for form, kernels in forms.items():
                 use_kernels(model, kernels)
-                start = time.perf_counter()
-                decoder(column, input_pos=torch.full((rows, 1), keys - 1), cache=cache)
-                if repeat >= 0:  # the first one compiles
-                    times[form].append(time.perf_counter() - start)
-        chosen.append(choose(times, MODULES))
+                taken = []
+                for _ in range(STEPS if repeat >= 0 else 1):  # the first one compiles
+                    start = time.perf_counter()
+                    decoder(column, input_pos=torch.full((rows, 1), keys - 1), cache=cache)
+                    taken.append(time.perf_counter() - start)
+                times[form] += [min(taken)] if repeat >= 0 else []
+        chosen.append(choose(times, MODULES, STEP_FASTER))
     return {key: next((one for one in chosen if one.form == MODULES), chosen[0])}
 
 
-def choose(times: Mapping[str, Sequence[float]], usual: str = REFERENCE) -> Timing:
-    """The fastest of the forms that took at most `FASTER` of the time of the usual one in every repeat; else that."""
+def choose(times: Mapping[str, Sequence[float]], usual: str = REFERENCE, faster: float = FASTER) -> Timing:
+    """The fastest of the forms that took at most `faster` of the time of the usual one in every repeat; else that."""
     reference = times[usual]
-    better = [n for n, taken in times.items() if all(a <= FASTER * b for a, b in zip(taken, reference, strict=True))]
+    better = [n for n, taken in times.items() if all(a <= faster * b for a, b in zip(taken, reference, strict=True))]
     best = min(better, key=lambda name: statistics.median(times[name]), default=usual)
     return Timing(best, statistics.median(times[best]), statistics.median(reference))
 

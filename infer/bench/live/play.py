@@ -7,6 +7,7 @@ number of sessions the engine measures a bare runner and codec with as many rows
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import tempfile
@@ -38,6 +39,7 @@ from omni.engine.stats import EngineStats
 from omni.errors import UserError
 from omni.hardware import find_dtype
 from omni.kernels import machine, measure_kernels
+from omni.model.int8_model import to_int8
 from omni.profiling import GIB
 from omni.tasks import TASKS, Turn, prompt
 from omni.text import Tokenizer
@@ -236,8 +238,8 @@ def _random_folder(options: BenchOptions, name: str, config: ModelConfig, device
         folder = str(Path(place) / name)
         model = random_model(config, torch.device("cpu"), dtype)
         with cpu_threads(options.threads, model) as threads:
-            if options.kernels == "measured" and options.quantize is None and device.type == "cpu":
-                measure_kernels(model)
+            if options.kernels == "measured" and device.type == "cpu":
+                measure_kernels(to_int8(copy.deepcopy(model)) if options.quantize else model)
         if bytes_of(model) < SMALL_MODEL and device.type != "cpu":
             threads = torch.get_num_threads()
         save_folder(folder, config, model.state_dict(), Tokenizer.bytes())
