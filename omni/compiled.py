@@ -7,7 +7,7 @@ rests costs nothing. What a row gives does not depend on its company.
 
 numba compiles for some seconds once, and keeps what it made beside this file, or in the user's cache folder.
 
-Dimensions: B rows of a step, W width, H heads, G key/value heads, D size of a head, F width of the feed-forward
+Dimensions: B rows of a step, K streams, W width, H heads, G key/value heads, D size of a head, F width of the feed-forward
 network, R rows of the cache, S its slots of a row with the spare one, V slots that are read.
 """
 
@@ -31,6 +31,80 @@ def _compile(function: F) -> F:
         return njit(cache=True, **how)(function)  # type: ignore[no-any-return]
     except RuntimeError:  # no folder can be written
         return njit(**how)(function)  # type: ignore[no-any-return]
+
+
+# --- before and after the blocks --------------------------------------------------------------------------------------
+
+
+@_compile
+def embed(tokens: Any, offsets: Any, audio: Any, text: Any, scale: Any, out: Any) -> None:
+    """Sum the tables' rows of tokens [B, K], the last of which is of text, times `scale`, to `out` [B, W]."""
+    for b in range(len(tokens)):
+        here = out[b]
+        here[:] = text[tokens[b, len(offsets)]]
+        for k in range(len(offsets)):
+            more = audio[tokens[b, k] + offsets[k]]
+            for w in range(len(here)):
+                here[w] += more[w]
+        for w in range(len(here)):
+            here[w] *= scale
+
+
+@_compile
+def place(input_pos: Any, rows: Any, positions: Any, ring: Any, window: Any, writes: Any, mask: Any) -> None:
+    """Note where rows are fed among the cache's positions [R, S], as `KVCache.attend_to` does.
+
+    Args:
+        input_pos: [B], -1 for rows that rest; rows: of the cache, [B].
+        window: of the attention, 0 for all.
+        writes: is given each row's slot among all, [B]; mask: what is added to its scores, [B, V], 0 or minus infinity.
+    """
+    slots = positions.shape[1] - 1
+    for b in range(len(input_pos)):
+        now, held = input_pos[b], positions[rows[b]]
+        slot = slots if now < 0 else now % slots if ring else now
+        held[slot] = now
+        writes[b] = rows[b] * (slots + 1) + slot
+        shown = mask[b]
+        for s in range(len(shown)):
+            seen = (held[s] >= 0) & (held[s] <= now) & ((window == 0) | (held[s] > now - window))
+            shown[s] = _ZERO if seen else -np.inf
+
+
+@_compile
+def turns(input_pos: Any, frequencies: Any, cos: Any, sin: Any) -> None:
+    """Write cos and signed sin [B, D] of positions [B] (`omni.model.blocks.rope_table`)."""
+    half = len(frequencies)
+    for b in range(len(input_pos)):
+        position = np.float32(max(input_pos[b], 0))
+        for d in range(half):
+            angle = position * frequencies[d]
+            cos[b, d] = cos[b, half + d] = np.cos(angle)
+            sin[b, half + d] = np.sin(angle)
+            sin[b, d] = -sin[b, half + d]
+
+
+@_compile
+def norm_rows(x: Any, weight: Any, eps: Any, out: Any) -> None:
+    """RMSNorm of the rows of x [B, W]."""
+    for b in range(len(x)):
+        _norm(x[b], weight, eps, out[b])
+
+
+@_compile
+def broken(hidden: Any, logits: Any, out: Any) -> None:
+    """Note which rows have logits [B, N] that are not all finite numbers, or a hidden state [B, W] that is zero throughout."""
+    limit = np.int32(0x7F800000)
+    for b in range(len(hidden)):
+        pattern, state, most, some = logits[b].view(np.int32), hidden[b], np.int32(0), False
+        for n in range(len(pattern)):
+            most = max(most, pattern[n] & np.int32(0x7FFFFFFF))
+        for w in range(len(state)):
+            some |= state[w] != 0
+        out[b] = most >= limit or not some
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
 
 
 @_compile

@@ -242,7 +242,7 @@ def _measure(weights: Sequence[Tensor], rows: int) -> dict[Product, Timing]:
 def _measure_step(model: nn.Module) -> dict[Step, Timing]:
     """The best form of a block's step, which is to be better for each of the numbers of rows."""
     decoder: Any = getattr(model, "decoder", None)
-    shape = decoder.blocks[0].step_shape() if decoder is not None and len(decoder.blocks) else None
+    shape = None if decoder is None else decoder.step_shape()
     if shape is None:
         return {}
     key, keys = Step(torch.get_num_threads(), shape), min(STEP_KEYS, decoder.config.context)

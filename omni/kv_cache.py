@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from omni import compiled
 from omni.errors import UserError
 from omni.hardware import to_device
 
@@ -214,6 +216,19 @@ class KVCache:
         if self.window is not None:
             mask = mask & (held > now - self.window)
         return mask | (now < 0)  # padding attends to everything: its result is not used, but must not become NaN
+
+    def attend_to_one(self, input_pos: Tensor) -> Tensor:
+        """`attend_to` for one position of each row, [B, 1], on a CPU, compiled; the mask [B, 1, 1, S] is what is added to the
+        scores: 0, or minus infinity."""
+        count, furthest = self.rows, int(input_pos.max())
+        if input_pos.shape != (count, 1) or (furthest >= self.slots and not self.ring):
+            self.attend_to(input_pos)  # which says what is wrong
+        self.clean()
+        rows = np.arange(count) if self._rows is None else self._rows.numpy()
+        self._writes, mask = torch.empty(count, dtype=torch.long), torch.empty(count, 1, 1, self._visible)
+        now, writes = np.ascontiguousarray(input_pos.numpy()[:, 0]), self._writes.numpy()
+        compiled.place(now, rows, self.positions.numpy(), self.ring, self.window or 0, writes, mask.numpy()[:, 0, 0])
+        return mask
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):

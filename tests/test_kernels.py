@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from omni import compiled as compiled_module
 from omni import kernels as kernels_module
 from omni.checkpoint.folder import save_folder
 from omni.checkpoint.places import WEIGHTS
@@ -42,7 +43,6 @@ from omni.kernels import (
     step_weights,
     use_kernels,
 )
-from omni.model import blocks
 from omni.model.int8_model import to_int8
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
@@ -139,7 +139,7 @@ STEPS: dict[str, dict[str, Any]] = {
 
 def compiled(numbers: str, model: SpeechModel, form: str = COMPILED) -> Kernels:
     """Kernels with a measurement of the step of a model's block."""
-    shape = model.decoder.blocks[0].step_shape()
+    shape = model.decoder.step_shape()
     assert shape is not None and shape.numbers == numbers
     return Kernels({}, {Step(1, shape): Timing(form, 1.0, 2.0)})
 
@@ -149,8 +149,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls of what is compiled."""
     made: list[str] = []
     for name in ("block", "attend_and_round"):
-        real = getattr(blocks.compiled, name)
-        monkeypatch.setattr(blocks.compiled, name, lambda *given, n=name, real=real: made.append(n) or real(*given))
+        real = getattr(compiled_module, name)
+        monkeypatch.setattr(compiled_module, name, lambda *given, n=name, real=real: made.append(n) or real(*given))
     return made
 
 
@@ -346,7 +346,7 @@ def test_a_step_is_measured_kept_and_used(model: Any, quantize: bool) -> None:
     model = to_int8(model) if quantize else model
     kernels = measure_kernels(model)
     ((key, found),) = kernels.steps.items()
-    assert key == Step(1, model.decoder.blocks[0].step_shape()) and key.shape.numbers == ("int8" if quantize else "float32")
+    assert key == Step(1, model.decoder.step_shape()) and key.shape.numbers == ("int8" if quantize else "float32")
     assert found.form in (MODULES, COMPILED) and load_kernels().steps == kernels.steps
     assert kernels.compiled(key.shape) == (found.form == COMPILED) and model.decoder.blocks[0].attention.kernels is kernels
     assert not Kernels({}, {Step(2, key.shape): found}).compiled(key.shape)  # of another number of threads

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from omni.config import DecoderConfig
-from omni.kernels import Kernels, apply, multiply
-from omni.kv_cache import Cache
+from omni.kernels import Kernels, StepShape, apply, multiply
+from omni.kv_cache import Cache, KVCache
 from omni.layout import Layout
 from omni.model.blocks import Block, RMSNorm, rope_frequencies, rope_table
 from omni.model.int8_model import Int8Embedding
 from omni.model.quantize import dense_weight, is_quantized
+from omni.model.step import DecoderStep, step_shape
 
 
 class Hidden(NamedTuple):
@@ -43,6 +44,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.layout = config, layout
         self.checkpointing = False
+        self._step = DecoderStep()
         sizes = [s.vocabulary for s in layout.audio]
         self.audio_offsets = (0, *accumulate(sizes))
         self.text_embedding = nn.Embedding(layout.text.vocabulary, config.width)
@@ -124,6 +126,16 @@ class Decoder(nn.Module):
         if (input_pos is None) != (cache is None):
             given, absent = ("input_pos", "cache") if cache is None else ("cache", "input_pos")
             raise ValueError(f"{given} was given without {absent}: give both to generate over a cache, or neither to train")
+        if (
+            input_pos is not None
+            and isinstance(cache, KVCache)
+            and tokens.shape[2] == 1
+            and features is None
+            and positions is None
+        ):
+            stepped = self._step(self, tokens, input_pos, cache)
+            if stepped is not None:
+                return Hidden(*stepped)
         x = self.embed(tokens, features, feature_index)
         if input_pos is not None and cache is not None:
             mask: Tensor | None = cache.attend_to(input_pos)
@@ -157,6 +169,10 @@ class Decoder(nn.Module):
         if self.checkpointing and torch.is_grad_enabled() and cache is None:
             return checkpoint(block, x, rope, mask, None, layer, use_reentrant=False)
         return block(x, rope, mask, cache, layer)
+
+    def step_shape(self) -> StepShape | None:
+        """What a step of its blocks is called in measurements (`omni.kernels`); None where it cannot be compiled."""
+        return step_shape(self.blocks[0]) if len(self.blocks) else None
 
     # --- heads -----------------------------------------------------------------------------------------------------
 

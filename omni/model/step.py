@@ -1,0 +1,216 @@
+"""A step of the decoder on a CPU, one column of each row, compiled where it measured faster (`omni.compiled`, `omni.kernels`).
+
+In float32 a small block is a single call, and in int8 one call between two products. The float32 weights of one input become
+views of one tensor, so that what changes them in place changes it. A block beside whose parts something acts (an adapter, an
+edit, a hook), or that is of another kind, is run as it is, between the others.
+
+Dimensions: B rows, K streams, W width, D size of a head, V slots that are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from omni import compiled
+from omni.kernels import SMALL, StepShape
+from omni.kv_cache import KVCache
+from omni.model.blocks import Attention, Block, RMSNorm, SwiGLU
+from omni.model.int8 import Int8Linear, exact, few_rows, packed_of, raw_product
+
+if TYPE_CHECKING:
+    from omni.model.decoder import Decoder
+
+Array = np.ndarray[Any, Any]
+_NONE, _NO_ROWS = np.empty(0, np.float32), np.empty((0, 0), np.float32)
+
+
+class DecoderStep:
+    """The compiled step of one decoder."""
+
+    def __init__(self) -> None:
+        self._blocks: list[_BlockStep] = []
+
+    def __call__(self, decoder: Decoder, tokens: Tensor, input_pos: Tensor, cache: KVCache) -> tuple[Tensor, Tensor] | None:
+        """Hidden states [B, 1, W] of columns [B, K, 1] for the text head and for the audio heads, as `Decoder.forward` gives
+        them; None where no block is compiled."""
+        norm = decoder.norm.weight
+        if decoder.kernels is None or torch.is_grad_enabled() or norm.device.type != "cpu" or norm.dtype != torch.float32:
+            return None  # while autograd records, the cache's `update` refuses to be written
+        if cache.dtype != torch.float32 or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return None
+        blocks = [*decoder.blocks, *decoder.post_blocks]
+        if len(self._blocks) != len(blocks):
+            self._blocks = [_BlockStep() for _ in blocks]
+        steps = [step if step.is_of(block) else None for step, block in zip(self._blocks, blocks, strict=True)]
+        if not any(steps):
+            return None
+        x = self._embed(decoder, tokens)
+        if x.dtype != torch.float32:
+            return None
+        rows, width = len(x), norm.shape[0]
+        mask = cache.attend_to_one(input_pos)
+        cos, sin = (torch.empty(rows, 2 * len(decoder.rope)) for _ in range(2))
+        place = _Place(cache, mask.numpy().reshape(rows, -1), cos.numpy(), sin.numpy())
+        compiled.turns(_array(input_pos[:, 0]), decoder.rope.numpy(), place.cos, place.sin)
+        found: list[Tensor] = []
+        for layer, (block, step) in enumerate(zip(blocks, steps, strict=True)):
+            if layer == len(decoder.blocks):
+                found.append(_normed(decoder.norm, x))
+            if step is not None:
+                step(block, x.numpy(), place, layer)
+            else:
+                rope = tuple(part[:, None, None] for part in (cos, sin))
+                x = block(x[:, None], rope, mask, cache, layer).reshape(rows, width)
+        last = decoder.norm if decoder.post_norm is None else decoder.post_norm
+        found.append(_normed(last, x))
+        return found[0][:, None], found[-1][:, None]
+
+    def _embed(self, decoder: Decoder, tokens: Tensor) -> Tensor:
+        """Embeddings [B, W], in memory of their own."""
+        tables = decoder.audio_embedding, decoder.text_embedding
+        if any(type(table) is not nn.Embedding or _acted_on(table) for table in tables):
+            return decoder.embed(tokens)[:, 0].clone()
+        audio, text = (table.weight.detach().numpy() for table in tables)
+        out = torch.empty(len(tokens), text.shape[1])
+        scale = np.float32(1 / len(decoder.layout) if decoder.config.combine == "mean" else 1)
+        compiled.embed(_array(tokens[:, :, 0]), decoder.offsets.numpy()[:, 0], audio, text, scale, out.numpy())
+        return out
+
+
+def _array(x: Tensor) -> Array:
+    """A tensor as an array whose numbers are neighbours: of others, what is compiled is compiled again."""
+    return np.ascontiguousarray(x.numpy())
+
+
+def _acted_on(part: nn.Module) -> bool:
+    return bool(part._forward_hooks or part._forward_pre_hooks)
+
+
+def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    if type(norm) is not RMSNorm or _acted_on(norm):
+        out: Tensor = norm(x)
+        return out
+    out = torch.empty_like(x)
+    compiled.norm_rows(x.numpy(), norm.weight.detach().numpy(), np.float32(norm.eps), out.numpy())
+    return out
+
+
+class _Place:
+    """Where the rows of a step are: the cache, what is added to the scores [B, V], and the rotary table [B, D]."""
+
+    def __init__(self, cache: KVCache, mask: Array, cos: Array, sin: Array) -> None:
+        self.cache, self.writes = cache, cache.writes.numpy()
+        self.mask, self.cos, self.sin = mask, cos, sin
+
+
+class _BlockStep:
+    """The compiled step of one block."""
+
+    def __init__(self) -> None:
+        self._parts: tuple[nn.Module | None, ...] = ()
+        self._hooks: list[Mapping[int, object]] = []
+        self._shape: StepShape | None = None  # None where it cannot be taken
+        self._held: tuple[list[int], list[Array]] = [], []  # places of the weights that are read as arrays, and these
+
+    def is_of(self, block: nn.Module) -> bool:
+        """Whether the block's step is compiled: it measured faster, and nothing acts beside a part."""
+        own = block._modules
+        attention, mlp = own["attention"], own["mlp"]
+        parts = (*own.values(), *attention._modules.values(), *mlp._modules.values())  # type: ignore[union-attr]
+        if parts != self._parts:
+            self._parts, self._shape, self._held = parts, step_shape(block), ([], [])
+            there = [part for part in parts if part is not None]
+            self._hooks = [hooks for part in there for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        if self._shape is None or any(self._hooks) or _acted_on(block):
+            return False
+        kernels: Any = attention.kernels  # type: ignore[union-attr]
+        return kernels is not None and kernels.compiled(self._shape) and self._reads(block)
+
+    def _reads(self, block: Any) -> bool:
+        """Whether the weights are read as arrays, as they are now; those of one input become parts of one."""
+        part, mlp = block.attention, block.mlp
+        norms = [norm for norm in (block.attention_norm, block.mlp_norm, part.q_norm, part.k_norm) if norm is not None]
+        groups: list[list[Tensor]] = [[norm.weight] for norm in norms]
+        if type(part.q) is nn.Linear:
+            groups += [[part.q.weight, part.k.weight, part.v.weight], [part.out.weight]]
+            groups += [[mlp.gate.weight, mlp.up.weight], [mlp.down.weight]]
+            groups += [[one.bias for one in (part.q, part.k, part.v) if one.bias is not None]]
+        places = [weight.data_ptr() for group in groups for weight in group]
+        if places == self._held[0]:
+            return True
+        weights = [weight for group in groups for weight in group]
+        if any(type(w) is not nn.Parameter or w.dtype != torch.float32 or w.device.type != "cpu" for w in weights):
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            arrays = [_as_one(group).numpy() for group in groups if group]
+        places = [weight.data_ptr() for weight in weights]
+        if part.q_norm is None:
+            arrays[2:2] = [_NONE, _NONE]
+        self._held = places, arrays  # of this thread: another may do the same at once
+        return True
+
+    def __call__(self, block: nn.Module, x: Array, place: _Place, layer: int) -> None:
+        """Take x [B, W] through the block, in place."""
+        part: Any = block.attention
+        mlp: Any = block.mlp
+        attention_norm, mlp_norm, q_norm, k_norm, *weights = self._held[1]
+        cache, rows, eps = place.cache, len(x), np.float32(block.attention_norm.eps)  # type: ignore[union-attr, arg-type]
+        keys, values = cache.keys[layer].numpy(), cache.values[layer].numpy()
+        if weights:
+            qkv, to_width, gate_up, down, *bias = weights
+            compiled.block(
+                x, place.writes, cache.ring, place.mask, place.cos, place.sin, eps, attention_norm, qkv,
+                bias[0] if bias else _NONE, q_norm, k_norm, to_width, mlp_norm, gate_up, down, keys, values,
+            )  # fmt: skip
+            return
+        groups = (part.q, part.k, part.v), (part.out,), (mlp.gate, mlp.up), (mlp.down,)
+        packed = [packed_of(group) for group in groups]
+        biases = packed[0].bias
+        normed, heads, inner = (few_rows(rows, n) for n in (x.shape[1], part.heads * part.head_dim, mlp.down.in_features))
+        factor = np.empty(rows, np.float32)
+        compiled.add_and_round_norm(x, _NO_ROWS, attention_norm, eps, normed.numpy(), factor)
+        qkv = raw_product(normed, packed[0]).numpy()
+        compiled.attend_and_round(
+            qkv, factor, _NONE if biases is None else biases.numpy(), place.writes, cache.ring, place.mask, place.cos,
+            place.sin, eps, q_norm, k_norm, keys, values, heads.numpy(),
+        )  # fmt: skip
+        compiled.add_and_round_norm(x, raw_product(heads, packed[1]).numpy(), mlp_norm, eps, normed.numpy(), factor)
+        compiled.gate_and_round(raw_product(normed, packed[2]).numpy(), factor, inner.numpy())
+        compiled.add(x, raw_product(inner, packed[3]).numpy(), factor)
+
+
+def step_shape(block: nn.Module) -> StepShape | None:
+    """What a block's step is called in measurements (`omni.kernels`); None where it cannot be compiled."""
+    if type(block) is not Block:
+        return None
+    part, mlp = block.attention, block.mlp
+    if type(part) is not Attention or type(mlp) is not SwiGLU:
+        return None
+    linears = part.q, part.k, part.v, part.out, mlp.gate, mlp.up, mlp.down
+    kinds, norms = {type(one) for one in linears}, {type(one) for one in (part.q_norm, part.k_norm)}
+    if norms not in ({RMSNorm}, {type(None)}) or any(one.bias is not None for one in linears[3:]):
+        return None
+    if len({(part.q.bias is None), (part.k.bias is None), (part.v.bias is None)}) > 1:
+        return None
+    if kinds == {Int8Linear} and exact():
+        numbers = "int8"
+    elif kinds == {nn.Linear} and sum(one.weight.numel() for one in linears) <= SMALL:
+        numbers = "float32"
+    else:
+        return None
+    return StepShape(numbers, part.q.in_features, part.heads, part.kv_heads, part.head_dim, mlp.down.in_features)
+
+
+def _as_one(weights: Sequence[Tensor]) -> Tensor:
+    """Weights one after another, of which they become views."""
+    if len(weights) == 1 and weights[0].is_contiguous():
+        return weights[0].detach()
+    whole = torch.cat([weight.detach() for weight in weights])
+    for weight, view in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
+        weight.data = view
+    return whole
