@@ -104,6 +104,70 @@ def broken(hidden: Any, logits: Any, out: Any) -> None:
         out[b] = most >= limit or not some
 
 
+@_compile
+def push(
+    rows: Any, rests: Any, sampled: Any, odd: Any, step: Any, text_active: Any, audio_active: Any, text_ended: Any,
+    audio_end: Any, history: Any, done: Any, ends: Any, pads: Any, delays: Any, sizes: Any, deepest: Any, padded: Any,
+    column: Any, position: Any, packed: Any,
+) -> None:  # fmt: skip
+    """`omni.cursor.Cursor.push` and what follows it in a step, in place.
+
+    Args:
+        rows: of the state, [B]; those that rest (`rests` [B], or none) keep theirs.
+        sampled: [B, K]; odd: whether the logits of audio and of text are broken, [2, B].
+        step ... done: of the cursor; ends, pads, delays, sizes: of its layout, [K]; deepest: its largest delay; padded: what it fills with.
+        column, position: what is fed next, [R, K] and [R]; packed: the results, [R, K + A + 7].
+    """
+    streams, depth = len(delays), history.shape[2]
+    a, last = streams - 1, 0
+    for k in range(a):
+        last = k if delays[k] > delays[last] else last
+    for i in range(len(rows)):
+        if len(rests) and rests[i]:
+            continue
+        r = rows[i]
+        now, live, limit, out = step[r], not done[r], audio_end[r], packed[r]
+        speaks, newest = audio_active[r] and live, now - deepest
+        writing = text_active[r] and live and not text_ended[r]
+        broken = (speaks and newest <= limit and odd[0, i]) or (writing and odd[1, i])
+        for k in range(a):
+            if (
+                speaks
+                and sampled[i, k] == ends[k]
+                and ((padded and now >= delays[k]) or (not padded and k == last and now > 0))
+            ):
+                limit = min(limit, now - delays[k])
+        sounds = speaks and 0 <= newest < limit
+        for k in range(a):
+            code, frame = sampled[i, k], now - delays[k]
+            if padded and frame == limit:
+                code = ends[k]
+            if not speaks or (padded and (frame < 0 or frame > limit)):
+                code = pads[k]
+            for d in range(depth - 1):
+                history[r, k, d] = history[r, k, d + 1]
+            history[r, k, depth - 1] = code
+            column[r, k] = out[k] = code
+            out[streams + k] = history[r, k, delays[k] - deepest + depth - 1]
+            sounds = sounds and out[streams + k] < sizes[k]
+        on = writing and now >= delays[a]
+        text = sampled[i, a] if on else pads[a]
+        over = on and text == ends[a]
+        text_ended[r] = text_ended[r] or over
+        audio_done, text_done = not audio_active[r] or newest >= limit, not text_active[r] or text_ended[r]
+        if not padded:  # mini-omni stops when the last audio stream has ended, even if the text has not
+            text_done = text_done or audio_active[r]
+        done[r] = done[r] or (audio_done and text_done)
+        column[r, a] = out[a] = text
+        step[r], audio_end[r] = now + 1, limit
+        position[r] = -1 if done[r] else position[r] + 1
+        flags = out[streams + a :]
+        flags[0], flags[1], flags[2], flags[3] = sounds, text, on and not over and text < sizes[a], done[r]
+        flags[4] = text_active[r] and not text_ended[r] and not done[r]
+        flags[5] = audio_active[r] and not done[r] and newest + 1 <= limit
+        flags[6] = broken
+
+
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 

@@ -93,7 +93,7 @@ class Cursor:
         )
 
     @cached_property
-    def _constants(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def constants(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """end [K], pad [K], delays [K] and sizes [K] on the cursor's device (made once, handed on by `push`)."""
         device = self.step.device
         lay = self.layout
@@ -108,7 +108,7 @@ class Cursor:
         """The cursor of some of the rows."""
         index = rows if isinstance(rows, (slice, Tensor)) else torch.tensor(list(rows), device=self.step.device)
         cursor = replace(self, **{name: getattr(self, name)[index] for name in self.TENSORS})
-        cursor.__dict__["_constants"] = self._constants
+        cursor.__dict__["constants"] = self.constants
         return cursor
 
     @property
@@ -124,7 +124,7 @@ class Cursor:
     def push(self, sampled: Tensor) -> tuple[Cursor, Push]:
         """Take the sampled ids of each stream, [B, K]; return the next cursor, and what is fed next with the finished frame."""
         lay, a = self.layout, self.layout.n_audio
-        end, pad, delays, sizes = self._constants
+        end, pad, delays, sizes = self.constants
         live = ~self.done
 
         frame_index = self.step[:, None] - delays[:a]  # [B, A]: which frame each stream is at
@@ -170,5 +170,5 @@ class Cursor:
             done=done,
         )
         cursor = replace(self, step=self.step + 1, text_ended=text_ended, audio_end=audio_end, history=history, done=done)
-        cursor.__dict__["_constants"] = self._constants
+        cursor.__dict__["constants"] = self.constants
         return cursor, push

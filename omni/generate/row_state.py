@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from omni import compiled
 from omni.cursor import Cursor
 from omni.generate.rows import Start
 from omni.generate.sampling import Mode, Sampler, broken_rows, log_probabilities
@@ -152,35 +154,55 @@ class RowState:
 
     def write(self, plan: StepPlan, hidden: Hidden, decoder: Decoder) -> None:
         """Sample the rows' next columns from hidden states [B, 1, W], in place."""
-        rows, slots = self.index(plan.slots), plan.slots
-        cursor, a = self.cursor.select(rows), self.layout.n_audio
+        rows, slots, a = self.index(plan.slots), plan.slots, self.layout.n_audio
         sampled = self._pad.repeat(len(slots), 1)
-        broken = torch.zeros_like(cursor.done)
+        odd = torch.zeros(2, len(slots), dtype=torch.bool, device=sampled.device)  # of audio and text
         odds = torch.zeros(sampled.shape, device=sampled.device) if plan.logprobs else None
         if plan.audio:
             own, here = self.index(tuple(slots[i] for i in plan.audio)), self.index(plan.audio)
             with using(self.selection(plan, own)):
                 logits = decoder.audio_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
-            sampled[here, :a] = self.sampler.audio(logits, own, cursor.step[here], plan.audio_mode)
+            sampled[here, :a] = self.sampler.audio(logits, own, self.cursor.step[own], plan.audio_mode)
             if odds is not None:
                 odds[here, :a] = log_probabilities(self.sampler.audio_choices(logits), sampled[here, :a])
-            broken[here] |= cursor.needs_audio[here] & broken_rows(hidden.audio[here], logits)
+            odd[0, here] = broken_rows(hidden.audio[here], logits)
         if plan.text:
             own, here = self.index(tuple(slots[i] for i in plan.text)), self.index(plan.text)
             with using(self.selection(plan, own)):
                 logits = decoder.text_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
-            text = self.sampler.text(logits, own, cursor.step[here], plan.text_mode)
-            odd = broken_rows(hidden.text[here], logits)
+            text = self.sampler.text(logits, own, self.cursor.step[own], plan.text_mode)
+            strange = broken_rows(hidden.text[here], logits)
             own_odds = log_probabilities(self.sampler.text_choices(logits), text[:, None])[:, 0] if plan.logprobs else None
             if plan.coupled:
                 written = torch.arange(own.start, own.stop, device=text.device) if isinstance(own, slice) else own
                 writer = torch.searchsorted(written, self.partner[rows]).clamp_max(len(text) - 1)
-                text, odd = text[writer], odd[writer]
+                text, strange = text[writer], strange[writer]
                 own_odds = None if own_odds is None else own_odds[writer]
             sampled[:, a] = text
             if odds is not None and own_odds is not None:
                 odds[:, a] = own_odds
-            broken |= cursor.needs_text & odd
+            odd[1] = strange
+        push = self._push if sampled.device.type == "cpu" else self._push_tensors
+        push(plan, rows, sampled, odd)
+        if plan.audio_mode.penalty or plan.text_mode.penalty:
+            self.sampler.remember(self.column[rows], rows)
+        if odds is not None:
+            self.wide[rows] = torch.cat([self.packed[rows], odds.view(torch.int32).long()], dim=1)
+
+    def _push(self, plan: StepPlan, rows: slice | Tensor, sampled: Tensor, odd: Tensor) -> None:
+        """Push sampled ids [B, K] to the rows' cursors and note what came of it; compiled."""
+        index = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows.numpy()
+        rests = self.resting[rows] if plan.resting else self.resting[:0]
+        cursor = (getattr(self.cursor, name).numpy() for name in Cursor.TENSORS)
+        layout = (constant.numpy() for constant in self.cursor.constants)
+        state = (part.numpy() for part in (self.column, self.position, self.packed))
+        fill = self.layout.max_delay, self.layout.fill == "pad"
+        compiled.push(index, rests.numpy(), sampled.numpy(), odd.numpy(), *cursor, *layout, *fill, *state)
+
+    def _push_tensors(self, plan: StepPlan, rows: slice | Tensor, sampled: Tensor, odd: Tensor) -> None:
+        """The same on any device, which is not waited for."""
+        cursor = self.cursor.select(rows)
+        broken = (cursor.needs_audio & odd[0]) | (cursor.needs_text & odd[1])
         after, push = cursor.push(sampled)
         position = self.position[rows]
         values = {name: getattr(after, name) for name in ("step", "text_ended", "audio_end", "history", "done")}
@@ -193,14 +215,8 @@ class RowState:
         for name, value in values.items():
             getattr(self.cursor, name)[rows] = value
         self.column[rows], self.position[rows] = column, position
-        if plan.audio_mode.penalty or plan.text_mode.penalty:
-            self.sampler.remember(column, rows)
         flags = (push.has_frame, push.text, push.has_text, push.done, after.needs_text, after.needs_audio, broken)
-        parts = [push.column, push.frame, *(f[:, None] for f in flags)]
-        if odds is None:
-            self.packed[rows] = torch.cat(parts, dim=1)
-        else:
-            self.wide[rows] = torch.cat([*parts, odds.view(torch.int32).long()], dim=1)
+        self.packed[rows] = torch.cat([push.column, push.frame, *(flag[:, None] for flag in flags)], dim=1)
 
 
 def _where(rows: Tensor, yes: Tensor, no: Tensor) -> Tensor:
