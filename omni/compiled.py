@@ -55,17 +55,18 @@ def place(input_pos: Any, rows: Any, positions: Any, ring: Any, window: Any, wri
     """Note where rows are fed among the cache's positions [R, S], as `KVCache.attend_to` does.
 
     Args:
-        input_pos: [B], -1 for rows that rest; rows: of the cache, [B].
+        input_pos: [B], -1 for what rests; rows: of the cache, [B].
         window: of the attention, 0 for all.
-        writes: is given each row's slot among all, [B]; mask: what is added to its scores, [B, V], 0 or minus infinity.
+        writes: is given the slot of each among all, [B]; mask: what is added to its scores, [B, V], 0 or minus infinity.
     """
     slots = positions.shape[1] - 1
     for b in range(len(input_pos)):
-        now, held = input_pos[b], positions[rows[b]]
+        now = input_pos[b]
         slot = slots if now < 0 else now % slots if ring else now
-        held[slot] = now
+        positions[rows[b], slot] = now
         writes[b] = rows[b] * (slots + 1) + slot
-        shown = mask[b]
+    for b in range(len(input_pos)):
+        now, held, shown = input_pos[b], positions[rows[b]], mask[b]
         for s in range(len(shown)):
             seen = (held[s] >= 0) & (held[s] <= now) & ((window == 0) | (held[s] > now - window))
             shown[s] = _ZERO if seen else -np.inf
@@ -107,7 +108,7 @@ def broken(hidden: Any, logits: Any, out: Any) -> None:
 @_compile
 def push(
     rows: Any, rests: Any, sampled: Any, odd: Any, step: Any, text_active: Any, audio_active: Any, text_ended: Any,
-    audio_end: Any, history: Any, done: Any, ends: Any, pads: Any, delays: Any, sizes: Any, deepest: Any, padded: Any,
+    audio_end: Any, history: Any, done: Any, ends: Any, pads: Any, delays: Any, sizes: Any, padded: Any,
     column: Any, position: Any, packed: Any,
 ) -> None:  # fmt: skip
     """`omni.cursor.Cursor.push` and what follows it in a step, in place.
@@ -115,13 +116,14 @@ def push(
     Args:
         rows: of the state, [B]; those that rest (`rests` [B], or none) keep theirs.
         sampled: [B, K]; odd: whether the logits of audio and of text are broken, [2, B].
-        step ... done: of the cursor; ends, pads, delays, sizes: of its layout, [K]; deepest: its largest delay; padded: what it fills with.
+        step ... done: of the cursor; ends, pads, delays, sizes: of its layout, [K]; padded: whether it fills with pad.
         column, position: what is fed next, [R, K] and [R]; packed: the results, [R, K + A + 7].
     """
     streams, depth = len(delays), history.shape[2]
     a, last = streams - 1, 0
     for k in range(a):
         last = k if delays[k] > delays[last] else last
+    deepest = delays[last]
     for i in range(len(rows)):
         if len(rests) and rests[i]:
             continue
@@ -131,11 +133,8 @@ def push(
         writing = text_active[r] and live and not text_ended[r]
         broken = (speaks and newest <= limit and odd[0, i]) or (writing and odd[1, i])
         for k in range(a):
-            if (
-                speaks
-                and sampled[i, k] == ends[k]
-                and ((padded and now >= delays[k]) or (not padded and k == last and now > 0))
-            ):
+            counts = now >= delays[k] if padded else k == last and now > 0
+            if speaks and counts and sampled[i, k] == ends[k]:
                 limit = min(limit, now - delays[k])
         sounds = speaks and 0 <= newest < limit
         for k in range(a):
@@ -278,6 +277,25 @@ def _turn_and_keep(
 
 
 @_compile
+def _softmax(score: Any, count: Any, scale: Any, mask: Any, bits: Any, powers: Any) -> None:
+    """Softmax of the first `count` scores times `scale`, with the mask added, in place."""
+    for s in range(count):
+        score[s] = score[s] * scale + mask[s]
+    most = score[0]
+    for s in range(count):
+        most = max(most, score[s])
+    for s in range(count):
+        score[s] -= most
+    _exp(score, count, bits, powers)
+    total = _ZERO
+    for s in range(count):
+        total += score[s]
+    total = _ONE / total
+    for s in range(count):
+        score[s] *= total
+
+
+@_compile
 def _attend(
     t: Any, keys: Any, values: Any, row: Any, count: Any, mask: Any, scores: Any, bits: Any, powers: Any, out: Any
 ) -> None:
@@ -307,22 +325,8 @@ def _attend(
                     a0 += query[d] * k0[d]
                 scores[h, last] = a0
         for h in range(group):
-            score, here = scores[h], out[g * group + h]
-            for s in range(count):
-                score[s] = score[s] * scale + mask[s]
-            most = score[0]
-            for s in range(count):
-                most = max(most, score[s])
-            for s in range(count):
-                score[s] -= most
-            _exp(score, count, bits, powers)
-            total = _ZERO
-            for s in range(count):
-                total += score[s]
-            total = _ONE / total
-            for s in range(count):
-                score[s] *= total
-            here[:] = _ZERO
+            _softmax(scores[h], count, scale, mask, bits, powers)
+            out[g * group + h, :] = _ZERO
         s = 0
         while s + 3 < count:
             v0, v1, v2, v3 = values[row, s, g], values[row, s + 1, g], values[row, s + 2, g], values[row, s + 3, g]
@@ -341,6 +345,131 @@ def _attend(
 
 
 @_compile
+def _attend_columns(
+    wide: Any, first: Any, number: Any, heads: Any, keys: Any, values: Any, row: Any, count: Any, active: Any, mask: Any,
+    scores: Any, bits: Any, powers: Any, out: Any,
+) -> None:  # fmt: skip
+    """The same of several columns of one row, [columns, H D] from `first` on: four queries and four keys at a time."""
+    kv_heads, size = keys.shape[2], keys.shape[3]
+    group, scale = heads // kv_heads, _ONE / np.sqrt(np.float32(size))
+    e0, e1, e2, e3 = scores[0], scores[1], scores[2], scores[3]
+    for g in range(kv_heads):
+        every = number * group
+        for pair in range(0, every, 4):
+            p0, p1, p2, p3 = pair, min(pair + 1, every - 1), min(pair + 2, every - 1), min(pair + 3, every - 1)
+            i0, i1, i2, i3 = first + p0 // group, first + p1 // group, first + p2 // group, first + p3 // group
+            h0, h1 = (g * group + p0 % group) * size, (g * group + p1 % group) * size
+            h2, h3 = (g * group + p2 % group) * size, (g * group + p3 % group) * size
+            q0, q1, q2, q3 = (
+                wide[i0, h0 : h0 + size],
+                wide[i1, h1 : h1 + size],
+                wide[i2, h2 : h2 + size],
+                wide[i3, h3 : h3 + size],
+            )
+            s = 0
+            while s + 3 < count:
+                k0, k1, k2, k3 = keys[row, s, g], keys[row, s + 1, g], keys[row, s + 2, g], keys[row, s + 3, g]
+                a00 = a01 = a02 = a03 = a10 = a11 = a12 = a13 = a20 = a21 = a22 = a23 = a30 = a31 = a32 = a33 = _ZERO
+                for d in range(size):
+                    a00 += q0[d] * k0[d]
+                    a01 += q0[d] * k1[d]
+                    a02 += q0[d] * k2[d]
+                    a03 += q0[d] * k3[d]
+                    a10 += q1[d] * k0[d]
+                    a11 += q1[d] * k1[d]
+                    a12 += q1[d] * k2[d]
+                    a13 += q1[d] * k3[d]
+                    a20 += q2[d] * k0[d]
+                    a21 += q2[d] * k1[d]
+                    a22 += q2[d] * k2[d]
+                    a23 += q2[d] * k3[d]
+                    a30 += q3[d] * k0[d]
+                    a31 += q3[d] * k1[d]
+                    a32 += q3[d] * k2[d]
+                    a33 += q3[d] * k3[d]
+                e0[s], e0[s + 1], e0[s + 2], e0[s + 3] = a00, a01, a02, a03
+                e1[s], e1[s + 1], e1[s + 2], e1[s + 3] = a10, a11, a12, a13
+                e2[s], e2[s + 1], e2[s + 2], e2[s + 3] = a20, a21, a22, a23
+                e3[s], e3[s + 1], e3[s + 2], e3[s + 3] = a30, a31, a32, a33
+                s += 4
+            for last in range(s, count):
+                k0 = keys[row, last, g]
+                a00 = a10 = a20 = a30 = _ZERO
+                for d in range(size):
+                    a00 += q0[d] * k0[d]
+                    a10 += q1[d] * k0[d]
+                    a20 += q2[d] * k0[d]
+                    a30 += q3[d] * k0[d]
+                e0[last], e1[last], e2[last], e3[last] = a00, a10, a20, a30
+            _softmax(e0, count, scale, mask[active[i0]], bits, powers)
+            _softmax(e1, count, scale, mask[active[i1]], bits, powers)
+            _softmax(e2, count, scale, mask[active[i2]], bits, powers)
+            _softmax(e3, count, scale, mask[active[i3]], bits, powers)
+            o0, o1, o2, o3 = out[i0, h0 : h0 + size], out[i1, h1 : h1 + size], out[i2, h2 : h2 + size], out[i3, h3 : h3 + size]
+            o0[:], o1[:], o2[:], o3[:] = _ZERO, _ZERO, _ZERO, _ZERO
+            _weigh(e0, values, row, g, count, o0)
+            if p1 > p0:
+                _weigh(e1, values, row, g, count, o1)
+            if p2 > p1:
+                _weigh(e2, values, row, g, count, o2)
+            if p3 > p2:
+                _weigh(e3, values, row, g, count, o3)
+
+
+@_compile
+def _weigh(score: Any, values: Any, row: Any, g: Any, count: Any, out: Any) -> None:
+    """Add the values of the first `count` slots, each times its score, to `out` [D]."""
+    size, s = values.shape[3], 0
+    while s + 7 < count:
+        v0, v1, v2, v3 = values[row, s, g], values[row, s + 1, g], values[row, s + 2, g], values[row, s + 3, g]
+        v4, v5, v6, v7 = values[row, s + 4, g], values[row, s + 5, g], values[row, s + 6, g], values[row, s + 7, g]
+        p0, p1, p2, p3, p4, p5, p6, p7 = (
+            score[s], score[s + 1], score[s + 2], score[s + 3], score[s + 4], score[s + 5], score[s + 6], score[s + 7],
+        )  # fmt: skip
+        for d in range(size):
+            out[d] += p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d] + p4 * v4[d] + p5 * v5[d] + p6 * v6[d] + p7 * v7[d]
+        s += 8
+    for last in range(s, count):
+        v0, p0 = values[row, last, g], score[last]
+        for d in range(size):
+            out[d] += p0 * v0[d]
+
+
+@_compile
+def _attend_all(
+    wide: Any, active: Any, writes: Any, ring: Any, heads: Any, keys: Any, values: Any, mask: Any, out: Any
+) -> None:
+    """Attention [N, H D] of the queries, keys and values in `wide` [N, (H + 2 G) D], which are kept, of the rows `active` [N]."""
+    slots, kv_heads, size, rows = keys.shape[1], keys.shape[2], keys.shape[3], len(active)
+    scores, bits = np.empty((max(heads // kv_heads, 4), mask.shape[1]), np.float32), np.empty(mask.shape[1], np.int32)
+    powers = bits.view(np.float32)
+    i = 0
+    while i < rows:
+        b, row, number = active[i], writes[active[i]] // slots, 1
+        while i + number < rows and writes[active[i + number]] // slots == row:
+            number += 1
+        if number == 1:
+            count, t = mask.shape[1] if ring else writes[b] % slots + 1, wide[i].reshape(heads + 2 * kv_heads, size)
+            _attend(t, keys, values, row, count, mask[b], scores, bits, powers, out[i].reshape(heads, size))
+        for start in range(0, number if number > 1 else 0, 4):  # of which the last sees most
+            some = min(4, number - start)
+            count = mask.shape[1] if ring else writes[active[i + start + some - 1]] % slots + 1
+            _attend_columns(wide, i + start, some, heads, keys, values, row, count, active, mask, scores, bits, powers, out)
+        i += number
+
+
+@_compile
+def _active(writes: Any, slots: Any) -> Any:
+    """The places of `writes` that are no spare slots."""
+    found, count = np.empty(len(writes), np.int64), 0
+    for b in range(len(writes)):
+        if writes[b] % slots != slots - 1:
+            found[count] = b
+            count += 1
+    return found[:count]
+
+
+@_compile
 def _gate(gate: Any, up: Any, factor: Any, out: Any, bits: Any, powers: Any) -> None:
     """silu(gate * factor) * up * factor, [F]."""
     for k in range(len(gate)):
@@ -355,7 +484,7 @@ def block(
     x: Any, writes: Any, ring: Any, mask: Any, cos: Any, sin: Any, eps: Any, norm: Any, qkv: Any, bias: Any, q_norm: Any,
     k_norm: Any, out: Any, mlp_norm: Any, gate_up: Any, down: Any, keys: Any, values: Any,
 ) -> None:  # fmt: skip
-    """Take x [B, W] float32 through a block, in place; rows that rest stay as they are.
+    """Take x [B, W] float32 through a block, in place; what rests stays as it is. Columns of one row follow each other.
 
     Args:
         writes: slot of each row among all of the cache's, [B]; the spare ones are of rows that rest.
@@ -368,31 +497,27 @@ def block(
     """
     slots, kv_heads, size = keys.shape[1], keys.shape[2], keys.shape[3]
     width, heads, inner = x.shape[1], out.shape[1] // size, down.shape[1]
-    rows = 0
-    for b in range(x.shape[0]):
-        rows += writes[b] % slots != slots - 1
-    active, held, normed = np.empty(rows, np.int64), np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
-    rows = 0
-    for b in range(x.shape[0]):
-        if writes[b] % slots != slots - 1:
-            active[rows], held[rows] = b, x[b]
-            rows += 1
-    memory = max(mask.shape[1], inner)
-    scores, bits = np.empty((heads // kv_heads, memory), np.float32), np.empty(memory, np.int32)
+    active = _active(writes, slots)
+    rows = len(active)
+    held, normed, wide = (
+        np.empty((rows, width), np.float32),
+        np.empty((rows, width), np.float32),
+        np.empty((rows, len(qkv)), np.float32),
+    )
+    y, bits = np.empty((rows, heads * size), np.float32), np.empty(inner, np.int32)
     powers = bits.view(np.float32)
-    wide, y, many = np.empty((rows, len(qkv)), np.float32), np.empty((rows, heads * size), np.float32), len(bias)
 
     for i in range(rows):
+        held[i] = x[active[i]]
         _norm(held[i], norm, eps, normed[i])
     product(normed, qkv, wide)
     for i in range(rows):
         b, one = active[i], wide[i]
-        for k in range(many):
+        for k in range(len(bias)):
             one[k] += bias[k]
         t, row, slot = one.reshape(heads + 2 * kv_heads, size), writes[b] // slots, writes[b] % slots
         _turn_and_keep(t, heads, row, slot, cos[b], sin[b], eps, q_norm, k_norm, keys, values)
-        count = mask.shape[1] if ring else slot + 1
-        _attend(t, keys, values, row, count, mask[b], scores, bits, powers, y[i].reshape(heads, size))
+    _attend_all(wide, active, writes, ring, heads, keys, values, mask, y)
     product(y, out, normed)
     for i in range(rows):
         held[i] += normed[i]
@@ -455,20 +580,20 @@ def attend_and_round(
     """Attend with the products [B, (H + 2 G) D] of q, k and v, and round the result to `held` and `factor` (see `block`)."""
     slots, kv_heads, size = keys.shape[1], keys.shape[2], keys.shape[3]
     every = products.shape[1] // size
-    heads = every - 2 * kv_heads
-    scores, bits = np.empty((heads // kv_heads, mask.shape[1]), np.float32), np.empty(mask.shape[1], np.int32)
-    y, powers = np.zeros((heads, size), np.float32), bits.view(np.float32)
-    for b in range(len(factor)):
-        row, slot, one, times = writes[b] // slots, writes[b] % slots, products[b], factor[b]
-        if slot != slots - 1:
-            for k in range(len(one)):
-                one[k] *= times
-            for k in range(len(bias)):
-                one[k] += bias[k]
-            t = one.reshape(every, size)
-            _turn_and_keep(t, heads, row, slot, cos[b], sin[b], eps, q_norm, k_norm, keys, values)
-            _attend(t, keys, values, row, mask.shape[1] if ring else slot + 1, mask[b], scores, bits, powers, y)
-        factor[b] = _round(y.reshape(heads * size), held[b])
+    heads, active = every - 2 * kv_heads, _active(writes, slots)
+    wide, y = np.empty((len(active), every * size), np.float32), np.empty((len(active), heads * size), np.float32)
+    for i in range(len(active)):
+        b, one = active[i], wide[i]
+        given, times, row, slot = products[b], factor[b], writes[b] // slots, writes[b] % slots
+        for k in range(len(one)):
+            one[k] = given[k] * times
+        for k in range(len(bias)):
+            one[k] += bias[k]
+        _turn_and_keep(one.reshape(every, size), heads, row, slot, cos[b], sin[b], eps, q_norm, k_norm, keys, values)
+    _attend_all(wide, active, writes, ring, heads, keys, values, mask, y)
+    factor[:] = _ZERO
+    for i in range(len(active)):
+        factor[active[i]] = _round(y[i], held[active[i]])
 
 
 @_compile

@@ -55,8 +55,11 @@ REPEATS = 3
 SMALL = 1 << 20
 """Numbers in the weights of a float32 block up to which its step is compiled, for one thread."""
 
-STEP_ROWS, STEP_KEYS, STEPS = (1, 4), 256, 5
-"""Rows and keys of measured steps, and how many of them are taken, of which the quickest counts."""
+STEP_SIZES = {False: ((1, 1), (4, 1)), True: ((1, 64), (3, 32))}
+"""Rows and columns of measured steps."""
+
+STEP_KEYS, STEPS = 256, 5
+"""Keys of measured steps, and how many of them are taken, of which the quickest counts."""
 
 
 def _padded(form: Form, least: int) -> Form:
@@ -103,9 +106,10 @@ class StepShape(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a measurement of a step is of."""
+    """What a measurement of a step is of: of one column of each row, or of several."""
 
     threads: int
+    several: bool
     shape: StepShape
 
 
@@ -136,9 +140,9 @@ class Kernels:
         measured = rows if rows < 3 else 4 if rows < 5 else 8
         return self._forms.get((torch.get_num_threads(), dtype, measured, inputs, outputs))
 
-    def compiled(self, shape: StepShape) -> bool:
-        """Whether a block's step is compiled."""
-        return (torch.get_num_threads(), shape) in self._compiled
+    def compiled(self, shape: StepShape, several: bool = False) -> bool:
+        """Whether a block is compiled for one column of each row, or for several."""
+        return (torch.get_num_threads(), several, shape) in self._compiled
 
 
 def multiply(kernels: Kernels | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -240,35 +244,36 @@ def _measure(weights: Sequence[Tensor], rows: int) -> dict[Product, Timing]:
 
 @torch.inference_mode()
 def _measure_step(model: nn.Module) -> dict[Step, Timing]:
-    """The best form of a block's step, which is to be better for each of the numbers of rows."""
+    """The best form of a block for one column of each row, and for several: better for each of the sizes."""
     decoder: Any = getattr(model, "decoder", None)
     shape = None if decoder is None else decoder.step_shape()
     if shape is None:
         return {}
-    key, keys = Step(torch.get_num_threads(), shape), min(STEP_KEYS, decoder.config.context)
-    forms = {form: Kernels({}, {key: Timing(form, 1.0, 1.0)}) for form in (MODULES, COMPILED)}
-    chosen: list[Timing] = []
-    LOG.info(
-        "measuring a step of %d and of %d rows; the first time on a processor it is compiled for a quarter of a minute",
-        *STEP_ROWS,
-    )
-    for rows in STEP_ROWS:
-        cache: Any = model.make_cache(rows, keys)  # type: ignore[operator]
-        column = torch.zeros(rows, len(decoder.layout), 1, dtype=torch.long)
-        before = torch.arange(keys - 1).expand(rows, -1)
-        cache.positions[:, : keys - 1] = before[:, : cache.slots]
-        times: dict[str, list[float]] = {form: [] for form in forms}
-        for repeat in range(-1, REPEATS):
-            for form, kernels in forms.items():
-                use_kernels(model, kernels)
-                taken = []
-                for _ in range(STEPS if repeat >= 0 else 1):  # the first one compiles
-                    start = time.perf_counter()
-                    decoder(column, input_pos=torch.full((rows, 1), keys - 1), cache=cache)
-                    taken.append(time.perf_counter() - start)
-                times[form] += [min(taken)] if repeat >= 0 else []
-        chosen.append(choose(times, MODULES, STEP_FASTER))
-    return {key: next((one for one in chosen if one.form == MODULES), chosen[0])}
+    LOG.info("measuring steps; the first time on a processor they are compiled, for half a minute")
+    found, threads = {}, torch.get_num_threads()
+    for several in (False, True) if shape.numbers == "float32" else (False,):  # in int8 the products are nearly all of the rest
+        key = Step(threads, several, shape)
+        forms = {form: Kernels({}, {key: Timing(form, 1.0, 1.0)}) for form in (MODULES, COMPILED)}
+        chosen = []
+        for rows, columns in STEP_SIZES[several]:
+            keys = min(STEP_KEYS, decoder.config.context)
+            columns = min(columns, keys)
+            cache: Any = model.make_cache(rows, keys, chunk=columns)  # type: ignore[operator]
+            position = torch.arange(keys - columns, keys).expand(rows, columns)
+            column = torch.zeros(rows, len(decoder.layout), columns, dtype=torch.long)
+            times: dict[str, list[float]] = {form: [] for form in forms}
+            for repeat in range(-1, REPEATS):
+                for form, kernels in forms.items():
+                    use_kernels(model, kernels)
+                    taken = []
+                    for _ in range(STEPS if repeat >= 0 else 1):  # the first one compiles
+                        start = time.perf_counter()
+                        decoder(column, input_pos=position, cache=cache)
+                        taken.append(time.perf_counter() - start)
+                    times[form] += [min(taken)] if repeat >= 0 else []
+            chosen.append(choose(times, MODULES, STEP_FASTER))
+        found[key] = next((one for one in chosen if one.form == MODULES), chosen[0])
+    return found
 
 
 def choose(times: Mapping[str, Sequence[float]], usual: str = REFERENCE, faster: float = FASTER) -> Timing:
@@ -337,8 +342,8 @@ def load_kernels() -> Kernels:
         return Kernels(
             {Product(*_fields(key, Product)): _timing(value, FORMS) for key, value in products},
             {
-                Step(threads, StepShape(*_fields(shape, StepShape))): _timing(value, (MODULES, COMPILED))
-                for (threads, shape), value in steps
+                Step(threads, several, StepShape(*_fields(shape, StepShape))): _timing(value, (MODULES, COMPILED))
+                for (threads, several, shape), value in steps
             },
         )
     except FileNotFoundError:
@@ -373,7 +378,7 @@ def keep_kernels(kernels: Kernels) -> None:
     told."""
     path = kernels_file()
     products = [[list(key), list(value)] for key, value in sorted(kernels.measured.items())]
-    steps = [[[key.threads, list(key.shape)], list(value)] for key, value in sorted(kernels.steps.items())]
+    steps = [[[key.threads, key.several, list(key.shape)], list(value)] for key, value in sorted(kernels.steps.items())]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"machine": machine(), "products": products, "steps": steps}, indent=None)

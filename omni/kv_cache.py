@@ -217,17 +217,20 @@ class KVCache:
             mask = mask & (held > now - self.window)
         return mask | (now < 0)  # padding attends to everything: its result is not used, but must not become NaN
 
-    def attend_to_one(self, input_pos: Tensor) -> Tensor:
-        """`attend_to` for one position of each row, [B, 1], on a CPU, compiled; the mask [B, 1, 1, S] is what is added to the
-        scores: 0, or minus infinity."""
-        count, furthest = self.rows, int(input_pos.max())
-        if input_pos.shape != (count, 1) or (furthest >= self.slots and not self.ring):
+    def attend_to_some(self, input_pos: Tensor) -> Tensor:
+        """`attend_to` on a CPU, compiled, with a mask [B, 1, T, S] that is added to the scores: 0, or minus infinity."""
+        rows = np.arange(self.rows) if self._rows is None else self._rows.numpy()
+        if input_pos.ndim != 2 or len(input_pos) != len(rows) or (int(input_pos.max()) >= self.slots and not self.ring):
             self.attend_to(input_pos)  # which says what is wrong
+        if self.ring and input_pos.shape[1] > self.chunk:
+            self.attend_to(input_pos)
         self.clean()
-        rows = np.arange(count) if self._rows is None else self._rows.numpy()
-        self._writes, mask = torch.empty(count, dtype=torch.long), torch.empty(count, 1, 1, self._visible)
-        now, writes = np.ascontiguousarray(input_pos.numpy()[:, 0]), self._writes.numpy()
-        compiled.place(now, rows, self.positions.numpy(), self.ring, self.window or 0, writes, mask.numpy()[:, 0, 0])
+        count = input_pos.numel()
+        mask = torch.empty(len(input_pos), 1, input_pos.shape[1], self._visible)
+        self._writes = torch.empty(count, dtype=torch.long)
+        now, every = np.ascontiguousarray(input_pos.numpy().reshape(-1)), np.repeat(rows, input_pos.shape[1])
+        shown, writes = mask.numpy().reshape(count, -1), self._writes.numpy()
+        compiled.place(now, every, self.positions.numpy(), self.ring, self.window or 0, writes, shown)
         return mask
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

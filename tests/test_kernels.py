@@ -141,7 +141,7 @@ def compiled(numbers: str, model: SpeechModel, form: str = COMPILED) -> Kernels:
     """Kernels with a measurement of the step of a model's block."""
     shape = model.decoder.step_shape()
     assert shape is not None and shape.numbers == numbers
-    return Kernels({}, {Step(1, shape): Timing(form, 1.0, 2.0)})
+    return Kernels({}, {Step(1, several, shape): Timing(form, 1.0, 2.0) for several in (False, True)})
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_a_compiled_step_is_the_modules(shape: str, numbers: str, calls: list[st
     assert not calls
     use_kernels(model, compiled(numbers, model))
     ours = answers()
-    assert calls == ["block" if numbers == "float32" else "attend_and_round"] * 5 * decoder.layers
+    assert calls == ["block" if numbers == "float32" else "attend_and_round"] * 10 * decoder.layers  # prompts and steps
     for found, wanted in zip(ours, modules, strict=True):
         if numbers == "float32":
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -239,13 +239,13 @@ def test_a_compiled_step_leaves_weights_their_own(calls: list[str], tmp_path: Pa
             hidden = one(tokens[:, :, 6:], input_pos=torch.full((5, 1), 6), cache=cache)
         return [hidden.text, hidden.audio]
 
-    def same(one: SpeechModel, wanted: list[Tensor], number: int = decoder.layers) -> None:
+    def same(one: SpeechModel, wanted: list[Tensor], number: int = 2 * decoder.layers) -> None:
         torch.testing.assert_close(steps(one), wanted, rtol=1e-4, atol=1e-5)
         assert len(calls) == number
 
     wanted = steps(model)
     assert not calls
-    for form, number in ((MODULES, 0), (COMPILED, decoder.layers)):
+    for form, number in ((MODULES, 0), (COMPILED, 2 * decoder.layers)):
         use_kernels(model, compiled("float32", model, form))
         for one in (model, copy.deepcopy(model)):
             same(one, wanted, number)
@@ -309,7 +309,7 @@ BROKEN: dict[str, Any] = {
     "no number": lambda data: json.dumps(data).replace("0.25", "NaN"),
     "negative": lambda data: json.dumps(data).replace("0.25", "-1.0"),
     "a string for a number": lambda data: json.dumps(data).replace("0.25", '"fast"'),
-    "no step": lambda data: json.dumps({**data, "steps": [[[1, ["float32", 192]], ["compiled", 0.1, 0.2]]]}),
+    "no step": lambda data: json.dumps({**data, "steps": [[[1, False, ["float32", 192]], ["compiled", 0.1, 0.2]]]}),
     "another number format": lambda data: json.dumps(data).replace("float32", "os.system"),
 }
 
@@ -345,11 +345,13 @@ def test_blocks_of_other_linears_are_measured_without_a_step(model: SpeechModel)
 def test_a_step_is_measured_kept_and_used(model: Any, quantize: bool) -> None:
     model = to_int8(model) if quantize else model
     kernels = measure_kernels(model)
-    ((key, found),) = kernels.steps.items()
-    assert key == Step(1, model.decoder.step_shape()) and key.shape.numbers == ("int8" if quantize else "float32")
+    key, found = next(iter(kernels.steps.items()))
+    shape = model.decoder.step_shape()
+    assert kernels.steps.keys() == {Step(1, several, shape) for several in ((False,) if quantize else (False, True))}
+    assert shape.numbers == ("int8" if quantize else "float32")
     assert found.form in (MODULES, COMPILED) and load_kernels().steps == kernels.steps
     assert kernels.compiled(key.shape) == (found.form == COMPILED) and model.decoder.blocks[0].attention.kernels is kernels
-    assert not Kernels({}, {Step(2, key.shape): found}).compiled(key.shape)  # of another number of threads
+    assert not Kernels({}, {Step(2, False, key.shape): found}).compiled(key.shape)  # of another number of threads
     use_kernels(model, None)
     serve_measured(model, False)
     assert model.decoder.blocks[0].attention.kernels.steps == kernels.steps

@@ -196,8 +196,8 @@ class RowState:
         cursor = (getattr(self.cursor, name).numpy() for name in Cursor.TENSORS)
         layout = (constant.numpy() for constant in self.cursor.constants)
         state = (part.numpy() for part in (self.column, self.position, self.packed))
-        fill = self.layout.max_delay, self.layout.fill == "pad"
-        compiled.push(index, rests.numpy(), sampled.numpy(), odd.numpy(), *cursor, *layout, *fill, *state)
+        padded = self.layout.fill == "pad"
+        compiled.push(index, rests.numpy(), sampled.numpy(), odd.numpy(), *cursor, *layout, padded, *state)  # type: ignore[call-arg]
 
     def _push_tensors(self, plan: StepPlan, rows: slice | Tensor, sampled: Tensor, odd: Tensor) -> None:
         """The same on any device, which is not waited for."""

@@ -126,14 +126,8 @@ class Decoder(nn.Module):
         if (input_pos is None) != (cache is None):
             given, absent = ("input_pos", "cache") if cache is None else ("cache", "input_pos")
             raise ValueError(f"{given} was given without {absent}: give both to generate over a cache, or neither to train")
-        if (
-            input_pos is not None
-            and isinstance(cache, KVCache)
-            and tokens.shape[2] == 1
-            and features is None
-            and positions is None
-        ):
-            stepped = self._step(self, tokens, input_pos, cache)
+        if input_pos is not None and isinstance(cache, KVCache) and positions is None:
+            stepped = self._step(self, tokens, features, feature_index, input_pos, cache)
             if stepped is not None:
                 return Hidden(*stepped)
         x = self.embed(tokens, features, feature_index)

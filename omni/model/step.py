@@ -35,9 +35,17 @@ class DecoderStep:
     def __init__(self) -> None:
         self._blocks: list[_BlockStep] = []
 
-    def __call__(self, decoder: Decoder, tokens: Tensor, input_pos: Tensor, cache: KVCache) -> tuple[Tensor, Tensor] | None:
-        """Hidden states [B, 1, W] of columns [B, K, 1] for the text head and for the audio heads, as `Decoder.forward` gives
-        them; None where no block is compiled."""
+    def __call__(
+        self,
+        decoder: Decoder,
+        tokens: Tensor,
+        features: Tensor | None,
+        feature_index: Tensor | None,
+        input_pos: Tensor,
+        cache: KVCache,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Hidden states [B, T, W] for the text head and for the audio heads, as `Decoder.forward` gives them; None where no
+        block is compiled, or, of several columns, not every one."""
         norm = decoder.norm.weight
         if decoder.kernels is None or torch.is_grad_enabled() or norm.device.type != "cpu" or norm.dtype != torch.float32:
             return None  # while autograd records, the cache's `update` refuses to be written
@@ -46,17 +54,21 @@ class DecoderStep:
         blocks = [*decoder.blocks, *decoder.post_blocks]
         if len(self._blocks) != len(blocks):
             self._blocks = [_BlockStep() for _ in blocks]
-        steps = [step if step.is_of(block) else None for step, block in zip(self._blocks, blocks, strict=True)]
-        if not any(steps):
+        columns = tokens.shape[2]
+        steps = [step if step.is_of(block, columns > 1) else None for step, block in zip(self._blocks, blocks, strict=True)]
+        if not any(steps) or (columns > 1 and not all(steps)):
             return None
-        x = self._embed(decoder, tokens)
+        if columns > 1 or features is not None:
+            x = decoder.embed(tokens, features, feature_index).flatten(0, 1).clone()
+        else:
+            x = self._embed(decoder, tokens)
         if x.dtype != torch.float32:
             return None
-        rows, width = len(x), norm.shape[0]
-        mask = cache.attend_to_one(input_pos)
+        rows, width = x.shape
+        mask = cache.attend_to_some(input_pos)
         cos, sin = (torch.empty(rows, 2 * len(decoder.rope)) for _ in range(2))
         place = _Place(cache, mask.numpy().reshape(rows, -1), cos.numpy(), sin.numpy())
-        compiled.turns(_array(input_pos[:, 0]), decoder.rope.numpy(), place.cos, place.sin)
+        compiled.turns(_array(input_pos.flatten()), decoder.rope.numpy(), place.cos, place.sin)
         found: list[Tensor] = []
         for layer, (block, step) in enumerate(zip(blocks, steps, strict=True)):
             if layer == len(decoder.blocks):
@@ -65,10 +77,11 @@ class DecoderStep:
                 step(block, x.numpy(), place, layer)
             else:
                 rope = tuple(part[:, None, None] for part in (cos, sin))
-                x = block(x[:, None], rope, mask, cache, layer).reshape(rows, width)
+                x = block(x[:, None], rope, mask, cache, layer).reshape(rows, width).clone()  # which the next one changes
         last = decoder.norm if decoder.post_norm is None else decoder.post_norm
         found.append(_normed(last, x))
-        return found[0][:, None], found[-1][:, None]
+        shape = len(tokens), columns, width
+        return found[0].view(shape), found[-1].view(shape)
 
     def _embed(self, decoder: Decoder, tokens: Tensor) -> Tensor:
         """Embeddings [B, W], in memory of their own."""
@@ -117,8 +130,8 @@ class _BlockStep:
         self._shape: StepShape | None = None  # None where it cannot be taken
         self._held: tuple[list[int], list[Array]] = [], []  # places of the weights that are read as arrays, and these
 
-    def is_of(self, block: nn.Module) -> bool:
-        """Whether the block's step is compiled: it measured faster, and nothing acts beside a part."""
+    def is_of(self, block: nn.Module, several: bool) -> bool:
+        """Whether the block is compiled for one column, or for several: it measured faster, and nothing acts beside a part."""
         own = block._modules
         attention, mlp = own["attention"], own["mlp"]
         parts = (*own.values(), *attention._modules.values(), *mlp._modules.values())  # type: ignore[union-attr]
@@ -129,7 +142,7 @@ class _BlockStep:
         if self._shape is None or any(self._hooks) or _acted_on(block):
             return False
         kernels: Any = attention.kernels  # type: ignore[union-attr]
-        return kernels is not None and kernels.compiled(self._shape) and self._reads(block)
+        return kernels is not None and kernels.compiled(self._shape, several) and self._reads(block)
 
     def _reads(self, block: Any) -> bool:
         """Whether the weights are read as arrays, as they are now; those of one input become parts of one."""

@@ -81,8 +81,8 @@ def model(kind: str) -> SpeechLM:
     for name in ("warm", "cold"):
         add_adapter(lm.model, LoRAConfig(("decoder.blocks.1.*" if compiled else "decoder.blocks.*",), rank=2), name)
     if compiled:
-        shape = lm.model.decoder.step_shape()
-        use_kernels(lm.model, Kernels({}, {Step(torch.get_num_threads(), shape): Timing(COMPILED, 1.0, 2.0)}))
+        shape, timing = lm.model.decoder.step_shape(), Timing(COMPILED, 1.0, 2.0)
+        use_kernels(lm.model, Kernels({}, {Step(torch.get_num_threads(), several, shape): timing for several in (False, True)}))
     with torch.no_grad():
         for name, p in lm.model.named_parameters():
             if ".lora." in name:
