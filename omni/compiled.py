@@ -439,7 +439,7 @@ def _weigh(score: Any, values: Any, row: Any, g: Any, count: Any, out: Any) -> N
 def _attend_all(
     wide: Any, active: Any, writes: Any, ring: Any, heads: Any, keys: Any, values: Any, mask: Any, out: Any
 ) -> None:
-    """Attention [N, H D] of the queries, keys and values in `wide` [N, (H + 2 G) D], which are kept, of the rows `active` [N]."""
+    """Attention [N, H D] of the queries, keys and values in `wide` [N, (H + 2 G) D] of the rows `active` [N]; keeps these."""
     slots, kv_heads, size, rows = keys.shape[1], keys.shape[2], keys.shape[3], len(active)
     scores, bits = np.empty((max(heads // kv_heads, 4), mask.shape[1]), np.float32), np.empty(mask.shape[1], np.int32)
     powers = bits.view(np.float32)

@@ -105,7 +105,7 @@ class StepShape(NamedTuple):
     mlp_width: int
 
 
-class Step(NamedTuple):
+class StepKey(NamedTuple):
     """What a measurement of a step is of: of one column of each row, or of several."""
 
     threads: int
@@ -124,7 +124,7 @@ class Timing(NamedTuple):
 class Kernels:
     """The forms of products that were measured on this machine, for `multiply`, and those of a block's step."""
 
-    def __init__(self, measured: Mapping[Product, Timing], steps: Mapping[Step, Timing] | None = None) -> None:
+    def __init__(self, measured: Mapping[Product, Timing], steps: Mapping[StepKey, Timing] | None = None) -> None:
         self.measured, self.steps = dict(measured), dict(steps or {})
         self._compiled = {key for key, found in self.steps.items() if found.form == COMPILED}
         self._forms: dict[tuple[int, torch.dtype, int, int, int], Form] = {}
@@ -243,7 +243,7 @@ def _measure(weights: Sequence[Tensor], rows: int) -> dict[Product, Timing]:
 
 
 @torch.inference_mode()
-def _measure_step(model: nn.Module) -> dict[Step, Timing]:
+def _measure_step(model: nn.Module) -> dict[StepKey, Timing]:
     """The best form of a block for one column of each row, and for several: better for each of the sizes."""
     decoder: Any = getattr(model, "decoder", None)
     shape = None if decoder is None else decoder.step_shape()
@@ -252,7 +252,7 @@ def _measure_step(model: nn.Module) -> dict[Step, Timing]:
     LOG.info("measuring steps; the first time on a processor they are compiled, for half a minute")
     found, threads = {}, torch.get_num_threads()
     for several in (False, True) if shape.numbers == "float32" else (False,):  # in int8 the products are nearly all of the rest
-        key = Step(threads, several, shape)
+        key = StepKey(threads, several, shape)
         forms = {form: Kernels({}, {key: Timing(form, 1.0, 1.0)}) for form in (MODULES, COMPILED)}
         chosen = []
         for rows, columns in STEP_SIZES[several]:
@@ -342,7 +342,7 @@ def load_kernels() -> Kernels:
         return Kernels(
             {Product(*_fields(key, Product)): _timing(value, FORMS) for key, value in products},
             {
-                Step(threads, several, StepShape(*_fields(shape, StepShape))): _timing(value, (MODULES, COMPILED))
+                StepKey(threads, several, StepShape(*_fields(shape, StepShape))): _timing(value, (MODULES, COMPILED))
                 for (threads, several, shape), value in steps
             },
         )

@@ -30,7 +30,7 @@ from omni.kernels import (
     ROWS,
     Kernels,
     Product,
-    Step,
+    StepKey,
     Timing,
     bf16_pays,
     choose,
@@ -141,7 +141,7 @@ def compiled(numbers: str, model: SpeechModel, form: str = COMPILED) -> Kernels:
     """Kernels with a measurement of the step of a model's block."""
     shape = model.decoder.step_shape()
     assert shape is not None and shape.numbers == numbers
-    return Kernels({}, {Step(1, several, shape): Timing(form, 1.0, 2.0) for several in (False, True)})
+    return Kernels({}, {StepKey(1, several, shape): Timing(form, 1.0, 2.0) for several in (False, True)})
 
 
 @pytest.fixture
@@ -347,11 +347,11 @@ def test_a_step_is_measured_kept_and_used(model: Any, quantize: bool) -> None:
     kernels = measure_kernels(model)
     key, found = next(iter(kernels.steps.items()))
     shape = model.decoder.step_shape()
-    assert kernels.steps.keys() == {Step(1, several, shape) for several in ((False,) if quantize else (False, True))}
+    assert kernels.steps.keys() == {StepKey(1, several, shape) for several in ((False,) if quantize else (False, True))}
     assert shape.numbers == ("int8" if quantize else "float32")
     assert found.form in (MODULES, COMPILED) and load_kernels().steps == kernels.steps
     assert kernels.compiled(key.shape) == (found.form == COMPILED) and model.decoder.blocks[0].attention.kernels is kernels
-    assert not Kernels({}, {Step(2, False, key.shape): found}).compiled(key.shape)  # of another number of threads
+    assert not Kernels({}, {StepKey(2, False, key.shape): found}).compiled(key.shape)  # of another number of threads
     use_kernels(model, None)
     serve_measured(model, False)
     assert model.decoder.blocks[0].attention.kernels.steps == kernels.steps

@@ -10,7 +10,7 @@ Dimensions: B rows, K streams, W width, D size of a head, V slots that are read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,6 @@ from omni.kernels import SMALL, StepShape
 from omni.kv_cache import KVCache
 from omni.model.blocks import Attention, Block, RMSNorm, SwiGLU
 from omni.model.int8 import Int8Linear, exact, few_rows, packed_of, raw_product
-
-if TYPE_CHECKING:
-    from omni.model.decoder import Decoder
 
 Array = np.ndarray[Any, Any]
 _NONE, _NO_ROWS = np.empty(0, np.float32), np.empty((0, 0), np.float32)
@@ -37,15 +34,15 @@ class DecoderStep:
 
     def __call__(
         self,
-        decoder: Decoder,
+        decoder: Any,
         tokens: Tensor,
         features: Tensor | None,
         feature_index: Tensor | None,
         input_pos: Tensor,
         cache: KVCache,
     ) -> tuple[Tensor, Tensor] | None:
-        """Hidden states [B, T, W] for the text head and for the audio heads, as `Decoder.forward` gives them; None where no
-        block is compiled, or, of several columns, not every one."""
+        """Hidden states [B, T, W] for the text head and for the audio heads, as the `forward` of a `Decoder` gives them; None
+        where no block is compiled, or, of several columns, not every one."""
         norm = decoder.norm.weight
         if decoder.kernels is None or torch.is_grad_enabled() or norm.device.type != "cpu" or norm.dtype != torch.float32:
             return None  # while autograd records, the cache's `update` refuses to be written
@@ -83,11 +80,12 @@ class DecoderStep:
         shape = len(tokens), columns, width
         return found[0].view(shape), found[-1].view(shape)
 
-    def _embed(self, decoder: Decoder, tokens: Tensor) -> Tensor:
+    def _embed(self, decoder: Any, tokens: Tensor) -> Tensor:
         """Embeddings [B, W], in memory of their own."""
         tables = decoder.audio_embedding, decoder.text_embedding
         if any(type(table) is not nn.Embedding or _acted_on(table) for table in tables):
-            return decoder.embed(tokens)[:, 0].clone()
+            x: Tensor = decoder.embed(tokens)
+            return x[:, 0].clone()
         audio, text = (table.weight.detach().numpy() for table in tables)
         out = torch.empty(len(tokens), text.shape[1])
         scale = np.float32(1 / len(decoder.layout) if decoder.config.combine == "mean" else 1)

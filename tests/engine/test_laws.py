@@ -17,7 +17,7 @@ from omni.generate.results import AudioChunk, Event, TextDelta
 from omni.generate.sampling import GREEDY, Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
-from omni.kernels import COMPILED, Kernels, Step, Timing, use_kernels
+from omni.kernels import COMPILED, Kernels, StepKey, Timing, use_kernels
 from omni.lora.attach import activate, add_adapter
 from omni.lora.config import LoRAConfig
 from omni.model.int8_model import to_int8
@@ -82,7 +82,9 @@ def model(kind: str) -> SpeechLM:
         add_adapter(lm.model, LoRAConfig(("decoder.blocks.1.*" if compiled else "decoder.blocks.*",), rank=2), name)
     if compiled:
         shape, timing = lm.model.decoder.step_shape(), Timing(COMPILED, 1.0, 2.0)
-        use_kernels(lm.model, Kernels({}, {Step(torch.get_num_threads(), several, shape): timing for several in (False, True)}))
+        use_kernels(
+            lm.model, Kernels({}, {StepKey(torch.get_num_threads(), several, shape): timing for several in (False, True)})
+        )
     with torch.no_grad():
         for name, p in lm.model.named_parameters():
             if ".lora." in name:
