@@ -172,48 +172,44 @@ def push(
 
 @_compile
 def product(x: Any, weight: Any, out: Any) -> None:
-    """Write the products [B, N] of x [B, K] and a weight [N, K]; four rows and four outputs at a time."""
+    """Write the products [B, N] of x [B, K] and a weight [N, K]; four rows and three outputs at a time, whose sums fit into the
+    sixteen registers of AVX2."""
     rows, outputs, inputs = x.shape[0], weight.shape[0], x.shape[1]
     n = 0
-    while n + 3 < outputs:
-        w0, w1, w2, w3 = weight[n], weight[n + 1], weight[n + 2], weight[n + 3]
+    while n + 2 < outputs:
+        w0, w1, w2 = weight[n], weight[n + 1], weight[n + 2]
         b = 0
         while b + 3 < rows:
             x0, x1, x2, x3 = x[b], x[b + 1], x[b + 2], x[b + 3]
-            a00 = a01 = a02 = a03 = a10 = a11 = a12 = a13 = a20 = a21 = a22 = a23 = a30 = a31 = a32 = a33 = _ZERO
+            a00 = a01 = a02 = a10 = a11 = a12 = a20 = a21 = a22 = a30 = a31 = a32 = _ZERO
             for k in range(inputs):
                 a00 += x0[k] * w0[k]
                 a01 += x0[k] * w1[k]
                 a02 += x0[k] * w2[k]
-                a03 += x0[k] * w3[k]
                 a10 += x1[k] * w0[k]
                 a11 += x1[k] * w1[k]
                 a12 += x1[k] * w2[k]
-                a13 += x1[k] * w3[k]
                 a20 += x2[k] * w0[k]
                 a21 += x2[k] * w1[k]
                 a22 += x2[k] * w2[k]
-                a23 += x2[k] * w3[k]
                 a30 += x3[k] * w0[k]
                 a31 += x3[k] * w1[k]
                 a32 += x3[k] * w2[k]
-                a33 += x3[k] * w3[k]
-            out[b, n], out[b, n + 1], out[b, n + 2], out[b, n + 3] = a00, a01, a02, a03
-            out[b + 1, n], out[b + 1, n + 1], out[b + 1, n + 2], out[b + 1, n + 3] = a10, a11, a12, a13
-            out[b + 2, n], out[b + 2, n + 1], out[b + 2, n + 2], out[b + 2, n + 3] = a20, a21, a22, a23
-            out[b + 3, n], out[b + 3, n + 1], out[b + 3, n + 2], out[b + 3, n + 3] = a30, a31, a32, a33
+            out[b, n], out[b, n + 1], out[b, n + 2] = a00, a01, a02
+            out[b + 1, n], out[b + 1, n + 1], out[b + 1, n + 2] = a10, a11, a12
+            out[b + 2, n], out[b + 2, n + 1], out[b + 2, n + 2] = a20, a21, a22
+            out[b + 3, n], out[b + 3, n + 1], out[b + 3, n + 2] = a30, a31, a32
             b += 4
         while b < rows:
             x0 = x[b]
-            a00 = a01 = a02 = a03 = _ZERO
+            a00 = a01 = a02 = _ZERO
             for k in range(inputs):
                 a00 += x0[k] * w0[k]
                 a01 += x0[k] * w1[k]
                 a02 += x0[k] * w2[k]
-                a03 += x0[k] * w3[k]
-            out[b, n], out[b, n + 1], out[b, n + 2], out[b, n + 3] = a00, a01, a02, a03
+            out[b, n], out[b, n + 1], out[b, n + 2] = a00, a01, a02
             b += 1
-        n += 4
+        n += 3
     for last in range(n, outputs):
         w0 = weight[last]
         for b in range(rows):
@@ -349,7 +345,7 @@ def _attend_columns(
     wide: Any, first: Any, number: Any, heads: Any, keys: Any, values: Any, row: Any, count: Any, active: Any, mask: Any,
     scores: Any, bits: Any, powers: Any, out: Any,
 ) -> None:  # fmt: skip
-    """The same of several columns of one row, [columns, H D] from `first` on: four queries and four keys at a time."""
+    """The same of several columns of one row, [columns, H D] from `first` on: four queries and three keys at a time."""
     kv_heads, size = keys.shape[2], keys.shape[3]
     group, scale = heads // kv_heads, _ONE / np.sqrt(np.float32(size))
     e0, e1, e2, e3 = scores[0], scores[1], scores[2], scores[3]
@@ -367,31 +363,27 @@ def _attend_columns(
                 wide[i3, h3 : h3 + size],
             )
             s = 0
-            while s + 3 < count:
-                k0, k1, k2, k3 = keys[row, s, g], keys[row, s + 1, g], keys[row, s + 2, g], keys[row, s + 3, g]
-                a00 = a01 = a02 = a03 = a10 = a11 = a12 = a13 = a20 = a21 = a22 = a23 = a30 = a31 = a32 = a33 = _ZERO
+            while s + 2 < count:
+                k0, k1, k2 = keys[row, s, g], keys[row, s + 1, g], keys[row, s + 2, g]
+                a00 = a01 = a02 = a10 = a11 = a12 = a20 = a21 = a22 = a30 = a31 = a32 = _ZERO
                 for d in range(size):
                     a00 += q0[d] * k0[d]
                     a01 += q0[d] * k1[d]
                     a02 += q0[d] * k2[d]
-                    a03 += q0[d] * k3[d]
                     a10 += q1[d] * k0[d]
                     a11 += q1[d] * k1[d]
                     a12 += q1[d] * k2[d]
-                    a13 += q1[d] * k3[d]
                     a20 += q2[d] * k0[d]
                     a21 += q2[d] * k1[d]
                     a22 += q2[d] * k2[d]
-                    a23 += q2[d] * k3[d]
                     a30 += q3[d] * k0[d]
                     a31 += q3[d] * k1[d]
                     a32 += q3[d] * k2[d]
-                    a33 += q3[d] * k3[d]
-                e0[s], e0[s + 1], e0[s + 2], e0[s + 3] = a00, a01, a02, a03
-                e1[s], e1[s + 1], e1[s + 2], e1[s + 3] = a10, a11, a12, a13
-                e2[s], e2[s + 1], e2[s + 2], e2[s + 3] = a20, a21, a22, a23
-                e3[s], e3[s + 1], e3[s + 2], e3[s + 3] = a30, a31, a32, a33
-                s += 4
+                e0[s], e0[s + 1], e0[s + 2] = a00, a01, a02
+                e1[s], e1[s + 1], e1[s + 2] = a10, a11, a12
+                e2[s], e2[s + 1], e2[s + 2] = a20, a21, a22
+                e3[s], e3[s + 1], e3[s + 2] = a30, a31, a32
+                s += 3
             for last in range(s, count):
                 k0 = keys[row, last, g]
                 a00 = a10 = a20 = a30 = _ZERO

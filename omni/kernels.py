@@ -45,7 +45,7 @@ FASTER = 0.85
 """Share of the time of `F.linear` that a form may take at most, in every repeat, to replace it."""
 
 STEP_FASTER = 0.95
-"""The same of a step, whose quickest of some is compared."""
+"""The same of the quickest of some steps."""
 
 BF16_FASTER = 1.2
 """How many times faster bfloat16 must be than float32, each in its best forms, to become the default."""
@@ -58,7 +58,7 @@ SMALL = 1 << 20
 STEP_SIZES = {False: ((1, 1), (4, 1)), True: ((1, 64), (3, 32))}
 """Rows and columns of measured steps."""
 
-STEP_KEYS, STEPS = 256, 5
+STEP_KEYS, STEPS = 256, 15
 """Keys of measured steps, and how many of them are taken, of which the quickest counts."""
 
 
@@ -262,15 +262,13 @@ def _measure_step(model: nn.Module) -> dict[StepKey, Timing]:
             position = torch.arange(keys - columns, keys).expand(rows, columns)
             column = torch.zeros(rows, len(decoder.layout), columns, dtype=torch.long)
             times: dict[str, list[float]] = {form: [] for form in forms}
-            for repeat in range(-1, REPEATS):
+            for _ in range(1 + STEPS):  # in turn, since the machine's pace changes; the first ones compile
                 for form, kernels in forms.items():
                     use_kernels(model, kernels)
-                    taken = []
-                    for _ in range(STEPS if repeat >= 0 else 1):  # the first one compiles
-                        start = time.perf_counter()
-                        decoder(column, input_pos=position, cache=cache)
-                        taken.append(time.perf_counter() - start)
-                    times[form] += [min(taken)] if repeat >= 0 else []
+                    start = time.perf_counter()
+                    decoder(column, input_pos=position, cache=cache)
+                    times[form].append(time.perf_counter() - start)
+            times = {form: [min(taken[1:])] for form, taken in times.items()}
             chosen.append(choose(times, MODULES, STEP_FASTER))
         found[key] = next((one for one in chosen if one.form == MODULES), chosen[0])
     return found
