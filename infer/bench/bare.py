@@ -151,7 +151,7 @@ def bare_loops(lm: SpeechLM, sound: Tensor, text_assist: bool, seconds: float = 
     if lm.model.device.type != "cpu":
         return {}
     loops = {"a bare loop": BareLoop(lm, sound, text_assist, seconds, steps)}
-    if is_int8(lm.model) and exact() and "fbgemm" in torch.backends.quantized.supported_engines:
+    if is_int8(lm.model) and "fbgemm" in torch.backends.quantized.supported_engines:
         loops["one by fbgemm"] = BareLoop(lm, sound, text_assist, seconds, steps, fbgemm=True)
     return loops
 
@@ -201,7 +201,7 @@ def _product(kernels: Kernels | None, *linears: nn.Module, fbgemm: bool) -> Prod
     if isinstance(linears[0], Int8Embedding):
         linears = (linears[0].head(),)
     first = linears[0]
-    if isinstance(first, Int8Linear) and exact():
+    if isinstance(first, Int8Linear) and (fbgemm or exact()):
         return (_fbgemm_product if fbgemm else _int8_product)(cast("tuple[Int8Linear, ...]", linears))
     if isinstance(first, nn.Embedding):
         return partial(multiply, kernels, weight=first.weight)

@@ -5,7 +5,8 @@
 A norm's factor of a row cancels in u, so it is put into the row's scale instead of the row (`Normed`).
 Sums of products of two int8 are exact in int32, so a row's product is bitwise the same in any company of rows. The product is
 oneDNN's, through PyTorch's `onednn.qlinear_prepack` and `onednn.qlinear_pointwise` (their use:
-`torch/_inductor/quantized_lowerings.py`); where these are missing or not exact, a plain one takes their place.
+`torch/_inductor/quantized_lowerings.py`); where these are missing or not exact (a processor without VNNI), a compiled one
+takes their place, with the same sums.
 
 M rows, K inputs, N outputs.
 """
@@ -20,6 +21,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from omni import compiled
+
 MOST = 127
 """Largest number of either sign."""
 
@@ -29,7 +32,7 @@ for four (from memory, of which reading them is 15.3)."""
 
 
 class Packed(NamedTuple):
-    """Weights [N, K] as they are multiplied: packed (or int8, for the plain product), scales [N] over 127, and biases [N]."""
+    """Weights [N, K] as they are multiplied: packed (or as they are, for the compiled product), scales [N] over 127, biases."""
 
     weight: Tensor
     scale: Tensor
@@ -176,7 +179,11 @@ def product_of(rows: Rounded, packed: Packed) -> Tensor:
 def raw_product(held: Tensor, packed: Packed) -> Tensor:
     """Products [M, N] float32 of rounded rows, without the rows' factors and the biases."""
     weight, scale, _ = packed
-    return _exact_product(held, weight, scale) if exact() else plain_product(held, weight) * scale
+    if exact():
+        return _exact_product(held, weight, scale)
+    out = torch.empty(len(held), len(weight))
+    compiled.whole_product(held.numpy(), weight.numpy(), scale.numpy(), out.numpy())
+    return out
 
 
 def few_rows(count: int, width: int) -> Tensor:
@@ -268,13 +275,6 @@ def _exact_product(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
         rows, 1.0, 128, packed, scale, _zeros(scale.shape[0]), None, 1.0, 0, torch.float32, "none", [], ""
     )
     return out
-
-
-def plain_product(rows: Tensor, weight: Tensor) -> Tensor:
-    """The same sums for an int8 weight [N, K]. 1,024 products of two int8 stay below 2^24, up to which float32 holds every
-    whole number."""
-    pieces = zip((rows.float() - 128).split(1024, 1), weight.split(1024, 1), strict=True)
-    return torch.stack([a @ b.float().T for a, b in pieces]).double().sum(0).float()
 
 
 @cache

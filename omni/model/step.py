@@ -20,7 +20,7 @@ from omni import compiled
 from omni.kernels import SMALL, StepShape
 from omni.kv_cache import KVCache
 from omni.model.blocks import Attention, Block, RMSNorm, SwiGLU
-from omni.model.int8 import Int8Linear, exact, few_rows, packed_of, raw_product
+from omni.model.int8 import Int8Linear, few_rows, packed_of, raw_product
 
 Array = np.ndarray[Any, Any]
 _NONE, _NO_ROWS = np.empty(0, np.float32), np.empty((0, 0), np.float32)
@@ -208,7 +208,7 @@ def step_shape(block: nn.Module) -> StepShape | None:
         return None
     if len({(part.q.bias is None), (part.k.bias is None), (part.v.bias is None)}) > 1:
         return None
-    if kinds == {Int8Linear} and exact():
+    if kinds == {Int8Linear}:
         numbers = "int8"
     elif kinds == {nn.Linear} and sum(one.weight.numel() for one in linears) <= SMALL:
         numbers = "float32"

@@ -21,9 +21,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(params=["onednn", "plain"])
+@pytest.fixture(params=["onednn", "compiled"])
 def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "plain":
+    if request.param == "compiled":
         monkeypatch.setattr(int8, "exact", lambda: False)
     elif not int8.exact():
         pytest.skip("this processor or PyTorch has no exact product of int8")
