@@ -27,7 +27,7 @@ MOST = 127
 """Largest number of either sign."""
 
 FEWEST = 4
-"""Rows that are multiplied at least: on an AMD EPYC all weights of a 0.5B model take 23.3 ms for one row, 26.6 for two, 21.5
+"""Rows that oneDNN multiplies at least: on an AMD EPYC all weights of a 0.5B model take 23.3 ms for one row, 26.6 for two, 21.5
 for four (from memory, of which reading them is 15.3)."""
 
 
@@ -40,7 +40,7 @@ class Packed(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """Rows [M, K] as uint8 of 1 to 255, of which 128 is 0, at least `FEWEST`; and the factor of each row's products, [M, 1].
+    """Rows [M, K] as uint8 of 1 to 255, of which 128 is 0, at least `fewest`; and the factor of each row's products, [M, 1].
 
     Fewer rows than that lie in memory that the thread's next ones take.
     """
@@ -186,9 +186,14 @@ def raw_product(held: Tensor, packed: Packed) -> Tensor:
     return out
 
 
+def fewest() -> int:
+    """Rows that are multiplied at least."""
+    return FEWEST if exact() else 1
+
+
 def few_rows(count: int, width: int) -> Tensor:
-    """Memory for so many rounded rows, at least `FEWEST`; what makes up the number is of any values."""
-    return torch.empty(max(count, FEWEST), width, dtype=torch.uint8)
+    """Memory for so many rounded rows, at least as many as are multiplied; what makes up the number is of any values."""
+    return torch.empty(max(count, fewest()), width, dtype=torch.uint8)
 
 
 def _float(x: Tensor) -> Tensor:
@@ -224,7 +229,7 @@ def rounded(rows: Tensor) -> Rounded:
     count = rows.shape[0]
     largest = rows.abs().amax(1, keepdim=True)
     numbers = torch.addcdiv(_middle(rows.shape[1]), rows, largest, value=MOST)
-    if count >= FEWEST:  # by way of int32, which takes a third of the time
+    if count >= fewest():  # by way of int32, which takes a third of the time
         return Rounded(numbers.to(torch.int32).to(torch.uint8), largest)
     held, here = _FEW.held(count, rows.shape[1])
     here.copy_(numbers)
@@ -246,11 +251,11 @@ class _FewRows(threading.local):
         self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def held(self, count: int, width: int) -> tuple[Tensor, Tensor]:
-        """`FEWEST` rows, and the first `count` of them."""
+        """`fewest` rows, and the first `count` of them."""
         found = self._held.get((count, width))
         if found is None:
             with torch.inference_mode(False):
-                held = torch.full((FEWEST, width), 128, dtype=torch.uint8)
+                held = torch.full((fewest(), width), 128, dtype=torch.uint8)
             found = self._held[count, width] = held, held[:count]
         return found
 
