@@ -1,11 +1,12 @@
-"""Steps of the decoder on a CPU, compiled by numba for this processor: one column of each row.
+"""Steps of the decoder on a CPU, compiled by numba for this processor, and what small models do besides.
 
 A step costs its calls more than its work: it is hundreds of PyTorch's operations, or thousands, and after each the thread asks
 for the interpreter's lock again, which the threads beside it hold. Here a block is one call in float32, and one between two
 products in int8, without the lock. A row attends to its own keys alone, however many others of its step have, and a row that
 rests costs nothing. What a row gives does not depend on its company.
 
-numba compiles for some seconds once, and keeps what it made beside this file, or in the user's cache folder.
+numba compiles for some seconds once, and keeps what it made beside this file, or in the user's cache folder. All of it is in
+one file, since numba asks whether that has changed, and not those of what is called.
 
 Dimensions: B rows of a step, K streams, W width, H heads, G key/value heads, D size of a head, F width of the feed-forward
 network, R rows of the cache, S its slots of a row with the spare one, V slots that are read.
@@ -521,6 +522,133 @@ def block(
     product(gated, down, normed)
     for i in range(rows):
         x[active[i]] = held[i] + normed[i]
+
+
+# --- an encoder like Whisper's ----------------------------------------------------------------------------------------
+
+
+@_compile
+def _layer_norm(x: Any, weight: Any, bias: Any, eps: Any, out: Any) -> None:
+    """Layer norms of the rows of x [N, D]."""
+    count = np.float32(len(weight))
+    for b in range(len(x)):
+        here, there = x[b], out[b]
+        total, squares = _ZERO, _ZERO
+        for d in range(len(weight)):
+            total += here[d]
+        mean = total / count
+        for d in range(len(weight)):
+            squares += (here[d] - mean) * (here[d] - mean)
+        factor = _ONE / np.sqrt(squares / count + eps)
+        for d in range(len(weight)):
+            there[d] = (here[d] - mean) * factor * weight[d] + bias[d]
+
+
+@_compile
+def _gelu(x: Any, bias: Any, falls: Any, bits: Any, powers: Any) -> None:
+    """x (1 + erf(x / sqrt(2))) / 2 of x [F] with its bias added, in place; erf to 2e-7 (Abramowitz and Stegun 1964, 7.1.26)."""
+    for k in range(len(x)):
+        x[k] += bias[k]
+        falls[k] = np.float32(-0.5) * x[k] * x[k]
+    _exp(falls, len(x), bits, powers)
+    for k in range(len(x)):
+        t = _ONE / (_ONE + np.float32(0.3275911 * 0.5**0.5) * abs(x[k]))
+        p = np.float32(1.061405429) * t - np.float32(1.453152027)
+        p = p * t + np.float32(1.421413741)
+        p = p * t - np.float32(0.284496736)
+        rest = np.float32(0.5) * (p * t + np.float32(0.254829592)) * t * falls[k]
+        x[k] *= rest if x[k] < 0 else _ONE - rest
+
+
+@_compile
+def encoder_stem(
+    mel: Any, first: Any, first_bias: Any, second: Any, second_bias: Any, positions: Any, out: Any
+) -> None:  # fmt: skip
+    """Both convolutions (kernel 3; stride 1, then 2) of features [M, F] with their GELUs, and the positions [.., D] added.
+
+    Args:
+        first, second: weights [D, 3, M] and [D, 3, D], as [D, 3 M] and [D, 3 D].
+        out: [T, D], T = ceil(F / 2).
+    """
+    bands, frames, width = mel.shape[0], mel.shape[1], out.shape[1]
+    falls, bits = np.empty(width, np.float32), np.empty(width, np.int32)
+    powers = bits.view(np.float32)
+    wide, x = np.zeros((frames, 3 * bands), np.float32), np.empty((frames, width), np.float32)
+    for f in range(frames):
+        for k in range(max(0, 1 - f), min(3, frames + 1 - f)):
+            for m in range(bands):
+                wide[f, k * bands + m] = mel[m, f + k - 1]
+    product(wide, first, x)
+    for f in range(frames):
+        _gelu(x[f], first_bias, falls, bits, powers)
+    every = np.zeros((len(out), 3 * width), np.float32)
+    for t in range(len(out)):
+        for k in range(max(0, 1 - 2 * t), min(3, frames + 1 - 2 * t)):
+            every[t, k * width : (k + 1) * width] = x[2 * t + k - 1]
+    product(every, second, out)
+    for t in range(len(out)):
+        here = out[t]
+        _gelu(here, second_bias, falls, bits, powers)
+        for d in range(width):
+            here[d] += positions[t, d]
+
+
+@_compile
+def encoder_block(
+    x: Any, starts: Any, heads: Any, eps: Any, norm: Any, norm_bias: Any, query: Any, query_bias: Any, key: Any, value: Any,
+    value_bias: Any, out: Any, out_bias: Any, mlp_norm: Any, mlp_norm_bias: Any, up: Any, up_bias: Any, down: Any,
+    down_bias: Any,
+) -> None:  # fmt: skip
+    """Take frames x [N, D] of clips, which begin at `starts` [clips + 1], through a block of `WhisperEncoder`, in place."""
+    rows, width = x.shape
+    size, inner = width // heads, len(up_bias)
+    scale = _ONE / np.sqrt(np.float32(size))
+    normed, q, k, v = (
+        np.empty((rows, width), np.float32),
+        np.empty((rows, width), np.float32),
+        np.empty((rows, width), np.float32),
+        np.empty((rows, width), np.float32),
+    )
+    _layer_norm(x, norm, norm_bias, eps, normed)
+    product(normed, query, q)
+    product(normed, key, k)
+    product(normed, value, v)
+    for clip in range(len(starts) - 1):
+        first, count = starts[clip], starts[clip + 1] - starts[clip]
+        own, other, turned = (
+            np.empty((count, size), np.float32),
+            np.empty((count, size), np.float32),
+            np.empty((size, count), np.float32),
+        )
+        scores, mixed = np.empty((count, count), np.float32), np.empty((count, size), np.float32)
+        mask, bits = np.zeros(count, np.float32), np.empty(count, np.int32)
+        powers = bits.view(np.float32)
+        for low in range(0, width, size):
+            for t in range(count):
+                for d in range(size):
+                    own[t, d] = q[first + t, low + d] + query_bias[low + d]
+                    other[t, d] = k[first + t, low + d]
+                    turned[d, t] = v[first + t, low + d] + value_bias[low + d]
+            product(own, other, scores)
+            for t in range(count):
+                _softmax(scores[t], count, scale, mask, bits, powers)
+            product(scores, turned, mixed)
+            for t in range(count):
+                normed[first + t, low : low + size] = mixed[t]
+    product(normed, out, q)
+    for t in range(rows):
+        for d in range(width):
+            x[t, d] += q[t, d] + out_bias[d]
+    _layer_norm(x, mlp_norm, mlp_norm_bias, eps, normed)
+    wide, falls, few = np.empty((rows, inner), np.float32), np.empty(inner, np.float32), np.empty(inner, np.int32)
+    fine = few.view(np.float32)
+    product(normed, up, wide)
+    for t in range(rows):
+        _gelu(wide[t], up_bias, falls, few, fine)
+    product(wide, down, q)
+    for t in range(rows):
+        for d in range(width):
+            x[t, d] += q[t, d] + down_bias[d]
 
 
 # --- int8 -------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ Which form is fast depends on processor, threads, PyTorch, number format, rows a
 kept in the user's cache folder. Used for inference only: where autograd records, and without `use_kernels`, `F.linear` is
 called. Forms agree to rounding (1e-5 relative in float32).
 
-A block's step is compiled where that measured faster: in int8, and in float32 of a small model (`omni.compiled`).
+A block's step is compiled where that measured faster, in int8, and in float32 of a small model; of that also its prefill and
+its encoder (`omni.compiled`).
 
 M rows, K inputs, N outputs.
 """
@@ -55,8 +56,8 @@ REPEATS = 3
 SMALL = 1 << 20
 """Numbers in the weights of a float32 block up to which its step is compiled, for one thread."""
 
-STEP_SIZES = {False: ((1, 1), (4, 1)), True: ((1, 64), (3, 32))}
-"""Rows and columns of measured steps."""
+STEP_SIZES = {"step": ((1, 1), (4, 1)), "prefill": ((1, 64), (3, 32)), "encoder": ((1, 1), (3, 1))}
+"""Rows and columns of measured steps, and clips and seconds of an encoder's."""
 
 STEP_KEYS, STEPS = 256, 15
 """Keys of measured steps, and how many of them are taken, of which the quickest counts."""
@@ -106,10 +107,10 @@ class StepShape(NamedTuple):
 
 
 class StepKey(NamedTuple):
-    """What a measurement of a step is of: of one column of each row, or of several."""
+    """What a measurement of a block is of. `part` is `step` (a column of each row), `prefill` (several), or `encoder`."""
 
     threads: int
-    several: bool
+    part: str
     shape: StepShape
 
 
@@ -140,9 +141,9 @@ class Kernels:
         measured = rows if rows < 3 else 4 if rows < 5 else 8
         return self._forms.get((torch.get_num_threads(), dtype, measured, inputs, outputs))
 
-    def compiled(self, shape: StepShape, several: bool = False) -> bool:
-        """Whether a block is compiled for one column of each row, or for several."""
-        return (torch.get_num_threads(), several, shape) in self._compiled
+    def compiled(self, shape: StepShape, part: str = "step") -> bool:
+        """Whether a block is compiled for a `part` (`StepKey`)."""
+        return (torch.get_num_threads(), part, shape) in self._compiled
 
 
 def multiply(kernels: Kernels | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -244,34 +245,50 @@ def _measure(weights: Sequence[Tensor], rows: int) -> dict[Product, Timing]:
 
 @torch.inference_mode()
 def _measure_step(model: nn.Module) -> dict[StepKey, Timing]:
-    """The best form of a block for one column of each row, and for several: better for each of the sizes."""
-    decoder: Any = getattr(model, "decoder", None)
-    shape = None if decoder is None else decoder.step_shape()
-    if shape is None:
-        return {}
-    LOG.info("measuring steps; the first time on a processor they are compiled, for half a minute")
+    """The best form of blocks for each part of `STEP_SIZES`: better for each of its sizes."""
+    decoder, encoder = (getattr(model, name, None) for name in ("decoder", "encoder"))
+    parts: dict[str, StepShape | None] = {}
+    if decoder is not None:
+        parts["step"] = shape = decoder.step_shape()
+        parts["prefill"] = None if shape is None or shape.numbers == "int8" else shape  # whose products are nearly all of it
+    if encoder is not None and hasattr(encoder, "compiled_shape"):
+        parts["encoder"] = encoder.compiled_shape()
+    parts = {part: shape for part, shape in parts.items() if shape is not None}
+    if parts:
+        LOG.info("measuring steps; the first time on a processor they are compiled, for half a minute")
     found, threads = {}, torch.get_num_threads()
-    for several in (False, True) if shape.numbers == "float32" else (False,):  # in int8 the products are nearly all of the rest
-        key = StepKey(threads, several, shape)
+    for part, shape in parts.items():
+        assert shape is not None
+        key = StepKey(threads, part, shape)
         forms = {form: Kernels({}, {key: Timing(form, 1.0, 1.0)}) for form in (MODULES, COMPILED)}
         chosen = []
-        for rows, columns in STEP_SIZES[several]:
-            keys = min(STEP_KEYS, decoder.config.context)
-            columns = min(columns, keys)
-            cache: Any = model.make_cache(rows, keys, chunk=columns)  # type: ignore[operator]
-            position = torch.arange(keys - columns, keys).expand(rows, columns)
-            column = torch.zeros(rows, len(decoder.layout), columns, dtype=torch.long)
-            times: dict[str, list[float]] = {form: [] for form in forms}
+        for size in STEP_SIZES[part]:
+            work, times = _work(model, part, *size), {form: list[float]() for form in forms}
             for _ in range(1 + STEPS):  # in turn, since the machine's pace changes; the first ones compile
                 for form, kernels in forms.items():
                     use_kernels(model, kernels)
                     start = time.perf_counter()
-                    decoder(column, input_pos=position, cache=cache)
+                    work()
                     times[form].append(time.perf_counter() - start)
-            times = {form: [min(taken[1:])] for form, taken in times.items()}
-            chosen.append(choose(times, MODULES, STEP_FASTER))
+            chosen.append(choose({form: [min(taken[1:])] for form, taken in times.items()}, MODULES, STEP_FASTER))
         found[key] = next((one for one in chosen if one.form == MODULES), chosen[0])
     return found
+
+
+def _work(model: Any, part: str, rows: int, columns: int) -> Callable[[], object]:
+    """What is measured of a part."""
+    decoder, encoder = model.decoder, model.encoder
+    if part == "encoder":
+        sound = torch.linspace(-1, 1, 16_000 * columns).sin()
+        features = encoder.config.features(sound)
+        lengths, frames = [features.shape[-1]] * rows, [encoder.config.clip_frames(len(sound))] * rows
+        return lambda: encoder(features.expand(rows, -1, -1), lengths, frames)
+    keys = min(STEP_KEYS, decoder.config.context)
+    columns = min(columns, keys)
+    cache = model.make_cache(rows, keys, chunk=columns)
+    position = torch.arange(keys - columns, keys).expand(rows, columns)
+    column = torch.zeros(rows, len(decoder.layout), columns, dtype=torch.long)
+    return lambda: decoder(column, input_pos=position, cache=cache)
 
 
 def choose(times: Mapping[str, Sequence[float]], usual: str = REFERENCE, faster: float = FASTER) -> Timing:
@@ -336,12 +353,12 @@ def load_kernels() -> Kernels:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["machine"] != machine():
             return Kernels({})
-        products, steps = data["products"], data.get("steps", [])  # which an older file lacks
+        products, steps = data["products"], data.get("blocks", [])  # which an older file lacks
         return Kernels(
             {Product(*_fields(key, Product)): _timing(value, FORMS) for key, value in products},
             {
-                StepKey(threads, several, StepShape(*_fields(shape, StepShape))): _timing(value, (MODULES, COMPILED))
-                for (threads, several, shape), value in steps
+                StepKey(threads, _part(part), StepShape(*_fields(shape, StepShape))): _timing(value, (MODULES, COMPILED))
+                for (threads, part, shape), value in steps
             },
         )
     except FileNotFoundError:
@@ -364,6 +381,12 @@ def _fields(values: Any, kind: type[Any]) -> Sequence[Any]:
     return values
 
 
+def _part(name: Any) -> str:
+    if name not in STEP_SIZES:
+        raise ValueError(f"{name!r} is no part")
+    return str(name)
+
+
 def _timing(values: Any, forms: Container[str]) -> Timing:
     found = Timing(*_fields(values, Timing))
     if found.form not in forms or not min(found[1:]) > 0:
@@ -376,9 +399,9 @@ def keep_kernels(kernels: Kernels) -> None:
     told."""
     path = kernels_file()
     products = [[list(key), list(value)] for key, value in sorted(kernels.measured.items())]
-    steps = [[[key.threads, key.several, list(key.shape)], list(value)] for key, value in sorted(kernels.steps.items())]
+    steps = [[[key.threads, key.part, list(key.shape)], list(value)] for key, value in sorted(kernels.steps.items())]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"machine": machine(), "products": products, "steps": steps}, indent=None)
+        write_json(path, {"machine": machine(), "products": products, "blocks": steps}, indent=None)
     except (OSError, UserError) as error:
         LOG.warning("measured kernels are not kept, %s cannot be written: %s", path, error)

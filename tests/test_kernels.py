@@ -141,7 +141,7 @@ def compiled(numbers: str, model: SpeechModel, form: str = COMPILED) -> Kernels:
     """Kernels with a measurement of the step of a model's block."""
     shape = model.decoder.step_shape()
     assert shape is not None and shape.numbers == numbers
-    return Kernels({}, {StepKey(1, several, shape): Timing(form, 1.0, 2.0) for several in (False, True)})
+    return Kernels({}, {StepKey(1, part, shape): Timing(form, 1.0, 2.0) for part in ("step", "prefill")})
 
 
 @pytest.fixture
@@ -309,7 +309,8 @@ BROKEN: dict[str, Any] = {
     "no number": lambda data: json.dumps(data).replace("0.25", "NaN"),
     "negative": lambda data: json.dumps(data).replace("0.25", "-1.0"),
     "a string for a number": lambda data: json.dumps(data).replace("0.25", '"fast"'),
-    "no step": lambda data: json.dumps({**data, "steps": [[[1, False, ["float32", 192]], ["compiled", 0.1, 0.2]]]}),
+    "no block": lambda data: json.dumps({**data, "blocks": [[[1, "step", ["float32", 192]], ["compiled", 0.1, 0.2]]]}),
+    "no part": lambda data: json.dumps({**data, "blocks": [[[1, "tail", ["int8", 8, 2, 1, 4, 8]], ["compiled", 0.1, 0.2]]]}),
     "another number format": lambda data: json.dumps(data).replace("float32", "os.system"),
 }
 
@@ -338,7 +339,7 @@ def test_blocks_of_other_linears_are_measured_without_a_step(model: SpeechModel)
             if type(part) is torch.nn.Linear:
                 part.__class__ = Other
     kernels = measure_kernels(model)
-    assert kernels.measured and not kernels.steps
+    assert kernels.measured and {key.part for key in kernels.steps} == {"encoder"}
 
 
 @pytest.mark.parametrize("quantize", [False, True])
@@ -346,12 +347,13 @@ def test_a_step_is_measured_kept_and_used(model: Any, quantize: bool) -> None:
     model = to_int8(model) if quantize else model
     kernels = measure_kernels(model)
     key, found = next(iter(kernels.steps.items()))
-    shape = model.decoder.step_shape()
-    assert kernels.steps.keys() == {StepKey(1, several, shape) for several in ((False,) if quantize else (False, True))}
+    shape, hears = model.decoder.step_shape(), model.encoder.compiled_shape()
+    parts = {"step": shape} if quantize else {"step": shape, "prefill": shape, "encoder": hears}
+    assert kernels.steps.keys() == {StepKey(1, part, shape) for part, shape in parts.items()}
     assert shape.numbers == ("int8" if quantize else "float32")
     assert found.form in (MODULES, COMPILED) and load_kernels().steps == kernels.steps
     assert kernels.compiled(key.shape) == (found.form == COMPILED) and model.decoder.blocks[0].attention.kernels is kernels
-    assert not Kernels({}, {StepKey(2, False, key.shape): found}).compiled(key.shape)  # of another number of threads
+    assert not Kernels({}, {StepKey(2, "step", key.shape): found}).compiled(key.shape)  # of another number of threads
     use_kernels(model, None)
     serve_measured(model, False)
     assert model.decoder.blocks[0].attention.kernels.steps == kernels.steps

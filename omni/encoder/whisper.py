@@ -19,10 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from whisper.model import AudioEncoder, ResidualAttentionBlock
 
 from omni.attention import attention
+from omni.encoder import whisper_compiled
 from omni.encoder.base import Encoder, register_encoder
 from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, AttentionGroup, Packing, pack
 from omni.encoder.whisper_config import WhisperConfig
 from omni.hardware import to_device
+from omni.kernels import Kernels, StepShape
 
 
 @register_encoder(WhisperConfig)
@@ -34,7 +36,10 @@ class WhisperEncoder(Encoder):
         hidden = encoder(mels, lengths, frames)  # [sum(frames), D], clip after clip
 
     checkpointing: recompute each block in the backward pass (non-reentrant), for less memory.
+    kernels: what was measured on this CPU, of an encoder that serves.
     """
+
+    kernels: Kernels | None = None
 
     def __init__(self, config: WhisperConfig) -> None:
         super().__init__()
@@ -64,9 +69,11 @@ class WhisperEncoder(Encoder):
         self._check(mels, lengths, wanted)
         weight = self.whisper.conv1.weight
         ratio = EQUAL_LENGTHS if weight.device.type == "cpu" else FEW_LAUNCHES
-        packing = pack(lengths, wanted, mels.shape[2], ratio=ratio, device=weight.device)
         if self.config.normalize == "clip":
             mels = normalized(mels, lengths, self.config.mel_range, self.config.mel_blur)
+        if self._compiled():
+            return whisper_compiled.encode(self.whisper, mels.to(weight), lengths, wanted)
+        packing = pack(lengths, wanted, mels.shape[2], ratio=ratio, device=weight.device)
         x = self._convolve(mels.to(weight), packing)
         x = x + self.whisper.positional_embedding.index_select(0, packing.positions).to(weight.dtype)
         for block in self.whisper.blocks:
@@ -75,6 +82,16 @@ class WhisperEncoder(Encoder):
             else:
                 x = block(x, packing)
         return self.whisper.ln_post(x.index_select(0, packing.output))
+
+    def compiled_shape(self) -> StepShape | None:
+        """What its blocks are called in measurements (`omni.kernels`); None where they cannot be compiled."""
+        return whisper_compiled.encoder_shape(self.whisper, self.config.heads)
+
+    def _compiled(self) -> bool:
+        if self.kernels is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return False
+        shape = self.compiled_shape()
+        return shape is not None and self.kernels.compiled(shape, "encoder") and not whisper_compiled.acted_on(self.whisper)
 
     def _convolve(self, mels: Tensor, packing: Packing) -> Tensor:
         """Both convolutions (kernel 3; stride 1, then 2) as linear maps of neighbouring rows: `[sum T, D]`.

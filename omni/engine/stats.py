@@ -14,7 +14,7 @@ from omni.engine.measure import KnownCosts
 WINDOW = 4096
 """Newest measurements that percentiles are taken over."""
 
-AGAIN = 16
+AGAIN = 64
 """Steps, or chunks of sound, after which their cost, or lateness, is judged again."""
 
 

@@ -140,7 +140,7 @@ class _BlockStep:
         if self._shape is None or any(self._hooks) or _acted_on(block):
             return False
         kernels: Any = attention.kernels  # type: ignore[union-attr]
-        return kernels is not None and kernels.compiled(self._shape, several) and self._reads(block)
+        return kernels is not None and kernels.compiled(self._shape, "prefill" if several else "step") and self._reads(block)
 
     def _reads(self, block: Any) -> bool:
         """Whether the weights are read as arrays, as they are now; those of one input become parts of one."""

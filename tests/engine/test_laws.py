@@ -83,7 +83,7 @@ def model(kind: str) -> SpeechLM:
     if compiled:
         shape, timing = lm.model.decoder.step_shape(), Timing(COMPILED, 1.0, 2.0)
         use_kernels(
-            lm.model, Kernels({}, {StepKey(torch.get_num_threads(), several, shape): timing for several in (False, True)})
+            lm.model, Kernels({}, {StepKey(torch.get_num_threads(), part, shape): timing for part in ("step", "prefill")})
         )
     with torch.no_grad():
         for name, p in lm.model.named_parameters():

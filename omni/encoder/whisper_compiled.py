@@ -1,0 +1,76 @@
+"""A small Whisper encoder on a CPU, compiled where it measured faster (`omni.compiled`, `omni.kernels`): a call for each clip's
+convolutions, and one for each block. Something that acts beside a part (an adapter, an edit, a hook) keeps it as it is.
+
+N clips, M mel bands, F feature frames, T encoder frames, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from whisper.model import Linear, MultiHeadAttention
+
+from omni import compiled
+from omni.kernels import SMALL, StepShape
+
+Array = np.ndarray[Any, Any]
+
+
+def encoder_shape(whisper: nn.Module, heads: int) -> StepShape | None:
+    """What the encoder's blocks are called in measurements; None where they cannot be compiled."""
+    blocks: Any = whisper.blocks
+    if not len(blocks) or any(type(part) not in _KINDS for block in blocks for part in block.modules() if part is not block):
+        return None
+    parts = blocks[0].attn, blocks[0].mlp
+    width, inner = parts[0].query.in_features, parts[1][0].out_features
+    if parts[1][1].approximate != "none" or sum(p.numel() for p in blocks[0].parameters()) > SMALL:
+        return None
+    return StepShape("float32", width, heads, heads, width // heads, inner)
+
+
+_KINDS = Linear, nn.LayerNorm, nn.GELU, nn.Sequential, MultiHeadAttention
+
+
+def acted_on(whisper: nn.Module) -> bool:
+    """Whether something is to act beside a part, or a weight is not in float32 on a CPU."""
+    if any(part._forward_hooks or part._forward_pre_hooks for part in whisper.modules()):
+        return True
+    return any(type(p) is not nn.Parameter or p.dtype != torch.float32 or p.device.type != "cpu" for p in whisper.parameters())
+
+
+def encode(whisper: Any, mels: Tensor, lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
+    """What `WhisperEncoder.forward` gives, [sum(frames), D], of features [N, M, F max] float32."""
+    starts = np.cumsum([0, *((length + 1) // 2 for length in lengths)])
+    x = np.empty((starts[-1], whisper.conv1.out_channels), np.float32)
+    stem = [part for conv in (whisper.conv1, whisper.conv2) for part in (_flat(conv.weight), _array(conv.bias))]
+    stem.append(_array(whisper.positional_embedding))
+    for mel, length, first, end in zip(mels, lengths, starts[:-1], starts[1:], strict=True):
+        given = _array(mel[:, :length]), *stem, x[first:end]
+        compiled.encoder_stem(*given)
+    for block in whisper.blocks:
+        compiled.encoder_block(x, starts, block.heads, np.float32(block.attn_ln.eps), *map(_array, _parameters(block)))
+    out: Tensor = whisper.ln_post(torch.from_numpy(x))
+    sizes = np.diff(starts).tolist()
+    if list(frames) == sizes:
+        return out
+    return torch.cat([own[:wanted] for own, wanted in zip(out.split(sizes), frames, strict=True)])
+
+
+def _parameters(block: Any) -> list[Tensor]:
+    """In the order of `compiled.encoder_block`; they are read anew each time, and may be others by then."""
+    attn, mlp = block.attn, block.mlp
+    parts = block.attn_ln, attn.query, attn.key, attn.value, attn.out, block.mlp_ln, mlp[0], mlp[2]
+    return [p for part in parts for p in (part.weight, part.bias) if p is not None]
+
+
+def _flat(weight: Tensor) -> Array:
+    """A convolution's weight [D, M, 3] as [D, 3 M]."""
+    return _array(weight.transpose(1, 2).flatten(1))
+
+
+def _array(x: Tensor) -> Array:
+    return np.ascontiguousarray(x.detach().numpy())
