@@ -15,10 +15,13 @@ network, R rows of the cache, S its slots of a row with the spare one, V slots t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,18 +29,21 @@ _FAST = {"nsz", "arcp", "contract", "afn", "reassoc"}  # numbers that are not fi
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
-def _compile(function: F) -> F:
-    how: dict[str, Any] = {"fastmath": _FAST, "nogil": True, "error_model": "numpy"}
+def _compile(function: F, nogil: bool = True) -> F:
+    how: dict[str, Any] = {"fastmath": _FAST, "nogil": nogil, "error_model": "numpy"}
     try:
         return njit(cache=True, **how)(function)  # type: ignore[no-any-return]
     except RuntimeError:  # no folder can be written
         return njit(**how)(function)  # type: ignore[no-any-return]
 
 
+_brief = partial(_compile, nogil=False)
+"""For what ends before another thread has woken up: where it took the lock, this one would wait for it."""
+
 # --- before and after the blocks --------------------------------------------------------------------------------------
 
 
-@_compile
+@_brief
 def embed(tokens: Any, offsets: Any, audio: Any, text: Any, scale: Any, out: Any) -> None:
     """Sum the tables' rows of tokens [B, K], the last of which is of text, times `scale`, to `out` [B, W]."""
     for b in range(len(tokens)):
@@ -51,7 +57,7 @@ def embed(tokens: Any, offsets: Any, audio: Any, text: Any, scale: Any, out: Any
             here[w] *= scale
 
 
-@_compile
+@_brief
 def place(input_pos: Any, rows: Any, positions: Any, ring: Any, window: Any, writes: Any, mask: Any) -> None:
     """Note where rows are fed among the cache's positions [R, S], as `KVCache.attend_to` does.
 
@@ -73,7 +79,7 @@ def place(input_pos: Any, rows: Any, positions: Any, ring: Any, window: Any, wri
             shown[s] = _ZERO if seen else -np.inf
 
 
-@_compile
+@_brief
 def turns(input_pos: Any, frequencies: Any, cos: Any, sin: Any) -> None:
     """Write cos and signed sin [B, D] of positions [B] (`omni.model.blocks.rope_table`)."""
     half = len(frequencies)
@@ -86,14 +92,14 @@ def turns(input_pos: Any, frequencies: Any, cos: Any, sin: Any) -> None:
             sin[b, d] = -sin[b, half + d]
 
 
-@_compile
+@_brief
 def norm_rows(x: Any, weight: Any, eps: Any, out: Any) -> None:
     """RMSNorm of the rows of x [B, W]."""
     for b in range(len(x)):
         _norm(x[b], weight, eps, out[b])
 
 
-@_compile
+@_brief
 def broken(hidden: Any, logits: Any, out: Any) -> None:
     """Note which rows have logits [B, N] that are not all finite numbers, or a hidden state [B, W] that is zero throughout."""
     limit = np.int32(0x7F800000)
@@ -106,7 +112,7 @@ def broken(hidden: Any, logits: Any, out: Any) -> None:
         out[b] = most >= limit or not some
 
 
-@_compile
+@_brief
 def push(
     rows: Any, rests: Any, sampled: Any, odd: Any, step: Any, text_active: Any, audio_active: Any, text_ended: Any,
     audio_end: Any, history: Any, done: Any, ends: Any, pads: Any, delays: Any, sizes: Any, padded: Any,
@@ -522,6 +528,44 @@ def block(
     product(gated, down, normed)
     for i in range(rows):
         x[active[i]] = held[i] + normed[i]
+
+
+def _pointer(context: Any, address: Any) -> Any:
+    """The pointer to float32 numbers at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.inttoptr(given[0], ir.FloatType().as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), generate
+
+
+_floats: Any = intrinsic(_pointer)
+
+
+@_compile
+def blocks(
+    x: Any, writes: Any, ring: Any, mask: Any, cos: Any, sin: Any, eps: Any, places: Any, biased: Any, normed: Any, inner: Any,
+    rows: Any, slots: Any, heads: Any, kv_heads: Any,
+) -> None:  # fmt: skip
+    """Take x [B, W] through several blocks of one shape, as `block` does, in one call: the lock is asked for once.
+
+    Args:
+        places: addresses of what `block` is given of each of N, in its order from `norm` on, [N, 11].
+        biased, normed: whether q, k and v have biases, and queries and keys norms; else their addresses are not read.
+        inner: F; rows, slots: of the cache, R and S.
+    """
+    width, size = x.shape[1], cos.shape[1]
+    every = (heads + 2 * kv_heads) * size
+    bias, norms = every if biased else 0, size if normed else 0
+    for n in range(len(places)):
+        at = places[n]
+        block(
+            x, writes, ring, mask, cos, sin, eps, carray(_floats(at[0]), (width,)), carray(_floats(at[1]), (every, width)),
+            carray(_floats(at[2]), (bias,)), carray(_floats(at[3]), (norms,)), carray(_floats(at[4]), (norms,)),
+            carray(_floats(at[5]), (width, heads * size)), carray(_floats(at[6]), (width,)),
+            carray(_floats(at[7]), (2 * inner, width)), carray(_floats(at[8]), (width, inner)),
+            carray(_floats(at[9]), (rows, slots, kv_heads, size)), carray(_floats(at[10]), (rows, slots, kv_heads, size)),
+        )  # fmt: skip
 
 
 # --- an encoder like Whisper's ----------------------------------------------------------------------------------------

@@ -67,14 +67,20 @@ class DecoderStep:
         place = _Place(cache, mask.numpy().reshape(rows, -1), cos.numpy(), sin.numpy())
         compiled.turns(_array(input_pos.flatten()), decoder.rope.numpy(), place.cos, place.sin)
         found: list[Tensor] = []
+        run: list[tuple[Any, _BlockStep, int]] = []  # neighbours that are one call
         for layer, (block, step) in enumerate(zip(blocks, steps, strict=True)):
+            if run and (layer == len(decoder.blocks) or step is None or step.shape != run[-1][1].shape):
+                run = _take(run, x.numpy(), place)
             if layer == len(decoder.blocks):
                 found.append(_normed(decoder.norm, x))
-            if step is not None:
+            if step is not None and step.shape.numbers == "float32":
+                run.append((block, step, layer))
+            elif step is not None:
                 step(block, x.numpy(), place, layer)
             else:
                 rope = tuple(part[:, None, None] for part in (cos, sin))
                 x = block(x[:, None], rope, mask, cache, layer).reshape(rows, width).clone()  # which the next one changes
+        _take(run, x.numpy(), place)
         last = decoder.norm if decoder.post_norm is None else decoder.post_norm
         found.append(_normed(last, x))
         shape = len(tokens), columns, width
@@ -119,13 +125,33 @@ class _Place:
         self.mask, self.cos, self.sin = mask, cos, sin
 
 
+def _take(run: Sequence[tuple[Any, _BlockStep, int]], x: Array, place: _Place) -> list[Any]:
+    """Take x [B, W] through float32 blocks of one shape, in place; returns no blocks."""
+    if run:
+        (block, step, _), cache = run[0], place.cache
+        shape, part, (rows, slots, *_) = step.shape, block.attention, cache.keys[0].shape
+        places = [[*step.places, cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()] for _, step, layer in run]
+        compiled.blocks(
+            x, place.writes, cache.ring, place.mask, place.cos, place.sin, np.float32(block.attention_norm.eps),
+            np.array(places), part.q.bias is not None, part.q_norm is not None, shape.mlp_width, rows, slots, shape.heads,
+            shape.kv_heads,
+        )  # fmt: skip
+    return []
+
+
 class _BlockStep:
-    """The compiled step of one block."""
+    """The compiled step of one block.
+
+    Attributes:
+        shape: what it is called in measurements, None where it cannot be taken; float32 blocks of one shape are taken together.
+        places: addresses of a float32 block's weights in the order of `compiled.blocks`, 0 for what it lacks.
+    """
 
     def __init__(self) -> None:
         self._parts: tuple[nn.Module | None, ...] = ()
         self._hooks: list[Mapping[int, object]] = []
-        self._shape: StepShape | None = None  # None where it cannot be taken
+        self.shape: Any = None
+        self.places: list[int] = []
         self._held: tuple[list[int], list[Array]] = [], []  # places of the weights that are read as arrays, and these
 
     def is_of(self, block: nn.Module, several: bool) -> bool:
@@ -134,13 +160,13 @@ class _BlockStep:
         attention, mlp = own["attention"], own["mlp"]
         parts = (*own.values(), *attention._modules.values(), *mlp._modules.values())  # type: ignore[union-attr]
         if parts != self._parts:
-            self._parts, self._shape, self._held = parts, step_shape(block), ([], [])
+            self._parts, self.shape, self._held = parts, step_shape(block), ([], [])
             there = [part for part in parts if part is not None]
             self._hooks = [hooks for part in there for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-        if self._shape is None or any(self._hooks) or _acted_on(block):
+        if self.shape is None or any(self._hooks) or _acted_on(block):
             return False
         kernels: Any = attention.kernels  # type: ignore[union-attr]
-        return kernels is not None and kernels.compiled(self._shape, "prefill" if several else "step") and self._reads(block)
+        return kernels is not None and kernels.compiled(self.shape, "prefill" if several else "step") and self._reads(block)
 
     def _reads(self, block: Any) -> bool:
         """Whether the weights are read as arrays, as they are now; those of one input become parts of one."""
@@ -163,22 +189,20 @@ class _BlockStep:
         if part.q_norm is None:
             arrays[2:2] = [_NONE, _NONE]
         self._held = places, arrays  # of this thread: another may do the same at once
+        if len(arrays) > 4:
+            attention_norm, mlp_norm, q_norm, k_norm, qkv, to_width, gate_up, down, *bias = (
+                array.ctypes.data for array in arrays
+            )
+            self.places = [attention_norm, qkv, *(bias or [0]), q_norm, k_norm, to_width, mlp_norm, gate_up, down]
         return True
 
     def __call__(self, block: nn.Module, x: Array, place: _Place, layer: int) -> None:
-        """Take x [B, W] through the block, in place."""
+        """Take x [B, W] through a block in int8, in place."""
         part: Any = block.attention
         mlp: Any = block.mlp
-        attention_norm, mlp_norm, q_norm, k_norm, *weights = self._held[1]
+        attention_norm, mlp_norm, q_norm, k_norm = self._held[1]
         cache, rows, eps = place.cache, len(x), np.float32(block.attention_norm.eps)  # type: ignore[union-attr, arg-type]
         keys, values = cache.keys[layer].numpy(), cache.values[layer].numpy()
-        if weights:
-            qkv, to_width, gate_up, down, *bias = weights
-            compiled.block(
-                x, place.writes, cache.ring, place.mask, place.cos, place.sin, eps, attention_norm, qkv,
-                bias[0] if bias else _NONE, q_norm, k_norm, to_width, mlp_norm, gate_up, down, keys, values,
-            )  # fmt: skip
-            return
         groups = (part.q, part.k, part.v), (part.out,), (mlp.gate, mlp.up), (mlp.down,)
         packed = [packed_of(group) for group in groups]
         biases = packed[0].bias
