@@ -40,6 +40,20 @@ def _compile(function: F, nogil: bool = True) -> F:
 _brief = partial(_compile, nogil=False)
 """For what ends before another thread has woken up: where it took the lock, this one would wait for it."""
 
+
+@_compile
+def _copy(source: Any, target: Any) -> None:
+    """Write numbers [K], which `target[:] = source` takes seconds more to compile."""
+    for k in range(len(target)):
+        target[k] = source[k]
+
+
+@_compile
+def _clear(target: Any) -> None:
+    for k in range(len(target)):
+        target[k] = _ZERO
+
+
 # --- before and after the blocks --------------------------------------------------------------------------------------
 
 
@@ -48,7 +62,7 @@ def embed(tokens: Any, offsets: Any, audio: Any, text: Any, scale: Any, out: Any
     """Sum the tables' rows of tokens [B, K], the last of which is of text, times `scale`, to `out` [B, W]."""
     for b in range(len(tokens)):
         here = out[b]
-        here[:] = text[tokens[b, len(offsets)]]
+        _copy(text[tokens[b, len(offsets)]], here)
         for k in range(len(offsets)):
             more = audio[tokens[b, k] + offsets[k]]
             for w in range(len(here)):
@@ -270,13 +284,13 @@ def _turn_and_keep(
         if len(q_norm):
             _norm(here, q_norm if h < heads else k_norm, eps, held)
         else:
-            held[:] = here
+            _copy(here, held)
         for d in range(half):
             here[d] = held[d] * cos[d] + held[d + half] * sin[d]
             here[d + half] = held[d + half] * cos[d + half] + held[d] * sin[d + half]
     for g in range(kv_heads):
-        keys[row, slot, g, :] = t[heads + g]
-        values[row, slot, g, :] = t[heads + kv_heads + g]
+        _copy(t[heads + g], keys[row, slot, g])
+        _copy(t[heads + kv_heads + g], values[row, slot, g])
 
 
 @_compile
@@ -329,7 +343,7 @@ def _attend(
                 scores[h, last] = a0
         for h in range(group):
             _softmax(scores[h], count, scale, mask, bits, powers)
-            out[g * group + h, :] = _ZERO
+            _clear(out[g * group + h])
         s = 0
         while s + 3 < count:
             v0, v1, v2, v3 = values[row, s, g], values[row, s + 1, g], values[row, s + 2, g], values[row, s + 3, g]
@@ -405,7 +419,10 @@ def _attend_columns(
             _softmax(e2, count, scale, mask[active[i2]], bits, powers)
             _softmax(e3, count, scale, mask[active[i3]], bits, powers)
             o0, o1, o2, o3 = out[i0, h0 : h0 + size], out[i1, h1 : h1 + size], out[i2, h2 : h2 + size], out[i3, h3 : h3 + size]
-            o0[:], o1[:], o2[:], o3[:] = _ZERO, _ZERO, _ZERO, _ZERO
+            _clear(o0)
+            _clear(o1)
+            _clear(o2)
+            _clear(o3)
             _weigh(e0, values, row, g, count, o0)
             if p1 > p0:
                 _weigh(e1, values, row, g, count, o1)
@@ -507,7 +524,7 @@ def block(
     powers = bits.view(np.float32)
 
     for i in range(rows):
-        held[i] = x[active[i]]
+        _copy(x[active[i]], held[i])
         _norm(held[i], norm, eps, normed[i])
     product(normed, qkv, wide)
     for i in range(rows):
@@ -519,7 +536,9 @@ def block(
     _attend_all(wide, active, writes, ring, heads, keys, values, mask, y)
     product(y, out, normed)
     for i in range(rows):
-        held[i] += normed[i]
+        old, more = held[i], normed[i]
+        for k in range(width):
+            old[k] += more[k]
         _norm(held[i], mlp_norm, eps, normed[i])
     both, gated = np.empty((rows, 2 * inner), np.float32), np.empty((rows, inner), np.float32)
     product(normed, gate_up, both)
@@ -527,7 +546,9 @@ def block(
         _gate(both[i, :inner], both[i, inner:], _ONE, gated[i], bits, powers)
     product(gated, down, normed)
     for i in range(rows):
-        x[active[i]] = held[i] + normed[i]
+        here, old, more = x[active[i]], held[i], normed[i]
+        for k in range(width):
+            here[k] = old[k] + more[k]
 
 
 def _pointer(context: Any, address: Any) -> Any:
@@ -628,7 +649,7 @@ def encoder_stem(
     every = np.zeros((len(out), 3 * width), np.float32)
     for t in range(len(out)):
         for k in range(max(0, 1 - 2 * t), min(3, frames + 1 - 2 * t)):
-            every[t, k * width : (k + 1) * width] = x[2 * t + k - 1]
+            _copy(x[2 * t + k - 1], every[t, k * width : (k + 1) * width])
     product(every, second, out)
     for t in range(len(out)):
         here = out[t]
@@ -678,7 +699,7 @@ def encoder_block(
                 _softmax(scores[t], count, scale, mask, bits, powers)
             product(scores, turned, mixed)
             for t in range(count):
-                normed[first + t, low : low + size] = mixed[t]
+                _copy(mixed[t], normed[first + t, low : low + size])
     product(normed, out, q)
     for t in range(rows):
         for d in range(width):
@@ -802,7 +823,7 @@ def attend_and_round(
             one[k] += bias[k]
         _turn_and_keep(one.reshape(every, size), heads, row, slot, cos[b], sin[b], eps, q_norm, k_norm, keys, values)
     _attend_all(wide, active, writes, ring, heads, keys, values, mask, y)
-    factor[:] = _ZERO
+    _clear(factor)
     for i in range(len(active)):
         factor[active[i]] = _round(y[i], held[active[i]])
 
