@@ -92,6 +92,7 @@ def test_a_configuration_counts_its_processes(devices: int | str, nodes: int, pr
     assert FabricConfig(devices=devices, num_nodes=nodes).processes == processes
 
 
+@pytest.mark.long
 def test_the_table_of_bf16(tmp_path: Path) -> None:
     """Both ways take the same steps, each in its own precision; what they cost is for a quiet machine to say."""
     data = yaml.safe_load(Path("configs/fsdd.yaml").read_text())

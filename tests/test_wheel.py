@@ -68,6 +68,7 @@ def test_the_scripts_run_the_package_whatever_lies_in_the_folder(installed: Path
     assert theirs.stdout == "my own training\n"
 
 
+@pytest.mark.long
 def test_a_run_from_the_wheel_leaves_a_model_that_answers(installed: Path, folder: Path) -> None:
     """Data workers and all processes of a run find the package too."""
     small = ("--model.encoder.layers=1", "--model.decoder.layers=1", "--data.packing.rows=1", "--validation.questions=0")
