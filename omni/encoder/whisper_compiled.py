@@ -61,7 +61,7 @@ def encode(whisper: Any, mels: Tensor, lengths: Sequence[int], frames: Sequence[
 
 
 def _parameters(block: Any) -> list[Tensor]:
-    """In the order of `compiled.encoder_block`; they are read anew each time, and may be others by then."""
+    """In the order of `compiled.encoder_block`; read each time, since they may be others by then."""
     attn, mlp = block.attn, block.mlp
     parts = block.attn_ln, attn.query, attn.key, attn.value, attn.out, block.mlp_ln, mlp[0], mlp[2]
     return [p for part in parts for p in (part.weight, part.bias) if p is not None]
