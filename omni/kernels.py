@@ -23,13 +23,16 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numba
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from omni import compiled
 from omni.errors import UserError
 from omni.files import write_json
 from omni.hardware import multiplies_bf16
@@ -341,6 +344,12 @@ def machine() -> dict[str, str]:
     return {"processor": str(told.get("cpu_name") or platform.processor() or platform.machine()), "torch": torch.__version__}
 
 
+@cache
+def compiler() -> str:
+    """What measured blocks are of besides: another numba, or other code, compiles at the first question, and may be slower."""
+    return f"{numba.__version__} {zlib.crc32(Path(compiled.__file__).read_bytes()):08x}"
+
+
 def kernels_file() -> Path:
     """The file of this machine's measurements; another processor's or PyTorch's have a file of their own."""
     return cache_folder() / f"kernels-{zlib.crc32(json.dumps(machine()).encode()):08x}.json"
@@ -353,7 +362,7 @@ def load_kernels() -> Kernels:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["machine"] != machine():
             return Kernels({})
-        products, steps = data["products"], data.get("blocks", [])  # which an older file lacks
+        products, steps = data["products"], data["blocks"] if data.get("compiler") == compiler() else []
         return Kernels(
             {Product(*_fields(key, Product)): _timing(value, FORMS) for key, value in products},
             {
@@ -402,6 +411,6 @@ def keep_kernels(kernels: Kernels) -> None:
     steps = [[[key.threads, key.part, list(key.shape)], list(value)] for key, value in sorted(kernels.steps.items())]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"machine": machine(), "products": products, "blocks": steps}, indent=None)
+        write_json(path, {"machine": machine(), "products": products, "compiler": compiler(), "blocks": steps}, indent=None)
     except (OSError, UserError) as error:
         LOG.warning("measured kernels are not kept, %s cannot be written: %s", path, error)

@@ -345,7 +345,7 @@ def test_blocks_of_other_linears_are_measured_without_a_step(model: SpeechModel)
 
 
 @pytest.mark.parametrize("quantize", [False, True])
-def test_a_step_is_measured_kept_and_used(model: Any, quantize: bool) -> None:
+def test_a_step_is_measured_kept_and_used(model: Any, quantize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = to_int8(model) if quantize else model
     kernels = measure_kernels(model)
     key, found = next(iter(kernels.steps.items()))
@@ -361,6 +361,8 @@ def test_a_step_is_measured_kept_and_used(model: Any, quantize: bool) -> None:
     assert model.decoder.blocks[0].attention.kernels.steps == kernels.steps
     again = measure_kernels(model)
     assert again.steps.keys() == kernels.steps.keys()
+    monkeypatch.setattr(kernels_module, "compiler", lambda: "another")
+    assert not load_kernels().steps and load_kernels().measured == again.measured
 
 
 @pytest.mark.parametrize("case", BROKEN)
