@@ -626,9 +626,7 @@ def _gelu(x: Any, bias: Any, falls: Any, bits: Any, powers: Any) -> None:
 
 
 @_compile
-def encoder_stem(
-    mel: Any, first: Any, first_bias: Any, second: Any, second_bias: Any, positions: Any, out: Any
-) -> None:  # fmt: skip
+def encoder_stem(mel: Any, first: Any, first_bias: Any, second: Any, second_bias: Any, positions: Any, out: Any) -> None:
     """Both convolutions (kernel 3; stride 1, then 2) of features [M, F] with their GELUs, and the positions [.., D] added.
 
     Args:

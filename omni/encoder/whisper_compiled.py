@@ -20,26 +20,30 @@ from omni.kernels import SMALL, StepShape
 Array = np.ndarray[Any, Any]
 
 
+_KINDS = {Linear, nn.LayerNorm, nn.GELU, nn.Sequential, MultiHeadAttention}
+
+
 def encoder_shape(whisper: nn.Module, heads: int) -> StepShape | None:
     """What the encoder's blocks are called in measurements; None where they cannot be compiled."""
     blocks: Any = whisper.blocks
-    if not len(blocks) or any(type(part) not in _KINDS for block in blocks for part in block.modules() if part is not block):
+    if not len(blocks) or not all({type(part) for part in block.modules()} - {type(block)} <= _KINDS for block in blocks):
         return None
-    parts = blocks[0].attn, blocks[0].mlp
-    width, inner = parts[0].query.in_features, parts[1][0].out_features
-    if parts[1][1].approximate != "none" or sum(p.numel() for p in blocks[0].parameters()) > SMALL:
+    attn, mlp = blocks[0].attn, blocks[0].mlp
+    width, inner = attn.query.in_features, mlp[0].out_features
+    if mlp[1].approximate != "none" or 4 * width * width + 2 * width * inner > SMALL:
         return None
     return StepShape("float32", width, heads, heads, width // heads, inner)
 
 
-_KINDS = Linear, nn.LayerNorm, nn.GELU, nn.Sequential, MultiHeadAttention
-
-
 def acted_on(whisper: nn.Module) -> bool:
     """Whether something is to act beside a part, or a weight is not in float32 on a CPU."""
-    if any(part._forward_hooks or part._forward_pre_hooks for part in whisper.modules()):
-        return True
-    return any(type(p) is not nn.Parameter or p.dtype != torch.float32 or p.device.type != "cpu" for p in whisper.parameters())
+    for part in whisper.modules():
+        if part._forward_hooks or part._forward_pre_hooks:
+            return True
+        for p in part._parameters.values():
+            if p is not None and (type(p) is not nn.Parameter or p.dtype != torch.float32 or p.device.type != "cpu"):
+                return True
+    return False
 
 
 def encode(whisper: Any, mels: Tensor, lengths: Sequence[int], frames: Sequence[int]) -> Tensor:

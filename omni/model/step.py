@@ -1,8 +1,8 @@
-"""A step of the decoder on a CPU, one column of each row, compiled where it measured faster (`omni.compiled`, `omni.kernels`).
+"""A step of the decoder on a CPU, or a prefill, compiled where it measured faster (`omni.compiled`, `omni.kernels`).
 
-In float32 a small block is a single call, and in int8 one call between two products. The float32 weights of one input become
-views of one tensor, so that what changes them in place changes it. A block beside whose parts something acts (an adapter, an
-edit, a hook), or that is of another kind, is run as it is, between the others.
+In float32 a small model's blocks are a single call, and in int8 there is one between two products. The float32 weights of one
+input become views of one tensor, so that what changes them in place changes it. In a step, a block beside whose parts
+something acts (an adapter, an edit, a hook), or that is of another kind, is run as it is, between the others.
 
 Dimensions: B rows, K streams, W width, D size of a head, V slots that are read.
 """
