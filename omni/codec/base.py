@@ -70,6 +70,7 @@ class AudioCodec(ABC):
         deterministic: whether the same codes and seed always give the same sound.
         device: where the codec computes and its results lie; inputs are moved there.
         takes_threads: whether it computes with PyTorch's CPU threads, as a network does.
+        portable: whether its name alone makes another process decode the same; it has no weights, and no lookahead.
     """
 
     name: str
@@ -80,6 +81,7 @@ class AudioCodec(ABC):
     deterministic: bool = True
     device: torch.device = torch.device("cpu")
     takes_threads: bool = False
+    portable: bool = False
 
     @property
     def frame_rate(self) -> float:

@@ -53,6 +53,7 @@ class Codec2Codec(AudioCodec):
     sample_rate = 8000
     frame_samples = FRAME_SAMPLES
     codebook_sizes = tuple(2**bits for bits in FIELD_BITS)
+    portable = True
 
     def __init__(self) -> None:
         library_path()  # so that a missing package raises here, not at the first sound

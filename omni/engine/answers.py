@@ -41,6 +41,7 @@ class RemoteAnswer:
 
     Attributes:
         taken: number of events that were taken; `told`, of which the engine's process knows.
+        way: seconds that newest sound took at most from the engine until it was decoded here; 0 for what it decoded.
         started: whether it was asked for.
         cancelled, settled: whether it is to stop; whether it is in the history.
         wake: called when there is an event.
@@ -50,6 +51,7 @@ class RemoteAnswer:
     def __init__(self, link: Teller, number: int, asked: Asked, seed: int | None, clock: Clock, pace: Pace, rate: int) -> None:
         self.number, self.asked, self.seed, self.clock, self.pace, self.rate = number, asked, seed, clock, pace, rate
         self.taken = self.told = self.samples = self.reader = 0
+        self.way = 0.0
         self.cancelled = self.settled = self.started = False
         self.wake: Callable[[], None] | None = None
         self.changed = threading.Condition(threading.RLock())
@@ -147,7 +149,8 @@ class RemoteAnswer:
     def _tell(self) -> None:
         if self.taken > self.told:
             self.told = self.taken
-            self._link.tell("taken", self.number, self.taken)
+            self._link.tell("taken", self.number, self.taken, self.way)
+            self.way = 0.0
         self._eager = self._eager and bool(self._events)
 
     def stop(self, reason: Reason = "cancelled", error: str | None = None) -> None:

@@ -80,7 +80,7 @@ class Child:
     # --- the reader ---------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        now: dict[str, Callable[..., None]] = {"taken": self._outbox.taken, "stop": self._stop, "let_go": self._let_go}
+        now: dict[str, Callable[..., None]] = {"taken": self._taken, "stop": self._stop, "let_go": self._let_go}
         try:
             while True:
                 for kind, *rest in unpack(self._pipe.recv_bytes()):
@@ -90,6 +90,12 @@ class Child:
                         self._pool.submit(self._do, kind, *rest)
         except (EOFError, OSError, RuntimeError):  # the last: the pool is shut down
             self._gone.set()
+
+    def _taken(self, answer: int, taken: int, way: float) -> None:
+        """Count events as delivered, and note how long sound took until it was decoded there, where it was."""
+        self._outbox.taken(answer, taken)
+        if way:
+            self._lm.engine.travelled(way)
 
     def _stop(self, answer: int, taken: int, reason: Reason, error: str | None) -> None:
         """End an answer whose listener waits for its end."""
@@ -129,6 +135,8 @@ class Child:
         asked = Asked(turn, None if clip is None else torch.from_numpy(clip))
         running = session.lay_out(asked, seed, Clock(waited))
         running.pace = pace
+        codec = running.codec
+        running.coded = codec is not None and codec.portable and running.task.audio and running.reply.limits.silence is None
         self._outbox.open(answer, running)
         self._last[number] = answer
         try:
@@ -243,7 +251,7 @@ def run(
         codec = lm.codec
         facts = ModelFacts(lm.config, repr(lm))
         if codec is not None:
-            facts = ModelFacts(lm.config, repr(lm), codec.name, codec.sample_rate, codec.frame_rate)
+            facts = ModelFacts(lm.config, repr(lm), codec.name, codec.sample_rate, codec.frame_rate, codec.portable)
     except Exception as error:
         pipe.send_bytes(pack([("refused", *pack_error(error))]))
         return

@@ -18,6 +18,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from omni.codec.base import AudioCodec
+from omni.engine.coded import CodedSound
 from omni.engine.delivery import Delivery
 from omni.engine.slots import Seat
 from omni.errors import UserError
@@ -84,6 +85,7 @@ class Running:
         left: its rows are free.
         live: whether somebody hears it as it comes; `frame_rate` of its sound, 0 without a codec.
         plays: when a live listener's sound began, by `time.perf_counter`, less the time in which it waited.
+        coded: its sound goes to another process as codes.
         lateness: largest number of seconds by which a chunk came after it was due; `underruns`, how often one did.
     """
 
@@ -118,6 +120,7 @@ class Running:
     first_audio: float | None = None
     total: float | None = None
     plays: float | None = None
+    coded: bool = False
     lateness: float | None = None
     underruns: int = 0
     failure: BaseException | None = None
@@ -127,7 +130,7 @@ class Running:
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
     left: threading.Event = field(default_factory=threading.Event)
     delivery: Delivery = field(init=False)
-    _events: deque[tuple[int, Event]] = field(default_factory=deque)
+    _events: deque[tuple[int, Event | CodedSound]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.delivery = Delivery(self.reply, self.codec)
@@ -190,12 +193,12 @@ class Running:
         if self.wake is not None:
             self.wake()
 
-    def put(self, event: Event, tell: bool = True) -> float | None:
+    def put(self, event: Event | CodedSound, tell: bool = True) -> float | None:
         """Give the listener an event; `changed` is held. Returns by how many seconds a live listener's sound was late."""
         now, late = self.clock.seconds, None
         if isinstance(event, TextDelta):
             self.first_text = self.first_text or now
-        elif isinstance(event, AudioChunk):
+        elif isinstance(event, (AudioChunk, CodedSound)):
             self.first_audio = self.first_audio or now
             late = self._due(event)
         else:
@@ -213,7 +216,7 @@ class Running:
             if self.wake is not None:
                 self.wake()
 
-    def _due(self, chunk: AudioChunk) -> float | None:
+    def _due(self, chunk: AudioChunk | CodedSound) -> float | None:
         """Seconds by which a live listener's chunk came after it was due; its first sound is due when it comes."""
         if self.pace != "live":
             return None
@@ -251,9 +254,8 @@ class Running:
         with self.changed:
             return self._taken() if self._events or self.cancelled or self.failure is not None else None
 
-    def coming(self, first: int) -> list[Event]:
-        """The events that wait to be taken, from a number on."""
-        with self.changed:
+    def coming(self, first: int) -> list[Event | CodedSound]:
+        with self.changed:  # of those that wait, from a number on
             return [event for _, event in islice(self._events, first, None)]
 
     def _taken(self) -> Event:
@@ -264,7 +266,8 @@ class Running:
             step, event = self._events.popleft()
             self._mark()
             self.delivery.take(step, event)
-            return replace(event, timings=self.timings()) if isinstance(event, Ended) else event
+            # coded sound is taken for another process, which has it already
+            return replace(event, timings=self.timings()) if isinstance(event, Ended) else event  # type: ignore[return-value]
         assert self.failure is not None
         raise self.failure
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from omni.codec.base import AudioCodec
+from omni.engine.coded import CodedSound
 from omni.generate.heard import Loudness, heard_characters
 from omni.generate.history import Exchange
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta
@@ -32,13 +33,16 @@ class Delivery:
         self._shown: int | None = None
         self._loudness: Loudness | None = None
 
-    def take(self, step: int, event: Event) -> None:
+    def take(self, step: int, event: Event | CodedSound) -> None:
         """Count an event of a time step."""
         self._step = step
         if isinstance(event, Ended):
             self._finished = True
         elif isinstance(event, TextDelta):
             self._characters += len(event.text)
+        elif isinstance(event, CodedSound):
+            assert self._codec is not None
+            self.samples += len(event.codes) * self._codec.frame_samples
         else:
             self._sound(event)
 
@@ -82,7 +86,11 @@ class Delivery:
 
     def _heard(self, played: float, codec: AudioCodec) -> int:
         """Number of characters heard, by the alignment of `omni.generate.heard`."""
-        reply, speech = self._reply, self._loudness.speech() if self._loudness is not None else []
+        reply, loudness = self._reply, self._loudness
+        if loudness is None and self.samples:  # it was decoded elsewhere
+            loudness = Loudness(codec.sample_rate)
+            loudness.push(codec.decode(reply.codes(self.samples // codec.frame_samples)))  # type: ignore[arg-type]
+        speech = [] if loudness is None else loudness.speech()
         end = None
         if self._finished and reply.reason == "end":  # the silence after the last word is known, too
             end = speech[-1][1] if speech else len(reply.frames) / codec.frame_rate

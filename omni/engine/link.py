@@ -5,18 +5,25 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
+from collections.abc import Sequence
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
+from omni.codec.base import AudioCodec
 from omni.engine.answers import RemoteAnswer
+from omni.engine.coded import CodedSound, SoundDecoder, cannot_decode
 from omni.engine.launch import how_it_ended
 from omni.engine.wire import EngineLost, Sender, pack_request, unpack, unpack_error
 from omni.errors import UserError
 from omni.generate.results import Ended, Timings
 
 LOG = logging.getLogger(__name__)
+
+OFTEN = 256
+"""Messages between two looks for answers that nobody has any more."""
 
 
 class _Reply:
@@ -33,19 +40,22 @@ class Link:
 
     Args:
         process: the other end's, for words about its end.
+        codec: decodes here what comes as codes; None where nothing does.
 
     Attributes:
         lost: why nothing is answered any more, None while the process lives.
         reader: the thread.
     """
 
-    def __init__(self, pipe: Connection, process: Any) -> None:
+    def __init__(self, pipe: Connection, process: Any, codec: AudioCodec | None = None) -> None:
         self._pipe, self._process, self._owner = pipe, process, os.getpid()
         self._changed = threading.Lock()  # guards the replies, the answers and `lost`
         self._replies: dict[int, _Reply] = {}
         self._answers: weakref.WeakValueDictionary[int, RemoteAnswer] = weakref.WeakValueDictionary()
         self.lost: EngineLost | None = None
         self._said_bye = False
+        self._messages = 0
+        self._codec, self._decoder = codec, None if codec is None else SoundDecoder(codec)
         self._requests, self._numbers = count(1), count(1)
         self._sender = Sender(pipe)
         self.reader = threading.Thread(target=self._read, name="omni-events", daemon=True)
@@ -56,6 +66,11 @@ class Link:
         return next(self._numbers)
 
     # --- what clients ask ---------------------------------------------------------------------------------------------
+
+    @property
+    def decoding(self) -> float:
+        """CPU seconds that decoding took here."""
+        return 0.0 if self._decoder is None else self._decoder.seconds
 
     @property
     def forked(self) -> bool:
@@ -111,13 +126,40 @@ class Link:
     def _read(self) -> None:
         try:
             while True:
-                for item in unpack(self._pipe.recv_bytes()):
+                items = unpack(self._pipe.recv_bytes())
+                if self._decoder is not None:
+                    self._decode([item[1:] for item in items if item[0] == "events"], self._decoder)
+                for item in items:
                     try:
                         self._take(*item)
                     except Exception:  # of a listener's `wake`: the others have nothing to do with it
                         LOG.exception("a listener of the engine's process failed")
         except (EOFError, OSError):
             self._gone()
+
+    def _decode(self, coming: Sequence[Any], decoder: SoundDecoder) -> None:
+        """Decode the coded sound among the events of answers, in their places."""
+        with self._changed:
+            answers = {number: self._answers.get(number) for number, _ in coming}
+        ready, wanted = list[tuple[RemoteAnswer, float]](), list[Any]()
+        for number, events in coming:
+            answer = answers[number]
+            if answer is None or answer.cancelled:
+                decoder.close(number)
+                continue
+            wanted.append((number, events))
+            ready += [(answer, event.at) for event in events if isinstance(event, CodedSound)]
+        failed = decoder(wanted)
+        now = time.perf_counter()
+        for answer, at in ready:
+            answer.way = max(answer.way, now - at)
+        for number, error in failed.items():
+            if (answer := answers[number]) is not None and self._codec is not None:
+                answer.stop("error", cannot_decode(self._codec, error))
+        self._messages += 1
+        if self._messages % OFTEN == 0:  # of answers that were dropped, nothing comes any more
+            with self._changed:
+                decoder.keep(set(self._answers))
 
     def _take(self, kind: str, number: int = 0, *rest: Any) -> None:
         if kind == "bye":

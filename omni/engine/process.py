@@ -7,7 +7,8 @@
 
 Questions are read, checked and resampled in the process of the clients, so that the engine's process does nothing but answer.
 The two are joined by one pipe; a thread here takes what comes and gives it to the listeners. A live listener's time is measured
-in the engine's process, from when its sound was ready there.
+in the engine's process, from when its sound was ready there, or its codes, where the codec decodes anywhere: that is done here
+(`omni.engine.coded`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni import plugins as plugin_modules
 from omni.checkpoint.places import TOKENIZER
+from omni.codec.registry import load_codec
 from omni.engine.client import Pace, WhenFull, check_pace, check_patience
 from omni.engine.launch import PATIENCE, first_message, start
 from omni.engine.link import Link
@@ -91,13 +93,14 @@ class EngineProcess(Sessions[RemoteSession]):
         try:
             self.facts = first_message(pipe, self._process)
             self._tokenizer = Tokenizer.from_file(Path(folder) / TOKENIZER)
+            codec = load_codec(self.facts.codec) if self.facts.codec is not None and self.facts.portable else None
         except BaseException:
             pipe.close()
             self._process.kill()
             self._process.join()
             raise
         self._closing = False
-        self._link = Link(pipe, self._process)
+        self._link = Link(pipe, self._process, codec)
         _OPEN.add(self)
 
     @property
@@ -115,6 +118,11 @@ class EngineProcess(Sessions[RemoteSession]):
     @property
     def frame_rate(self) -> float:
         return self.facts.frame_rate
+
+    @property
+    def decoding(self) -> float:
+        """CPU seconds that the decoding of sound took in this process."""
+        return self._link.decoding
 
     @property
     def layout(self) -> Layout:

@@ -9,6 +9,7 @@ beside each other both take longer (0.5B in int8 and SNAC on two cores of an AMD
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,9 +21,10 @@ from torch import Tensor
 from omni.codec.base import AudioCodec
 from omni.codec.batch import CodecBatch
 from omni.engine.client import Running
+from omni.engine.coded import CodedSound, cannot_decode
 from omni.engine.stats import Recorder
 from omni.engine.worker import Worker
-from omni.generate.results import Ended, Reason
+from omni.generate.results import AudioChunk, Ended, Reason
 from omni.generate.rows import StepOutput
 
 Outputs = list[tuple[Running, StepOutput]]
@@ -47,6 +49,7 @@ class SoundThread:
         self._batches: dict[AudioCodec, CodecBatch] = {}
         self._streams: dict[Running, int] = {}
         self._held: dict[Running, Tensor] = {}  # first sounds that do not last long enough yet
+        self._coded: dict[Running, list[list[int]]] = {}  # the same of those that are decoded elsewhere
         self._step = 0.0  # seconds of one
         self._order = threading.RLock()  # held from the taking of a piece of work to its end
         self._worker = Worker("omni-sound", self._turn)
@@ -113,13 +116,41 @@ class SoundThread:
                 frames = reply.frames[before:]
                 for event in events:
                     running.put(event, tell=not frames or running.codec is None)  # else with the sound
-                sounding += [(running, frame) for frame in frames]
+                if running.coded:
+                    self._code(running, frames)
+                else:
+                    sounding += [(running, frame) for frame in frames]
         for codec in {running.codec for running, _ in sounding}:
             if codec is not None:
                 self._decode(codec, [(running, frame) for running, frame in sounding if running.codec is codec])
         for running, _ in outputs:
             if running.reply.reason is not None and not running.left.is_set():
                 self._finished(running)
+
+    def _code(self, running: Running, frames: list[list[int]], last: bool = False) -> None:
+        """Give the listener frames to decode; `changed` is held."""
+        codec, begun = running.codec, running.plays is not None or not running.live
+        assert codec is not None
+        frames = self._coded.pop(running, []) + frames
+        if not begun and not last and len(frames) * codec.frame_samples < self._least(codec):
+            self._coded[running] = frames
+        elif frames:
+            place = running.reply.advance(len(frames) * codec.frame_samples)
+            self._sounded(running, CodedSound(frames, *place, time.perf_counter()))
+            return
+        running.tell()
+
+    def _least(self, codec: AudioCodec) -> float:
+        """Samples that a live listener's first sound has at least."""
+        return min(BEFORE * self._step * codec.sample_rate, 2 * codec.frame_samples)
+
+    def _sounded(self, running: Running, chunk: AudioChunk | CodedSound) -> None:
+        """Give the listener a chunk, and note when it came; `changed` is held."""
+        first, late = running.first_audio is None, running.put(chunk)
+        if late is not None:
+            self._recorder.sounded(late)
+        elif first and running.pace == "live":
+            self._recorder.began(running.first_audio or 0.0)
 
     def _decode(self, codec: AudioCodec, sounding: Sequence[tuple[Running, list[int]]]) -> None:
         """Turn a frame of each of some answers into sound, in one call."""
@@ -148,21 +179,15 @@ class SoundThread:
         if isinstance(sound, (MemoryError, torch.OutOfMemoryError)):
             self._raise(running, sound)
         elif isinstance(sound, Exception):
-            way = "generate_batch(sound=False) gives its codes"
-            running.reply.fail(f"codec {codec.name} cannot decode the answer ({sound}); {way}")
+            running.reply.fail(cannot_decode(codec, sound))
         else:
             if running.live and running.plays is None:
-                least = min(BEFORE * self._step * codec.sample_rate, 2 * codec.frame_samples)
-                sound = self._begun(running, sound, 0.0 if last else least)
+                sound = self._begun(running, sound, 0.0 if last else self._least(codec))
             with running.changed:
-                if not len(sound):
+                if not sound.shape[0]:
                     running.tell()
                 for chunk in running.reply.sound(sound):
-                    first, late = running.first_audio is None, running.put(chunk)
-                    if late is not None:
-                        self._recorder.sounded(late)
-                    elif first and running.pace == "live":
-                        self._recorder.began(running.first_audio or 0.0)
+                    self._sounded(running, chunk)
 
     def _begun(self, running: Running, sound: Tensor, least: float) -> Tensor:
         """A live listener's first sound with the next one, or nothing while both have less than the least number of samples."""
@@ -185,10 +210,13 @@ class SoundThread:
                 reply.reason = reply.reason or reason
                 for event in reply.finish():
                     running.put(event)
+                if running.coded:
+                    self._code(running, [], last=True)
             if stream is not None and batch is not None and reply.error is None:
                 (rest,) = batch.finish([stream])
                 self._play(running, rest, last=True)
         self._held.pop(running, None)
+        self._coded.pop(running, None)
         if stream is not None and batch is not None:
             batch.close(stream)
         self._recorder.ended()

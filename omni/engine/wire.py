@@ -44,6 +44,7 @@ class ModelFacts:
     Attributes:
         shown: its `repr`.
         codec: the codec's name, None without one; sample_rate: in Hz, and frame_rate: frames a second (0 without one).
+        portable: whether listeners' processes decode.
     """
 
     config: ModelConfig
@@ -51,6 +52,7 @@ class ModelFacts:
     codec: str | None = None
     sample_rate: int = 0
     frame_rate: float = 0.0
+    portable: bool = False
 
 
 def pack(items: Sequence[Item]) -> bytes:
@@ -67,8 +69,8 @@ def _plain(part: Any, sounds: list[Any]) -> Any:
     for event in part:
         if isinstance(event, AudioChunk):
             samples = np.ascontiguousarray(event.samples.numpy(force=True), np.float32)
-            sounds.append(samples.data.cast("B") if len(samples) else b"")
-            event = (_CHUNK, len(samples), event.start, event.end)
+            sounds.append(samples)
+            event = (_CHUNK, samples.size, event.start, event.end)
         out.append(event)
     return out
 

@@ -167,14 +167,20 @@ class Reply:
 
     def sound(self, samples: Tensor) -> list[AudioChunk]:
         """The chunk of the next samples [S] that became exact; none of no samples."""
-        if not len(samples):
+        count = samples.shape[0]
+        if not count:
             return []
-        start, self._samples, rate = self._samples, self._samples + len(samples), self._sample_rate
+        start, end = self.advance(count)
         if self._loudness is not None and self.reason is None:
             self._loudness.push(samples)
             if self.limits.silence is not None and self._loudness.silence() >= self.limits.silence - 1e-9:
                 self.reason = "silence"
-        return [AudioChunk(samples, start=start / rate, end=self._samples / rate)]
+        return [AudioChunk(samples, start, end)]
+
+    def advance(self, samples: int) -> tuple[float, float]:
+        """Count the next samples; returns where they are in the sound, in seconds."""
+        start, self._samples = self._samples, self._samples + samples
+        return start / self._sample_rate, self._samples / self._sample_rate
 
     def fail(self, error: str) -> None:
         """End the answer with an error."""

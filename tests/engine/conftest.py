@@ -21,12 +21,14 @@ __all__ = ["begun", "chatty", "folders", "layout"]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A model folder with the codec of `tests.engine.echo`, for processes that load it."""
+    """A model folder with a codec of `tests.engine.echo`, for processes that load it; beside it one with the portable one."""
     plugins.load_plugins(["tests.engine.echo"])
     place = tmp_path_factory.mktemp("models") / "model"
     model = make_model(LAYOUTS["pad"], context=2000)
-    save_folder(place, replace(model.config, codec="echo"), model.state_dict(), Tokenizer.bytes())
+    for codec, folder in (("echo", place), ("portable", place.with_name("portable"))):
+        save_folder(folder, replace(model.config, codec=codec), model.state_dict(), Tokenizer.bytes())
     yield place
-    del CODECS["echo"], CODECS._sources["echo"]  # and away again after the tests
+    for codec in ("echo", "portable"):
+        del CODECS[codec], CODECS._sources[codec]  # and away again after the tests
     plugins._loaded.remove("tests.engine.echo")
     del sys.modules["tests.engine.echo"]

@@ -250,7 +250,7 @@ def checked(done: Any, loops: list[tuple[str, int]]) -> list[dict[str, Any]]:
 class FakeProcess(FakeEngine):
     """What the command asks of an `EngineProcess`; its process is this one."""
 
-    codec, frame_rate, pid = "codec2", 25.0, os.getpid()
+    codec, frame_rate, decoding, pid = "codec2", 25.0, 0.0, os.getpid()
 
     def __init__(self, started: dict[str, Any]) -> None:
         super().__init__([0.0] * 5)

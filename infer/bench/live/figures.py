@@ -39,7 +39,8 @@ class LiveFigures:
         step: seconds of a step, of the newest 4,096.
         first_audio: from the end of a question to the first sound.
         active: mean number of answers under way; `rows`, mean number of rows of a step.
-        engine_cpu, generator_cpu: shares of a core that the engine's process, and this one, took.
+        engine_cpu, generator_cpu: shares of a core that the engine took, with what it had decoded in this process, and that the
+            load took.
         cost: CPU seconds of the engine for a second of a session.
         overhead: the engine's CPU time for a row's step over that of a bare runner and codec with as many rows; None where no
             step was taken.

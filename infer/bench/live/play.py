@@ -154,12 +154,13 @@ def _play(
         progress.wait(load, manner.cycle, 0.0)
         engine.call("engine.clear_stats")
         heard = load.heard = Heard()
-        start, theirs, own = time.perf_counter(), _cpu(process), time.process_time()
+        start, theirs, own, here = time.perf_counter(), _cpu(process), time.process_time(), engine.decoding
         while (passed := time.perf_counter() - start) < seconds:
             progress.wait(load, min(every, seconds - passed), manner.cycle + passed)
             sampled.append(engine.call("engine.stats"))
         passed = time.perf_counter() - start
-        theirs, own = _cpu(process) - theirs, time.process_time() - own
+        here = engine.decoding - here  # the engine's work, wherever it is done
+        theirs, own = _cpu(process) - theirs + here, time.process_time() - own - here
         load.heard = None
     if load.failure is not None:
         raise load.failure

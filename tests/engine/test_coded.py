@@ -1,0 +1,120 @@
+"""Where the listeners' process decodes, they get and remember what they do where the engine's process does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from omni.engine.coded import CodedSound, SoundDecoder
+from omni.engine.process import EngineProcess
+from omni.engine.stats import Recorder
+from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
+from omni.generate.speech_lm import SpeechLM
+from tests.engine.test_process import LONG, play, told
+from tests.generate.session_toys import TALKATIVE
+
+
+@pytest.fixture(scope="module")
+def lm(saved: Path) -> SpeechLM:
+    return SpeechLM.from_pretrained(saved.with_name("portable"))
+
+
+@pytest.fixture(scope="module")
+def engine(saved: Path) -> Iterator[EngineProcess]:
+    with EngineProcess(saved.with_name("portable"), threads=1) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_conversations_get_and_remember_the_same(lm: SpeechLM, engine: EngineProcess, seed: int) -> None:
+    before = engine.decoding
+    (ours, our_past), (wanted, past) = play(engine, seed), play(lm, seed)
+    assert our_past == past and any(turns for turns, _ in past)
+    for mine, other in zip(ours, wanted, strict=True):
+        assert mine[0] == other[0] and mine[2:] == other[2:]
+        assert torch.equal(mine[1], other[1])
+    assert engine.decoding > before
+
+
+def test_live_listeners_and_limits_of_silence(lm: SpeechLM, engine: EngineProcess) -> None:
+    options: dict[str, Any] = LONG | {"max_seconds": 2.0}
+    with lm.session(**options) as session:
+        wanted, past = list(session.ask("on", "T1A2")), told(session)
+    with engine.session(pace="live", **options) as session:
+        assert sound_of(list(session.ask("on", "T1A2"))) == sound_of(wanted)
+        assert told(session) == past
+    before = engine.decoding
+    for place in (lm, engine):  # the engine listens for the silence, and so it decodes
+        with place.session(sampling=TALKATIVE, max_silence=0.2, max_seconds=4.0) as session:
+            wanted.append(session.answer("on", "T1A2").ended)
+    assert wanted[-2] == wanted[-1] and engine.decoding == before
+
+
+def sound_of(events: list[Any]) -> list[float]:
+    sounds: list[Tensor] = [event.samples for event in events if isinstance(event, AudioChunk)]
+    return torch.cat(sounds).tolist()  # type: ignore[no-any-return]
+
+
+def test_what_cannot_be_decoded_ends_one_answer(lm: SpeechLM, engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.engine.echo import PortableStream
+
+    real, bad = PortableStream._push, list[PortableStream]()
+
+    def push(self: PortableStream, codes: Tensor) -> Tensor:
+        if not bad:
+            bad.append(self)
+        elif self is bad[0]:
+            raise ValueError("no such code")
+        return real(self, codes)
+
+    options: dict[str, Any] = LONG | {"max_seconds": 2.0}
+    with lm.session(**options) as session:
+        wanted = list(session.ask("on", "T1A2"))
+    monkeypatch.setattr(PortableStream, "_push", push)
+    with engine.session(**options) as one, engine.session(**options) as two:
+        first, second = one.ask("on", "T1A2"), two.ask("on", "T1A2")
+        events = list(first)
+        assert isinstance(events[-1], Ended) and events[-1].reason == "error"
+        assert "codec portable cannot decode the answer (codec portable failed with ValueError: no such code)" in str(
+            events[-1].error
+        )
+        assert sound_of(list(second)) == sound_of(wanted) and len(two.turns) == 1 and one.turns == ()
+        assert sound_of(list(one.ask("on", "T1A2"))) == sound_of(wanted)
+
+
+def test_decoders_go_with_their_answers(saved: Path) -> None:
+    from tests.engine.echo import load_portable
+
+    codec = load_portable(None, torch.device("cpu"))
+    decoder, frame = SoundDecoder(codec), [1] * len(codec.codebook_sizes)
+    whole = codec.decode(torch.tensor([frame] * 3).T)
+    events: list[Any] = [TextDelta("a"), CodedSound([frame, frame], 0.0, 0.08, 0.0), CodedSound([frame], 0.08, 0.12, 0.0)]
+    other: list[Any] = [CodedSound([frame], 0.0, 0.04, 0.0)]
+    assert decoder([(1, events), (2, other), (3, [TextDelta("b")])]) == {}
+    assert [type(event) for event in events] == [TextDelta, AudioChunk, AudioChunk]
+    assert torch.equal(torch.cat([events[1].samples, events[2].samples]), whole) and (events[2].start, events[2].end) == (
+        0.08,
+        0.12,
+    )
+    assert len(decoder._batch) == 2
+    decoder.keep({1})
+    assert len(decoder._batch) == 1
+    decoder([(1, [Ended("end", Timings())])])
+    assert len(decoder._batch) == 0
+
+
+def test_the_way_to_the_listeners_counts_as_lateness() -> None:
+    recorder = Recorder()
+    for _ in range(64):
+        recorder.sounded(-0.05)
+    assert recorder.late(64, 32) == pytest.approx(-0.05)
+    recorder.clear()
+    for _ in range(64):
+        recorder.sounded(-0.05)
+        recorder.travelled(0.02)
+    assert recorder.late(64, 32) == pytest.approx(-0.03)
