@@ -114,7 +114,8 @@ class LiveLoad:
         try:
             what()
         except Exception as error:  # of the engine: told by who waits for the load's end
-            self.failure = self.failure or error
+            if not self.over:  # else they have gone, in the middle of a question
+                self.failure = self.failure or error
 
 
 class Person:
