@@ -67,9 +67,9 @@ def encode(model: SpeechModel, talks: Sequence[Talk]) -> list[Talk]:
     with using(first.running.active):
         for low in range(0, len(todo), TOGETHER):
             some = todo[low : low + TOGETHER]
-            found = encode_questions(model, [Asked(e.turn, e.clip) for e in some])
+            found = encode_questions(model, [Asked(e.turn, e.clip, e.prepared) for e in some])
             for exchange, features in zip(some, found, strict=True):
-                exchange.features = features
+                exchange.features, exchange.prepared = features, None
     finish_queued(model.device)
     broken = []
     for talk in alike:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from omni.encoder.base import PreparedSound
 from omni.errors import UserError
 from omni.generate.question import Asked
 from omni.kv_cache import KVCache
@@ -28,12 +29,13 @@ Key = tuple[int, ...]
 @dataclass(eq=False)
 class Exchange:
     """A turn, its number in the conversation, its spoken question [S] at 16 kHz, and that question's features [N, W] once they
-    were made."""
+    were made; until then what was prepared for the encoder."""
 
     turn: Turn
     number: int
     clip: Tensor | None = None
     features: Tensor | None = None
+    prepared: PreparedSound | None = None
     _parts: dict[bool, _Part] = field(default_factory=dict, init=False, repr=False)
 
     def part(self, layout: Layout, answered: bool) -> _Part:

@@ -19,6 +19,7 @@ from omni.audio.io import SAMPLE_RATE, AudioSource, shorten
 from omni.audio.level import sound_warnings
 from omni.audio.waveform import read_sound, unwrap
 from omni.config import ModelConfig
+from omni.encoder.base import PreparedSound
 from omni.errors import SoundWarning, UserError
 from omni.generate.incoming import Incoming, is_coming
 from omni.model.speech_model import SpeechModel
@@ -68,10 +69,12 @@ def longest(config: ModelConfig) -> float:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as ids and sound: the turn without its answer, and the spoken question [S] at 16 kHz."""
+    """A question as ids and sound: the turn without its answer, the spoken question [S] at 16 kHz, and what was prepared of it
+    for the encoder."""
 
     turn: Turn
     clip: Tensor | None
+    prepared: PreparedSound | None = None
 
     @property
     def task(self) -> Task:
@@ -138,7 +141,7 @@ def read_system(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 @torch.no_grad()
 def encode_questions(model: SpeechModel, asked: Sequence[Asked]) -> list[Tensor | None]:
     """Features [N, W] of each spoken question, None for the written ones; all clips go through the encoder together."""
-    clips = [a.clip for a in asked if a.clip is not None]
+    clips = [a.clip if a.prepared is None else a.prepared for a in asked if a.clip is not None]
     if not clips:
         return [None] * len(asked)
     frames, per_clip = model.encoder.encode(clips)
