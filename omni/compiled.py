@@ -241,6 +241,26 @@ def product(x: Any, weight: Any, out: Any) -> None:
             out[b, last] = a00
 
 
+@_brief
+def logits(x: Any, weight: Any, out: Any) -> None:
+    """The products of a small head, which are done before another thread has had its turn."""
+    product(x, weight, out)
+
+
+@_brief
+def likeliest(given: Any, starts: Any, counts: Any, out: Any) -> None:
+    """Write the first of the largest of `counts` [N] logits from `starts` [N] on, of logits [B, V], to `out` [B, N]."""
+    for b in range(len(given)):
+        row = given[b]
+        for n in range(len(starts)):
+            here = row[starts[n] : starts[n] + counts[n]]
+            best = 0
+            for v in range(1, len(here)):
+                if here[v] > here[best]:
+                    best = v
+            out[b, n] = best
+
+
 @_compile
 def _norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
     """RMSNorm of x [K]."""
@@ -712,6 +732,33 @@ def encoder_block(
     for t in range(rows):
         for d in range(width):
             x[t, d] += q[t, d] + down_bias[d]
+
+
+@_compile
+def encoder(
+    mels: Any, lengths: Any, starts: Any, first: Any, first_bias: Any, second: Any, second_bias: Any, positions: Any,
+    heads: Any, eps: Any, places: Any, inner: Any, x: Any,
+) -> None:  # fmt: skip
+    """Encode clips in one call: features [clips, M, F max] of these lengths to frames x [N, D].
+
+    Args:
+        places: addresses of what `encoder_block` is given of each block, in its order from `norm` on, [blocks, 15].
+        inner: F of the blocks.
+    """
+    width = x.shape[1]
+    for n in range(len(lengths)):
+        mel = mels[n, :, : lengths[n]]
+        encoder_stem(mel, first, first_bias, second, second_bias, positions, x[starts[n] : starts[n + 1]])
+    for n in range(len(places)):
+        at = places[n]
+        encoder_block(
+            x, starts, heads, eps, carray(_floats(at[0]), (width,)), carray(_floats(at[1]), (width,)),
+            carray(_floats(at[2]), (width, width)), carray(_floats(at[3]), (width,)), carray(_floats(at[4]), (width, width)),
+            carray(_floats(at[5]), (width, width)), carray(_floats(at[6]), (width,)), carray(_floats(at[7]), (width, width)),
+            carray(_floats(at[8]), (width,)), carray(_floats(at[9]), (width,)), carray(_floats(at[10]), (width,)),
+            carray(_floats(at[11]), (inner, width)), carray(_floats(at[12]), (inner,)),
+            carray(_floats(at[13]), (width, inner)), carray(_floats(at[14]), (width,)),
+        )  # fmt: skip
 
 
 # --- int8 -------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from omni.encoder import whisper_compiled
 from omni.encoder.base import Encoder, register_encoder
 from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, AttentionGroup, Packing, pack
 from omni.encoder.whisper_config import WhisperConfig
+from omni.fingerprint import Fingerprint
 from omni.hardware import to_device
 from omni.kernels import Kernels, StepShape
 
@@ -47,6 +48,7 @@ class WhisperEncoder(Encoder):
         self.whisper = AudioEncoder(config.n_mels, config.positions, config.width, config.heads, 0)
         self.whisper.blocks = nn.ModuleList(EncoderBlock(config.width, config.heads) for _ in range(config.layers))
         self.whisper.ln_post = nn.LayerNorm(config.width)
+        self._known: tuple[Fingerprint, StepShape | None] | None = None
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -90,8 +92,11 @@ class WhisperEncoder(Encoder):
     def _compiled(self) -> bool:
         if self.kernels is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
             return False
-        shape = self.compiled_shape()
-        return shape is not None and self.kernels.compiled(shape, "encoder") and not whisper_compiled.acted_on(self.whisper)
+        if self._known is None or not self._known[0].same():
+            shape = self.compiled_shape()
+            self._known = Fingerprint(self.whisper), shape if whisper_compiled.can_be_read(self.whisper) else None
+        parts, shape = self._known
+        return shape is not None and self.kernels.compiled(shape, "encoder") and not parts.acted_on()
 
     def _convolve(self, mels: Tensor, packing: Packing) -> Tensor:
         """Both convolutions (kernel 3; stride 1, then 2) as linear maps of neighbouring rows: `[sum T, D]`.

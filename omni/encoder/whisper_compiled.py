@@ -1,5 +1,5 @@
-"""A small Whisper encoder on a CPU, compiled where it measured faster (`omni.compiled`, `omni.kernels`): a call for each clip's
-convolutions, and one for each block. Something that acts beside a part (an adapter, an edit, a hook) keeps it as it is.
+"""A small Whisper encoder on a CPU, compiled where it measured faster (`omni.compiled`, `omni.kernels`): one call for
+all clips. Something that acts beside a part (an adapter, an edit, a hook) keeps it as it is.
 
 N clips, M mel bands, F feature frames, T encoder frames, D width.
 """
@@ -35,15 +35,10 @@ def encoder_shape(whisper: nn.Module, heads: int) -> StepShape | None:
     return StepShape("float32", width, heads, heads, width // heads, inner)
 
 
-def acted_on(whisper: nn.Module) -> bool:
-    """Whether something is to act beside a part, or a weight is not in float32 on a CPU."""
-    for part in whisper.modules():
-        if part._forward_hooks or part._forward_pre_hooks:
-            return True
-        for p in part._parameters.values():
-            if p is not None and (type(p) is not nn.Parameter or p.dtype != torch.float32 or p.device.type != "cpu"):
-                return True
-    return False
+def can_be_read(whisper: nn.Module) -> bool:
+    """Whether all its weights are parameters in float32 on a CPU."""
+    weights = [p for part in whisper.modules() for p in part._parameters.values() if p is not None]
+    return all(type(p) is nn.Parameter and p.dtype == torch.float32 and p.device.type == "cpu" for p in weights)
 
 
 def encode(whisper: Any, mels: Tensor, lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
@@ -51,12 +46,11 @@ def encode(whisper: Any, mels: Tensor, lengths: Sequence[int], frames: Sequence[
     starts = np.cumsum([0, *((length + 1) // 2 for length in lengths)])
     x = np.empty((starts[-1], whisper.conv1.out_channels), np.float32)
     stem = [part for conv in (whisper.conv1, whisper.conv2) for part in (_flat(conv.weight), _array(conv.bias))]
-    stem.append(_array(whisper.positional_embedding))
-    for mel, length, first, end in zip(mels, lengths, starts[:-1], starts[1:], strict=True):
-        given = _array(mel[:, :length]), *stem, x[first:end]
-        compiled.encoder_stem(*given)
-    for block in whisper.blocks:
-        compiled.encoder_block(x, starts, block.heads, np.float32(block.attn_ln.eps), *map(_array, _parameters(block)))
+    held = [[p.detach().contiguous() for p in _parameters(block)] for block in whisper.blocks]  # until the call has ended
+    block = whisper.blocks[0]
+    places = np.array([[p.data_ptr() for p in own] for own in held])
+    given = *stem, _array(whisper.positional_embedding), block.heads, np.float32(block.attn_ln.eps)
+    compiled.encoder(_array(mels), np.array(lengths), starts, *given, places, block.mlp[0].out_features, x)  # type: ignore[call-arg]
     out: Tensor = whisper.ln_post(torch.from_numpy(x))
     sizes = np.diff(starts).tolist()
     if list(frames) == sizes:
@@ -65,7 +59,7 @@ def encode(whisper: Any, mels: Tensor, lengths: Sequence[int], frames: Sequence[
 
 
 def _parameters(block: Any) -> list[Tensor]:
-    """In the order of `compiled.encoder_block`; read each time, since they may be others by then."""
+    """In the order of `compiled.encoder`; read each time, since they may be others by then."""
     attn, mlp = block.attn, block.mlp
     parts = block.attn_ln, attn.query, attn.key, attn.value, attn.out, block.mlp_ln, mlp[0], mlp[2]
     return [p for part in parts for p in (part.weight, part.bias) if p is not None]

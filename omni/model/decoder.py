@@ -191,6 +191,9 @@ class Decoder(nn.Module):
 
     def text_logits(self, hidden: Hidden) -> Tensor:
         """[..., V of text]."""
+        head = self.text_embedding if self.text_head is None else self.text_head
+        if (compiled := self._step.logits(self, head, hidden.text)) is not None:
+            return compiled
         if self.text_head is not None:
             return apply(self.kernels, self.text_head, hidden.text)
         if isinstance(self.text_embedding, Int8Embedding):
@@ -199,7 +202,8 @@ class Decoder(nn.Module):
 
     def audio_logits(self, hidden: Hidden) -> Tensor:
         """[..., sum of the audio vocabularies]; `split_audio` splits it by stream."""
-        return apply(self.kernels, self.audio_head, hidden.audio)
+        compiled = self._step.logits(self, self.audio_head, hidden.audio)
+        return apply(self.kernels, self.audio_head, hidden.audio) if compiled is None else compiled
 
     def split_audio(self, logits: Tensor) -> Iterator[Tensor]:
         for low, high in pairwise(self.audio_offsets):

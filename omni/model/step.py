@@ -9,7 +9,7 @@ Dimensions: B rows, K streams, W width, D size of a head, V slots that are read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from omni import compiled
+from omni.fingerprint import Fingerprint
 from omni.kernels import SMALL, StepShape
 from omni.kv_cache import KVCache
 from omni.model.blocks import Attention, Block, RMSNorm, SwiGLU
@@ -31,6 +32,9 @@ class DecoderStep:
 
     def __init__(self) -> None:
         self._blocks: list[_BlockStep] = []
+
+    def __reduce__(self) -> tuple[type[DecoderStep], tuple[()]]:
+        return DecoderStep, ()  # a copy of the decoder has other weights
 
     def __call__(
         self,
@@ -85,6 +89,23 @@ class DecoderStep:
         found.append(_normed(last, x))
         shape = len(tokens), columns, width
         return found[0].view(shape), found[-1].view(shape)
+
+    def logits(self, decoder: Any, head: nn.Module, x: Tensor) -> Tensor | None:
+        """Products [..., V] of hidden states x [..., W] and a small head, or tied table; None where the decoder's blocks are
+        not compiled in float32."""
+        if decoder.kernels is None or not len(decoder.blocks) or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        weight: Any = head.weight
+        if type(head) not in (nn.Linear, nn.Embedding) or _acted_on(head) or type(weight) is not nn.Parameter:
+            return None
+        if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in (x, weight)) or weight.numel() > SMALL:
+            return None
+        (step,) = self._blocks[:1] or [_BlockStep()]
+        if torch.is_autocast_enabled("cpu") or not step.is_of(decoder.blocks[0], False) or step.shape.numbers != "float32":
+            return None
+        out = torch.empty(*x.shape[:-1], len(weight))
+        compiled.logits(_array(x.reshape(-1, x.shape[-1])), _array(weight.detach()), out.view(-1, len(weight)).numpy())
+        return out
 
     def _embed(self, decoder: Any, tokens: Tensor) -> Tensor:
         """Embeddings [B, W], in memory of their own."""
@@ -148,59 +169,51 @@ class _BlockStep:
     """
 
     def __init__(self) -> None:
-        self._parts: tuple[nn.Module | None, ...] = ()
-        self._hooks: list[Mapping[int, object]] = []
+        self._block: nn.Module | None = None
+        self._parts: Fingerprint | None = None
         self.shape: Any = None
         self.places: list[int] = []
-        self._held: tuple[list[int], list[Array]] = [], []  # places of the weights that are read as arrays, and these
+        self._held: list[Array] = []  # the weights that are read as arrays
 
     def is_of(self, block: nn.Module, several: bool) -> bool:
         """Whether the block is compiled for one column, or for several: it measured faster, and nothing acts beside a part."""
-        own = block._modules
-        attention, mlp = own["attention"], own["mlp"]
-        parts = (*own.values(), *attention._modules.values(), *mlp._modules.values())  # type: ignore[union-attr]
-        if parts != self._parts:
-            self._parts, self.shape, self._held = parts, step_shape(block), ([], [])
-            there = [part for part in parts if part is not None]
-            self._hooks = [hooks for part in there for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-        if self.shape is None or any(self._hooks) or _acted_on(block):
+        if block is not self._block or self._parts is None or not self._parts.same():
+            self._look(block)
+        if self.shape is None or self._parts.acted_on():  # type: ignore[union-attr]
             return False
-        kernels: Any = attention.kernels  # type: ignore[union-attr]
-        return kernels is not None and kernels.compiled(self.shape, "prefill" if several else "step") and self._reads(block)
+        kernels: Any = block._modules["attention"].kernels  # type: ignore[union-attr]
+        return kernels is not None and kernels.compiled(self.shape, "prefill" if several else "step")
 
-    def _reads(self, block: Any) -> bool:
-        """Whether the weights are read as arrays, as they are now; those of one input become parts of one."""
-        part, mlp = block.attention, block.mlp
-        norms = [norm for norm in (block.attention_norm, block.mlp_norm, part.q_norm, part.k_norm) if norm is not None]
-        groups: list[list[Tensor]] = [[norm.weight] for norm in norms]
-        if type(part.q) is nn.Linear:
-            groups += [[part.q.weight, part.k.weight, part.v.weight], [part.out.weight]]
-            groups += [[mlp.gate.weight, mlp.up.weight], [mlp.down.weight]]
-            groups += [[one.bias for one in (part.q, part.k, part.v) if one.bias is not None]]
-        places = [weight.data_ptr() for group in groups for weight in group]
-        if places == self._held[0]:
-            return True
-        weights = [weight for group in groups for weight in group]
-        if any(type(w) is not nn.Parameter or w.dtype != torch.float32 or w.device.type != "cpu" for w in weights):
-            return False
-        with torch.inference_mode(False), torch.no_grad():
-            arrays = [_as_one(group).numpy() for group in groups if group]
-        places = [weight.data_ptr() for weight in weights]
-        if part.q_norm is None:
-            arrays[2:2] = [_NONE, _NONE]
-        self._held = places, arrays  # of this thread: another may do the same at once
+    def _look(self, block: Any) -> None:
+        """Take the block's weights as arrays, where they can be; those of one input become parts of one."""
+        shape, arrays, places = step_shape(block), list[Array](), list[int]()
+        if shape is not None:
+            part, mlp = block.attention, block.mlp
+            norms = [norm for norm in (block.attention_norm, block.mlp_norm, part.q_norm, part.k_norm) if norm is not None]
+            groups: list[list[Tensor]] = [[norm.weight] for norm in norms]
+            if shape.numbers == "float32":
+                groups += [[part.q.weight, part.k.weight, part.v.weight], [part.out.weight]]
+                groups += [[mlp.gate.weight, mlp.up.weight], [mlp.down.weight]]
+                groups += [[one.bias for one in (part.q, part.k, part.v) if one.bias is not None]]
+            weights = [weight for group in groups for weight in group]
+            if any(type(w) is not nn.Parameter or w.dtype != torch.float32 or w.device.type != "cpu" for w in weights):
+                shape = None
+            else:
+                with torch.inference_mode(False), torch.no_grad():
+                    arrays = [_as_one(group).numpy() for group in groups if group]
+                if part.q_norm is None:
+                    arrays[2:2] = [_NONE, _NONE]
         if len(arrays) > 4:
-            attention_norm, mlp_norm, q_norm, k_norm, qkv, to_width, gate_up, down, *bias = (
-                array.ctypes.data for array in arrays
-            )
-            self.places = [attention_norm, qkv, *(bias or [0]), q_norm, k_norm, to_width, mlp_norm, gate_up, down]
-        return True
+            attention_norm, mlp_norm, q_norm, k_norm, qkv, to_width, gate_up, down, *bias = (a.ctypes.data for a in arrays)
+            places = [attention_norm, qkv, *(bias or [0]), q_norm, k_norm, to_width, mlp_norm, gate_up, down]
+        # Of this thread: another may do the same at once.
+        self._block, self._parts, self.shape, self._held, self.places = block, Fingerprint(block), shape, arrays, places
 
     def __call__(self, block: nn.Module, x: Array, place: _Place, layer: int) -> None:
         """Take x [B, W] through a block in int8, in place."""
         part: Any = block.attention
         mlp: Any = block.mlp
-        attention_norm, mlp_norm, q_norm, k_norm = self._held[1]
+        attention_norm, mlp_norm, q_norm, k_norm = self._held
         cache, rows, eps = place.cache, len(x), np.float32(block.attention_norm.eps)  # type: ignore[union-attr, arg-type]
         keys, values = cache.keys[layer].numpy(), cache.values[layer].numpy()
         groups = (part.q, part.k, part.v), (part.out,), (mlp.gate, mlp.up), (mlp.down,)

@@ -1,0 +1,33 @@
+"""A quick look at whether what is beneath a module has changed; a whole look takes as long as a small model's block."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class Fingerprint:
+    """The modules and parameters beneath a module, itself among them.
+
+    Attributes:
+        weights: those that were there.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        self.weights = [p for part in modules for p in part._parameters.values() if p is not None]
+        self._children = [(part._modules, [*part._modules.values()]) for part in modules]
+        self._own = [(part._parameters, [*map(id, part._parameters.values())]) for part in modules]
+        self._places = [weight.data_ptr() for weight in self.weights]
+        self._hooks = [hooks for part in modules for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+
+    def same(self) -> bool:
+        """Whether all of them are there still, and no others, with their numbers where they were."""
+        return (
+            all([*now.values()] == before for now, before in self._children)
+            and all([*map(id, now.values())] == before for now, before in self._own)
+            and [weight.data_ptr() for weight in self.weights] == self._places
+        )
+
+    def acted_on(self) -> bool:
+        """Whether something is to act beside one of them: a hook."""
+        return any(self._hooks)
