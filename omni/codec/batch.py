@@ -162,7 +162,7 @@ class CodecBatch(ABC):
         for stream, one, sound in zip(streams, decoding, sounds, strict=True):
             if isinstance(sound, Tensor):
                 one.pushed += 0 if codes is None else codes.shape[2]
-                one.returned += len(sound)
+                one.returned += sound.shape[0]
                 sound = self._judged(one, sound, finite, ended=codes is None)
             if isinstance(sound, Exception):
                 self.close(stream)

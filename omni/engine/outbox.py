@@ -102,6 +102,7 @@ class Outbox:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
+        looked = 0.0
         while True:
             self._news.wait(LOOK if self.answers else None)
             self._news.clear()
@@ -109,7 +110,9 @@ class Outbox:
             if self._noted and not self._replies:
                 time.sleep(TOGETHER)
             items: list[Item] = [self._noted_items(number) for number in dict.fromkeys(_all(self._noted))]
-            items += [("where", number) for number, answer in list(self.answers.items()) if _rests(answer)]
+            if (now := time.monotonic()) >= looked + LOOK:
+                looked = now
+                items += [("where", number) for number, answer in list(self.answers.items()) if _rests(answer)]
             items = [item for item in items if item[-1] != []] + _all(self._replies)
             try:
                 if items:

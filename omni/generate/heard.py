@@ -49,7 +49,7 @@ class Loudness:
 
     def push(self, samples: Tensor) -> None:
         """Take the next samples [S]."""
-        self._rest.append(samples.detach().float().numpy(force=True).copy())
+        self._rest.append(np.array(samples.numpy(force=True), np.float32))
         if len(self._rest) > _WAITING:
             self.levels()
 

@@ -6,7 +6,8 @@ Dimensions: B rows, K streams, A audio streams, W width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -155,7 +156,7 @@ class RowState:
     def write(self, plan: StepPlan, hidden: Hidden, decoder: Decoder) -> None:
         """Sample the rows' next columns from hidden states [B, 1, W], in place."""
         rows, slots, a = self.index(plan.slots), plan.slots, self.layout.n_audio
-        sampled = self._pad.repeat(len(slots), 1)
+        sampled = self._pad.expand(len(slots), -1).clone()
         odd = torch.zeros(2, len(slots), dtype=torch.bool, device=sampled.device)  # of audio and text
         odds = torch.zeros(sampled.shape, device=sampled.device) if plan.logprobs else None
         if plan.audio:
@@ -192,12 +193,16 @@ class RowState:
     def _push(self, plan: StepPlan, rows: slice | Tensor, sampled: Tensor, odd: Tensor) -> None:
         """Push sampled ids [B, K] to the rows' cursors and note what came of it; compiled."""
         index = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows.numpy()
-        rests = self.resting[rows] if plan.resting else self.resting[:0]
-        cursor = (getattr(self.cursor, name).numpy() for name in Cursor.TENSORS)
-        layout = (constant.numpy() for constant in self.cursor.constants)
-        state = (part.numpy() for part in (self.column, self.position, self.packed))
-        padded = self.layout.fill == "pad"
-        compiled.push(index, rests.numpy(), sampled.numpy(), odd.numpy(), *cursor, *layout, padded, *state)  # type: ignore[call-arg]
+        rests = self.resting.numpy()[index if plan.resting else slice(0)]
+        cursor, state = self._arrays
+        compiled.push(index, rests, sampled.numpy(), odd.numpy(), *cursor, self.layout.fill == "pad", *state)  # type: ignore[call-arg]
+
+    @cached_property
+    def _arrays(self) -> tuple[list[Any], list[Any]]:
+        """The cursor's tensors with its constants, and the state's, which stay where they are; on a CPU."""
+        cursor = [getattr(self.cursor, name) for name in Cursor.TENSORS]
+        state = [self.column, self.position, self.packed]
+        return [one.numpy() for one in (*cursor, *self.cursor.constants)], [one.numpy() for one in state]
 
     def _push_tensors(self, plan: StepPlan, rows: slice | Tensor, sampled: Tensor, odd: Tensor) -> None:
         """The same on any device, which is not waited for."""

@@ -31,6 +31,10 @@ class Staging:
         Args:
             values: for each target the numbers of its rows, [len(rows), ...], on the host.
         """
+        if self.targets[0].device.type == "cpu":
+            for target, value in zip(self.targets, values, strict=True):
+                target.numpy()[list(rows)] = value.numpy().reshape(len(value), *target.shape[1:])
+            return
         parts = [torch.tensor(list(rows))[:, None], *(_bits(value) for value in values)]
         staged = to_device(torch.cat(parts, dim=1), self.targets[0].device)
         index, *columns = staged.split([part.shape[1] for part in parts], dim=1)
