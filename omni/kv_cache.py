@@ -218,20 +218,18 @@ class KVCache:
         return mask | (now < 0)  # padding attends to everything: its result is not used, but must not become NaN
 
     def attend_to_some(self, input_pos: Tensor) -> Tensor:
-        """`attend_to` on a CPU, compiled, with a mask [B, 1, T, S] that is added to the scores: 0, or minus infinity."""
+        """`attend_to` on a CPU, compiled, with a mask [B, 1, T, S] that is added to the scores: 0, or minus infinity. Few of
+        PyTorch's operations: in each the thread gives up the interpreter's lock."""
         rows = np.arange(self.rows) if self._rows is None else self._rows.numpy()
-        if input_pos.ndim != 2 or len(input_pos) != len(rows) or (int(input_pos.max()) >= self.slots and not self.ring):
+        now, (batch, columns) = np.ascontiguousarray(input_pos.numpy().reshape(-1)), input_pos.shape
+        if batch != len(rows) or (not self.ring and now.max() >= self.slots) or (self.ring and columns > self.chunk):
             self.attend_to(input_pos)  # which says what is wrong
-        if self.ring and input_pos.shape[1] > self.chunk:
-            self.attend_to(input_pos)
         self.clean()
-        count = input_pos.numel()
-        mask = torch.empty(len(input_pos), 1, input_pos.shape[1], self._visible)
-        self._writes = torch.empty(count, dtype=torch.long)
-        now, every = np.ascontiguousarray(input_pos.numpy().reshape(-1)), np.repeat(rows, input_pos.shape[1])
-        shown, writes = mask.numpy().reshape(count, -1), self._writes.numpy()
-        compiled.place(now, every, self.positions.numpy(), self.ring, self.window or 0, writes, shown)
-        return mask
+        mask, writes = np.empty((len(now), self._visible), np.float32), np.empty(len(now), np.int64)
+        every = np.repeat(rows, columns)
+        compiled.place(now, every, self.positions.numpy(), self.ring, self.window or 0, writes, mask)
+        self._writes = torch.from_numpy(writes)
+        return torch.from_numpy(mask.reshape(batch, 1, columns, -1))
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):

@@ -16,12 +16,14 @@ from torch import Tensor
 from omni import compiled
 from omni.cursor import Cursor
 from omni.generate.rows import Start
-from omni.generate.sampling import Mode, Sampler, broken_rows, log_probabilities
+from omni.generate.sampling import Mode, Sampler, broken_rows, log_probabilities, note_broken
 from omni.generate.staging import Staging
 from omni.hardware import to_device
 from omni.layout import Layout
 from omni.lora.selection import RowSelection, Selection, using
 from omni.model.decoder import Decoder, Hidden
+
+Array = np.ndarray[Any, Any]
 
 
 class StepPlan(NamedTuple):
@@ -142,6 +144,12 @@ class RowState:
     def fed(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """The columns [B, K, 1] that a step feeds, and their positions [B, 1]."""
         rows = self.index(plan.slots)
+        if self.position.device.type == "cpu":  # in each of PyTorch's operations the thread gives up the interpreter's lock
+            index = rows if isinstance(rows, slice) else rows.numpy()
+            now = self.position.numpy()[index]
+            if plan.resting:
+                now = np.where(self.resting.numpy()[index], -1, now)
+            return torch.from_numpy(self.column.numpy()[index][:, :, None]), torch.from_numpy(now[:, None])
         position = self.position[rows]
         if plan.resting:
             position = torch.where(self.resting[rows], -1, position)
@@ -156,6 +164,14 @@ class RowState:
     def write(self, plan: StepPlan, hidden: Hidden, decoder: Decoder) -> None:
         """Sample the rows' next columns from hidden states [B, 1, W], in place."""
         rows, slots, a = self.index(plan.slots), plan.slots, self.layout.n_audio
+        drawn = any((*plan.audio_mode, *plan.text_mode))
+        if (
+            self.position.device.type == "cpu"
+            and hidden.text.dtype == torch.float32
+            and not (drawn or plan.coupled or plan.logprobs)
+        ):
+            self._write_likeliest(plan, rows, hidden, decoder)
+            return
         sampled = self._pad.expand(len(slots), -1).clone()
         odd = torch.zeros(2, len(slots), dtype=torch.bool, device=sampled.device)  # of audio and text
         odds = torch.zeros(sampled.shape, device=sampled.device) if plan.logprobs else None
@@ -183,19 +199,36 @@ class RowState:
             if odds is not None and own_odds is not None:
                 odds[:, a] = own_odds
             odd[1] = strange
-        push = self._push if sampled.device.type == "cpu" else self._push_tensors
-        push(plan, rows, sampled, odd)
+        if sampled.device.type == "cpu":
+            self._push(plan, rows, sampled.numpy(), odd.numpy())
+        else:
+            self._push_tensors(plan, rows, sampled, odd)
         if plan.audio_mode.penalty or plan.text_mode.penalty:
             self.sampler.remember(self.column[rows], rows)
         if odds is not None:
             self.wide[rows] = torch.cat([self.packed[rows], odds.view(torch.int32).long()], dim=1)
 
-    def _push(self, plan: StepPlan, rows: slice | Tensor, sampled: Tensor, odd: Tensor) -> None:
+    def _write_likeliest(self, plan: StepPlan, rows: slice | Tensor, hidden: Hidden, decoder: Decoder) -> None:
+        """`write` on a CPU where no row draws, by few of PyTorch's operations (see `fed`)."""
+        a, count = self.layout.n_audio, len(plan.slots)
+        sampled, odd = np.repeat(self._pad.numpy()[None], count, 0), np.zeros((2, count), np.bool_)
+        with using(self.selection(plan, rows)):
+            if plan.audio:
+                logits = decoder.audio_logits(hidden).detach().numpy()[:, -1]
+                self.sampler.likeliest(logits, sampled[:, :a], text=False)
+                note_broken(hidden.audio, logits, odd[0])
+            if plan.text:
+                logits = decoder.text_logits(hidden).detach().numpy()[:, -1]
+                self.sampler.likeliest(logits, sampled[:, a:], text=True)
+                note_broken(hidden.text, logits, odd[1])
+        self._push(plan, rows, sampled, odd)
+
+    def _push(self, plan: StepPlan, rows: slice | Tensor, sampled: Array, odd: Array) -> None:
         """Push sampled ids [B, K] to the rows' cursors and note what came of it; compiled."""
         index = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows.numpy()
         rests = self.resting.numpy()[index if plan.resting else slice(0)]
         cursor, state = self._arrays
-        compiled.push(index, rests, sampled.numpy(), odd.numpy(), *cursor, self.layout.fill == "pad", *state)  # type: ignore[call-arg]
+        compiled.push(index, rests, sampled, odd, *cursor, self.layout.fill == "pad", *state)  # type: ignore[call-arg]
 
     @cached_property
     def _arrays(self) -> tuple[list[Any], list[Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from omni.errors import UserError, closest
 from omni.generate.sampling_config import Sampling
 from omni.generate.staging import Staging
 from omni.layout import Layout
+
+Array = np.ndarray[Any, Any]
 
 GREEDY = Sampling()
 
@@ -191,20 +193,15 @@ def broken_rows(hidden: Tensor, logits: Tensor) -> Tensor:
     infinite."""
     if logits.device.type == "cpu" and logits.dtype == hidden.dtype == torch.float32 and not logits.requires_grad:
         out = torch.empty(len(logits), dtype=torch.bool)
-        compiled.broken(np.ascontiguousarray(hidden.numpy()[:, -1]), np.ascontiguousarray(logits.numpy()), out.numpy())
+        note_broken(hidden, logits.numpy(), out.numpy())
         return out
     finite = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
     return ~finite | (hidden[:, -1] == 0).all(-1)
 
 
-def _likeliest(logits: Tensor, parts: Sequence[slice]) -> Tensor:
-    """The first of the largest logits of each of N parts of logits [B, V], as ids [B, N] counted from the part's first."""
-    if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.requires_grad:
-        return torch.stack([logits[:, part].argmax(-1) for part in parts], 1)
-    starts, counts = (np.array(one) for one in zip(*((part.start, part.stop - part.start) for part in parts), strict=True))
-    out = np.empty((len(logits), len(parts)), np.int64)
-    compiled.likeliest(np.ascontiguousarray(logits.numpy()), starts, counts, out)
-    return torch.from_numpy(out)
+def note_broken(hidden: Tensor, logits: Array, out: Array) -> None:
+    """The same in float32 on a CPU, written to `out` [B]; hidden [B, 1, W], logits [B, V]."""
+    compiled.broken(np.ascontiguousarray(hidden.numpy()[:, -1]), np.ascontiguousarray(logits), out)
 
 
 class Sampler:
@@ -231,6 +228,8 @@ class Sampler:
         for i, (low, _) in enumerate(pairwise(starts)):
             index[i, : allowed[i]] = torch.arange(low, low + allowed[i])
         self._audio_index = index.to(device)
+        self._audio_ranges = np.array(starts[:a]), np.array(allowed[:a])
+        self._text_range = np.array([0]), np.array([self._text_ids])
         self._audio_parts = [slice(low, low + count) for low, count in zip(starts[:a], allowed[:a], strict=True)]
 
     def set(self, row: int, settings: Sequence[Sampling], key: int) -> None:
@@ -290,8 +289,14 @@ class Sampler:
     def audio(self, logits: Tensor, rows: slice | Tensor, step: Tensor, mode: Mode) -> Tensor:
         """Ids [B, A] of the audio streams, drawn from the audio head's logits [B, sum of V]."""
         if mode == Mode() and logits.device.type == "cpu":  # to gather what streams of different sizes may take costs more
-            return _likeliest(logits, self._audio_parts)
+            return torch.stack([logits[:, part].argmax(-1) for part in self._audio_parts], 1)
         return self._draw(self.audio_choices(logits), rows, slice(0, self.layout.n_audio), step, mode)
+
+    def likeliest(self, logits: Array, out: Array, text: bool) -> None:
+        """Write what rows take that do not draw, of logits [B, V] in float32, to `out`: of the text stream [B, 1], or of the
+        audio streams [B, A]."""
+        starts, counts = self._text_range if text else self._audio_ranges
+        compiled.likeliest(np.ascontiguousarray(logits), starts, counts, out)
 
     def audio_choices(self, logits: Tensor) -> Tensor:
         """Logits [B, A, V] of the ids that the audio streams may take, of the audio head's logits [B, sum of V]."""
@@ -302,8 +307,6 @@ class Sampler:
     def text(self, logits: Tensor, rows: slice | Tensor, step: Tensor, mode: Mode) -> Tensor:
         """Ids [B] of the text stream, drawn from its logits [B, V]."""
         a = self.layout.n_audio
-        if mode == Mode() and logits.device.type == "cpu":
-            return _likeliest(logits, [slice(0, self._text_ids)])[:, 0]
         return self._draw(self.text_choices(logits), rows, slice(a, a + 1), step, mode).squeeze(1)
 
     def text_choices(self, logits: Tensor) -> Tensor:

@@ -60,34 +60,36 @@ class DecoderStep:
         if not any(steps) or (columns > 1 and not all(steps)):
             return None
         if columns > 1 or features is not None:
-            x = decoder.embed(tokens, features, feature_index).flatten(0, 1).clone()
+            embedded = _owned(decoder.embed(tokens, features, feature_index))
         else:
-            x = self._embed(decoder, tokens)
-        if x.dtype != torch.float32:
+            embedded = self._embed(decoder, tokens)
+        if embedded is None:
             return None
+        x = embedded
         rows, width = x.shape
         mask = cache.attend_to_some(input_pos)
-        cos, sin = (torch.empty(rows, 2 * len(decoder.rope)) for _ in range(2))
-        place = _Place(cache, mask.numpy().reshape(rows, -1), cos.numpy(), sin.numpy())
-        compiled.turns(_array(input_pos.flatten()), decoder.rope.numpy(), place.cos, place.sin)
+        cos, sin = (np.empty((rows, 2 * len(decoder.rope)), np.float32) for _ in range(2))
+        place = _Place(cache, mask.numpy().reshape(rows, -1), cos, sin)
+        compiled.turns(np.ascontiguousarray(input_pos.numpy().reshape(-1)), decoder.rope.numpy(), cos, sin)
         found: list[Tensor] = []
         run: list[tuple[Any, _BlockStep, int]] = []  # neighbours that are one call
         for layer, (block, step) in enumerate(zip(blocks, steps, strict=True)):
             if run and (layer == len(decoder.blocks) or step is None or step.shape != run[-1][1].shape):
-                run = _take(run, x.numpy(), place)
+                run = _take(run, x, place)
             if layer == len(decoder.blocks):
                 found.append(_normed(decoder.norm, x))
             if step is not None and step.shape.numbers == "float32":
                 run.append((block, step, layer))
             elif step is not None:
-                step(block, x.numpy(), place, layer)
+                step(block, x, place, layer)
             else:
-                rope = tuple(part[:, None, None] for part in (cos, sin))
-                x = block(x[:, None], rope, mask, cache, layer).reshape(rows, width).clone()  # which the next one changes
-        _take(run, x.numpy(), place)
+                rope = tuple(torch.from_numpy(part)[:, None, None] for part in (cos, sin))
+                y = block(torch.from_numpy(x)[:, None], rope, mask, cache, layer)
+                x = y.numpy().reshape(rows, width).copy()  # which the next one changes
+        _take(run, x, place)
         last = decoder.norm if decoder.post_norm is None else decoder.post_norm
         found.append(_normed(last, x))
-        shape = len(tokens), columns, width
+        shape = tokens.shape[0], columns, width
         return found[0].view(shape), found[-1].view(shape)
 
     def logits(self, decoder: Any, head: nn.Module, x: Tensor) -> Tensor | None:
@@ -103,21 +105,27 @@ class DecoderStep:
         (step,) = self._blocks[:1] or [_BlockStep()]
         if torch.is_autocast_enabled("cpu") or not step.is_of(decoder.blocks[0], False) or step.shape.numbers != "float32":
             return None
-        out = torch.empty(*x.shape[:-1], len(weight))
-        compiled.logits(_array(x.reshape(-1, x.shape[-1])), _array(weight.detach()), out.view(-1, len(weight)).numpy())
-        return out
+        rows, table = np.ascontiguousarray(x.numpy().reshape(-1, x.shape[-1])), _array(weight.detach())
+        out = np.empty((len(rows), len(table)), np.float32)
+        compiled.logits(rows, table, out)
+        return torch.from_numpy(out.reshape(*x.shape[:-1], -1))
 
-    def _embed(self, decoder: Any, tokens: Tensor) -> Tensor:
-        """Embeddings [B, W], in memory of their own."""
+    def _embed(self, decoder: Any, tokens: Tensor) -> Array | None:
+        """Embeddings [B, W] of one column, in memory of their own; None where they are not float32."""
         tables = decoder.audio_embedding, decoder.text_embedding
         if any(type(table) is not nn.Embedding or _acted_on(table) for table in tables):
-            x: Tensor = decoder.embed(tokens)
-            return x[:, 0].clone()
+            return _owned(decoder.embed(tokens))
         audio, text = (table.weight.detach().numpy() for table in tables)
-        out = torch.empty(len(tokens), text.shape[1])
+        out = np.empty((tokens.shape[0], text.shape[1]), np.float32)
         scale = np.float32(1 / len(decoder.layout) if decoder.config.combine == "mean" else 1)
-        compiled.embed(_array(tokens[:, :, 0]), decoder.offsets.numpy()[:, 0], audio, text, scale, out.numpy())
+        own = np.ascontiguousarray(tokens.numpy()[:, :, 0])
+        compiled.embed(own, decoder.offsets.numpy()[:, 0], audio, text, scale, out)
         return out
+
+
+def _owned(x: Tensor) -> Array | None:
+    """Embeddings [B, T, W] as an array [B T, W] of its own; None where they are not float32."""
+    return x.numpy().reshape(-1, x.shape[2]).copy() if x.dtype == torch.float32 else None
 
 
 def _array(x: Tensor) -> Array:
@@ -129,13 +137,13 @@ def _acted_on(part: nn.Module) -> bool:
     return bool(part._forward_hooks or part._forward_pre_hooks)
 
 
-def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+def _normed(norm: nn.RMSNorm, x: Array) -> Tensor:
     if type(norm) is not RMSNorm or _acted_on(norm):
-        out: Tensor = norm(x)
-        return out
-    out = torch.empty_like(x)
-    compiled.norm_rows(x.numpy(), norm.weight.detach().numpy(), np.float32(norm.eps), out.numpy())
-    return out
+        found: Tensor = norm(torch.from_numpy(x.copy()))
+        return found
+    out = np.empty_like(x)
+    compiled.norm_rows(x, norm.weight.detach().numpy(), np.float32(norm.eps), out)
+    return torch.from_numpy(out)
 
 
 class _Place:
