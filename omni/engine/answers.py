@@ -41,7 +41,6 @@ class RemoteAnswer:
 
     Attributes:
         taken: number of events that were taken; `told`, of which the engine's process knows.
-        way: seconds that newest sound took at most from the engine until it was decoded here; 0 for what it decoded.
         started: whether it was asked for.
         cancelled, settled: whether it is to stop; whether it is in the history.
         wake: called when there is an event.
@@ -51,7 +50,8 @@ class RemoteAnswer:
     def __init__(self, link: Teller, number: int, asked: Asked, seed: int | None, clock: Clock, pace: Pace, rate: int) -> None:
         self.number, self.asked, self.seed, self.clock, self.pace, self.rate = number, asked, seed, clock, pace, rate
         self.taken = self.told = self.samples = self.reader = 0
-        self.way = 0.0
+        self._plays: float | None = None  # when a live listener's sound began, less the time in which it waited
+        self._late: list[float] = []  # seconds by which newest chunks were decoded after they were due
         self.cancelled = self.settled = self.started = False
         self.wake: Callable[[], None] | None = None
         self.changed = threading.Condition(threading.RLock())
@@ -79,6 +79,17 @@ class RemoteAnswer:
                 elif not self.cancelled or event.reason in self._awaited:
                     self.end(event)
             self._notify()
+
+    def decoded(self, start: float, now: float) -> None:
+        """Note that the chunk at `start` was decoded here at the time `now`."""
+        if self.pace != "live":
+            return
+        if self._plays is None:
+            self._plays = now
+            return
+        late = now - (self._plays + start)
+        self._plays += max(late, 0.0)
+        self._late.append(late)
 
     def fail(self, error: BaseException) -> None:
         """Raise an exception for the listener, after the events that have come."""
@@ -149,8 +160,8 @@ class RemoteAnswer:
     def _tell(self) -> None:
         if self.taken > self.told:
             self.told = self.taken
-            self._link.tell("taken", self.number, self.taken, self.way)
-            self.way = 0.0
+            late, self._late = self._late, []
+            self._link.tell("taken", self.number, self.taken, late)
         self._eager = self._eager and bool(self._events)
 
     def stop(self, reason: Reason = "cancelled", error: str | None = None) -> None:

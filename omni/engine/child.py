@@ -91,11 +91,10 @@ class Child:
         except (EOFError, OSError, RuntimeError):  # the last: the pool is shut down
             self._gone.set()
 
-    def _taken(self, answer: int, taken: int, way: float) -> None:
-        """Count events as delivered, and note how long sound took until it was decoded there, where it was."""
+    def _taken(self, answer: int, taken: int, late: Sequence[float]) -> None:
+        """Count events as delivered, and note how late sound was that was decoded there."""
         self._outbox.taken(answer, taken)
-        if way:
-            self._lm.engine.travelled(way)
+        self._lm.engine.heard(late)
 
     def _stop(self, answer: int, taken: int, reason: Reason, error: str | None) -> None:
         """End an answer whose listener waits for its end."""

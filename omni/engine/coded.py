@@ -23,13 +23,11 @@ class CodedSound(NamedTuple):
 
     Attributes:
         start, end: where they are in the answer's sound, in seconds.
-        at: when they were ready, by `time.perf_counter`, which processes of a machine share.
     """
 
     codes: list[list[int]]
     start: float
     end: float
-    at: float
 
 
 def cannot_decode(codec: AudioCodec, error: Exception) -> str:

@@ -122,9 +122,10 @@ class Engine:
             self._requests.refills.put(refill)
             self._requests.wake()
 
-    def travelled(self, seconds: float) -> None:
-        """Note how long sound took from here to where it was decoded, for the judgement of how late it is."""
-        self._recorder.travelled(seconds)
+    def heard(self, late: Sequence[float]) -> None:
+        """Note how late live listeners' chunks were that another process decoded."""
+        for seconds in late:
+            self._recorder.sounded(seconds)
 
     # --- answers ------------------------------------------------------------------------------------------------------
 

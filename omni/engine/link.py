@@ -141,18 +141,18 @@ class Link:
         """Decode the coded sound among the events of answers, in their places."""
         with self._changed:
             answers = {number: self._answers.get(number) for number, _ in coming}
-        ready, wanted = list[tuple[RemoteAnswer, float]](), list[Any]()
+        starts, wanted = list[tuple[RemoteAnswer, float]](), list[Any]()
         for number, events in coming:
             answer = answers[number]
             if answer is None or answer.cancelled:
                 decoder.close(number)
                 continue
             wanted.append((number, events))
-            ready += [(answer, event.at) for event in events if isinstance(event, CodedSound)]
+            starts += [(answer, event.start) for event in events if isinstance(event, CodedSound)]
         failed = decoder(wanted)
         now = time.perf_counter()
-        for answer, at in ready:
-            answer.way = max(answer.way, now - at)
+        for answer, start in starts:
+            answer.decoded(start, now)
         for number, error in failed.items():
             if (answer := answers[number]) is not None and self._codec is not None:
                 answer.stop("error", cannot_decode(self._codec, error))

@@ -9,7 +9,6 @@ beside each other both take longer (0.5B in int8 and SNAC on two cores of an AMD
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -136,7 +135,7 @@ class SoundThread:
             self._coded[running] = frames
         elif frames:
             place = running.reply.advance(len(frames) * codec.frame_samples)
-            self._sounded(running, CodedSound(frames, *place, time.perf_counter()))
+            self._sounded(running, CodedSound(frames, *place))
             return
         running.tell()
 
@@ -145,9 +144,9 @@ class SoundThread:
         return min(BEFORE * self._step * codec.sample_rate, 2 * codec.frame_samples)
 
     def _sounded(self, running: Running, chunk: AudioChunk | CodedSound) -> None:
-        """Give the listener a chunk, and note when it came; `changed` is held."""
+        """Give the listener a chunk, and note when it came, unless its process does; `changed` is held."""
         first, late = running.first_audio is None, running.put(chunk)
-        if late is not None:
+        if late is not None and not running.coded:
             self._recorder.sounded(late)
         elif first and running.pace == "live":
             self._recorder.began(running.first_audio or 0.0)

@@ -94,7 +94,6 @@ class Recorder:
             self._most: tuple[int, int] | None = None
             self._chunks = 0
             self._judged: tuple[int, float] | None = None
-            self._ways: deque[float] = deque(maxlen=AGAIN)
 
     def stepped(self, rows: int, seconds: float) -> None:
         with self._lock:
@@ -102,19 +101,14 @@ class Recorder:
             self.step.append((rows, seconds))
 
     def sounded(self, late: float) -> None:
-        """Note by how many seconds a live listener's chunk was ready after it was due."""
+        """Note by how many seconds a live listener's chunk was ready after it was due; of coded sound, decoded."""
         with self._lock:
             self._chunks += 1
             self.lateness.append(late)
             self.underruns += late > 0
 
-    def travelled(self, seconds: float) -> None:
-        """Note how long sound took from the engine to where it was decoded, where that was another process."""
-        self._ways.append(seconds)
-
     def late(self, recent: int, few: int) -> float | None:
-        """The 99th percentile of the lateness of the newest chunks, with nine of ten of the newest ways to listeners, as it
-        was `AGAIN` chunks ago at most; None before a few."""
+        """The 99th percentile of the lateness of the newest chunks, as it was `AGAIN` chunks ago at most; None before a few."""
         with self._lock:
             if self._judged is not None and self._chunks - self._judged[0] < AGAIN:
                 return self._judged[1]
@@ -122,8 +116,6 @@ class Recorder:
         if len(lateness) < few:
             return None
         late = float(np.percentile(lateness, 99))
-        if ways := list(self._ways):
-            late += float(np.percentile(ways, 90))
         self._judged = number, late  # what it is by now is another thread's, which may clear it
         return late
 

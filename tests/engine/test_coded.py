@@ -12,7 +12,6 @@ from torch import Tensor
 
 from omni.engine.coded import CodedSound, SoundDecoder
 from omni.engine.process import EngineProcess
-from omni.engine.stats import Recorder
 from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
 from omni.generate.speech_lm import SpeechLM
 from tests.engine.test_process import LONG, play, told
@@ -93,8 +92,8 @@ def test_decoders_go_with_their_answers(saved: Path) -> None:
     codec = load_portable(None, torch.device("cpu"))
     decoder, frame = SoundDecoder(codec), [1] * len(codec.codebook_sizes)
     whole = codec.decode(torch.tensor([frame] * 3).T)
-    events: list[Any] = [TextDelta("a"), CodedSound([frame, frame], 0.0, 0.08, 0.0), CodedSound([frame], 0.08, 0.12, 0.0)]
-    other: list[Any] = [CodedSound([frame], 0.0, 0.04, 0.0)]
+    events: list[Any] = [TextDelta("a"), CodedSound([frame, frame], 0.0, 0.08), CodedSound([frame], 0.08, 0.12)]
+    other: list[Any] = [CodedSound([frame], 0.0, 0.04)]
     assert decoder([(1, events), (2, other), (3, [TextDelta("b")])]) == {}
     assert [type(event) for event in events] == [TextDelta, AudioChunk, AudioChunk]
     assert torch.equal(torch.cat([events[1].samples, events[2].samples]), whole) and (events[2].start, events[2].end) == (
@@ -108,13 +107,12 @@ def test_decoders_go_with_their_answers(saved: Path) -> None:
     assert len(decoder._batch) == 0
 
 
-def test_the_way_to_the_listeners_counts_as_lateness() -> None:
-    recorder = Recorder()
-    for _ in range(64):
-        recorder.sounded(-0.05)
-    assert recorder.late(64, 32) == pytest.approx(-0.05)
-    recorder.clear()
-    for _ in range(64):
-        recorder.sounded(-0.05)
-        recorder.travelled(0.02)
-    assert recorder.late(64, 32) == pytest.approx(-0.03)
+def test_the_engine_counts_what_listeners_note(engine: EngineProcess) -> None:
+    engine.call("engine.clear_stats")
+    with engine.session(pace="live", **LONG | {"max_seconds": 2.0}) as session:
+        chunks = [event for event in session.ask("on", "T1A2") if isinstance(event, AudioChunk)]
+        answer = session._last
+        assert answer is not None
+    noted = engine.call("engine.stats")
+    assert noted.lateness.count + len(answer._late) == len(chunks) - 1 and noted.lateness.count >= 16
+    assert noted.lateness.p99 < 0 and noted.underruns == 0
