@@ -42,7 +42,19 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    alike: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few"):
+            alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for some in alike.values():
+        marker = some[0].get_closest_marker("few")
+        count = marker.args[0] if marker else 1
+        kept = {round((i + 0.5) * len(some) / count - 0.5) for i in range(count)}
+        for place, item in enumerate(some):
+            if place not in kept:
+                item.add_marker(pytest.mark.long)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):

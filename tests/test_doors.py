@@ -133,6 +133,7 @@ IMPORTERS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.usefixtures("terminal_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 @pytest.mark.parametrize("name", IMPORTERS)

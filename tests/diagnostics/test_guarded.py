@@ -94,6 +94,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
     return ended.out
 
 
+@pytest.mark.long
 def test_a_finding_fails_the_test_that_made_it(said: str) -> None:
     outcomes = dict(reversed(pair) for pair in re.findall(r"^(PASSED|FAILED|ERROR) \S*::(\w+)", said, re.MULTILINE))
     failed = {name.removeprefix("test_") for name, outcome in outcomes.items() if outcome != "PASSED"}

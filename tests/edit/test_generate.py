@@ -82,6 +82,7 @@ def unchanged(model: nn.Module, before: tuple[dict[str, Tensor], list[str], int]
     return now[1:] == before[1:] and all(torch.equal(now[0][name], tensor) for name, tensor in before[0].items())
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("assist", [False, True])
 @pytest.mark.parametrize("rank", [3, None])
 def test_a_session_answers_as_with_its_edits_in_the_weights(layout, lm, rank, assist):

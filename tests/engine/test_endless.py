@@ -153,6 +153,7 @@ def test_sixty_turns_feed_only_their_questions(begun: list[tuple[Tensor, int]]) 
 # --- nothing but the time tells -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 def test_answers_are_those_without_it(chatty: SpeechLM, idle: Callable[[], None]) -> None:
     some = talk(chatty, 10, wait=False)
     every = talk(chatty, 10)
@@ -225,6 +226,7 @@ def test_what_was_heard_stays_after_a_barge_in(layout: Layout, begun: list[tuple
                 wait_until_fed(lm)
 
 
+@pytest.mark.few(1)
 def test_adapters_act_on_what_is_fed_ahead_and_may_go(layout: Layout, folders: Path, idle: Callable[[], None]) -> None:
     lm = make_lm(layout)
     lm.load_adapter(folders / "wide", "mine")

@@ -80,6 +80,7 @@ def told(session: Any) -> Any:
     return turns, session.history
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_two_conversations_get_and_remember_what_they_do_in_this_process(
     lm: SpeechLM, engine: EngineProcess, seed: int

@@ -61,6 +61,7 @@ def same(a, b) -> bool:
     )  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("assist", [False, True])
 def test_each_session_answers_with_its_own(layout: Layout, folders: Path, assist: bool) -> None:
     lm = make_lm(layout)
@@ -91,6 +92,7 @@ def test_sessions_with_other_adapters_do_not_disturb_each_other(layout: Layout, 
         session.close()
 
 
+@pytest.mark.few(1)
 def test_rows_of_a_batch_have_their_own(layout: Layout, folders: Path) -> None:
     lm = make_lm(layout)
     for name in TARGETS:

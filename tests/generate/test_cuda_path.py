@@ -176,6 +176,7 @@ def batch(lm: SpeechLM, sampling: Sampling) -> list[Any]:
     return [(a.tokens, a.ended, a.codes is not None and a.codes.tolist()) for a in answers]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("sampled", "assist", "window"),
     [

@@ -81,6 +81,7 @@ def model(request: pytest.FixtureRequest, layout: Layout) -> SpeechModel:
     return make_model(layout, **SHAPES[request.param])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("chunk", [3, 64])
 def test_a_batch_equals_the_slow_way_row_by_row(model: SpeechModel, chunk: int) -> None:
     runner = Runner(model, 4, 80, chunk=chunk)
@@ -236,6 +237,7 @@ def test_a_row_that_left_writes_nothing_more(layout: Layout) -> None:
     assert {row.slot for row, _ in runner.results()} == {1}
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_in_any_company_write_what_they_write_alone(model: SpeechModel, seed: int) -> None:
     """Rows in scattered slots, of which any are stepped while the others rest, in a cache that grows meanwhile."""

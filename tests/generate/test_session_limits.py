@@ -122,6 +122,7 @@ def transcript(session: Session, turns: list[int]) -> Iterator[tuple[str, Any]]:
                 yield "end", event.reason
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
 def test_two_interleaved_sessions_equal_two_solo_ones(chatty: SpeechLM, sampling: Sampling) -> None:
     kwargs: dict[str, Any] = {"sampling": sampling, "max_seconds": 0.6, "max_tokens": 15}

@@ -42,6 +42,7 @@ def echo(layout: Layout) -> CodecSpec:
     return CodecSpec("echo", lambda folder, device: EchoCodec(sizes), made.sample_rate, made.frame_rate, sizes, "anything")
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("sampling", SETTINGS, ids=["greedy", "hot", "each"])
 @pytest.mark.parametrize("shape", [{}, {"window": 9, "post_layers": 1}], ids=["full", "window"])
 def test_a_batch_equals_its_rows(layout: Layout, sampling: Any, shape: dict[str, Any]) -> None:
@@ -193,6 +194,7 @@ def test_a_waveform_at_another_rate_and_a_file_are_the_same_question(lm: SpeechL
     torch.testing.assert_close(asked.clip[100:-100], clip[100:-100], atol=5e-3, rtol=0)
 
 
+@pytest.mark.few(1)
 def test_caches_are_used_again(lm: SpeechLM) -> None:
     first = lm.generate("one question", "T1A2", max_seconds=0.3)
     runner = lm.engine.runner

@@ -151,6 +151,7 @@ def test_an_editor_of_others_edits(place, tmp_path):
         ApplyConfig(editor_settings="config.json")
 
 
+@pytest.mark.long
 def test_several_corrections_act_together(place, tmp_path):
     words = ["--config", str(place / "fit.yaml"), "--together", "3", "--others", "4", "--tasks", "[A1T2, T1T2]"]
     _, config = read_command(words, "fit", "", {}, EditFitConfig)

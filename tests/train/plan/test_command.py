@@ -88,6 +88,7 @@ def test_command_answers_in_json_and_tables(file: str, nowhere: str, capsys: pyt
     )
 
 
+@pytest.mark.long
 def test_a_mac_is_estimated_as_a_cpu_and_said_to_be(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """No blocks that the C library keeps, no context of CUDA's, no limit of another machine's memory."""
 
@@ -119,6 +120,7 @@ def test_hours_follow_from_the_peak(file: str) -> None:
     assert one.hours == pytest.approx(50 * one.seconds / 3600)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("arguments", "message", "refused"),
     [

@@ -139,6 +139,7 @@ def test_quantised_weights_are_whole_in_every_process() -> None:
     assert phase.total >= dense_bytes(meta_model(config, model))  # a CPU's process reads the base whole
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("layers", "encoder_layers", "checkpointing"), [(6, 1, True), (4, 4, False)])
 def test_deep_stacks_are_continued_as_if_traced(layers: int, encoder_layers: int, checkpointing: bool) -> None:
     config, deep = run(checkpointing=checkpointing), shape(layers=layers, encoder_layers=encoder_layers)

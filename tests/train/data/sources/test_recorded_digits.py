@@ -257,6 +257,7 @@ def test_voices_of_other_programs_say_their_share(folder, tmp_path):
     assert calls.read_text().split()[0] == spelled.split()[NUMBERS.index(row.turns[0].answer_text.split()[0])]
 
 
+@pytest.mark.long
 def test_synthetic_voices_also_say_other_words(folder, tmp_path, monkeypatch):
     from train.data.sources import recorded_digits as recorded
 
