@@ -135,7 +135,8 @@ class Child:
         running = session.lay_out(asked, seed, Clock(waited))
         running.pace = pace
         codec = running.codec
-        running.coded = codec is not None and codec.portable and running.task.audio and running.reply.limits.silence is None
+        portable = codec is not None and codec.portable and not codec.lookahead
+        running.coded = portable and running.task.audio and running.reply.limits.silence is None
         self._outbox.open(answer, running)
         self._last[number] = answer
         try:

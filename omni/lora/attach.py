@@ -392,7 +392,7 @@ def attached_names(model: nn.Module) -> set[str]:
 
 def check_known(model: nn.Module, names: Sequence[str]) -> None:
     """Refuse a name that no adapter has (UserError)."""
-    there = adapter_names(model)
+    there = adapter_names(model) if names else []  # to look for them takes a tenth of a step of a small model
     for name in names:
         if name not in there:
             raise UserError(f"there is no adapter {name!r}; the model's adapters are {', '.join(there) or 'none'}")

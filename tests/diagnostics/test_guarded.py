@@ -104,6 +104,7 @@ def test_a_finding_fails_the_test_that_made_it(said: str) -> None:
     assert said.count("received no gradient") >= 2 and "text_embedding.weight" in said
 
 
+@pytest.mark.long
 def test_what_was_watched_is_counted(said: str) -> None:
     line = next(line for line in said.splitlines() if line.startswith("graph guard:"))
     assert line == (
