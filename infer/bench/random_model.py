@@ -21,6 +21,7 @@ from omni.config import ModelConfig
 from omni.encoder.whisper_config import EncoderMode, WhisperConfig
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import synchronize
+from omni.model.fused import fuse
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 
@@ -124,5 +125,7 @@ class TimedCodec(AudioCodec):
 
 def random_lm(config: ModelConfig, device: torch.device, dtype: torch.dtype, compile: bool = False) -> SpeechLM:
     """A `SpeechLM` of random weights, with a codec that is timed."""
-    codec = TimedCodec(random_codec(config.codec, device))
-    return SpeechLM(random_model(config, device, dtype), Tokenizer.bytes(), codec, compile=compile)
+    codec, model = TimedCodec(random_codec(config.codec, device)), random_model(config, device, dtype)
+    if device.type == "cuda":
+        fuse(model.decoder)
+    return SpeechLM(model, Tokenizer.bytes(), codec, compile=compile)

@@ -16,6 +16,7 @@ from omni.kernels import serve_measured
 from omni.lora.attach import activate, active_names, attach
 from omni.lora.peft import check_base, load_adapter
 from omni.lora.weights import base_weight, has_weight
+from omni.model.fused import fuse
 from omni.model.linears import linears_of
 from omni.model.speech_model import SpeechModel
 
@@ -41,6 +42,8 @@ def load_model(
     loaded.model.eval()
     if kernels == "measured" and place.type == "cpu":
         serve_measured(loaded.model, numbers is None)
+    elif kernels == "measured" and place.type == "cuda":
+        fuse(loaded.model.decoder)
     return loaded
 
 

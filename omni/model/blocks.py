@@ -19,6 +19,7 @@ from omni.attention import attention
 from omni.config import DecoderConfig
 from omni.kernels import Kernels, apply
 from omni.kv_cache import Cache
+from omni.model.fused import fused_product
 from omni.model.int8 import Normed, normed, together
 
 
@@ -81,6 +82,7 @@ class Attention(nn.Module):
     """Causal grouped-query attention, without a cache or with one that is passed in."""
 
     kernels: Kernels | None = None
+    TOGETHER = ("q", "k", "v")
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -96,7 +98,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor | Normed, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int
     ) -> Tensor:
-        whole, many = together(x, self.q, self.k, self.v), self.heads + self.kv_heads
+        whole, many = _side_by_side(x, self.q, self.k, self.v), self.heads + self.kv_heads
         if whole is None:
             q, k, v = (apply(self.kernels, part, _whole(x)) for part in (self.q, self.k, self.v))
             both = torch.cat([q, k], dim=2)
@@ -131,6 +133,7 @@ class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
     kernels: Kernels | None = None
+    TOGETHER = ("gate", "up")
 
     def __init__(self, width: int, hidden: int, out: int | None = None, bias: bool = False) -> None:
         super().__init__()
@@ -139,15 +142,21 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, out or width, bias=bias)
 
     def forward(self, x: Tensor | Normed) -> Tensor:
-        whole = together(x, self.gate, self.up)
+        whole = _side_by_side(x, self.gate, self.up)
         if whole is None:
             gate, up = (apply(self.kernels, part, _whole(x)) for part in (self.gate, self.up))
             inner = F.silu(gate) * up
         else:
             gate, up = whole.chunk(2, -1)
-            inner = F.silu(gate).mul_(up)  # nothing is differentiated in int8
+            inner = F.silu(gate).mul_(up)  # nothing is differentiated where they are one
         out = together(inner, self.down)
         return apply(self.kernels, self.down, inner) if out is None else out
+
+
+def _side_by_side(x: Tensor | Normed, *linears: nn.Linear) -> Tensor | None:
+    """Outputs of linears of one input where they are one product, in int8 or fused; else None."""
+    out = together(x, *linears)
+    return fused_product(x, *linears) if out is None and isinstance(x, Tensor) else out
 
 
 def _whole(x: Tensor | Normed) -> Tensor:

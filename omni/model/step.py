@@ -21,6 +21,7 @@ from omni.fingerprint import Fingerprint
 from omni.kernels import SMALL, StepShape
 from omni.kv_cache import KVCache
 from omni.model.blocks import Attention, Block, RMSNorm, SwiGLU
+from omni.model.fused import as_one
 from omni.model.int8 import Int8Linear, few_rows, packed_of, raw_product
 
 Array = np.ndarray[Any, Any]
@@ -208,7 +209,7 @@ class _BlockStep:
                 shape = None
             else:
                 with torch.inference_mode(False), torch.no_grad():
-                    arrays = [_as_one(group).numpy() for group in groups if group]
+                    arrays = [as_one(group).numpy() for group in groups if group]
                 if part.q_norm is None:
                     arrays[2:2] = [_NONE, _NONE]
         if len(arrays) > 4:
@@ -260,13 +261,3 @@ def step_shape(block: nn.Module) -> StepShape | None:
     else:
         return None
     return StepShape(numbers, part.q.in_features, part.heads, part.kv_heads, part.head_dim, mlp.down.in_features)
-
-
-def _as_one(weights: Sequence[Tensor]) -> Tensor:
-    """Weights one after another, of which they become views."""
-    if len(weights) == 1 and weights[0].is_contiguous():
-        return weights[0].detach()
-    whole = torch.cat([weight.detach() for weight in weights])
-    for weight, view in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
-        weight.data = view
-    return whole
