@@ -50,11 +50,13 @@ def test_every_example_is_short_and_used() -> None:
     assert all(any(name in text for text in (*COMMANDS, FILES["mine.yaml"])) for name in modules)
 
 
+@pytest.mark.long
 def test_prepare_reads_and_speaks_and_encodes(folder: Path) -> None:
     assert "6 rows of 6 items" in said(folder, "omni-train data prepare")
     assert "6 answers encoded" in said(folder, "omni-train data prepare")
 
 
+@pytest.mark.long
 def test_fit_trains_by_all_of_them(folder: Path) -> None:
     diary = (folder / "run/diary.txt").read_text()
     assert all(part in diary for part in ("step 2: loss", "validation 4", "loss/translate", "saved", "ended after 4 steps"))
@@ -64,23 +66,27 @@ def test_fit_trains_by_all_of_them(folder: Path) -> None:
     assert (folder / "run/balance.csv").is_file()
 
 
+@pytest.mark.long
 def test_nothing_stored_names_a_plugin(folder: Path) -> None:
     modules = [name.removesuffix(".py").encode() for name in FILES if name.endswith(".py")]
     stored = [path for path in folder.glob("run/**/*") if path.is_file() and path.suffix not in (".png", ".txt")]
     assert len(stored) > 5 and not any(name in path.read_bytes() for path in stored for name in modules)
 
 
+@pytest.mark.long
 def test_ask_answers(folder: Path) -> None:
     assert "of sound at 8000 Hz" in said(folder, "omni-infer ask")
     with wave.open(str(folder / "answer.wav")) as file:
         assert 0 < file.getnframes() <= 0.2 * 8000
 
 
+@pytest.mark.long
 def test_eval_has_the_metric(folder: Path) -> None:
     assert "length" in said(folder, "omni-train eval")
     assert json.loads((folder / "figures/report.json").read_text())["figures"]["length"]["questions"] == 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "named"),
     [

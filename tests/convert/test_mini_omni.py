@@ -197,6 +197,7 @@ def test_the_encoder_may_come_from_elsewhere(tmp_path: Path) -> None:
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 def test_in_out_and_in_again_is_bitwise_the_same(made: Made, tmp_path: Path) -> None:
     folder, settings, state = made
     (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 7}))

@@ -185,6 +185,7 @@ def test_ten_guarded_steps_leave_no_graph_behind(model, name, split):
     assert sum(len(part._forward_hooks) for part in model.modules()) == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gpt2", "speech"])
 def test_a_hypernetwork_learns_to_edit(model, name):
     """A few corrections over and over: the loss after an edit falls well below the one before it."""

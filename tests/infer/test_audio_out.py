@@ -221,6 +221,7 @@ def test_a_reader_that_leaves_early_ends_the_process_quietly(folder, tmp_path):
     assert process.returncode == 141 and b"Traceback" not in err and b"Exception" not in err, err
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("terminal_signals")
 @pytest.mark.parametrize(
     "number",

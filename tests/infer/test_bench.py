@@ -219,6 +219,7 @@ def test_the_command_prints_every_table(configs, run):
     assert shown.code == 0 and "first exact sample" in shown.text and "threads" in shown.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more",
     [

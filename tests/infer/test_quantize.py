@@ -101,6 +101,7 @@ def test_progress_is_told_where_there_is_no_terminal(run, model, monkeypatch):
     assert run("quantize", "model", "other", "--quiet").err == ""
 
 
+@pytest.mark.long
 def test_every_table_of_a_bench_is_for_the_format_asked_for(run, folder, tmp_path, monkeypatch):
     monkeypatch.setattr("infer.bench.bench.NANO_BATCHES", (1,))
     assert run("quantize", folder, "small").code == 0

@@ -170,6 +170,7 @@ KEY = "base_model.model.decoder.blocks.0.attention.q.lora_A.weight"
 OTHER = KEY.replace("lora_A", "lora_B")
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     "change, message",
     [

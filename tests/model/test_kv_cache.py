@@ -281,6 +281,7 @@ def test_a_shorter_view_of_the_slots_changes_nothing(decoder, layout):
     assert math.isfinite(float(a.sum()))
 
 
+@pytest.mark.long
 def test_a_compiled_step_makes_no_buffer_as_large_as_a_layer(monkeypatch):
     """Inductor writes keys, values and positions where they are; it used to clone all layers and write the clones back."""
     from torch._inductor.graph import GraphLowering

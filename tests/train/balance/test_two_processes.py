@@ -21,6 +21,8 @@ from train.config.sections import BudgetConfig, CheckpointConfig, FabricConfig, 
 from train.data.config import DataConfig, SourceConfig
 from train.trainer.logs import BALANCE, read_table
 
+pytestmark = pytest.mark.long  # tests/train/balance/test_processes.py keeps the law
+
 RUNS: dict[str, dict[str, Any]] = {
     "uncertainty": {"method": "uncertainty", "settings": {"lr": 0.1}},
     "famo": {"method": "famo", "settings": {"lr": 0.5}},

@@ -38,6 +38,7 @@ def balanced(method: str, level: str | None = None, micro: int = 1, settings: An
     return replace(config, data=replace(config.data, sources=(SourceConfig(tasks=MIX),)), balance=section)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "level", "micro", "rows"),
     [
@@ -52,6 +53,7 @@ def test_a_balanced_step_takes_what_is_said(method: str, level: str | None, micr
     assert found == pytest.approx(wanted, rel=0.15), (found / MIB, wanted / MIB)
 
 
+@pytest.mark.long
 def test_gradients_by_task_and_what_is_kept_are_counted_by_hand() -> None:
     model = shape()
     config = balanced("upgrad", "parameters")

@@ -71,6 +71,7 @@ def test_estimate_is_what_a_step_takes(model: ModelConfig, config: FitConfig) ->
     assert found == pytest.approx(wanted.peak, rel=0.15), (found / MIB, wanted.peak / MIB)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "width", "layers", "rows", "checkpointing"),
     [
