@@ -43,7 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # the longest files first, so that no process works on one alone at the end
+        sizes = {path: path.stat().st_size for path in {item.path for item in items}}
+        items.sort(key=lambda item: (-sizes[item.path], item.path))
     alike: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few"):

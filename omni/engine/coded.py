@@ -45,6 +45,9 @@ class SoundDecoder:
     def __init__(self, codec: AudioCodec) -> None:
         self._codec, self._batch = codec, codec.batch()
         self._streams: dict[int, int] = {}  # of the batch, by the numbers of answers
+        first = self._batch.open()  # what is loaded and compiled for the first frame, nobody waits for
+        self._batch.push([first], torch.zeros(1, len(codec.codebook_sizes), 1, dtype=torch.long))
+        self._batch.close(first)
         self.seconds = 0.0
 
     def __call__(self, answers: Sequence[tuple[int, list[Any]]]) -> dict[int, Exception]:
@@ -79,7 +82,11 @@ class SoundDecoder:
         if not able:
             return
         codes = torch.from_numpy(np.array(frames)).transpose(1, 2)  # [N, K, f]
-        sounds = self._batch.push([self._streams[number] for number, _ in able], codes)
+        sounds: list[Tensor | Exception]
+        try:
+            sounds = self._batch.push([self._streams[number] for number, _ in able], codes)
+        except Exception as error:  # of the call as a whole: the thread goes on for others
+            sounds = [error] * len(able)
         for (number, events), sound in zip(able, sounds, strict=True):
             if isinstance(sound, Exception):
                 failed[number] = sound

@@ -87,7 +87,7 @@ def test_what_cannot_be_decoded_ends_one_answer(lm: SpeechLM, engine: EngineProc
         assert sound_of(list(one.ask("on", "T1A2"))) == sound_of(wanted)
 
 
-def test_decoders_go_with_their_answers(saved: Path) -> None:
+def test_decoders_go_with_their_answers(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.engine.echo import load_portable
 
     codec = load_portable(None, torch.device("cpu"))
@@ -106,6 +106,10 @@ def test_decoders_go_with_their_answers(saved: Path) -> None:
     assert len(decoder._batch) == 1
     decoder([(1, [Ended("end", Timings())])])
     assert len(decoder._batch) == 0
+    monkeypatch.setattr(decoder._batch, "push", lambda streams, codes: 1 / 0)
+    events = [CodedSound([frame], 0.0, 0.04), TextDelta("a")]
+    assert isinstance(decoder([(4, events)])[4], ZeroDivisionError)
+    assert events == [TextDelta("a")] and len(decoder._batch) == 0
 
 
 def test_the_engine_counts_what_listeners_note(engine: EngineProcess) -> None:
