@@ -135,7 +135,7 @@ class Child:
         running = session.lay_out(asked, seed, Clock(waited))
         running.pace = pace
         codec = running.codec
-        portable = codec is not None and codec.portable and not codec.lookahead
+        portable = codec is not None and codec.portable and codec.exact_samples(1) == codec.frame_samples
         running.coded = portable and running.task.audio and running.reply.limits.silence is None
         self._outbox.open(answer, running)
         self._last[number] = answer

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from omni.codec.base import AudioCodec
+from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended
 
 
@@ -39,11 +40,12 @@ class SoundDecoder:
     """Decodes the answers of an engine's process; belongs to one thread.
 
     Attributes:
+        codec: what decodes.
         seconds: CPU time that it took.
     """
 
     def __init__(self, codec: AudioCodec) -> None:
-        self._codec, self._batch = codec, codec.batch()
+        self.codec, self._batch = codec, codec.batch()
         self._streams: dict[int, int] = {}  # of the batch, by the numbers of answers
         first = self._batch.open()  # what is loaded and compiled for the first frame, nobody waits for
         self._batch.push([first], torch.zeros(1, len(codec.codebook_sizes), 1, dtype=torch.long))
@@ -87,10 +89,14 @@ class SoundDecoder:
             sounds = self._batch.push([self._streams[number] for number, _ in able], codes)
         except Exception as error:  # of the call as a whole: the thread goes on for others
             sounds = [error] * len(able)
+        wanted = codes.shape[2] * self.codec.frame_samples
         for (number, events), sound in zip(able, sounds, strict=True):
+            if isinstance(sound, Tensor) and len(sound) != wanted:
+                made = f"{self.codec.name} made {len(sound)} samples of {codes.shape[2]} frames"
+                sound = UserError(f"{made}; its frame_samples asks for {wanted}")
             if isinstance(sound, Exception):
                 failed[number] = sound
-            _replace(events, sound if isinstance(sound, Tensor) else None, self._codec.frame_samples)
+            _replace(events, sound if isinstance(sound, Tensor) else None, self.codec.frame_samples)
 
     def close(self, number: int) -> None:
         """Drop an answer's decoder, where it has one."""

@@ -12,7 +12,6 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
-from omni.codec.base import AudioCodec
 from omni.engine.answers import RemoteAnswer
 from omni.engine.coded import CodedSound, SoundDecoder, cannot_decode
 from omni.engine.launch import how_it_ended
@@ -40,14 +39,14 @@ class Link:
 
     Args:
         process: the other end's, for words about its end.
-        codec: decodes here what comes as codes; None where nothing does.
+        decoder: of what comes as codes; None where nothing does.
 
     Attributes:
         lost: why nothing is answered any more, None while the process lives.
         reader: the thread.
     """
 
-    def __init__(self, pipe: Connection, process: Any, codec: AudioCodec | None = None) -> None:
+    def __init__(self, pipe: Connection, process: Any, decoder: SoundDecoder | None = None) -> None:
         self._pipe, self._process, self._owner = pipe, process, os.getpid()
         self._changed = threading.Lock()  # guards the replies, the answers and `lost`
         self._replies: dict[int, _Reply] = {}
@@ -55,7 +54,7 @@ class Link:
         self.lost: EngineLost | None = None
         self._said_bye = False
         self._messages = 0
-        self._codec, self._decoder = codec, None if codec is None else SoundDecoder(codec)
+        self._decoder = decoder
         self._requests, self._numbers = count(1), count(1)
         self._sender = Sender(pipe)
         self.reader = threading.Thread(target=self._read, name="omni-events", daemon=True)
@@ -135,6 +134,8 @@ class Link:
                     except Exception:  # of a listener's `wake`: the others have nothing to do with it
                         LOG.exception("a listener of the engine's process failed")
         except (EOFError, OSError):
+            pass
+        finally:
             self._gone()
 
     def _decode(self, coming: Sequence[Any], decoder: SoundDecoder) -> None:
@@ -154,8 +155,8 @@ class Link:
         for answer, start in starts:
             answer.decoded(start, now)
         for number, error in failed.items():
-            if (answer := answers[number]) is not None and self._codec is not None:
-                answer.stop("error", cannot_decode(self._codec, error))
+            if (answer := answers[number]) is not None:
+                answer.stop("error", cannot_decode(decoder.codec, error))
         self._messages += 1
         if self._messages % OFTEN == 0:  # of answers that were dropped, nothing comes any more
             with self._changed:

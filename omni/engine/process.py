@@ -26,11 +26,13 @@ from omni import plugins as plugin_modules
 from omni.checkpoint.places import TOKENIZER
 from omni.codec.registry import load_codec
 from omni.engine.client import Pace, WhenFull, check_pace, check_patience
+from omni.engine.coded import SoundDecoder
 from omni.engine.launch import PATIENCE, first_message, start
 from omni.engine.link import Link
 from omni.engine.remote import RemoteSession
 from omni.engine.slots import check_slots
-from omni.engine.wire import EngineLost, pack_request
+from omni.engine.wire import EngineLost, ModelFacts, pack_request
+from omni.errors import UserError
 from omni.files import check_path
 from omni.generate.bounds import Bound, check_number
 from omni.generate.messages import History
@@ -93,14 +95,14 @@ class EngineProcess(Sessions[RemoteSession]):
         try:
             self.facts = first_message(pipe, self._process)
             self._tokenizer = Tokenizer.from_file(Path(folder) / TOKENIZER)
-            codec = load_codec(self.facts.codec) if self.facts.codec is not None and self.facts.portable else None
+            decoder = _decoder(self.facts)
         except BaseException:
             pipe.close()
             self._process.kill()
             self._process.join()
             raise
         self._closing = False
-        self._link = Link(pipe, self._process, codec)
+        self._link = Link(pipe, self._process, decoder)
         _OPEN.add(self)
 
     @property
@@ -193,6 +195,18 @@ class EngineProcess(Sessions[RemoteSession]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _decoder(facts: ModelFacts) -> SoundDecoder | None:
+    """What decodes in this process; None where nothing is to."""
+    if facts.codec is None or not facts.portable:
+        return None
+    try:
+        return SoundDecoder(load_codec(facts.codec))
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"codec {facts.codec} cannot decode in this process ({type(error).__name__}: {error})") from error
 
 
 _OPEN: set[EngineProcess] = set()

@@ -26,7 +26,7 @@ from omni.generate.listener import DeliveredPart, answer_of, joined
 from omni.generate.messages import Message
 from omni.generate.question import Asked, Coming, Question, read_question
 from omni.generate.results import Answer, Clock, Ended, Event, Timings
-from omni.tasks import Task, Turn
+from omni.tasks import Task, Turn, find_task
 from omni.text import Tokenizer
 
 
@@ -174,7 +174,7 @@ class RemoteSession(Conversation[RemoteAnswer]):
     def turns(self) -> tuple[Turn, ...]:
         """See `Session.turns`."""
         found: tuple[Turn, ...] = self._link.request("turns", self._number)
-        return found
+        return tuple(replace(turn, task=find_task(turn.task)) for turn in found)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """See `Session.save`."""

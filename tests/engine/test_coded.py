@@ -12,9 +12,11 @@ from torch import Tensor
 
 from omni.engine.coded import CodedSound, SoundDecoder
 from omni.engine.process import EngineProcess
+from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
 from omni.generate.speech_lm import SpeechLM
-from tests.engine.test_process import LONG, play, told
+from omni.tasks import TASKS
+from tests.engine.test_process import LONG, open_things, play, told
 from tests.generate.session_toys import TALKATIVE
 
 
@@ -85,6 +87,41 @@ def test_what_cannot_be_decoded_ends_one_answer(lm: SpeechLM, engine: EngineProc
         )
         assert sound_of(list(second)) == sound_of(wanted) and len(two.turns) == 1 and one.turns == ()
         assert sound_of(list(one.ask("on", "T1A2"))) == sound_of(wanted)
+
+
+def test_sound_of_another_length_than_said_is_refused(
+    lm: SpeechLM, engine: EngineProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.engine.echo import PortableStream
+
+    real = PortableStream._push
+    monkeypatch.setattr(PortableStream, "_push", lambda self, codes: real(self, codes)[:-1])
+    with engine.session(**LONG | {"max_seconds": 1.0}) as session:
+        last = list(session.ask("on", "T1A2"))[-1]
+        assert isinstance(last, Ended) and "portable made 3 samples of 1 frames; its frame_samples asks for 4" in str(
+            last.error
+        )
+        assert session.turns == ()
+
+
+def test_a_codec_that_cannot_start_here_is_named(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.engine.echo import PortableCodec
+
+    def stream(self: PortableCodec, seed: int = 0) -> Any:
+        raise RuntimeError("no library")
+
+    before = open_things()
+    monkeypatch.setattr(PortableCodec, "stream", stream)
+    with pytest.raises(UserError, match="codec portable cannot decode in this process .*no library"):
+        EngineProcess(saved.with_name("portable"), threads=1)
+    assert open_things() == before
+
+
+def test_turns_have_their_tasks(lm: SpeechLM, engine: EngineProcess) -> None:
+    for place in (lm, engine):
+        with place.session(max_seconds=0.4) as session:
+            session.answer("on", "T1A2")
+            assert session.turns[0].task is TASKS["T1A2"]
 
 
 def test_decoders_go_with_their_answers(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
