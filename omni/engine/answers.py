@@ -84,12 +84,13 @@ class RemoteAnswer:
         """Note that the chunk at `start` was decoded here at the time `now`."""
         if self.pace != "live":
             return
-        if self._plays is None:
-            self._plays = now
-            return
-        late = now - (self._plays + start)
-        self._plays += max(late, 0.0)
-        self._late.append(late)
+        with self.changed:
+            if self._plays is None:
+                self._plays = now
+                return
+            late = now - (self._plays + start)
+            self._plays += max(late, 0.0)
+            self._late.append(late)
 
     def fail(self, error: BaseException) -> None:
         """Raise an exception for the listener, after the events that have come."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from omni.engine.client import Pace, Running
+from omni.engine.coded import is_portable
 from omni.engine.engine import Engine
 from omni.engine.outbox import LOOK, Outbox, end_of
 from omni.engine.wire import Item, ModelFacts, pack, pack_error, unpack
@@ -135,7 +136,7 @@ class Child:
         running = session.lay_out(asked, seed, Clock(waited))
         running.pace = pace
         codec = running.codec
-        portable = codec is not None and codec.portable and codec.exact_samples(1) == codec.frame_samples
+        portable = codec is not None and is_portable(codec)
         running.coded = portable and running.task.audio and running.reply.limits.silence is None
         self._outbox.open(answer, running)
         self._last[number] = answer
@@ -251,7 +252,7 @@ def run(
         codec = lm.codec
         facts = ModelFacts(lm.config, repr(lm))
         if codec is not None:
-            facts = ModelFacts(lm.config, repr(lm), codec.name, codec.sample_rate, codec.frame_rate, codec.portable)
+            facts = ModelFacts(lm.config, repr(lm), codec.name, codec.sample_rate, codec.frame_rate, is_portable(codec))
     except Exception as error:
         pipe.send_bytes(pack([("refused", *pack_error(error))]))
         return

@@ -266,7 +266,6 @@ class Running:
             step, event = self._events.popleft()
             self._mark()
             self.delivery.take(step, event)
-            # coded sound is taken for another process, which has it already
             return replace(event, timings=self.timings()) if isinstance(event, Ended) else event  # type: ignore[return-value]
         assert self.failure is not None
         raise self.failure
@@ -296,5 +295,6 @@ class Running:
 
     def delivered(self) -> Exchange:
         """The exchange with the part of the answer that reached the listener."""
+        self.delivery.measure()  # takes as long as a step; the sound thread does not wait for it
         with self.changed:
             return self.delivery.of(self.exchange)

@@ -31,6 +31,11 @@ class CodedSound(NamedTuple):
     end: float
 
 
+def is_portable(codec: AudioCodec) -> bool:
+    """Whether listeners of another process decode: a codec says so, and needs no later frame for a frame's samples."""
+    return codec.portable and codec.exact_samples(1) == codec.frame_samples
+
+
 def cannot_decode(codec: AudioCodec, error: Exception) -> str:
     """What is told of an answer whose codes the codec refuses."""
     return f"codec {codec.name} cannot decode the answer ({error}); generate_batch(sound=False) gives its codes"

@@ -56,6 +56,15 @@ class Delivery:
         """Note that less was heard and seen than was handed over; the least of several notes counts."""
         self._played, self._shown = _least(self._played, played), _least(self._shown, shown)
 
+    def measure(self) -> None:
+        """Decode what was decoded elsewhere, where an interruption asks what was heard of it. `changed` need not be held, since
+        the answer has been stopped."""
+        if self._codec is not None and self.samples and self._played is not None and self._loudness is None:
+            loudness, codes = Loudness(self._codec.sample_rate), self._reply.codes(self.samples // self._codec.frame_samples)
+            if codes is not None:
+                loudness.push(self._codec.decode(codes))
+            self._loudness = loudness
+
     @property
     def seconds(self) -> float:
         """Length of the sound that was handed over."""
@@ -86,11 +95,7 @@ class Delivery:
 
     def _heard(self, played: float, codec: AudioCodec) -> int:
         """Number of characters heard, by the alignment of `omni.generate.heard`."""
-        reply, loudness = self._reply, self._loudness
-        if loudness is None and self.samples:  # it was decoded elsewhere
-            loudness = Loudness(codec.sample_rate)
-            loudness.push(codec.decode(reply.codes(self.samples // codec.frame_samples)))  # type: ignore[arg-type]
-        speech = [] if loudness is None else loudness.speech()
+        reply, speech = self._reply, self._loudness.speech() if self._loudness is not None else []
         end = None
         if self._finished and reply.reason == "end":  # the silence after the last word is known, too
             end = speech[-1][1] if speech else len(reply.frames) / codec.frame_rate
