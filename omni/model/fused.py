@@ -20,7 +20,7 @@ class FusedWeight(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-    places: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
 
 
 def fuse(model: nn.Module) -> int:
@@ -32,13 +32,18 @@ def fuse(model: nn.Module) -> int:
             with torch.inference_mode(False), torch.no_grad():
                 weight = as_one([linear.weight for linear in linears])
                 bias = None if linears[0].bias is None else as_one([linear.bias for linear in linears])
-            linears[0].__dict__["fused"] = FusedWeight(weight, bias, tuple(linear.weight.data_ptr() for linear in linears))
+            linears[0].__dict__["fused"] = FusedWeight(weight, bias, tuple(map(_place, linears)))
             count += 1
     return count
 
 
 def _plain(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and all(type(p.data) is Tensor for p in linear.parameters())
+
+
+def _place(linear: nn.Linear) -> tuple[int, int]:
+    """Addresses of its weight and bias, 0 for none."""
+    return linear.weight.data_ptr(), 0 if linear.bias is None else linear.bias.data_ptr()
 
 
 def as_one(weights: Sequence[Tensor]) -> Tensor:
@@ -57,6 +62,6 @@ def fused_product(x: Tensor, *linears: nn.Linear) -> Tensor | None:
     if fused is None or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
         return None
     for linear, place in zip(linears, fused.places, strict=True):
-        if linear.weight.data_ptr() != place or linear._forward_hooks or linear._forward_pre_hooks:
+        if _place(linear) != place or linear._forward_hooks or linear._forward_pre_hooks:
             return None
     return F.linear(x, fused.weight, fused.bias)

@@ -101,6 +101,8 @@ class DecoderStep:
         weight: Any = head.weight
         if type(head) not in (nn.Linear, nn.Embedding) or _acted_on(head) or type(weight) is not nn.Parameter:
             return None
+        if getattr(head, "bias", None) is not None:
+            return None
         if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in (x, weight)) or weight.numel() > SMALL:
             return None
         (step,) = self._blocks[:1] or [_BlockStep()]
