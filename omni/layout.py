@@ -249,6 +249,7 @@ class Layout:
         Returns:
             tokens [K, C] and valid [K, C] bool, true where a token is trained.
         """
+        import numpy as np
         import torch
 
         lengths: list[int | None] = [None if codes is None else codes.shape[1]] * self.n_audio
@@ -256,13 +257,13 @@ class Layout:
         if codes is not None:
             self.check_codes(codes)
         columns = max([s.delay + n + 1 for s, n in zip(self.streams, lengths, strict=True) if n is not None], default=0)
-        tokens = self.ids("pad")[:, None].repeat(1, columns)
-        valid = torch.zeros(len(self), columns, dtype=torch.bool)
+        # NumPy fills: of PyTorch's small operations each lets another thread run, and waits for it.
+        tokens, valid = np.empty((len(self), columns), np.int64), np.zeros((len(self), columns), bool)
+        tokens[:] = self.ids("pad").numpy()[:, None]
+        frames, words = (None if part is None else part.numpy(force=True) for part in (codes, text))
         for k, (s, n) in enumerate(zip(self.streams, lengths, strict=True)):
-            if n is None:
-                continue
-            real = text if k == self.n_audio else codes[k] if codes is not None else None
-            if real is None:
+            real = words if k == self.n_audio else None if frames is None else frames[k]
+            if n is None or real is None:
                 continue
             tokens[k, s.delay : s.delay + n] = real
             tokens[k, s.delay + n] = s.special("end")
@@ -273,7 +274,7 @@ class Layout:
                 valid[k, : last if cut else columns] = True
             else:
                 valid[k, s.delay : last] = True
-        return tokens, valid
+        return torch.from_numpy(tokens), torch.from_numpy(valid)
 
     def undelayed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The inverse of `delayed`: tokens [K, C] to text [T] and codes [A, F] of the frames that are whole."""
@@ -292,16 +293,16 @@ class Layout:
 
     def check_codes(self, codes: Tensor) -> None:
         """Refuse codes of another shape or out of range (UserError)."""
-        import torch
+        import numpy as np
 
         if codes.ndim != 2 or codes.shape[0] != self.n_audio:
             raise UserError(f"codes of shape {tuple(codes.shape)} do not fit a layout of {self.n_audio} audio streams")
         if codes.numel() == 0:
             return
-        sizes = torch.tensor(self.codebook_sizes, device=codes.device)[:, None]
-        bad = ((codes < 0) | (codes >= sizes)).nonzero()
-        if len(bad):
-            k, f = bad[0].tolist()
+        values = codes.numpy(force=True)
+        bad = (values < 0) | (values >= np.array(self.codebook_sizes)[:, None])
+        if bad.any():
+            k, f = np.argwhere(bad)[0].tolist()
             raise UserError(
                 f"code {int(codes[k, f])} of audio stream {k}, frame {f}, is outside [0, {self.codebook_sizes[k]}); "
                 "were the codes made with another codec, or stored in another order?"

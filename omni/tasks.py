@@ -249,7 +249,8 @@ def join(pieces: Sequence[Columns]) -> Columns:
 
     offset, index = 0, []
     for piece in pieces:
-        index.append(torch.where(piece.feature_index >= 0, piece.feature_index + offset, -1))
+        own = piece.feature_index
+        index.append(torch.where(own >= 0, own + offset, -1) if offset and piece.features else own)
         offset += sum(piece.features)
     return Columns(
         tokens=torch.cat([p.tokens for p in pieces], dim=1),

@@ -10,22 +10,14 @@ S samples of 16 kHz sound, N clips, M values of a feature frame, F feature frame
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from omni.encoder.config import ENCODERS, EncoderConfig
+from omni.encoder.config import ENCODERS, EncoderConfig, PreparedSound
 from omni.errors import UserError
 from omni.plugins import named
-
-
-class PreparedSound(NamedTuple):
-    """Features [M, F] of a sound's clips, the number of each one's frames, and that of the sound's."""
-
-    features: list[Tensor]
-    clip_frames: list[int]
-    frames: int
 
 
 class Encoder(nn.Module):
@@ -67,24 +59,13 @@ class Encoder(nn.Module):
         return out
 
     @torch.no_grad()
-    def prepare(self, sound: Tensor) -> PreparedSound:
-        """A whole sound [S] as `encode` takes it, for whoever has the time before.
-
-        Raises:
-            UserError: it is empty, or longer than the encoder takes.
-        """
-        config, clips = self.config, self.config.split(sound)
-        features = [config.features(clip) for clip in clips]
-        return PreparedSound(features, [config.clip_frames(len(clip)) for clip in clips], config.frames(len(sound)))
-
-    @torch.no_grad()
     def encode(self, sounds: Sequence[Tensor | PreparedSound]) -> tuple[Tensor, list[int]]:
         """Frames [sum T, D] of whole sounds [S], all clips in one batch, and the number T of each sound's.
 
         Raises:
             UserError: a sound is empty, or longer than the encoder takes.
         """
-        every = [sound if isinstance(sound, PreparedSound) else self.prepare(sound) for sound in sounds]
+        every = [sound if isinstance(sound, PreparedSound) else self.config.prepare(sound) for sound in sounds]
         batch, lengths = collate([features for one in every for features in one.features])
         frames = [count for one in every for count in one.clip_frames]
         return self.run(batch.to(next(self.parameters()).device), lengths, frames), [one.frames for one in every]

@@ -3,6 +3,7 @@
     config.split(sound)        clips [S]: one, or consecutive windows of a sound that is longer than the encoder takes
     config.features(clip)      features [M, F] of a clip
     config.frames(samples)     frames T that the encoder makes of a sound
+    config.prepare(sound)      all of these of a sound, as the encoder takes it
 
 S samples of 16 kHz sound, M values of a feature frame, F feature frames, T encoder frames, D width.
 """
@@ -13,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from inspect import isabstract
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LongAudio = Literal["refuse", "split"]
+
+
+class PreparedSound(NamedTuple):
+    """Features [M, F] of a sound's clips, the number of each one's frames, and that of the sound's."""
+
+    features: list[Tensor]
+    clip_frames: list[int]
+    frames: int
 
 
 class EncoderConfig(ABC):
@@ -122,6 +131,15 @@ class EncoderConfig(ABC):
     def frames(self, samples: int) -> int:
         """Frames T of a sound of that many samples, summed over its clips; UserError as of `clips`."""
         return sum(self.clip_frames(clip) for clip in self.clips(samples))
+
+    def prepare(self, audio: Tensor) -> PreparedSound:
+        """A whole sound [S] as `Encoder.encode` takes it, for whoever has the time before; UserError as of `clips`."""
+        import torch
+
+        clips = self.split(audio)
+        with torch.no_grad():
+            features = [self.features(clip) for clip in clips]
+        return PreparedSound(features, [self.clip_frames(len(clip)) for clip in clips], self.frames(len(audio)))
 
     def with_layers(self, layers: int) -> EncoderConfig:
         """The same with another number of the equal blocks in `Encoder.blocks`; here, without such blocks, unchanged."""

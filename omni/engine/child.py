@@ -129,11 +129,15 @@ class Child:
         self._admit()
         self._sessions[number] = self._lm.session(**values)
 
-    def do_ask(self, number: int, answer: int, turn: Turn, clip: Any, seed: int | None, pace: Pace, waited: float) -> None:
+    def do_ask(
+        self, number: int, answer: int, turn: Turn, clip: Any, prepared: Any, seed: int | None, pace: Pace, waited: float
+    ) -> None:
         self._admit()
         session = self._session(number)
-        asked = Asked(turn, None if clip is None else torch.from_numpy(clip))
-        running = session.lay_out(asked, seed, Clock(waited))
+        sound = None if clip is None else torch.from_numpy(clip)
+        if prepared is not None:
+            prepared = prepared._replace(features=[torch.from_numpy(features) for features in prepared.features])
+        running = session.lay_out(Asked(turn, sound, prepared), seed, Clock(waited))
         running.pace = pace
         codec = running.codec
         portable = codec is not None and is_portable(codec)

@@ -15,7 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor
+
 from omni.config import ModelConfig
+from omni.encoder.config import PreparedSound
 from omni.engine.answers import RemoteAnswer
 from omni.engine.client import Pace
 from omni.engine.link import Link
@@ -98,9 +101,10 @@ class RemoteSession(Conversation[RemoteAnswer]):
             if not answer.start():  # it was cancelled meanwhile
                 return
             self._link.register(answer)
-            waited = answer.clock.seconds
             try:
-                self._link.request("ask", self._number, answer.number, turn, clip, answer.seed, answer.pace, waited)
+                prepared = None if asked.clip is None else self._prepared(asked.clip)
+                values = answer.seed, answer.pace, answer.clock.seconds
+                self._link.request("ask", self._number, answer.number, turn, clip, prepared, *values)
             except Exception:  # it was refused, and nothing is left of it there
                 answer.settled = True
                 answer.end(Ended("cancelled", Timings()))
@@ -108,6 +112,11 @@ class RemoteSession(Conversation[RemoteAnswer]):
             except BaseException:  # Ctrl-C: it is perhaps about to be answered
                 self.let_go(answer)
                 raise
+
+    def _prepared(self, clip: Tensor) -> PreparedSound:
+        """The clip's features, made here, where that delays nobody else's sound; as arrays, which are quicker to send."""
+        prepared = self.config.encoder.prepare(clip)
+        return prepared._replace(features=[features.numpy(force=True) for features in prepared.features])
 
     # --- its answer ---------------------------------------------------------------------------------------------------
 

@@ -83,8 +83,7 @@ class SteppingThread:
         if urgent and not (incoming and waited):
             self._step(urgent + self._beside(urgent, due))
         elif incoming:
-            self._steps = 0
-            intake.piece(spare)
+            self._let_in(spare)
         elif self._refill(due.slack, bool(due.read) or self._filling):
             pass
         elif self._filling:
@@ -95,6 +94,15 @@ class SteppingThread:
             slack = min(due.slack, wait, 0.01) if unknown else min(due.slack, wait)
             return None if slack == float("inf") else max(slack, 1e-4)
         return 0.0
+
+    def _let_in(self, spare: float) -> None:
+        """Feed a piece of the questions that come in, and more of them while half of `spare` seconds is left."""
+        self._steps, start, passed = 0, time.perf_counter(), 0.0
+        while True:
+            self._intake.piece(spare - passed)
+            passed = time.perf_counter() - start
+            if not self._intake.coming or 2 * passed >= spare or spare == float("inf"):
+                return
 
     def _beside(self, urgent: Sequence[Talk], due: Due) -> list[Talk]:
         """Talks that a step takes besides those that cannot wait."""

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
 
-from omni.encoder.base import PreparedSound
+from omni.encoder.config import PreparedSound
 from omni.errors import UserError
 from omni.generate.question import Asked
 from omni.kv_cache import KVCache
 from omni.layout import Layout
-from omni.tasks import Columns, Turn, answer, join, prompt, system_message
+from omni.tasks import Columns, Task, Turn, answer, join, prompt, system_message
 
 Key = tuple[int, ...]
 """Identifies a column: its K ids, and the exchange and index of the feature that it takes (-1 and -1 for none)."""
@@ -43,9 +44,22 @@ class Exchange:
         conversation looks at all turns before it."""
         found = self._parts.get(answered)
         if found is None or found.layout is not layout or found.turn is not self.turn:
-            columns = answer(layout, self.turn) if answered else prompt(layout, replace(self.turn, system=()))
+            columns = answer(layout, self.turn) if answered else _question(layout, self.turn)
             found = self._parts[answered] = _Part(layout, self.turn, columns, _keys(columns, self.number))
         return found
+
+
+def _question(layout: Layout, turn: Turn) -> Columns:
+    """Columns of a question without a system message."""
+    if isinstance(turn.task, Task) and turn.task.question == "audio":
+        return _spoken(layout, turn.task, turn.features)
+    return prompt(layout, replace(turn, system=()))
+
+
+@lru_cache(maxsize=256)
+def _spoken(layout: Layout, task: Task, features: int) -> Columns:
+    """Columns of any spoken question of as many features; they are not to be changed."""
+    return prompt(layout, Turn(task, features=features))
 
 
 class _Part(NamedTuple):
@@ -71,8 +85,10 @@ def lay_out(
     Args:
         system: token ids of the system message, which comes before the first turn that is left.
     """
-    first = system_message(layout, system)
-    pieces, keys = [first] if len(first) else [], _keys(first, -1)
+    pieces, keys = list[Columns](), list[Key]()
+    if len(system):
+        pieces.append(system_message(layout, system))
+        keys += _keys(pieces[0], -1)
     for exchange in (*past, asked):
         for answered in (False, True):
             if exchange is not None and not (answered and exchange is asked):
@@ -101,7 +117,7 @@ def fit(
     dropped = 0
     if forget:
         dropped, sizes = forgotten(layout, past, system, length), [_size(layout, exchange) for exchange in past]
-        own = len(system_message(layout, system)) + len(asked.part(layout, False).keys)
+        own = _system_size(layout, system) + len(asked.part(layout, False).keys)
         while dropped < len(past) and own + sum(sizes[dropped:]) > length - length // 4:
             dropped += 1
     past = list(past[dropped:])
@@ -123,7 +139,7 @@ def forgotten(layout: Layout, past: Sequence[Exchange], system: Sequence[int], l
     comes: half a column again for each new one.
     """
     sizes = [_size(layout, exchange) for exchange in past]
-    taken = len(system_message(layout, system)) + sum(sizes)
+    taken = _system_size(layout, system) + sum(sizes)
     longest = max((len(exchange.part(layout, False).keys) for exchange in past), default=0)
     if taken + longest <= length - length // 4:
         return 0
@@ -132,6 +148,10 @@ def forgotten(layout: Layout, past: Sequence[Exchange], system: Sequence[int], l
         taken -= sizes[dropped]
         dropped += 1
     return dropped
+
+
+def _system_size(layout: Layout, system: Sequence[int]) -> int:
+    return len(system_message(layout, system)) if len(system) else 0
 
 
 def _size(layout: Layout, exchange: Exchange) -> int:

@@ -19,7 +19,7 @@ from omni.audio.io import SAMPLE_RATE, AudioSource, shorten
 from omni.audio.level import sound_warnings
 from omni.audio.waveform import read_sound, unwrap
 from omni.config import ModelConfig
-from omni.encoder.base import PreparedSound
+from omni.encoder.config import PreparedSound
 from omni.errors import SoundWarning, UserError
 from omni.generate.incoming import Incoming, is_coming
 from omni.model.speech_model import SpeechModel

@@ -124,8 +124,8 @@ class Session(Conversation[Running]):
     def begin(self, running: Running) -> None:
         exchange = running.exchange
         try:
-            if exchange.clip is not None:  # here, where it delays nobody else's sound
-                exchange.prepared = self.model.encoder.prepare(exchange.clip)
+            if exchange.clip is not None and exchange.prepared is None:  # here, where it delays nobody else's sound
+                exchange.prepared = self.config.encoder.prepare(exchange.clip)
             self._engine.ask([running])
         except BaseException:
             self.withdraw(running)
@@ -151,7 +151,7 @@ class Session(Conversation[Running]):
                 seat = self._open()
                 self._commit(self._last)  # once more: another thread may have asked meanwhile
                 clip = None if asked.clip is None else asked.clip.clone()  # a caller may fill its buffer again
-                before, exchange = self._past, Exchange(asked.turn, self._asked, clip)
+                before, exchange = self._past, Exchange(asked.turn, self._asked, clip, None, asked.prepared)
                 room, forget = (seat.limit, self.model.config.decoder.context), options.overflow == "forget"
                 self._past, columns, keys = fit(layout, before, exchange, self._system, *room, forget)
                 key = seed_key(options.seed, self._asked) if seed is None else seed_key(seed)

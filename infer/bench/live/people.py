@@ -19,6 +19,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from infer.bench.live.manner import BARGE, PAUSE, Heard, Manner
 from omni.audio.io import SAMPLE_RATE
 from omni.engine.process import EngineProcess
@@ -46,7 +48,7 @@ class LiveLoad:
         self.over = False
         self.failure: BaseException | None = None
         self.people: set[Person] = set()
-        self._calls = ThreadPoolExecutor(CALLING, "bench-call")
+        self._calls = ThreadPoolExecutor(CALLING, "bench-call", torch.set_num_threads, (1,))
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._changed, self._noting = threading.Condition(), threading.Lock()
@@ -179,6 +181,11 @@ class Person:
         if plan == self._plan:
             self._next(0.0 if self.load.manner.nonstop else playing + self.load.random.uniform(*PAUSE), plan)
 
+    def settle(self, plan: int) -> None:
+        """Put an answer that was written into the history, as a session's iterator does."""
+        if plan == self._plan and self in self.load.people and not self.load.over:
+            self._session.commit()
+
     def interrupt(self, plan: int, listener: AnswerHearer) -> None:
         """Speak into an answer, where it still plays."""
         if plan != self._plan or self.load.over or not listener.plays_on():
@@ -226,6 +233,7 @@ class AnswerHearer:
                     self._person.load.note("errors", str(event.error))
                 elif event.reason != "cancelled":
                     self._person.load.note("answers")
+                    self._person.load.later(0.0, lambda: self._person.settle(self._plan))
                 self._person.ended(self._plan, self._end - self.played())
 
     def _hear(self, chunk: AudioChunk, now: float) -> None:
