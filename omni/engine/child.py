@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from omni.encoder.config import PreparedSound
 from omni.engine.client import Pace, Running
 from omni.engine.coded import is_portable
 from omni.engine.engine import Engine
@@ -135,9 +136,8 @@ class Child:
         self._admit()
         session = self._session(number)
         sound = None if clip is None else torch.from_numpy(clip)
-        if prepared is not None:
-            prepared = prepared._replace(features=[torch.from_numpy(features) for features in prepared.features])
-        running = session.lay_out(Asked(turn, sound, prepared), seed, Clock(waited))
+        ready = None if prepared is None else PreparedSound([torch.from_numpy(part) for part in prepared[0]], *prepared[1:])
+        running = session.lay_out(Asked(turn, sound, ready), seed, Clock(waited))
         running.pace = pace
         codec = running.codec
         portable = codec is not None and is_portable(codec)
