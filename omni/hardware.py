@@ -6,6 +6,7 @@ Names can be checked without importing torch.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import threading
 from collections import defaultdict
@@ -104,6 +105,11 @@ def find_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
         return None
     found: torch.dtype = getattr(torch, DTYPES[str(name).removeprefix("torch.")])
     return found
+
+
+def cores() -> int:
+    """Number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

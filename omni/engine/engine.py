@@ -1,17 +1,18 @@
 """The engine: one batch for every conversation with a model on one device.
 
-One thread steps. Between two steps it takes what came meanwhile: new questions get a slot and are encoded and prefilled in
-pieces that fit the time until a listener needs sound; answers that ended or were cancelled leave. A second thread
-(`omni.engine.sound`) turns what was written into text and sound while the next step runs.
+One thread steps. Between two steps it takes what came meanwhile: new questions get a slot and are prefilled in pieces that fit
+the time until a listener needs sound; answers that ended or were cancelled leave. A second thread (`omni.engine.sound`) turns
+what was written into text and sound while the next step runs. Questions are encoded by who asks, or between two steps.
 
-    client: ask --> [waiting] --> slot --> encode --> prefill --> [rows: step, step, ...] --> events --> client
-                                              between two steps              sound thread
+    client: encode --> ask --> [waiting] --> slot --> prefill --> [rows: step, step, ...] --> events --> client
+                                          between two steps              sound thread
 
 A row's answer does not depend on its company, so that each conversation is what it would be alone.
 
     engine.py      what clients call                    batch.py       the rows and their slots
-    requests.py    what they asked, until a boundary    intake.py      questions on their way into the batch
-    client.py      an answer, as all threads share it   stepping.py    the thread that owns these two
+    hearing.py     questions, encoded                   intake.py      questions on their way into the batch
+    requests.py    what they asked, until a boundary    stepping.py    the thread that owns these two
+    client.py      an answer, as all threads share it
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from omni.codec.base import AudioCodec
 from omni.engine.batch import EngineBatch
 from omni.engine.client import Running, check_patience
 from omni.engine.forget import Refill
+from omni.engine.hearing import Hearing
 from omni.engine.intake import Intake
 from omni.engine.measure import MOST, KnownCosts, StepCosts, check_measuring, powers_to
 from omni.engine.requests import Requests
@@ -76,7 +78,7 @@ class Engine:
         self._requests, self._recorder = Requests(), Recorder(self._known)
         self._sound = SoundThread(self._requests.end, self._recorder)
         self._batch = EngineBatch(model, slots, context, self._sound, self._recorder, graph, compile)
-        self._intake = Intake(self._batch, self._recorder)
+        self._intake, self._hearing = Intake(self._batch, self._recorder), Hearing(model)
         self._stepping = SteppingThread(
             self._requests, self._batch, self._intake, self._recorder, marks or Watermarks(), patience
         )
@@ -149,6 +151,10 @@ class Engine:
             self._requests.ask(asked)
         release_threads()  # from here on the stepping thread computes
         self._requests.wake()
+
+    def hear(self, running: Running) -> None:
+        """Encode a question before it is asked, in the caller's thread, as far as that delays nobody else's sound."""
+        self._hearing.beside(running)
 
     def _check_queue(self, running: Running) -> None:
         waiting = len(self._requests.asked) + len(self._intake.waiting)

@@ -1,4 +1,4 @@
-"""Questions on their way into the cache: encoded together, then prefilled together, piece by piece.
+"""Questions on their way into the cache: prefilled together, piece by piece.
 
 Dimensions: K streams, N features, W width.
 """
@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from omni.engine.client import Running
-from omni.generate.history import Exchange
 from omni.generate.prefill import Fork, Prefill, pack
-from omni.generate.question import FEATURES_NOT_FINITE, Asked, encode_questions, is_finite
 from omni.generate.rows import RunnerRow
 from omni.generate.runner import Runner
 from omni.hardware import finish_queued
@@ -21,7 +19,7 @@ from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel
 
 TOGETHER = 16
-"""Questions that are encoded, or prefilled, together at most."""
+"""Questions that are prefilled together at most."""
 
 ALIKE = 2.0
 """Prompts are prefilled together up to this ratio of their lengths: the shorter ones are padded."""
@@ -48,40 +46,10 @@ class Talk:
     left: bool = False
 
 
-def unheard(talk: Talk) -> list[Exchange]:
-    """Spoken questions of its conversation that the encoder has not heard yet."""
-    return [e for e in talk.running.said if e.clip is not None and e.features is None]
-
-
 def same_kind(talks: Sequence[Talk], most: int) -> list[Talk]:
     """The first of talks and those with its adapters and edits, at most that many."""
     first = talks[0].running.start.selection
     return [talk for talk in talks if talk.running.start.selection == first][: min(most, TOGETHER)]
-
-
-def encode(model: SpeechModel, talks: Sequence[Talk]) -> list[Talk]:
-    """Encode what is unheard of talks with the same adapters and edits (`same_kind`); returns those with features that are not
-    finite, whose features are dropped again."""
-    first, alike = talks[0], talks
-    todo = [exchange for talk in alike for exchange in unheard(talk)]
-    with using(first.running.active):
-        for low in range(0, len(todo), TOGETHER):
-            some = todo[low : low + TOGETHER]
-            found = encode_questions(model, [Asked(e.turn, e.clip, e.prepared) for e in some])
-            for exchange, features in zip(some, found, strict=True):
-                exchange.features, exchange.prepared = features, None
-    finish_queued(model.device)
-    broken = []
-    for talk in alike:
-        running = talk.running
-        running.encode = running.clock.seconds
-        odd = [e for e in running.said if not is_finite(e.features)]
-        if odd:
-            running.reply.fail(FEATURES_NOT_FINITE)
-            broken.append(talk)
-        for exchange in odd:
-            exchange.features = None
-    return broken
 
 
 def left_of(talk: Talk, runner: Runner) -> int:

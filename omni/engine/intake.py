@@ -11,8 +11,9 @@ from collections import deque
 from omni.engine.admission import Verdict, admit
 from omni.engine.batch import EngineBatch
 from omni.engine.client import Running
-from omni.engine.entering import TOGETHER, Entering, Talk, encode, same_kind, together, unheard
+from omni.engine.entering import TOGETHER, Entering, Talk, same_kind, together
 from omni.engine.forget import Refills, columns_in
+from omni.engine.hearing import encode, unheard
 from omni.engine.slots import Seat
 from omni.engine.stats import Recorder
 
@@ -95,10 +96,11 @@ class Intake:
             batch.free(talk)
         if not self.placed:
             return None
-        if odd := [talk for talk in self.placed if unheard(talk)]:
+        if odd := [talk for talk in self.placed if unheard(talk.running)]:
             fitting = TOGETHER if slack == float("inf") else max(1, int(slack / self._hearing))
             chosen, start = same_kind(odd, fitting), time.perf_counter()
-            for talk in encode(batch.model, chosen):
+            broken = encode(batch.model, [talk.running for talk in chosen])
+            for talk in [talk for talk in chosen if talk.running in broken]:
                 self.placed.remove(talk)
                 batch.free(talk, "error")
             self._hearing = 0.5 * self._hearing + 0.5 * (time.perf_counter() - start) / len(chosen)

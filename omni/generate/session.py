@@ -122,10 +122,8 @@ class Session(Conversation[Running]):
         return read_question(question, task, self.model, self.tokenizer, sample_rate)
 
     def begin(self, running: Running) -> None:
-        exchange = running.exchange
         try:
-            if exchange.clip is not None and exchange.prepared is None:  # here, where it delays nobody else's sound
-                exchange.prepared = self.config.encoder.prepare(exchange.clip)
+            self._engine.hear(running)
             self._engine.ask([running])
         except BaseException:
             self.withdraw(running)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
+from omni.hardware import cores
 from omni.ranges import check_fields, ranged
 from train.data.readers import ReaderOptions
 from train.data.tts.voices import check_spec
@@ -83,6 +83,5 @@ class PrepareConfig:
         """Number of worker processes; 0 for this process alone."""
         if self.workers is not None:
             return self.workers
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        most = max(1, cores // self.threads)
+        most = max(1, cores() // self.threads)
         return most if self.device == "cpu" else min(most, 4)  # each has a copy of the codec on the device
