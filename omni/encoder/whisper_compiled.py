@@ -46,9 +46,9 @@ def encode(whisper: Any, mels: Tensor, lengths: Sequence[int], frames: Sequence[
     starts = np.cumsum([0, *((length + 1) // 2 for length in lengths)])
     x = np.empty((starts[-1], whisper.conv1.out_channels), np.float32)
     stem = [part for conv in (whisper.conv1, whisper.conv2) for part in (_flat(conv.weight), _array(conv.bias))]
-    held = [[p.detach().contiguous() for p in _parameters(block)] for block in whisper.blocks]  # until the call has ended
+    held = [[p if p.is_contiguous() else p.detach().contiguous() for p in _parameters(block)] for block in whisper.blocks]
     block = whisper.blocks[0]
-    places = np.array([[p.data_ptr() for p in own] for own in held])
+    places = np.array([[p.data_ptr() for p in own] for own in held])  # which stay until the call has ended
     given = *stem, _array(whisper.positional_embedding), block.heads, np.float32(block.attn_ln.eps)
     compiled.encoder(_array(mels), np.array(lengths), starts, *given, places, block.mlp[0].out_features, x)  # type: ignore[call-arg]
     out: Tensor = whisper.ln_post(torch.from_numpy(x))
@@ -67,8 +67,8 @@ def _parameters(block: Any) -> list[Tensor]:
 
 def _flat(weight: Tensor) -> Array:
     """A convolution's weight [D, M, 3] as [D, 3 M]."""
-    return _array(weight.transpose(1, 2).flatten(1))
+    return np.ascontiguousarray(weight.numpy(force=True).transpose(0, 2, 1)).reshape(len(weight), -1)
 
 
 def _array(x: Tensor) -> Array:
-    return np.ascontiguousarray(x.detach().numpy())
+    return np.ascontiguousarray(x.numpy(force=True))

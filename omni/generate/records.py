@@ -40,7 +40,8 @@ class StepRecords:
             pinned: whether the copy is not waited for, but lands in pinned memory.
         """
         if not pinned:
-            self._pending.append(_Record(rows, packed.clone(), None))
+            here = packed.numpy().copy() if packed.device.type == "cpu" else packed.clone()
+            self._pending.append(_Record(rows, torch.as_tensor(here), None))
             return
         width = packed.shape[1]
         free = self._hosts.setdefault(width, [])

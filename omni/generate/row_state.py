@@ -214,11 +214,11 @@ class RowState:
         sampled, odd = np.repeat(self._pad.numpy()[None], count, 0), np.zeros((2, count), np.bool_)
         with using(self.selection(plan, rows)):
             if plan.audio:
-                logits = decoder.audio_logits(hidden).detach().numpy()[:, -1]
+                logits = decoder.audio_logits(hidden).numpy(force=True)[:, -1]
                 self.sampler.likeliest(logits, sampled[:, :a], text=False)
                 note_broken(hidden.audio, logits, odd[0])
             if plan.text:
-                logits = decoder.text_logits(hidden).detach().numpy()[:, -1]
+                logits = decoder.text_logits(hidden).numpy(force=True)[:, -1]
                 self.sampler.likeliest(logits, sampled[:, a:], text=True)
                 note_broken(hidden.text, logits, odd[1])
         self._push(plan, rows, sampled, odd)

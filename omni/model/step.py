@@ -67,7 +67,7 @@ class DecoderStep:
         if embedded is None:
             return None
         x = embedded
-        rows, width = x.shape
+        (rows, width), shape = x.shape, (tokens.shape[0], columns, x.shape[1])
         mask = cache.attend_to_some(input_pos)
         cos, sin = (np.empty((rows, 2 * len(decoder.rope)), np.float32) for _ in range(2))
         place = _Place(cache, mask.numpy().reshape(rows, -1), cos, sin)
@@ -78,7 +78,7 @@ class DecoderStep:
             if run and (layer == len(decoder.blocks) or step is None or step.shape != run[-1][1].shape):
                 run = _take(run, x, place)
             if layer == len(decoder.blocks):
-                found.append(_normed(decoder.norm, x))
+                found.append(_normed(decoder.norm, x, shape))
             if step is not None and step.shape.numbers == "float32":
                 run.append((block, step, layer))
             elif step is not None:
@@ -89,9 +89,8 @@ class DecoderStep:
                 x = y.numpy().reshape(rows, width).copy()  # which the next one changes
         _take(run, x, place)
         last = decoder.norm if decoder.post_norm is None else decoder.post_norm
-        found.append(_normed(last, x))
-        shape = tokens.shape[0], columns, width
-        return found[0].view(shape), found[-1].view(shape)
+        found.append(_normed(last, x, shape))
+        return found[0], found[-1]
 
     def logits(self, decoder: Any, head: nn.Module, x: Tensor) -> Tensor | None:
         """Products [..., V] of hidden states x [..., W] and a small head, or tied table; None where the decoder's blocks are
@@ -108,7 +107,7 @@ class DecoderStep:
         (step,) = self._blocks[:1] or [_BlockStep()]
         if torch.is_autocast_enabled("cpu") or not step.is_of(decoder.blocks[0], False) or step.shape.numbers != "float32":
             return None
-        rows, table = np.ascontiguousarray(x.numpy().reshape(-1, x.shape[-1])), _array(weight.detach())
+        rows, table = np.ascontiguousarray(x.numpy().reshape(-1, x.shape[-1])), _array(weight)
         out = np.empty((len(rows), len(table)), np.float32)
         compiled.logits(rows, table, out)
         return torch.from_numpy(out.reshape(*x.shape[:-1], -1))
@@ -118,7 +117,7 @@ class DecoderStep:
         tables = decoder.audio_embedding, decoder.text_embedding
         if any(type(table) is not nn.Embedding or _acted_on(table) for table in tables):
             return _owned(decoder.embed(tokens))
-        audio, text = (table.weight.detach().numpy() for table in tables)
+        audio, text = (table.weight.numpy(force=True) for table in tables)
         out = np.empty((tokens.shape[0], text.shape[1]), np.float32)
         scale = np.float32(1 / len(decoder.layout) if decoder.config.combine == "mean" else 1)
         own = np.ascontiguousarray(tokens.numpy()[:, :, 0])
@@ -133,20 +132,21 @@ def _owned(x: Tensor) -> Array | None:
 
 def _array(x: Tensor) -> Array:
     """A tensor as an array whose numbers are neighbours: of others, what is compiled is compiled again."""
-    return np.ascontiguousarray(x.numpy())
+    return np.ascontiguousarray(x.numpy(force=True))
 
 
 def _acted_on(part: nn.Module) -> bool:
     return bool(part._forward_hooks or part._forward_pre_hooks)
 
 
-def _normed(norm: nn.RMSNorm, x: Array) -> Tensor:
+def _normed(norm: nn.RMSNorm, x: Array, shape: tuple[int, ...]) -> Tensor:
+    """x [B T, W] normed, as [B, T, W]; in memory of its own."""
     if type(norm) is not RMSNorm or _acted_on(norm):
-        found: Tensor = norm(torch.from_numpy(x.copy()))
+        found: Tensor = norm(torch.from_numpy(x.reshape(shape).copy()))
         return found
     out = np.empty_like(x)
-    compiled.norm_rows(x, norm.weight.detach().numpy(), np.float32(norm.eps), out)
-    return torch.from_numpy(out)
+    compiled.norm_rows(x, norm.weight.numpy(force=True), np.float32(norm.eps), out)
+    return torch.from_numpy(out.reshape(shape))
 
 
 class _Place:
