@@ -1,9 +1,10 @@
 """Which rows step next: deadlines belong to listeners.
 
-A listener who has heard nothing yet, or only the first frames, is served at once, as is one who holds less than `low` frames.
-When somebody is low, rows that hold less than `high` come along, until most hold so much; then all rest until somebody is low
-again, so that rows stay together, and the time between belongs to questions that come in. Answers that nobody plays (a program
-reads them) are written whenever nothing else is due.
+A listener who has heard nothing yet, or only the first frames, is served at once, as is one who holds less than `low` frames:
+two, or as many as sound for 0.16 s, for which a thread of a busy machine may well have to wait for its core. When somebody is
+low, rows that hold less than `high` come along, until most hold so much; then all rest until somebody is low again, so that
+rows stay together, and the time between belongs to questions that come in. Answers that nobody plays (a program reads them) are
+written whenever nothing else is due.
 """
 
 from __future__ import annotations
@@ -26,14 +27,23 @@ class Watermarks:
     Attributes:
         low: a row whose listener holds less is stepped at once.
         high: a row whose listener holds more rests.
+        least: seconds that `low` stands for at least, for frames that are short; `high` is raised by as many frames.
     """
 
     low: float = 2.0
     high: float = 8.0
+    least: float = 0.16
 
     def __post_init__(self) -> None:
         if not 0 < self.low < self.high:
             raise UserError(f"watermarks: low is {self.low} and high is {self.high}; low must be above 0 and below high")
+        if not self.least >= 0:
+            raise UserError(f"watermarks: least is {self.least}; it must be a number of seconds from 0 on")
+
+    def at(self, frame_rate: float) -> tuple[float, float]:
+        """Both marks in frames, of which as many sound a second."""
+        low = max(self.low, self.least * frame_rate)
+        return low, self.high + low - self.low
 
 
 @dataclass
@@ -76,22 +86,24 @@ def choose(talks: Iterable[Talk], now: float, marks: Watermarks, unread: float =
         if not running.live:
             whole = running.pace == "whole" or (running.ahead < AHEAD and not running.resting)
             (found.read if whole else found.behind).append(talk)
-        elif running.unread > marks.high + TOLD + unread * running.frame_rate:
+            continue
+        low, high = marks.at(running.frame_rate)
+        if running.unread > high + TOLD + unread * running.frame_rate:
             found.lost.append(talk)
         elif running.plays is None and not talk.exact:
             found.new.append(talk)
         else:
             held = talk.exact if running.plays is None else running.held(now, talk.exact)  # it is about to play
             found.late |= held <= 0
-            if talk.exact <= marks.low or running.plays is None:
+            if talk.exact <= low or running.plays is None:
                 found.new.append(talk)
-            elif held < marks.low:
+            elif held < low:
                 found.low.append(talk)
-            elif held < marks.high:
+            elif held < high:
                 found.along.append(talk)
             else:
                 found.full += 1
             if (seconds := held / running.frame_rate) < least:
-                least, found.slack = seconds, seconds - marks.low / running.frame_rate
+                least, found.slack = seconds, seconds - low / running.frame_rate
     found.spare = least
     return found

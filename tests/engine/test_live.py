@@ -44,21 +44,24 @@ def listener(played: float | None, frames: int, pace: str = "live") -> Any:
 def test_who_is_due() -> None:
     new, low, fine, full = listener(None, 0), listener(0.4, 12), listener(0.4, 14), listener(0.4, 17)
     program = listener(None, 5, "read")
-    found = choose([new, low, fine, full, program], 100.0, Watermarks(2.0, 5.0))
+    found = choose([new, low, fine, full, program], 100.0, Watermarks(2.0, 5.0, 0.0))
     assert (found.new, found.low, found.along, found.read) == ([new], [low], [fine], [program])
     assert found.slack == pytest.approx(-1 / 25) and not found.late  # the low one holds a frame
     assert found.spare == pytest.approx(1 / 25) and found.full == 1
     assert choose([listener(0.45, 12)], 100.0, Watermarks()).late
     about, held = listener(None, 2), listener(None, 21)  # to begin: with one frame; with many, which wait to be enough
-    found = choose([fine, about, held], 100.0, Watermarks(2.0, 5.0))
+    found = choose([fine, about, held], 100.0, Watermarks(2.0, 5.0, 0.0))
     assert found.new == [about, held] and found.spare == pytest.approx(1 / 25)
     program.running.ahead = 64
     assert choose([program], 100.0, Watermarks()).behind == [program]
     new.running.unread, fine.running.unread = 5 + 16 + 250, 5 + 16 + 251
-    found = choose([new, fine], 100.0, Watermarks(2.0, 5.0))
+    found = choose([new, fine], 100.0, Watermarks(2.0, 5.0, 0.0))
     assert (found.new, found.lost, found.along) == ([new], [fine], [])  # ten seconds of 25 frames
     with pytest.raises(UserError, match="low is 3.0 and high is 2.0"):
         Watermarks(3.0, 2.0)
+    with pytest.raises(UserError, match="least is -1"):
+        Watermarks(least=-1.0)
+    assert Watermarks(2.0, 8.0, 0.16).at(25.0) == (4.0, 10.0) and Watermarks(2.0, 8.0, 0.16).at(12.0) == (2.0, 8.0)
 
 
 def test_rows_that_are_stepped_are_neighbours() -> None:
