@@ -115,7 +115,8 @@ class FakeEngine:
 
         closed: list[bool] = []
         self.log.append(("session", options))
-        return SimpleNamespace(read=ask, begin=lambda answer: None, cancel=cancel, close=close)
+        commit = lambda: self.log.append(("commit", len(answers)))  # noqa: E731
+        return SimpleNamespace(read=ask, begin=lambda answer: None, commit=commit, cancel=cancel, close=close)
 
     def count(self, kind: str) -> int:
         return sum(one == kind for one, _ in self.log)
@@ -177,6 +178,7 @@ def test_people_speak_hear_the_answer_out_and_pause() -> None:
     times = [at for kind, at in engine.log if kind == "ask"]
     assert all(other - one > 10 * FRAME + people.PAUSE[0] + 0.05 for one, other in itertools.pairwise(times))
     assert heard.answers >= 2 and heard.underruns == heard.interrupted == 0
+    assert [number for kind, number in engine.log if kind == "commit"][:2] == [1, 2]  # each before the next is asked
     (options,) = [options for kind, options in engine.log if kind == "session"]
     assert options["pace"] == "live" and options["when_full"] == "wait" and options["overflow"] == "forget"
 

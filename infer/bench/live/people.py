@@ -179,9 +179,10 @@ class Person:
     def ended(self, plan: int, playing: float) -> None:
         """An answer was written, and still plays for some seconds."""
         if plan == self._plan:
+            self.load.later(0.0, lambda: self._settle(plan))
             self._next(0.0 if self.load.manner.nonstop else playing + self.load.random.uniform(*PAUSE), plan)
 
-    def settle(self, plan: int) -> None:
+    def _settle(self, plan: int) -> None:
         """Put an answer that was written into the history, as a session's iterator does."""
         if plan == self._plan and self in self.load.people and not self.load.over:
             self._session.commit()
@@ -233,7 +234,6 @@ class AnswerHearer:
                     self._person.load.note("errors", str(event.error))
                 elif event.reason != "cancelled":
                     self._person.load.note("answers")
-                    self._person.load.later(0.0, lambda: self._person.settle(self._plan))
                 self._person.ended(self._plan, self._end - self.played())
 
     def _hear(self, chunk: AudioChunk, now: float) -> None:
