@@ -29,8 +29,11 @@ from omni.generate.rows import StepOutput
 Outputs = list[tuple[Running, StepOutput]]
 
 BEFORE = 3
-"""Steps that a live listener's first sound lasts at least, up to two frames: it plays at once, and the next may be delayed by
-somebody's question."""
+"""Steps that a live listener's first sound lasts at least where others speak, up to two frames: it plays at once, and the next
+may be delayed by somebody's question."""
+
+FIRST = 0.08
+"""Seconds that it lasts at least then, up to two frames as well: a thread of a busy machine waits for its core now and then."""
 
 
 class SoundThread:
@@ -141,7 +144,8 @@ class SoundThread:
 
     def _least(self, codec: AudioCodec) -> float:
         """Samples that a live listener's first sound has at least."""
-        return min(BEFORE * self._step * codec.sample_rate, 2 * codec.frame_samples)
+        seconds = max(BEFORE * self._step, FIRST) if self._step else 0.0
+        return min(round(seconds * codec.sample_rate), 2 * codec.frame_samples)
 
     def _sounded(self, running: Running, chunk: AudioChunk | CodedSound) -> None:
         """Give the listener a chunk, and note when it came, unless its process does; `changed` is held."""
