@@ -65,7 +65,7 @@ def check_bench(options: BenchOptions) -> None:
     check_playing(options)
 
 
-PLAYING = ("play_seconds", "nonstop", "barge_in", "rate", "plot")
+PLAYING = ("play_seconds", "nonstop", "barge_in", "rate", "bare", "plot")
 """Options that only count with `--sessions`."""
 
 MOST_SESSIONS = 1024
@@ -88,6 +88,10 @@ def check_playing(options: BenchOptions) -> None:
     for name in ("gpu", "full"):
         if getattr(options, name):
             raise UserError(f"--{name} and --sessions were given together; leave one of them out")
+    if options.bare and options.quantize is not None:
+        raise UserError(
+            f"--bare and --quantize {options.quantize} were given together: it plays in full precision; leave one out"
+        )
     if options.plot is not None:
         check_picture(options.plot)
         if options.model is None and "," in (options.preset or ""):

@@ -104,6 +104,7 @@ class BenchOptions:
     rate: float | None = option(
         None, "with --sessions: also callers at random (Poisson), this many a second for each of the number of sessions"
     )
+    bare: bool = option(False, "with --sessions: also let a bare loop of PyTorch's own kernels answer as many people")
     plot: str | None = option(None, "with --sessions: PNG file for the curve of lateness, steps and first audio")
     gpu: bool = option(False, "instead check what differs on a GPU, up to the first failure, in eight minutes")
     full: bool = option(False, "also with the padded encoder and without text assist")

@@ -25,6 +25,21 @@ def percentiles(values: Sequence[float]) -> Percentiles:
 
 
 @dataclass(frozen=True)
+class BareFigures:
+    """What as many people heard of the bare loop (`infer.bench.live.bare_people`); see `LiveFigures`.
+
+    Attributes:
+        cpu: share of a core that it took, with its decoding.
+    """
+
+    lateness: Percentiles
+    underruns: int
+    first_audio: Percentiles
+    active: float
+    cpu: float
+
+
+@dataclass(frozen=True)
 class LiveFigures:
     """What a number of sessions gave. Times in seconds; shares of one core.
 
@@ -45,6 +60,7 @@ class LiveFigures:
         overhead: the engine's CPU time for a row's step over that of a bare runner and codec with as many rows; None where no
             step was taken.
         questions, answers, interrupted, refused, errors: numbers of them; `waiting`, mean number of questions that waited.
+        bare: of as many people whom a bare loop answered; None where it was not asked for.
     """
 
     loop: Loop
@@ -68,6 +84,7 @@ class LiveFigures:
     refused: int
     waiting: float
     errors: int
+    bare: BareFigures | None = None
 
     def plain(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -148,6 +165,16 @@ def _three(found: Percentiles) -> str:
     )
 
 
+BARE_COLUMNS = ("bare loop:\nunderruns", "late\nms", "first audio\nms", "CPU")
+
+
+def bare_cells(bare: BareFigures | None) -> list[str]:
+    """The columns of a bare loop."""
+    if bare is None:
+        return [""] * len(BARE_COLUMNS)
+    return [str(bare.underruns), _three(bare.lateness), _three(bare.first_audio), f"{bare.cpu:.2f}"]
+
+
 def show_live(table: LiveTable) -> None:
     """Print the table."""
     from rich import box
@@ -157,8 +184,11 @@ def show_live(table: LiveTable) -> None:
     shown = RichTable(title=table.title, title_justify="left", box=box.SIMPLE, title_style="bold", padding=(0, 1, 0, 0))
     for number, name in enumerate(COLUMNS):
         shown.add_column(name, justify="left" if number == 1 else "right", no_wrap=True)
+    bare = any(run.bare is not None for run in table.runs)
+    for name in BARE_COLUMNS if bare else ():
+        shown.add_column(name, justify="right", no_wrap=True)
     for run in table.runs:
-        shown.add_row(*cells(run))
+        shown.add_row(*cells(run), *(bare_cells(run.bare) if bare else ()))
     frame = f"a frame plays {1e3 * table.frame:.0f} ms; times are 50th, 95th and 99th percentile; CPU in shares of a core"
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 132)
     console.print(shown)

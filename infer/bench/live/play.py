@@ -21,7 +21,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from infer.bench.live.figures import LiveFigures, LiveTable, Loop, counted
+from infer.bench.live.bare_people import BarePeople
+from infer.bench.live.figures import BareFigures, LiveFigures, LiveTable, Loop, counted, percentiles
 from infer.bench.live.manner import Heard, Manner
 from infer.bench.live.people import LiveLoad
 from infer.bench.random_model import RANDOM, random_model, with_encoder_mode
@@ -37,9 +38,10 @@ from omni.engine.measure import StepCosts, powers_to
 from omni.engine.process import EngineProcess
 from omni.engine.stats import EngineStats
 from omni.errors import UserError
+from omni.generate.speech_lm import SpeechLM
 from omni.hardware import find_dtype
 from omni.kernels import machine, measure_kernels
-from omni.model.int8_model import to_int8
+from omni.model.int8_model import is_int8, to_int8
 from omni.profiling import GIB
 from omni.tasks import TASKS, Turn, prompt
 from omni.text import Tokenizer
@@ -51,6 +53,9 @@ RANDOM_CODECS = "infer.bench.live.random_codecs"
 
 TURNS = 4
 """Questions with their answers that a conversation holds before it forgets."""
+
+HELD = 1.5
+"""Turns that it holds on average when a question comes: it forgets all but one where there is no room for a fourth."""
 
 
 def parse_numbers(given: str) -> tuple[int, ...]:
@@ -94,6 +99,7 @@ def live_table(options: BenchOptions, device: torch.device, preset: tuple[str, M
             subject = _folder(options, config, device)
         else:
             subject = stack.enter_context(_random_folder(options, *preset, device))
+        lm = _bare_model(options, subject, device) if options.bare else None
         engine = stack.enter_context(_engine(options, subject, device, slots, context))
         what = repr(engine).partition("SpeechLM(")[2].rpartition("), process")[0]
         of = f"{subject.threads} thread{'s' * (subject.threads > 1)}"
@@ -101,7 +107,7 @@ def live_table(options: BenchOptions, device: torch.device, preset: tuple[str, M
         manner = Manner(sound, options.answer_seconds, options.barge_in, options.nonstop)
         loops: list[Loop] = ["nonstop" if options.nonstop else "closed"]
         loops += ["open"] if options.rate is not None else []
-        each = manner.cycle + options.play_seconds
+        each = (manner.cycle + options.play_seconds) * (2 if options.bare else 1)
         bar = stack.enter_context(WorkBar(f"{subject.name}, live", unit="s"))
         runs: list[LiveFigures] = []
         gc.collect()
@@ -111,7 +117,10 @@ def live_table(options: BenchOptions, device: torch.device, preset: tuple[str, M
             for number in numbers:
                 progress = _Progress(bar, each * len(runs), each * len(loops) * len(numbers), f"{number} {loop}")
                 rate = None if loop != "open" or options.rate is None else options.rate * number
-                runs.append(_play(engine, manner, context, number, loop, rate, options.play_seconds, progress))
+                found = _play(engine, manner, context, number, loop, rate, options.play_seconds, progress)
+                if lm is not None and loop != "open":
+                    found = replace(found, bare=_play_bare(lm, subject, manner, context, number, options, progress))
+                runs.append(found)
         return LiveTable(title, 1 / engine.frame_rate, runs)
 
 
@@ -121,6 +130,9 @@ class _Progress:
     before: float
     total: float
     note: str
+
+    def tell(self, spent: float) -> None:
+        self.bar(self.before + spent, self.total, self.note)
 
     def wait(self, load: LiveLoad, seconds: float, spent: float) -> None:
         """Wait, `spent` seconds after this number of sessions was begun; raises what went wrong in the load meanwhile."""
@@ -183,6 +195,40 @@ def _play(
         overhead=theirs / steps / alone if steps and alone else None,
         waiting=sum(one.waiting for one in sampled) / len(sampled),
     )
+
+
+def _bare_model(options: BenchOptions, subject: _Subject, device: torch.device) -> SpeechLM:
+    """The model with PyTorch's own kernels; UserError where the bare loop cannot play with it."""
+    if device.type != "cpu":
+        raise UserError(f"--bare plays on a CPU, and the device is {device}; give --device cpu, or leave --bare out")
+    lm = SpeechLM.from_pretrained(subject.folder, dtype=subject.dtype, kernels="reference", codec_folder=options.codec_folder)
+    if is_int8(lm.model):
+        raise UserError(f"--bare plays in full precision, and {subject.folder} is in int8; leave it out")
+    return lm
+
+
+def _play_bare(
+    lm: SpeechLM,
+    subject: _Subject,
+    manner: Manner,
+    context: int,
+    number: int,
+    options: BenchOptions,
+    progress: _Progress,
+) -> BareFigures:
+    """Let a bare loop answer as many people for as long."""
+    before, begun = torch.get_num_threads(), manner.cycle + options.play_seconds
+    torch.set_num_threads(subject.threads)
+    try:
+        people = BarePeople(lm, manner, number, min(int(HELD * context / TURNS), lm.config.decoder.context // 2), seed=number)
+        people.play(manner.cycle, lambda passed: progress.tell(begun + passed))
+        heard, cpu, start = Heard(), time.process_time(), time.perf_counter()
+        people.heard = heard
+        active = people.play(options.play_seconds, lambda passed: progress.tell(begun + manner.cycle + passed))
+        cpu = (time.process_time() - cpu) / (time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(before)
+    return BareFigures(percentiles(heard.lateness), heard.underruns, percentiles(heard.first_audio), active, cpu)
 
 
 def _cpu(process: psutil.Process) -> float:

@@ -1,0 +1,85 @@
+"""The bare loop that answers people beside the engine: it does the model's work, and people talk to it as to the engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer.bench.live.bare_people import BarePeople
+from infer.bench.live.manner import Heard, Manner
+from infer.bench.random_model import random_lm
+from infer.bench.streaming import noise
+from omni.generate.question import Asked, encode_questions
+from omni.generate.speech_lm import SpeechLM
+from omni.model.decoder import Hidden
+from tests.infer.conftest import TINY
+
+
+def model() -> SpeechLM:
+    config = replace(TINY, decoder=replace(TINY.decoder, qk_norm=True, post_layers=1))
+    return random_lm(config, torch.device("cpu"), torch.float32)
+
+
+def manner(**own: object) -> Manner:
+    return replace(Manner(noise(0.05), 0.4, 0.0, False), **own)
+
+
+@torch.inference_mode()
+def test_rows_do_the_work_of_the_model() -> None:
+    """Three answers of different ages, of which the first leaves: hidden states are those of their whole columns."""
+    lm = model()
+    people = BarePeople(lm, manner(), 3, held=0)
+    found: list[tuple[Tensor, Tensor]] = []
+    write = people._write
+
+    def watched(text: Tensor, audio: Tensor, rows: slice) -> None:
+        found.append((text, audio))
+        write(text, audio, rows)
+
+    people._write = watched  # type: ignore[method-assign]
+    fed: dict[int, list[Tensor]] = {}
+    (features,) = encode_questions(lm.model, [Asked(people._asked.turn, people._asked.clip)])
+    assert features is not None
+
+    def step() -> None:
+        before = people._tokens.clone()
+        rows = [row.person for row in people._rows]
+        for n, person in enumerate(rows):
+            fed[person].append(before[n])
+        people._step()
+        text, audio = found[-1]
+        for n, person in enumerate(rows):
+            columns = torch.cat([people._prompt[0], *fed[person]], 1)[None]
+            index = torch.cat([people._index, torch.full((len(fed[person]),), -1)])[None]
+            wanted: Hidden = lm.model.decoder(columns, features, index)
+            torch.testing.assert_close(text[n], wanted.text[0, -1:], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(audio[n], wanted.audio[0, -1:], rtol=1e-4, atol=1e-4)
+
+    for count in (1, 2):
+        for person in range(len(fed), len(fed) + count):
+            people._pending.append((0.0, person))
+            fed[person] = []
+        people._enter()
+        for _ in range(3):
+            step()
+    people._leave(people._rows[0])
+    assert [row.person for row in people._rows] == [2, 1]
+    step()
+
+
+@pytest.mark.parametrize("barge_in", [0.0, 1.0])
+def test_people_ask_hear_and_interrupt(barge_in: float) -> None:
+    people = BarePeople(model(), manner(barge_in=barge_in), 3, held=5)
+    heard = people.heard = Heard()
+    passed: list[float] = []
+    active = people.play(3.0, passed.append)
+    frames = round(0.4 * people.codec.frame_rate)
+    assert heard.questions >= len(heard.first_audio) >= 3 and active > 0 and len(passed) >= 4
+    if barge_in:
+        assert heard.interrupted > 0
+    else:
+        assert heard.answers > 0 and heard.interrupted == 0 and len(heard.lateness) >= heard.answers * (frames - 2)
+    assert heard.underruns == sum(late > 0 for late in heard.lateness)
