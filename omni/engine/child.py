@@ -262,5 +262,6 @@ def run(
         return
     gc.collect()
     gc.freeze()  # what stays need not be looked through again and again, which takes as long as several frames play
+    gc.set_threshold(*(10 * threshold for threshold in gc.get_threshold()))  # nor histories, so often
     pipe.send_bytes(pack([("ready", facts)]))
     Child(pipe, lm, threads).serve()

@@ -305,8 +305,8 @@ def test_an_engine_in_its_process_is_played(folder: Path, run: Any, tmp_path: Pa
         assert one["lateness"]["count"] > 0 and one["step"]["p99"] > 0 and one["active"] > 0 and one["overhead"] > 0
         assert one["lateness_in_engine"]["count"] > 0
     assert sum(one["interrupted"] for one in runs) > 0
-    done = run("bench", "--model", folder, "--sessions", "1", "--nonstop", *short)
-    assert done.code == 0 and "nonstop" in done.text and "a frame plays 40 ms" in done.text
+    done = run("bench", "--model", folder, "--sessions", "1", "--nonstop", "--bare", *short)
+    assert done.code == 0 and "nonstop" in done.text and "a frame plays 40 ms" in done.text and "bare loop" in done.text
 
 
 def test_codecs_with_random_weights_are_there_for_the_engine_s_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +340,7 @@ def figures(sessions: int, loop: Any = "closed", underruns: int = 0, late: float
     noted = counted(Heard()) | {"lateness": few, "first_audio": percentiles([0.05]), "underruns": underruns}
     return LiveFigures(
         loop=loop, sessions=sessions, seconds=1.0, **noted, lateness_in_engine=few, underruns_in_engine=0, active=1.0, rows=1.0,
-        step=percentiles([0.003 * sessions]), engine_cpu=0.5, generator_cpu=0.1, cost=0.5 / sessions, overhead=None,
+        written=25.0, step=percentiles([0.003 * sessions]), engine_cpu=0.5, generator_cpu=0.1, cost=0.5 / sessions, overhead=None,
         waiting=0.0,
     )  # fmt: skip
 
@@ -392,6 +392,11 @@ MISTAKES = {
     "two pictures": (("--sessions", "1", "--plot", "x.png", "--preset", "nano,qwen3-0.6b"), "--plot draws one model"),
     "alone": (("--plot", "x.png"), "--plot is for live sessions; give their numbers too, such as --sessions 1,4,16"),
     "nonstop alone": (("--nonstop",), "--nonstop is for live sessions"),
+    "a bare loop alone": (("--bare",), "--bare is for live sessions"),
+    "a bare loop in int8": (
+        ("--sessions", "1", "--bare", "--quantize", "int8"),
+        "--bare and --quantize int8 were given together",
+    ),
     "with a GPU's checks": (("--sessions", "1", "--gpu"), "--gpu and --sessions were given together"),
     "int8 on a GPU": (("--gpu", "--quantize", "int8"), "--gpu and --quantize int8 were given together"),
     "a long answer": (("--sessions", "1", "--answer_seconds", "3000"), "do not fit the model's context of"),

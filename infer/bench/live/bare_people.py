@@ -58,6 +58,7 @@ class BarePeople:
 
     Attributes:
         heard: what is noted at present.
+        written: number of columns that were written, of all rows.
     """
 
     def __init__(self, lm: SpeechLM, manner: Manner, number: int, held: int, seed: int = 0) -> None:
@@ -65,6 +66,7 @@ class BarePeople:
         assert codec is not None
         self.model, self.decoder, self.codec, self.manner, self.held = model, model.decoder, codec, manner, held
         self.heard: Heard | None = None
+        self.written = 0
         turn = Turn(TASK, features=model.config.features(len(manner.question)))
         self._asked, columns = Asked(turn, manner.question), prompt(model.layout, turn)
         self._prompt, self._index = columns.tokens[None], columns.feature_index
@@ -176,7 +178,8 @@ class BarePeople:
 
     def _step(self) -> None:
         """Write the next column of all rows, and decode the frames that it completes."""
-        rows, count = self._rows, len(self._rows)
+        rows, count = list(self._rows), len(self._rows)
+        self.written += count
         position = torch.tensor([row.position for row in rows])
         end = int(position.max()) + 1
         mask = (torch.arange(end) <= position[:, None])[:, None, None]  # [N, 1, 1, S]

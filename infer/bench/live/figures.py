@@ -30,6 +30,7 @@ class BareFigures:
 
     Attributes:
         cpu: share of a core that it took, with its decoding.
+        written: columns of all rows that it wrote in a second.
     """
 
     lateness: Percentiles
@@ -37,6 +38,7 @@ class BareFigures:
     first_audio: Percentiles
     active: float
     cpu: float
+    written: float
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class LiveFigures:
             the newest 4,096 chunks.
         step: seconds of a step, of the newest 4,096.
         first_audio: from the end of a question to the first sound.
-        active: mean number of answers under way; `rows`, mean number of rows of a step.
+        active: mean number of answers under way; `rows`, mean number of rows of a step; `written`, columns of all rows that
+            were written in a second.
         engine_cpu, generator_cpu: shares of a core that the engine took, with what it had decoded in this process, and that the
             load took.
         cost: CPU seconds of the engine for a second of a session.
@@ -74,6 +77,7 @@ class LiveFigures:
     first_audio: Percentiles
     active: float
     rows: float
+    written: float
     engine_cpu: float
     generator_cpu: float
     cost: float
@@ -88,6 +92,13 @@ class LiveFigures:
 
     def plain(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    @property
+    def over_loop(self) -> float | None:
+        """The engine's CPU time for a row's column over that of the bare loop; None where there is none."""
+        if self.bare is None or not self.written or not self.bare.written:
+            return None
+        return self.engine_cpu / self.written / (self.bare.cpu / self.bare.written)
 
 
 def counted(heard: Heard) -> dict[str, Any]:
@@ -165,14 +176,16 @@ def _three(found: Percentiles) -> str:
     )
 
 
-BARE_COLUMNS = ("bare loop:\nunderruns", "late\nms", "first audio\nms", "CPU")
+BARE_COLUMNS = ("bare loop:\nunderruns", "late\nms", "first audio\nms", "CPU", "engine's /\nits CPU")
 
 
-def bare_cells(bare: BareFigures | None) -> list[str]:
+def bare_cells(run: LiveFigures) -> list[str]:
     """The columns of a bare loop."""
+    bare, over = run.bare, run.over_loop
     if bare is None:
         return [""] * len(BARE_COLUMNS)
-    return [str(bare.underruns), _three(bare.lateness), _three(bare.first_audio), f"{bare.cpu:.2f}"]
+    shares = f"{bare.cpu:.2f}", "" if over is None else f"{over:.2f}"
+    return [str(bare.underruns), _three(bare.lateness), _three(bare.first_audio), *shares]
 
 
 def show_live(table: LiveTable) -> None:
@@ -188,7 +201,7 @@ def show_live(table: LiveTable) -> None:
     for name in BARE_COLUMNS if bare else ():
         shown.add_column(name, justify="right", no_wrap=True)
     for run in table.runs:
-        shown.add_row(*cells(run), *(bare_cells(run.bare) if bare else ()))
+        shown.add_row(*cells(run), *(bare_cells(run) if bare else ()))
     frame = f"a frame plays {1e3 * table.frame:.0f} ms; times are 50th, 95th and 99th percentile; CPU in shares of a core"
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 132)
     console.print(shown)

@@ -189,6 +189,7 @@ def _play(
         step=stats.step,
         active=active,
         rows=stats.rows,
+        written=steps / passed,
         engine_cpu=theirs / passed,
         generator_cpu=own / passed,
         cost=theirs / passed / number,
@@ -222,13 +223,14 @@ def _play_bare(
     try:
         people = BarePeople(lm, manner, number, min(int(HELD * context / TURNS), lm.config.decoder.context // 2), seed=number)
         people.play(manner.cycle, lambda passed: progress.tell(begun + passed))
-        heard, cpu, start = Heard(), time.process_time(), time.perf_counter()
+        heard, cpu, start, written = Heard(), time.process_time(), time.perf_counter(), people.written
         people.heard = heard
         active = people.play(options.play_seconds, lambda passed: progress.tell(begun + manner.cycle + passed))
-        cpu = (time.process_time() - cpu) / (time.perf_counter() - start)
+        passed = time.perf_counter() - start
+        cpu, rate = (time.process_time() - cpu) / passed, (people.written - written) / passed
     finally:
         torch.set_num_threads(before)
-    return BareFigures(percentiles(heard.lateness), heard.underruns, percentiles(heard.first_audio), active, cpu)
+    return BareFigures(percentiles(heard.lateness), heard.underruns, percentiles(heard.first_audio), active, cpu, rate)
 
 
 def _cpu(process: psutil.Process) -> float:
