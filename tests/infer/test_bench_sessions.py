@@ -340,8 +340,8 @@ def figures(sessions: int, loop: Any = "closed", underruns: int = 0, late: float
     noted = counted(Heard()) | {"lateness": few, "first_audio": percentiles([0.05]), "underruns": underruns}
     return LiveFigures(
         loop=loop, sessions=sessions, seconds=1.0, **noted, lateness_in_engine=few, underruns_in_engine=0, active=1.0, rows=1.0,
-        written=25.0, step=percentiles([0.003 * sessions]), engine_cpu=0.5, generator_cpu=0.1, cost=0.5 / sessions, overhead=None,
-        waiting=0.0,
+        written=25.0, step=percentiles([0.003 * sessions]), engine_cpu=0.5, generator_cpu=0.1, cost=0.5 / sessions,
+        overhead=None, waiting=0.0,
     )  # fmt: skip
 
 
