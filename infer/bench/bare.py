@@ -81,11 +81,11 @@ class BareLoop:
         """Hidden states for the text head and for the audio head of the last of T columns x [B, T, W] from a position on."""
         for block in self.blocks[: len(self.decoder.blocks)]:
             x = block(x, start)
-        text = audio = _norm(self.decoder.norm, x[:, -1:])
+        text = audio = normed(self.decoder.norm, x[:, -1:])
         if self.decoder.post_norm is not None:
             for block in self.blocks[len(self.decoder.blocks) :]:
                 x = block(x, start)
-            audio = _norm(self.decoder.post_norm, x[:, -1:])
+            audio = normed(self.decoder.post_norm, x[:, -1:])
         return text, audio
 
     def prefill(self) -> tuple[Tensor, Tensor]:
@@ -172,26 +172,26 @@ class _BareBlock:
     def __call__(self, x: Tensor, start: int) -> Tensor:
         part, (rows, time, _) = self.block.attention, x.shape
         end = start + time
-        qkv = self.qkv(_norm(self.block.attention_norm, x)).view(rows, time, -1, part.head_dim)
+        qkv = self.qkv(normed(self.block.attention_norm, x)).view(rows, time, -1, part.head_dim)
         q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], 2)
         if part.q_norm is not None and part.k_norm is not None:
-            q, k = _norm(part.q_norm, q), _norm(part.k_norm, k)
+            q, k = normed(part.q_norm, q), normed(part.k_norm, k)
         cos, sin = (f[start:end] for f in self.loop.rope)
-        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         self.keys[:rows, :, start:end], self.values[:rows, :, start:end] = k.transpose(1, 2), v.transpose(1, 2)
         keys, values = self.keys[:rows, :, :end], self.values[:rows, :, :end]
         y = attention(q.transpose(1, 2), keys, values, causal=time > 1, grouped=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(_norm(self.block.mlp_norm, x)).chunk(2, -1)
+        gate, up = self.gate_up(normed(self.block.mlp_norm, x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
 
-def _norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, T, H, D] turned by cos and sin [T, 1, D]."""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, T, H, D] turned by cos and sin [T, 1, D], or [B, T, 1, D]."""
     a, b = x.chunk(2, -1)
     return (x * cos + torch.cat([-b, a], -1) * sin).to(x.dtype)
 

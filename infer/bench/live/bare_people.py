@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from infer.bench.bare import normed, rotated
 from infer.bench.live.manner import BARGE, PAUSE, Heard, Manner
 from omni.attention import attention
 from omni.generate.question import Asked, encode_questions
@@ -206,11 +207,11 @@ class BarePeople:
         decoder, (cos, sin) = self.decoder, (part[position] for part in self._rope)  # [N, T, 1, D]
         for block in self._blocks[: len(decoder.blocks)]:
             x = block(x, rows, position, mask, end, cos, sin)
-        text = audio = _norm(decoder.norm, x[:, -1:])
+        text = audio = normed(decoder.norm, x[:, -1:])
         if decoder.post_norm is not None:
             for block in self._blocks[len(decoder.blocks) :]:
                 x = block(x, rows, position, mask, end, cos, sin)
-            audio = _norm(decoder.post_norm, x[:, -1:])
+            audio = normed(decoder.post_norm, x[:, -1:])
         return text, audio
 
     def _write(self, text: Tensor, audio: Tensor, rows: slice) -> None:
@@ -248,11 +249,11 @@ class _Rows:
 
     def __call__(self, x: Tensor, rows: slice, position: Tensor, mask: Tensor, end: int, cos: Tensor, sin: Tensor) -> Tensor:
         block, part, (count, columns, _) = self.block, self.part, x.shape
-        qkv = F.linear(_norm(block.attention_norm, x), self.qkv, self.bias).view(count, columns, -1, part.head_dim)
+        qkv = F.linear(normed(block.attention_norm, x), self.qkv, self.bias).view(count, columns, -1, part.head_dim)
         q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], 2)
         if part.q_norm is not None and part.k_norm is not None:
-            q, k = _norm(part.q_norm, q), _norm(part.k_norm, k)
-        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+            q, k = normed(part.q_norm, q), normed(part.k_norm, k)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         keys, values = self.keys[rows], self.values[rows]
         if columns > 1:
             low = end - columns
@@ -262,20 +263,10 @@ class _Rows:
             keys[every, :, position[:, 0]], values[every, :, position[:, 0]] = k[:, 0], v[:, 0]
         y = attention(q.transpose(1, 2), keys[:, :, :end], values[:, :, :end], mask, grouped=True)
         x = x + part.out(y.transpose(1, 2).flatten(2))
-        gate, up = F.linear(_norm(block.mlp_norm, x), self.gate_up).chunk(2, -1)
+        gate, up = F.linear(normed(block.mlp_norm, x), self.gate_up).chunk(2, -1)
         return x + block.mlp.down(F.silu(gate) * up)
 
     def move(self, source: int, target: int, positions: int) -> None:
         """Copy a row's first positions to another one."""
         for held in (self.keys, self.values):
             held[target, :, :positions] = held[source, :, :positions]
-
-
-def _norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, T, H, D] turned by cos and sin [N, T, 1, D]."""
-    a, b = x.chunk(2, -1)
-    return (x * cos + torch.cat([-b, a], -1) * sin).to(x.dtype)
