@@ -107,7 +107,7 @@ def live_table(options: BenchOptions, device: torch.device, preset: tuple[str, M
         manner = Manner(sound, options.answer_seconds, options.barge_in, options.nonstop)
         loops: list[Loop] = ["nonstop" if options.nonstop else "closed"]
         loops += ["open"] if options.rate is not None else []
-        each = (manner.cycle + options.play_seconds) * (2 if options.bare else 1)
+        each = (manner.cycle + options.play_seconds) * (2 if lm is not None else 1)
         bar = stack.enter_context(WorkBar(f"{subject.name}, live", unit="s"))
         runs: list[LiveFigures] = []
         gc.collect()
@@ -259,6 +259,7 @@ def _check_memory(config: ModelConfig, slots: int, context: int, device: torch.d
     numbers = find_dtype(options.dtype)
     width = 2 if numbers not in (None, torch.float32) or (numbers is None and device.type == "cuda") else 4
     wanted = 2 * (c.layers + c.post_layers) * slots * context * c.kv_heads * c.head_size * width
+    wanted *= 2 if options.bare else 1
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if wanted > free:
         raise UserError(
