@@ -31,7 +31,7 @@ def manner(**own: object) -> Manner:
 def test_rows_do_the_work_of_the_model() -> None:
     """Three answers of different ages, of which the first leaves: hidden states are those of their whole columns."""
     lm = model()
-    people = BarePeople(lm, manner(), 3, held=0)
+    people = BarePeople(lm, manner(), 3, context=64)
     found: list[tuple[Tensor, Tensor]] = []
     write = people._write
 
@@ -72,7 +72,7 @@ def test_rows_do_the_work_of_the_model() -> None:
 
 @pytest.mark.parametrize("barge_in", [0.0, 1.0])
 def test_people_ask_hear_and_interrupt(barge_in: float) -> None:
-    people = BarePeople(model(), manner(barge_in=barge_in), 3, held=5)
+    people = BarePeople(model(), manner(barge_in=barge_in), 3, context=32)
     heard = people.heard = Heard()
     passed: list[float] = []
     active = people.play(3.0, passed.append)
@@ -83,3 +83,24 @@ def test_people_ask_hear_and_interrupt(barge_in: float) -> None:
     else:
         assert heard.answers > 0 and heard.interrupted == 0 and len(heard.lateness) >= heard.answers * (frames - 2)
     assert heard.underruns == sum(late > 0 for late in heard.lateness)
+
+
+def test_a_conversation_that_forgets_is_fed_what_stays() -> None:
+    """As in `omni.generate.history.forgotten`: the newest turns of at most a quarter of the row, and never fewer than one."""
+    people = BarePeople(model(), manner(), 2, context=64)
+    question = len(people._index)
+    for turns, stays in (
+        ([], 0),
+        ([48 - question], 0),
+        ([20, 29 - question], 29 - question),
+        ([30, 7, 7, 7], 14),
+        ([40, 40], 40),
+    ):
+        people._turns[0] = list(turns)
+        assert people._again(0) == stays and people._turns[0] == turns
+    people._turns[0], people._pending = [30, 7, 7, 7], [(0.0, 0), (0.0, 1)]
+    people._enter()
+    assert [(row.person, row.position) for row in people._rows] == [(0, 14 + question)] and people._pending == [(0.0, 1)]
+    people._enter()
+    people._leave(people._rows[0])
+    assert people._turns == [[14, question + 1], []] and people._rows[0].position == question

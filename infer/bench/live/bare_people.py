@@ -1,9 +1,9 @@
 """People answered by a bare loop beside the engine: what this machine allows with public kernels.
 
 One thread of plain calls of PyTorch, with one row of a cache for each answer, and nothing that a service needs: no processes,
-events, sampling, limits, histories or slots. Each step takes all rows, since an answer that is ahead only ends sooner;
-questions that wait are encoded and prefilled together between two steps. People talk as in `infer.bench.live.people`, and a row
-holds as much of a conversation as one does on average; its oldest turns are never fed again.
+events, sampling, limits or slots. Each step takes all rows, since an answer that is ahead only ends sooner; questions that wait
+are encoded and prefilled together between two steps. People talk as in `infer.bench.live.people`. A row holds as many positions
+as a conversation does, and one that forgets is fed what stays of it, with the question; what the columns say does not matter.
 
 Dimensions: N rows, T columns, K streams, W width, H heads, G key/value heads, S positions, D size of a head.
 """
@@ -55,17 +55,17 @@ class BarePeople:
 
     Args:
         lm: with PyTorch's kernels (`kernels="reference"`).
-        held: positions that a row holds before its question.
+        context: positions of a row; conversations forget as in `omni.generate.history.forgotten`.
 
     Attributes:
         heard: what is noted at present.
         written: number of columns that were written, of all rows.
     """
 
-    def __init__(self, lm: SpeechLM, manner: Manner, number: int, held: int, seed: int = 0) -> None:
+    def __init__(self, lm: SpeechLM, manner: Manner, number: int, context: int, seed: int = 0) -> None:
         model, codec = lm.model, lm.codec
         assert codec is not None
-        self.model, self.decoder, self.codec, self.manner, self.held = model, model.decoder, codec, manner, held
+        self.model, self.decoder, self.codec, self.manner, self.context = model, model.decoder, codec, manner, context
         self.heard: Heard | None = None
         self.written = 0
         turn = Turn(TASK, features=model.config.features(len(manner.question)))
@@ -73,7 +73,9 @@ class BarePeople:
         self._prompt, self._index = columns.tokens[None], columns.feature_index
         self._delay, self._features = model.layout.max_delay, turn.features
         self._most = round(manner.answer_seconds * codec.frame_rate)
-        length = held + len(columns) + self._most + self._delay + 1
+        self._turns: list[list[int]] = [[] for _ in range(number)]  # columns of each person's turns
+        length = context + self._most + self._delay + 1
+        self._pad = model.layout.ids("pad")[None, :, None]
         self._blocks = [_Rows(block, number, length) for block in (*self.decoder.blocks, *self.decoder.post_blocks)]
         angle = torch.arange(length)[:, None] * self.decoder.rope
         self._rope = tuple(torch.cat([f, f], -1)[:, None] for f in (angle.cos(), angle.sin()))  # [S, 1, D]
@@ -165,17 +167,35 @@ class BarePeople:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        """Encode and prefill the questions that wait longest."""
-        some, self._pending = self._pending[:TOGETHER], self._pending[TOGETHER:]
+        """Encode and prefill the question that waits longest, and others that feed as many columns."""
+        again = {person: self._again(person) for _, person in self._pending}
+        stays = again[self._pending[0][1]]
+        some = [(asked, person) for asked, person in self._pending if again[person] == stays][:TOGETHER]
+        self._pending = [one for one in self._pending if one not in some]
+        for _, person in some:
+            if stays:
+                self._turns[person] = [stays]
         features = [f for f in encode_questions(self.model, [self._asked] * len(some)) if f is not None]
+        tokens = torch.cat([self._pad.expand(len(some), -1, stays), self._prompt.expand(len(some), -1, -1)], 2)
         index = torch.stack([torch.where(self._index >= 0, self._index + n * self._features, -1) for n in range(len(some))])
-        x = self.decoder.embed(self._prompt.expand(len(some), -1, -1), torch.cat(features), index)
-        first, time_, end = len(self._rows), x.shape[1], self.held + x.shape[1]
-        rows, position = slice(first, first + len(some)), torch.arange(self.held, end)
-        mask = torch.arange(end) <= position[:, None]  # [T, S]
-        self._write(*self._hidden(x, rows, position.expand(len(some), -1), mask[None, None], end), rows)
-        for asked, person in some:
-            self._rows.append(_Row(person, asked, self.held + time_, self._batch.open()))
+        x = self.decoder.embed(tokens, torch.cat(features), F.pad(index, (stays, 0), value=-1))
+        ends = [sum(self._turns[person]) + len(self._index) for _, person in some]
+        position = torch.tensor(ends)[:, None] + torch.arange(-x.shape[1], 0)  # [N, T]
+        mask = (torch.arange(max(ends)) <= position[:, :, None])[:, None]  # [N, 1, T, S]
+        rows = slice(len(self._rows), len(self._rows) + len(some))
+        self._write(*self._hidden(x, rows, position, mask, max(ends)), rows)
+        for (asked, person), end in zip(some, ends, strict=True):
+            self._rows.append(_Row(person, asked, end, self._batch.open()))
+
+    def _again(self, person: int) -> int:
+        """Columns of a person's conversation that are fed with the next question, since older turns go; 0 where none go."""
+        turns, question = self._turns[person], len(self._index)
+        if sum(turns) + question <= self.context - self.context // 4:
+            return 0
+        kept = list(turns)
+        while len(kept) > 1 and sum(kept) > self.context // 4:
+            del kept[0]
+        return sum(kept)
 
     def _step(self) -> None:
         """Write the next column of all rows, and decode the frames that it completes."""
@@ -224,6 +244,7 @@ class BarePeople:
         """Let an answer go; the last row takes its place."""
         place, last = self._rows.index(row), len(self._rows) - 1
         self._batch.close(row.stream)
+        self._turns[row.person].append(len(self._index) + row.columns)
         moved = self._rows.pop()
         if moved is not row:
             self._rows[place] = moved
@@ -256,8 +277,8 @@ class _Rows:
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         keys, values = self.keys[rows], self.values[rows]
         if columns > 1:
-            low = end - columns
-            keys[:, :, low:end], values[:, :, low:end] = k.transpose(1, 2), v.transpose(1, 2)
+            for n, low in enumerate(position[:, 0].tolist()):
+                keys[n, :, low : low + columns], values[n, :, low : low + columns] = k[n].transpose(0, 1), v[n].transpose(0, 1)
         else:
             every = torch.arange(count)
             keys[every, :, position[:, 0]], values[every, :, position[:, 0]] = k[:, 0], v[:, 0]

@@ -54,9 +54,6 @@ RANDOM_CODECS = "infer.bench.live.random_codecs"
 TURNS = 4
 """Questions with their answers that a conversation holds before it forgets."""
 
-HELD = 1.5
-"""Turns that it holds on average when a question comes: it forgets all but one where there is no room for a fourth."""
-
 
 def parse_numbers(given: str) -> tuple[int, ...]:
     """The numbers of `--sessions`, each once, from the lowest; they have been checked."""
@@ -221,7 +218,7 @@ def _play_bare(
     before, begun = torch.get_num_threads(), manner.cycle + options.play_seconds
     torch.set_num_threads(subject.threads)
     try:
-        people = BarePeople(lm, manner, number, min(int(HELD * context / TURNS), lm.config.decoder.context // 2), seed=number)
+        people = BarePeople(lm, manner, number, context, seed=number)
         people.play(manner.cycle, lambda passed: progress.tell(begun + passed))
         heard, cpu, start, written = Heard(), time.process_time(), time.perf_counter(), people.written
         people.heard = heard
