@@ -86,21 +86,22 @@ def test_people_ask_hear_and_interrupt(barge_in: float) -> None:
 
 
 def test_a_conversation_that_forgets_is_fed_what_stays() -> None:
-    """As in `omni.generate.history.forgotten`: the newest turns of at most a quarter of the row, and never fewer than one."""
+    """As in `omni.generate.history.fit`: the newest turns of at most a quarter of the row, or one where it leaves room."""
     people = BarePeople(model(), manner(), 2, context=64)
     question = len(people._index)
-    for turns, stays in (
-        ([], 0),
-        ([48 - question], 0),
-        ([20, 29 - question], 29 - question),
-        ([30, 7, 7, 7], 14),
-        ([40, 40], 40),
-    ):
-        people._turns[0] = list(turns)
-        assert people._again(0) == stays and people._turns[0] == turns
+    wanted: list[tuple[list[int], list[int]]] = [
+        ([], []),
+        ([48 - question], [48 - question]),
+        ([20, 29 - question], [29 - question]),
+        ([30, 7, 7, 7], [7, 7]),
+        ([40, 40], [40] if 40 + question <= 48 else []),
+        ([60], []),
+    ]
+    for turns, kept in wanted:
+        assert people._kept(turns) == kept
     people._turns[0], people._pending = [30, 7, 7, 7], [(0.0, 0), (0.0, 1)]
     people._enter()
     assert [(row.person, row.position) for row in people._rows] == [(0, 14 + question)] and people._pending == [(0.0, 1)]
     people._enter()
     people._leave(people._rows[0])
-    assert people._turns == [[14, question + 1], []] and people._rows[0].position == question
+    assert people._turns == [[7, 7, question + 1], []] and people._rows[0].position == question

@@ -55,7 +55,7 @@ class BarePeople:
 
     Args:
         lm: with PyTorch's kernels (`kernels="reference"`).
-        context: positions of a row; conversations forget as in `omni.generate.history.forgotten`.
+        context: positions of a row; conversations forget as in `omni.generate.history.fit`.
 
     Attributes:
         heard: what is noted at present.
@@ -168,13 +168,13 @@ class BarePeople:
 
     def _enter(self) -> None:
         """Encode and prefill the question that waits longest, and others that feed as many columns."""
-        again = {person: self._again(person) for _, person in self._pending}
+        kept = {person: self._kept(self._turns[person]) for _, person in self._pending}
+        again = {person: sum(turns) if len(turns) < len(self._turns[person]) else 0 for person, turns in kept.items()}
         stays = again[self._pending[0][1]]
         some = [(asked, person) for asked, person in self._pending if again[person] == stays][:TOGETHER]
         self._pending = [one for one in self._pending if one not in some]
         for _, person in some:
-            if stays:
-                self._turns[person] = [stays]
+            self._turns[person] = kept[person]
         features = [f for f in encode_questions(self.model, [self._asked] * len(some)) if f is not None]
         tokens = torch.cat([self._pad.expand(len(some), -1, stays), self._prompt.expand(len(some), -1, -1)], 2)
         index = torch.stack([torch.where(self._index >= 0, self._index + n * self._features, -1) for n in range(len(some))])
@@ -187,15 +187,14 @@ class BarePeople:
         for (asked, person), end in zip(some, ends, strict=True):
             self._rows.append(_Row(person, asked, end, self._batch.open()))
 
-    def _again(self, person: int) -> int:
-        """Columns of a person's conversation that are fed with the next question, since older turns go; 0 where none go."""
-        turns, question = self._turns[person], len(self._index)
-        if sum(turns) + question <= self.context - self.context // 4:
-            return 0
+    def _kept(self, turns: list[int]) -> list[int]:
+        """Columns of the turns of a conversation that are left when the next question comes."""
+        room, question = self.context - self.context // 4, len(self._index)
         kept = list(turns)
-        while len(kept) > 1 and sum(kept) > self.context // 4:
-            del kept[0]
-        return sum(kept)
+        if sum(kept) + question > room:
+            while len(kept) > 1 and sum(kept) > self.context // 4:
+                del kept[0]
+        return kept if sum(kept) + question <= room else []
 
     def _step(self) -> None:
         """Write the next column of all rows, and decode the frames that it completes."""
