@@ -35,6 +35,7 @@ from omni.engine.sound import SoundThread
 from omni.engine.stats import EngineStats, Recorder
 from omni.engine.stepping import SteppingThread
 from omni.errors import BusyError, UserError
+from omni.generate.bounds import Bound, check_number
 from omni.generate.runner import Runner
 from omni.hardware import release_threads
 from omni.model.speech_model import SpeechModel
@@ -71,6 +72,10 @@ class Engine:
     ) -> None:
         check_slots(slots)
         check_patience(patience)
+        if context is not None:
+            check_number("context", context)
+        if queue is not None:
+            check_number("queue", queue, Bound(0, 2**31 - 1, "None for any number"))
         self.model, self.context, self.queue = model, context, queue
         self._closed = self._draining = False  # guarded by the lock of the requests
         self._process = os.getpid()
@@ -224,6 +229,7 @@ class Engine:
 
     def drain(self, seconds: float) -> bool:
         """Refuse new questions, and wait until all answers ended, at most that long; returns whether they have."""
+        check_number("drain", seconds)
         self._draining = True
         end = time.perf_counter() + seconds
         while (left := self.stats()).active + left.waiting and time.perf_counter() < end:

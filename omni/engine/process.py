@@ -161,7 +161,7 @@ class EngineProcess(Sessions[RemoteSession]):
         self._link.request("session", number, {"context": context, "history": history, "when_full": when_full, **values})
         return RemoteSession(self._link, number, self.facts, self._tokenizer, pace, stop)
 
-    def call(self, name: str, *args: Any, **values: Any) -> Any:
+    def call(self, name: str, /, *args: Any, **values: Any) -> Any:
         """Call a method of the process's `SpeechLM` by its name, or read a property: `call("load_adapter", folder)`,
         `call("adapters")`; `engine.` before the name means the engine's. Arguments and results are copies."""
         return self._link.request("call", name, args, values)
@@ -171,6 +171,7 @@ class EngineProcess(Sessions[RemoteSession]):
     def drain(self, seconds: float = 30.0) -> None:
         """Take no new questions, and end once no answer is under way, or after that many seconds; `close` waits for it.
         SIGTERM to the process does the same."""
+        check_number("drain", seconds)
         with suppress(EngineLost):
             self._link.request("drain", seconds)
 
@@ -178,8 +179,9 @@ class EngineProcess(Sessions[RemoteSession]):
         """End the process and wait for that. Answers under way are cancelled, after `drain` seconds in which they may end."""
         if self._link.forked or self._closing:
             return
+        check_number("drain", drain)
         self._closing = True
-        self.drain(drain)
+        self._link.tell("drain", 0, drain)  # a process that has stopped says nothing
         self._process.join(drain + PATIENCE)
         if self._process.exitcode is None:
             LOG.warning("the engine's process %d did not end, and is killed", self.pid)

@@ -30,6 +30,7 @@ BOUNDS = {
     "max_tokens": Bound(1, 2**20, "512 is the default"),
     "max_new_tokens": Bound(1, 2**20, "each is a time step"),
     "max_silence": Bound(1e-2, 86_400, "seconds of silence after which an answer ends", whole=False),
+    "drain": Bound(0, 1e9, "seconds in which answers under way may end", whole=False),
     "context": Bound(1, 2**31 - 1, "more positions than the model's are never taken"),
     "batch_size": Bound(1, 2**31 - 1, "64 is the default"),
     "played_seconds": Bound(0, 1e9, "by default all that was handed over was heard", whole=False),

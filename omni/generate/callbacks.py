@@ -87,7 +87,7 @@ class Started:
         """Call the function; returns the error of one that raised."""
         try:
             self._on_event(event)
-        except Exception as error:
+        except BaseException as error:  # also what would end the program: this is the answer's own thread
             text = f"the listener raised {type(error).__name__}: {error}"
             LOG.error("%s; its answer has ended", text, exc_info=LOG.isEnabledFor(logging.DEBUG))
             return text

@@ -9,6 +9,7 @@ with lm.session() as session:                            # several turns over on
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import threading
@@ -205,7 +206,7 @@ class SpeechLM(Sessions[Session]):
         options = make_options(values, call, also)
         if context is not None:
             check_number("context", context)
-        length = min(context or 4096, self.config.decoder.context)
+        length = min(context or self.engine.context or 4096, self.config.decoder.context)
         self._bases.check(self.model, options.edits)
         past = read_history(history, self.model, self.tokenizer, self.codec)
         stack = ExitStack()
@@ -343,6 +344,8 @@ class SpeechLM(Sessions[Session]):
                 raise UserError(
                     f"{before.stats().sessions} sessions are open; close them, or start the engine before the first"
                 )
+            known = [name for name in inspect.signature(Engine).parameters if name != "model"]
+            refuse_keywords("start_engine", [name for name in options if name not in known], known)
             usual = {"graph": self._graph, "compile": self._compile, "codec": self.codec}
             self._engine = Engine(self.model, **{**usual, **options})
         if before is not None:

@@ -180,3 +180,36 @@ def test_a_question_that_the_engine_refuses_leaves_nothing_behind(lm: SpeechLM) 
         session.cancel(played_seconds=0.1)  # of what is not there
         assert [(turn.question, turn.text) for turn in session.turns] == [(turn.question, turn.text) for turn in before]
         assert session.answer("go on", "T1A2").ended in ("end", "length")
+
+
+def test_numbers_that_an_engine_cannot_take(lm: SpeechLM) -> None:
+    for options, told in (
+        ({"context": 0}, "context is 0"),
+        ({"context": "x"}, "context is 'x'"),
+        ({"queue": -1}, "queue is -1"),
+        ({"queue": 1.5}, "queue is 1.5"),
+        ({"slots": 0}, "slots"),
+    ):
+        with pytest.raises(UserError, match=told):
+            lm.start_engine(**options)
+    with pytest.raises(TypeError, match=r"start_engine\(\) has no keyword 'slot'; did you mean 'slots'"):
+        lm.start_engine(slot=2)
+    for seconds in (-1, float("nan"), "a", None):
+        with pytest.raises(UserError, match="drain is"):
+            lm.engine.drain(seconds)  # type: ignore[arg-type]
+    assert lm.generate("on", "T1T2", max_tokens=3).timings.steps > 0  # it was not drained
+
+
+def test_sessions_fit_the_rows_of_an_engine_whose_context_is_short(lm: SpeechLM) -> None:
+    lm.start_engine(slots=2, context=24)
+    wanted = lm.generate("on", "T1T2", max_tokens=3, context=24)
+    assert lm.generate("on", "T1T2", max_tokens=3).tokens == wanted.tokens
+    with pytest.raises(UserError, match="context is 25, and the engine's rows have 24 positions"):
+        lm.session(context=25)
+
+
+def test_a_listener_that_would_end_the_program_ends_its_answer(lm: SpeechLM) -> None:
+    with lm.session(max_seconds=70.0) as session:
+        ended = session.start("go on", "T1A2", on_event=lambda event: sys.exit(3)).wait(60)
+        assert ended is not None and ended.reason == "error" and "the listener raised SystemExit: 3" in str(ended.error)
+        assert session.turns == ()

@@ -80,7 +80,7 @@ def told(session: Any) -> Any:
     return turns, session.history
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_two_conversations_get_and_remember_what_they_do_in_this_process(
     lm: SpeechLM, engine: EngineProcess, seed: int
@@ -128,6 +128,7 @@ def test_what_a_task_took_is_remembered(lm: SpeechLM, engine: EngineProcess, lea
         assert leave(remote) == wanted
 
 
+@pytest.mark.long
 def test_sessions_of_one_loop_are_answered_as_those_of_threads(lm: SpeechLM, engine: EngineProcess) -> None:
     options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 0.6}
 
@@ -286,6 +287,27 @@ def test_killed_or_closed_it_leaves_nothing_and_nobody_waiting(saved: Path, engi
     other.close()
     assert open_things() == before
     assert engine.generate("a", "T1T2", max_tokens=3).timings.steps > 0  # the other one goes on
+
+
+def test_a_call_may_have_an_argument_called_name(engine: EngineProcess) -> None:
+    with pytest.raises(UserError, match="nowhere"):
+        engine.call("load_adapter", "nowhere", name="mine")
+    for seconds in (-1, float("nan"), "a"):
+        with pytest.raises(UserError, match="drain is"):
+            engine.drain(seconds)  # type: ignore[arg-type]
+
+
+@pytest.mark.long
+def test_a_process_that_has_stopped_is_killed_in_the_end(
+    saved: Path, engine: EngineProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omni.engine.process.PATIENCE", 0.5)
+    before = open_things()
+    other = EngineProcess(saved, threads=1)
+    assert other.pid is not None
+    os.kill(other.pid, signal.SIGSTOP)
+    other.close()
+    assert open_things() == before
 
 
 CLIENT = """
