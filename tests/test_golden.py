@@ -137,6 +137,7 @@ def test_folders_of_other_projects(again: Path) -> None:
     assert toys.at_first(faces.exports()) == golden("exports")
 
 
+@pytest.mark.long
 def test_json_and_other_tensors(again: Path) -> None:
     found, wanted = toys.at_first(faces.json_outputs()), golden("json_outputs")
     assert found.keys() == wanted.keys()

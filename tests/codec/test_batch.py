@@ -52,6 +52,7 @@ class Talk:
     heard: list[Tensor] = field(default_factory=list)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 40))])
 def test_a_batch_equals_its_streams_under_any_schedule(codec: AudioCodec, seed: int) -> None:
     """Streams come, are pushed in any company and order, end and are dropped at random."""

@@ -71,6 +71,7 @@ def pieces(codes: Tensor, seed: int) -> list[Tensor]:
 # -- law 7 ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("frames", [1, 2, 3, 17])
 @pytest.mark.parametrize("split", range(5))
 def test_streamed_equals_whole(codec: AudioCodec, frames: int, split: int) -> None:

@@ -106,6 +106,7 @@ def pieces(codes: Tensor, seed: int) -> list[Tensor]:
     return [codes[:, a:b] for a, b in zip([0, *cuts], [*cuts, codes.shape[1]], strict=True)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("frames", [1, 3, 40])
 def test_streamed_equals_whole(pair: Pair, frames: int) -> None:
     codes = random_codes(pair.codec, frames)

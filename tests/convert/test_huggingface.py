@@ -74,7 +74,7 @@ def test_cached_text_logits_equal_transformers_beyond_the_window(family, tmp_pat
         assert_near(torch.cat(got, dim=1), wanted, 1e-4)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("options", [GROW, [*GROW, "--combine", "mean"]])
 def test_the_text_part_goes_out_again(family, options, tmp_path):
     theirs = text_model(family)

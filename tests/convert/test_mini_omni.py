@@ -112,6 +112,7 @@ def slow_logits(state: State, s: dict[str, Any], columns: Tensor, heard: Tensor)
     return [*audio.split(AUDIO, dim=1), joint[:, :TEXT]]
 
 
+@pytest.mark.few(1)
 @torch.no_grad()
 def test_logits_equal_the_slow_way(made: Made, tmp_path: Path) -> None:
     folder, settings, state = made
@@ -179,6 +180,7 @@ def test_mini_omni2_hears_and_speaks_without_its_eyes(tmp_path: Path) -> None:
     assert not [name for name in torch.load(tmp_path / "out" / "lit_model.pth") if "vision" in name]
 
 
+@pytest.mark.long
 def test_the_encoder_may_come_from_elsewhere(tmp_path: Path) -> None:
     settings = settings_of("released")
     folder = save(tmp_path / "a", settings, state_of(settings))
@@ -227,6 +229,7 @@ def test_in_out_and_in_again_is_bitwise_the_same(made: Made, tmp_path: Path) -> 
     assert second.tokenizer.encode("hé") == first.tokenizer.encode("hé")  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_by_the_command_in_and_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = settings_of("released")
     folder = save(tmp_path / "theirs", settings, state_of(settings))

@@ -280,6 +280,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "speech"])
 def test_two_processes_that_share_a_model_say_what_one_says(sharded, name):
     """Logits, gradients of the edits, a step of MEND, the edit it makes, and the checksums of the base."""

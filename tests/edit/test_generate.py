@@ -82,7 +82,7 @@ def unchanged(model: nn.Module, before: tuple[dict[str, Tensor], list[str], int]
     return now[1:] == before[1:] and all(torch.equal(now[0][name], tensor) for name, tensor in before[0].items())
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("assist", [False, True])
 @pytest.mark.parametrize("rank", [3, None])
 def test_a_session_answers_as_with_its_edits_in_the_weights(layout, lm, rank, assist):
@@ -125,6 +125,7 @@ def test_rows_of_a_batch_have_their_own(layout, lm):
     assert same(everyone[1], together[1]) and unchanged(lm.model, before)
 
 
+@pytest.mark.few(1)
 def test_edits_act_beside_an_adapter(layout, lm, tmp_path: Path):
     other = make_model(layout)
     add_adapter(other, LoRAConfig(("decoder.blocks.*",), rank=3))
@@ -148,6 +149,7 @@ def test_edits_act_beside_an_adapter(layout, lm, tmp_path: Path):
     assert unchanged(lm.model, before)
 
 
+@pytest.mark.few(1)
 def test_an_edited_model_answers_edited_until_the_block_ends(layout, lm):
     before, edits, more = trace(lm.model), made(lm.model, 0), made(lm.model, 1)
     plain, wanted = lm.generate(tone(0.5), **ASKED), merged(layout, edits).generate(tone(0.5), **ASKED)

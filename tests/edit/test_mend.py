@@ -99,6 +99,7 @@ def test_a_linear_that_is_used_by_its_weight_is_named():
 # --- fitting ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize("sides", get_args(Sides))
@@ -163,6 +164,7 @@ def test_steps_with_recomputed_blocks_are_the_same_steps(model, name):
         assert_near(other.grad, p.grad, 1e-4, key)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("name", ["llama"])
 def test_ten_guarded_steps_leave_no_graph_behind(model, name, split):
@@ -291,6 +293,7 @@ def test_a_hypernetwork_is_read_as_it_was(model, name, split, tmp_path):
 # --- the baseline -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_fine_tuning_moves_the_loss_and_stays_within_its_bound(model, name, norm):
     ids, bound = batch_of(name, 1), {"linf": 0.01, "l2": 0.3}[norm]
@@ -308,6 +311,7 @@ def test_fine_tuning_moves_the_loss_and_stays_within_its_bound(model, name, norm
     assert float(after) < float(loss_of(model, ids).detach()) - 0.02
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("bound", [0.3, 100.0])
 def test_fine_tuning_of_low_rank_stays_within_its_bound(model, name, bound):
     ids = batch_of(name, 1)

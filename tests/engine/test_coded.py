@@ -31,7 +31,7 @@ def engine(saved: Path) -> Iterator[EngineProcess]:
         yield engine
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_two_conversations_get_and_remember_the_same(lm: SpeechLM, engine: EngineProcess, seed: int) -> None:
     before = engine.decoding
@@ -104,6 +104,7 @@ def test_sound_of_another_length_than_said_is_refused(
         assert session.turns == ()
 
 
+@pytest.mark.long
 def test_a_codec_that_cannot_start_here_is_named(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.engine.echo import PortableCodec
 

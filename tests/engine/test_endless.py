@@ -153,7 +153,7 @@ def test_sixty_turns_feed_only_their_questions(begun: list[tuple[Tensor, int]]) 
 # --- nothing but the time tells -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_answers_are_those_without_it(chatty: SpeechLM, idle: Callable[[], None]) -> None:
     some = talk(chatty, 10, wait=False)
     every = talk(chatty, 10)

@@ -61,7 +61,7 @@ def same(a, b) -> bool:
     )  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("assist", [False, True])
 def test_each_session_answers_with_its_own(layout: Layout, folders: Path, assist: bool) -> None:
     lm = make_lm(layout)
@@ -74,6 +74,7 @@ def test_each_session_answers_with_its_own(layout: Layout, folders: Path, assist
     assert not same(found["small"], found["wide"]) and not same(found[None], found["small"])
 
 
+@pytest.mark.few(1)
 def test_sessions_with_other_adapters_do_not_disturb_each_other(layout: Layout, folders: Path) -> None:
     lm = make_lm(layout)
     for name in TARGETS:

@@ -66,7 +66,7 @@ def poison(lm: SpeechLM) -> int:
 # --- slots --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("assist", [False, True])
 def test_what_a_cache_held_before_changes_no_bit(chatty: SpeechLM, assist: bool) -> None:
     def talk(lm: SpeechLM) -> list[Any]:
@@ -102,7 +102,7 @@ def test_a_row_that_moves_up_finds_nothing_of_its_slot_s_last_holder() -> None:
 # --- neighbours ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("by", ["adapter", "edit", "head"])
 def test_a_broken_row_ends_alone(by: str, dtype: torch.dtype) -> None:
@@ -197,7 +197,7 @@ def test_memory_that_ran_out_is_no_answer_s_fault(error: type[Exception], monkey
 # --- sessions -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("assist, seed", [(False, None), (True, 7)])
 def test_a_conversation_goes_on_as_if_a_broken_question_had_not_been_asked(
     chatty: SpeechLM, assist: bool, seed: int | None
@@ -244,6 +244,7 @@ def test_an_answer_that_cannot_be_decoded_ends_and_is_not_remembered(
         assert len(session.turns) == 1 and said(session.answer("three", "T1A2")) == said(other.answer("three", "T1A2"))
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
 @pytest.mark.parametrize("task", ["T1A2", "T1T2", "T1A1"])

@@ -176,7 +176,7 @@ def batch(lm: SpeechLM, sampling: Sampling) -> list[Any]:
     return [(a.tokens, a.ended, a.codes is not None and a.codes.tolist()) for a in answers]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("sampled", "assist", "window"),
     [
@@ -206,6 +206,7 @@ def test_results_are_one_step_late(layout: Layout, as_if_on_a_gpu: list[Runner])
         assert int(runner.state.cursor.step[0]) == len(session._last.reply.columns) + 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [{}, {"window": 9}], ids=["full", "window"])
 def test_a_captured_step_sees_nothing_of_a_slot_s_last_holder(shape: dict[str, Any], as_if_on_a_gpu: list[Runner]) -> None:
     """A graph that is replayed looks at what the host has cleared before; a row that breaks is noticed a step late."""

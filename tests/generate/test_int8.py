@@ -92,6 +92,7 @@ def same(a, b) -> bool:
     return a.tokens == b.tokens and a.text == b.text and torch.equal(a.codes, b.codes)
 
 
+@pytest.mark.few(1)
 def test_rows_answer_alone_as_in_company_each_with_its_adapter(layout: Layout, adapters: Path) -> None:
     lm = quantised(layout)
     for name in TARGETS:

@@ -93,6 +93,7 @@ def test_a_batch_equals_the_slow_way_row_by_row(model: SpeechModel, chunk: int) 
         assert said[row] == slow(model, which, 25)
 
 
+@pytest.mark.few(3)
 def test_rows_join_and_leave_between_steps(model: SpeechModel) -> None:
     """Rows that come while others are being written, into slots that others have left, write what they write alone."""
     for sampling in (GREEDY, Sampling(1.0), Sampling(1.0, top_k=6, repetition_penalty=1.3)):

@@ -152,6 +152,7 @@ def test_more_than_was_played_is_all_of_it(lm: SpeechLM) -> None:
         assert whole.codes is not None and codes is not None and codes.shape == whole.codes.shape
 
 
+@pytest.mark.long
 def test_iterators_that_are_still_held_at_the_interpreter_s_exit_are_silent(tmp_path: Path) -> None:
     model = make_model(Layout.preset("codec2"))
     save_folder(tmp_path / "model", model.config, model.state_dict(), Tokenizer.bytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from omni.config import ProjectorConfig
@@ -44,6 +45,7 @@ def test_the_task_of_a_question_chooses_its_parts() -> None:
         assert not found.allclose(other, rtol=1e-2)
 
 
+@pytest.mark.long
 def test_a_batch_of_tasks_is_its_questions() -> None:
     model = shared_model()
     lm = SpeechLM(model, Tokenizer.bytes(), EchoCodec(model.layout.codebook_sizes))  # type: ignore[arg-type]

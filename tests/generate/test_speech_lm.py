@@ -42,7 +42,7 @@ def echo(layout: Layout) -> CodecSpec:
     return CodecSpec("echo", lambda folder, device: EchoCodec(sizes), made.sample_rate, made.frame_rate, sizes, "anything")
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sampling", SETTINGS, ids=["greedy", "hot", "each"])
 @pytest.mark.parametrize("shape", [{}, {"window": 9, "post_layers": 1}], ids=["full", "window"])
 def test_a_batch_equals_its_rows(layout: Layout, sampling: Any, shape: dict[str, Any]) -> None:

@@ -183,6 +183,7 @@ def test_a_pipe_into_a_pipe(folder, lm, tmp_path):
     assert b"first audio" in err
 
 
+@pytest.mark.long
 def test_asking_brings_no_compiler_along(folder, lm, tmp_path):
     """Which takes longer to import than a small model takes to answer."""
     write_question(tmp_path / "q.wav")
@@ -196,6 +197,7 @@ def test_asking_brings_no_compiler_along(folder, lm, tmp_path):
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_a_full_standard_output_ends_the_answer_in_one_line(folder, tmp_path):
     with open("/dev/full", "wb") as full, start(folder, tmp_path, "--text", "hi", stdout=full) as process:
         err = process.stderr.read().decode()
@@ -212,6 +214,7 @@ def test_an_error_does_not_wait_for_the_pipe_to_end(tmp_path):
     assert err.startswith("error: ") and "nowhere" in err and err.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_reader_that_leaves_early_ends_the_process_quietly(folder, tmp_path):
     with start(folder, tmp_path, "--text", "hi", "--out", "-", "--realtime") as process:
         assert len(process.stdout.read(640)) == 640  # the first frame, long before the last
@@ -225,7 +228,7 @@ def test_a_reader_that_leaves_early_ends_the_process_quietly(folder, tmp_path):
 @pytest.mark.usefixtures("terminal_signals")
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long), signal.SIGINT],
+    [*(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGTERM, signal.SIGHUP)), signal.SIGINT],
     ids=lambda number: number.name,
 )
 def test_a_process_that_is_told_to_stop_leaves_a_whole_file_and_its_report(folder, tmp_path, number):

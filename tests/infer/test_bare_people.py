@@ -75,9 +75,12 @@ def test_people_ask_hear_and_interrupt(barge_in: float) -> None:
     people = BarePeople(model(), manner(barge_in=barge_in), 3, context=32)
     heard = people.heard = Heard()
     passed: list[float] = []
-    active = people.play(3.0, passed.append)
-    frames = round(0.4 * people.codec.frame_rate)
-    assert heard.questions >= len(heard.first_audio) >= 3 and active > 0 and len(passed) >= 4
+    active, frames = 0.0, round(0.4 * people.codec.frame_rate)
+    for _ in range(20):  # of which two are enough where nothing else runs
+        active = people.play(1.5, passed.append)
+        if len(heard.first_audio) >= 3 and (heard.interrupted if barge_in else heard.answers):
+            break
+    assert heard.questions >= len(heard.first_audio) >= 3 and active > 0 and len(passed) >= 2
     if barge_in:
         assert heard.interrupted > 0
     else:

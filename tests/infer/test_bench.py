@@ -191,6 +191,7 @@ print(memory.bytes - size)
 """
 
 
+@pytest.mark.long
 def test_peak_memory_sees_what_is_gone_again():
     """In a process of its own: here, others give memory back meanwhile."""
     done = subprocess.run([sys.executable, "-c", PEAK], cwd=ROOT, capture_output=True, text=True, check=True)

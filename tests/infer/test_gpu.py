@@ -81,6 +81,7 @@ def test_steps_that_lost_what_they_were_given_are_found(modes: list[str], monkey
     assert False in found("graphs")
 
 
+@pytest.mark.long
 def test_a_change_that_one_model_missed_is_found(modes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 

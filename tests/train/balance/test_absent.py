@@ -38,6 +38,7 @@ def remembered(folder: Path, config: Any) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s["method"])
 def test_an_absent_task_takes_no_part(tmp_path: Path, section: dict[str, Any]) -> None:
     """Data without T1A2 (or A1A2, where a task must be heard): its state is that of the beginning, its absence is counted."""
@@ -85,6 +86,7 @@ def poisoned(parts: Any, at: int) -> Any:
     return replace(parts, steps=some)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "section", [{"method": name, "level": "parameters"} for name in ("upgrad", "nashmtl", "moco")] + [{"method": "forum"}],
     ids=lambda s: s["method"],

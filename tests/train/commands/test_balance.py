@@ -140,6 +140,7 @@ def test_the_table_of_costs(tmp_path: Path) -> None:
     assert all(row.value > 0 for row in rows) and {row.unit for row in rows[1:]} == {"x"}
 
 
+@pytest.mark.long
 def test_the_table_of_costs_has_the_methods_that_are_named(tmp_path: Path) -> None:
     """At the level that is named, or at the first; also one that judges by held-out rows."""
     names = ["geometric", "pcgrad:parameters", "moml"]

@@ -71,6 +71,7 @@ def download(weights: Path) -> None:
         write_parquet(weights / f"VoiceAssistant-400K/data/train-0000{part}-of-00002.parquet", rows)
 
 
+@pytest.mark.long
 def test_the_documented_commands_lead_from_downloads_to_a_trained_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

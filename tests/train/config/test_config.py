@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(place)
 
 
-@pytest.mark.few(13)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: "/".join(p.parts[-2:]))
 def test_every_recipe_names_parameters_that_exist_whatever_the_base(recipe: Path, tied: bool) -> None:
@@ -152,15 +152,16 @@ def test_the_stages_train_what_the_authors_say() -> None:
     assert parts[3] >= parts[1] | parts[2] | {"encoder.whisper"}
 
 
-def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
+@pytest.mark.few(4)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_written_configuration_reads_back(recipe: Path, tmp_path: Path) -> None:
     import yaml
 
-    for recipe in RECIPES:
-        config, _ = read_fit_config([str(recipe), "--optimizer.lr", "0.25", "--seed", "7"])
-        assert config.optimizer.lr == 0.25 and config.seed == 7
-        file = tmp_path / "config.yaml"
-        file.write_text(yaml.safe_dump(plain_config(config)))
-        assert read_fit_config([str(file)])[0] == config
+    config, _ = read_fit_config([str(recipe), "--optimizer.lr", "0.25", "--seed", "7"])
+    assert config.optimizer.lr == 0.25 and config.seed == 7
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(plain_config(config)))
+    assert read_fit_config([str(file)])[0] == config
 
 
 @pytest.mark.parametrize("data", ["", "data: {seed: 3}\n"])

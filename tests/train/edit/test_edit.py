@@ -155,6 +155,7 @@ def test_edits_are_judged_in_a_table_a_file_and_a_picture(place, capsys, tmp_pat
         run(place, "eval", "@model", "@edits", "@facts.jsonl", str(tmp_path / "out"), *JUDGE)
 
 
+@pytest.mark.long
 def test_a_pronunciation_is_taught_and_told_from_the_one_before(place, tmp_path):
     """A model that says "ab" in one way is taught another; without the edit its right text sounds wrong."""
     assert run(place, "merge", "@model", "@edits", str(tmp_path / "model")) == 0

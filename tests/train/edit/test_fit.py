@@ -57,6 +57,7 @@ def fit(place: Path, *words: str) -> int:
     return main(["fit", str(place / "fit.yaml"), *words])
 
 
+@pytest.mark.long
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(place, capsys):
     assert fit(place) == 0
     assert "step 4 of 4: loss" in capsys.readouterr().out

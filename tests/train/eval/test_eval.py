@@ -155,6 +155,7 @@ class Pulled(Exception):
     """The plug."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("batches", [0, 1, 3])
 def test_interrupted_and_gone_on_with_is_undisturbed(
     model: Path, speech: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int

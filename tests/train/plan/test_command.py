@@ -48,6 +48,7 @@ def nowhere(file: str, tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.long
 def test_command_answers_in_json_and_tables(file: str, nowhere: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([nowhere, "--json"]) == 1  # as `fit`, which would not start; the plan is of full rows
     shown = capsys.readouterr()
@@ -120,7 +121,7 @@ def test_hours_follow_from_the_peak(file: str) -> None:
     assert one.hours == pytest.approx(50 * one.seconds / 3600)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arguments", "message", "refused"),
     [

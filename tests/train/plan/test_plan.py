@@ -52,6 +52,7 @@ def run(rows: int = 2, length: int = 64, micro: int = 1, optimizer: str = "adamw
 # --- against a step that is really taken -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "config"),
     [
@@ -88,6 +89,7 @@ def test_a_quantised_base_takes_what_is_said(kind: Any, width: int, layers: int,
     assert found == pytest.approx(wanted, rel=0.15), (found / MIB, wanted / MIB)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "more"), [("nf4", 0.5 + 1 / 64), ("int8", 1.0)])
 def test_quantised_weights_are_counted_to_the_byte(kind: Any, more: float) -> None:
     """What bitsandbytes really holds, every storage once."""
@@ -107,6 +109,7 @@ def test_quantised_weights_are_counted_to_the_byte(kind: Any, more: float) -> No
     assert plain - few == 4 * sum(numels(real)[f"{n}.weight"] for n in names) - sum(held.values())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_an_optimizer_in_eight_bits_is_counted_to_the_byte() -> None:
     config, model = run(optimizer="paged_adamw_8bit"), shape(width=192)
@@ -140,6 +143,7 @@ def test_quantised_weights_are_whole_in_every_process() -> None:
     assert phase.total >= dense_bytes(meta_model(config, model))  # a CPU's process reads the base whole
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("layers", "encoder_layers", "checkpointing"), [(6, 1, True), (4, 4, False)])
 def test_deep_stacks_are_continued_as_if_traced(layers: int, encoder_layers: int, checkpointing: bool) -> None:
@@ -224,6 +228,7 @@ def test_parameters_are_the_models(model: ModelConfig) -> None:
     assert counts["heads"].trainable == real.decoder.audio_head.weight.numel()
 
 
+@pytest.mark.long
 def test_what_learns_beside_a_base_in_bf16_is_counted_in_full() -> None:
     """As `train.distributed.precision.AdapterPrecision` has it; the optimizer's state and the gradients follow."""
     model, lora = shape(tie_text=True), LoRASection(rank=4, trainable=("projector.*", "decoder.text_embedding.*"))
@@ -246,6 +251,7 @@ def test_what_learns_beside_a_base_in_bf16_is_counted_in_full() -> None:
     assert root < fsdp.parts["communication"] < root + block + 4 * learning + 1
 
 
+@pytest.mark.long
 def test_fsdp_divides_what_is_kept_and_ddp_does_not() -> None:
     model = shape()
 
@@ -262,6 +268,7 @@ def test_fsdp_divides_what_is_kept_and_ddp_does_not() -> None:
     assert four.total < two.total
 
 
+@pytest.mark.long
 def test_half_precision_halves_the_weights() -> None:
     model = shape()
     full, half = (estimate(run(precision=p), model, cuda=True) for p in ("32-true", "bf16-true"))
@@ -272,6 +279,7 @@ def test_half_precision_halves_the_weights() -> None:
 # --- knobs -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_knobs_save_and_the_first_that_is_enough_is_enough() -> None:
     config, model = run(rows=4, length=128), shape(layers=2)
     whole = estimate(config, model).total

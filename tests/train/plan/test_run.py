@@ -56,6 +56,7 @@ def file(tmp_path: Path) -> str:
 MORE = ("--data.micro_batches", "2", "--ema", "0.9", "--fabric.checkpointing", "true")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [(), pytest.param((*MORE, "--data.packing.rows", "8"), marks=pytest.mark.long)], ids=["plain", "more"]
 )
@@ -177,6 +178,7 @@ def test_every_phase_takes_what_is_said(
     assert memory["total"] + max(0.0, peaks["resume"] - peaks["a step"]) == pytest.approx(max(peaks.values()), rel=0.1)
 
 
+@pytest.mark.long
 def test_a_step_that_is_tried_stands_beside_the_estimate(file: str, forked: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([file, "--try", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -25,6 +25,8 @@ def ink(file: Path) -> float:
     return float((np.asarray(Image.open(file).convert("L")) < 200).sum())
 
 
+@pytest.mark.long
+@pytest.mark.few(1)
 def test_balance(tmp_path: Path) -> None:
     assert balance(tmp_path) is None
     balancer, table = Balancer(BalanceConfig("pcgrad", "parameters"), NAMES), CsvTable(tmp_path / BALANCE, 0)

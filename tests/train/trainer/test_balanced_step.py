@@ -112,7 +112,7 @@ def compare(config: FitConfig, tolerance: float = 2e-5) -> None:
     assert_near(moved, should, tolerance)
 
 
-@pytest.mark.few(13)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("method", "level"), EVERY)
 def test_every_method_is_the_slow_one(tmp_path: Path, method: str, level: str) -> None:
     """One micro-batch a step (three where the method takes them apart); changes of the weights in three steps of AdamW.
@@ -126,7 +126,7 @@ def test_every_method_is_the_slow_one(tmp_path: Path, method: str, level: str) -
     compare(config, 2e-3)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "level", "options"),
     [

@@ -120,6 +120,7 @@ def test_what_is_found_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
 # --- the cost ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_table_of_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both phases of a recipe that aligns first, each way timed; what a ratio is, is for a quiet machine to say."""
     data = yaml.safe_load(Path("configs/nano.yaml").read_text())
@@ -174,6 +175,7 @@ def test_the_doctor_names_the_line_that_cuts_the_graph(monkeypatch: pytest.Monke
     assert f"test_guard.py:{line_of('plain(self')}" in said
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("terminal_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_the_doctor_ends_after_the_step_in_which_a_signal_comes(
@@ -194,6 +196,7 @@ def test_the_doctor_ends_after_the_step_in_which_a_signal_comes(
     assert err == f"stopped by {number.name} after step 1 of 3; nothing is reported\n"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", ["0", "0.15"])
 def test_the_doctor_looks_at_each_phase_of_a_recipe(first: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """A mistake in the decoder is found where the recipe aligns first, too: before, only the aligning phase was traced."""
@@ -371,6 +374,7 @@ def test_a_watched_run_says_on_which_streams_no_end_is_trained(name: str) -> Non
     assert finding.what.startswith("no end is trained on text: 3 times")
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tasks", [[task] for task in TASKS] + [["T1T2", "A1A2"], ["A1A2", "T1T2"], ["T1A1", "A1T1", "T1A2"]])
 def test_ends_that_are_trained_give_no_false_alarm(name: str, tasks: list[str]) -> None:

@@ -73,7 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_the_same_to_the_bit_and_figures_those_of_a_copy(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

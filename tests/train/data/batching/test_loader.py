@@ -260,6 +260,7 @@ def test_workers_leave_signals_to_the_run_and_end_with_it_even_when_it_is_killed
     assert gone(workers)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes through /proc")
 def test_workers_end_with_a_program_that_leaves_the_loader_open():
     program, workers = start("pass")

@@ -88,6 +88,7 @@ def test_a_task_that_no_row_is_for_stops_the_run_with_the_reason(tmp_path: Path)
     assert not (tmp_path / UNUSED).exists()
 
 
+@pytest.mark.long
 def test_a_run_whose_rows_are_broken_below_the_limit_is_not_stopped_by_chance(tmp_path: Path):
     """Of rows that are broken to 6 % one of many packers has soon left out more than a tenth of its own."""
     config = toy_config(tmp_path)

@@ -39,7 +39,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("sound", (1, 3)), ("codes", (0, 1))])
+@pytest.mark.parametrize(
+    ("kind", "workers"), [("sound", (0, 2)), ("codes", (0, 1)), pytest.param("sound", (1, 3), marks=pytest.mark.long)]
+)
 def test_the_number_of_processes_changes_no_byte(kind, workers, tmp_path):
     source = ToySource(110, kind, broken=(3, 70), bad_sound=(71,))
     few, many = (made(tmp_path / str(n), source, workers=n) for n in workers)
@@ -70,6 +72,7 @@ def test_killed_and_gone_on_with_equals_undisturbed(tmp_path):
     assert not work.exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("at", "kind"), [(0, "sound"), (32, "sound"), (96, "sound"), (64, "codes")])
 def test_interrupted_and_gone_on_with_equals_undisturbed(at, kind, tmp_path, monkeypatch):
     source = ToySource(120, kind, broken=(5, 110))
@@ -250,6 +253,7 @@ def test_folders_of_others_are_refused(tmp_path):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_full_disk(shard, tmp_path, monkeypatch):
     """One clear line; finished shards stay, nothing half-written does, and there is a way on."""

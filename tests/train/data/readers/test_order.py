@@ -114,6 +114,7 @@ def every(place: Callable[[np.random.Generator], Frames]) -> list[Frames]:
     return [place(draw) for _ in range(ROWS)]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "rows",
     [

@@ -263,7 +263,7 @@ def test_other_endings_are_refused(tmp_path):
         open_records(tmp_path / "a.xlsx")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.parquet"])
 def test_memory_does_not_grow_with_the_records(tmp_path, name):
     """Twenty thousand records take no more than a thousand: tracemalloc counts Python's own memory."""

@@ -333,6 +333,7 @@ def test_a_damaged_page_is_named_and_the_rest_is_read(tmp_path):
         stored[20]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kept", [20, 5, 0])
 def test_what_is_known_of_a_file_is_read_once_while_there_is_room(kept, tmp_path, monkeypatch):
     """In shuffled order, over more files than stay open: rows are the same whatever is kept, also of a copy with nothing."""

@@ -220,6 +220,7 @@ def test_words_are_also_said_otherwise(folder, monkeypatch):
     assert asked_of == set(NUMBERS[:10])  # who is examined says every digit equally often
 
 
+@pytest.mark.long
 def test_voices_of_other_programs_say_their_share(folder, tmp_path):
     script, calls = tmp_path / "say.py", tmp_path / "calls"
     script.write_text(

@@ -102,6 +102,7 @@ def test_a_program(tmp_path):
             voice.say(text, "en", 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_callable(workers, tmp_path):
     config = PrepareConfig(workers=workers, speak="question,answer", voice=f"{beep.__module__}:beep", codec="codec2")
