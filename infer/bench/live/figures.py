@@ -176,33 +176,38 @@ def _three(found: Percentiles) -> str:
     )
 
 
-BARE_COLUMNS = ("bare loop:\nunderruns", "late\nms", "first audio\nms", "CPU", "engine's /\nits CPU")
+BARE_COLUMNS = ("sessions", "loop", "late\nms", "under-\nruns", "first audio\nms", "active", "CPU", "engine's /\nits CPU")
 
 
 def bare_cells(run: LiveFigures) -> list[str]:
-    """The columns of a bare loop."""
+    """A line of the table of bare loops; none for a run without."""
     bare, over = run.bare, run.over_loop
     if bare is None:
-        return [""] * len(BARE_COLUMNS)
-    shares = f"{bare.cpu:.2f}", "" if over is None else f"{over:.2f}"
-    return [str(bare.underruns), _three(bare.lateness), _three(bare.first_audio), *shares]
+        return []
+    shares = f"{bare.active:.1f}", f"{bare.cpu:.2f}", "" if over is None else f"{over:.2f}"
+    return [str(run.sessions), run.loop, _three(bare.lateness), str(bare.underruns), _three(bare.first_audio), *shares]
 
 
 def show_live(table: LiveTable) -> None:
-    """Print the table."""
-    from rich import box
+    """Print the table, and another of bare loops where there were some."""
     from rich.console import Console
+
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 132)
+    console.print(_lined(table.title, COLUMNS, [cells(run) for run in table.runs]))
+    if lines := [line for run in table.runs if (line := bare_cells(run))]:
+        console.print(_lined("as many people whom a bare loop of PyTorch's kernels answers", BARE_COLUMNS, lines))
+    console.print(
+        f"a frame plays {1e3 * table.frame:.0f} ms; times are 50th, 95th and 99th percentile; CPU in shares of a core"
+    )
+
+
+def _lined(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Any:
+    from rich import box
     from rich.table import Table as RichTable
 
-    shown = RichTable(title=table.title, title_justify="left", box=box.SIMPLE, title_style="bold", padding=(0, 1, 0, 0))
-    for number, name in enumerate(COLUMNS):
+    shown = RichTable(title=title, title_justify="left", box=box.SIMPLE, title_style="bold", padding=(0, 1, 0, 0))
+    for number, name in enumerate(columns):
         shown.add_column(name, justify="left" if number == 1 else "right", no_wrap=True)
-    bare = any(run.bare is not None for run in table.runs)
-    for name in BARE_COLUMNS if bare else ():
-        shown.add_column(name, justify="right", no_wrap=True)
-    for run in table.runs:
-        shown.add_row(*cells(run), *(bare_cells(run) if bare else ()))
-    frame = f"a frame plays {1e3 * table.frame:.0f} ms; times are 50th, 95th and 99th percentile; CPU in shares of a core"
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 132)
-    console.print(shown)
-    console.print(frame)
+    for line in lines:
+        shown.add_row(*line)
+    return shown
