@@ -138,13 +138,16 @@ def forgotten(layout: Layout, past: Sequence[Exchange], system: Sequence[int], l
     three quarters of it free, but never the last. So turns go seldom, and little stays, which can be fed before the question
     comes: half a column again for each new one.
     """
-    sizes = [_size(layout, exchange) for exchange in past]
-    taken = _system_size(layout, system) + sum(sizes)
     longest = max((len(exchange.part(layout, False).keys) for exchange in past), default=0)
+    return forgotten_of([_size(layout, exchange) for exchange in past], longest, length, _system_size(layout, system))
+
+
+def forgotten_of(sizes: Sequence[int], longest: int, length: int, system: int = 0) -> int:
+    """The same of turns and a system message of so many columns, and of the longest question."""
+    taken, dropped = system + sum(sizes), 0
     if taken + longest <= length - length // 4:
         return 0
-    dropped = 0
-    while dropped < len(past) - 1 and taken > length // 4:
+    while dropped < len(sizes) - 1 and taken > length // 4:
         taken -= sizes[dropped]
         dropped += 1
     return dropped

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from infer.bench.bare import normed, rotated
 from infer.bench.live.manner import BARGE, PAUSE, Heard, Manner
 from omni.attention import attention
+from omni.generate.history import forgotten_of
 from omni.generate.question import Asked, encode_questions
 from omni.generate.speech_lm import SpeechLM
 from omni.model.blocks import Block
@@ -189,12 +190,11 @@ class BarePeople:
 
     def _kept(self, turns: list[int]) -> list[int]:
         """Columns of the turns of a conversation that are left when the next question comes."""
-        room, question = self.context - self.context // 4, len(self._index)
-        kept = list(turns)
-        if sum(kept) + question > room:
-            while len(kept) > 1 and sum(kept) > self.context // 4:
-                del kept[0]
-        return kept if sum(kept) + question <= room else []
+        question = len(self._index)
+        kept = turns[forgotten_of(turns, question, self.context) :]
+        while kept and sum(kept) + question > self.context - self.context // 4:
+            del kept[0]
+        return kept
 
     def _step(self) -> None:
         """Write the next column of all rows, and decode the frames that it completes."""
