@@ -79,7 +79,10 @@ def unwrap(sound: Any, sample_rate: Any, name: str = "the question") -> tuple[An
     if isinstance(sound, Mapping):
         keys = sound.keys()
         if "audio" in keys and "array" not in keys:
-            return unwrap(sound["audio"], sample_rate, name)
+            inner = sound["audio"]
+            if isinstance(inner, Mapping) and "audio" in inner and "array" not in inner:
+                raise UserError(f"{name} has an 'audio' within its 'audio'; give the inner one")
+            return unwrap(inner, sample_rate, name)
         if "array" in keys:
             if sound.get("sampling_rate") is None:
                 raise UserError(f"{name} has an 'array' but no 'sampling_rate'; give both")

@@ -8,6 +8,7 @@ sender          `omni.engine.outbox`
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import signal
 import threading
@@ -218,7 +219,18 @@ class Child:
             if part.startswith("_") or not hasattr(place, part):
                 raise UserError(f"{type(place).__name__} has nothing called {part!r} to call by {name!r}")
             place = getattr(place, part)
-        return place(*args, **values) if callable(place) else place
+        method = inspect.ismethod(place)
+        if not method and (args or values):
+            raise UserError(f"{name} is no method and takes no arguments; leave them out")
+        found = place(*args, **values) if method else place
+        try:
+            pack([("reply", 0, found)])
+        except Exception as error:
+            kind = type(found).__name__
+            raise UserError(
+                f"{name} gives a {kind}, which cannot be sent to another process; call what gives values"
+            ) from error
+        return found
 
     def do_drain(self, seconds: float) -> None:
         self._drain(seconds)

@@ -162,11 +162,14 @@ class Engine:
         self._hearing.beside(running)
 
     def _check_queue(self, running: Running) -> None:
-        waiting = len(self._requests.asked) + len(self._intake.waiting)
-        verdict = self._intake.verdict(running)
-        if not verdict.fits and running.when_full == "refuse":
+        before = [*self._intake.waiting, *self._requests.asked]
+        verdict = self._intake.verdict(running, before)
+        if verdict.fits or (running.when_full == "wait" and self.queue is None):
+            return
+        waiting = sum(not self._intake.verdict(other, before[:n]).fits for n, other in enumerate(before))
+        if running.when_full == "refuse":
             raise BusyError(f"there is no room for another listener: {verdict.why}; ask again later", waiting)
-        if not verdict.fits and self.queue is not None and waiting >= self.queue:
+        if self.queue is not None and waiting >= self.queue:
             raise BusyError(f"{waiting} questions wait already: {verdict.why}; ask again later", waiting)
 
     def place(self, running: Running) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from omni.engine.admission import Verdict, admit
 from omni.engine.batch import EngineBatch
@@ -46,12 +47,16 @@ class Intake:
 
     # --- who is let in ------------------------------------------------------------------------------------------------
 
-    def verdict(self, running: Running) -> Verdict:
-        """Whether a live listener's answer fits beside the others; from any thread."""
+    def verdict(self, running: Running, before: Sequence[Running] = ()) -> Verdict:
+        """Whether a live listener's answer fits beside the others, and those that wait before it; from any thread."""
         if running.codec is None or not running.task.audio:
             return Verdict(True)
         talks = [*self._batch.talks.values(), *self.coming]
-        live = sum(talk.running.pace == "live" for talk in talks)
+        live = sum(talk.running.pace == "live" for talk in talks) + sum(other.live for other in before)
+        slots, fixed = list(self._batch.slots.holders), self._batch.fixed
+        taken = sum(seat is not None and seat.busy for seat in slots)
+        if fixed is not None and taken + sum(1 + (other.fork is not None) for other in (*before, running)) > fixed:
+            return Verdict(False, f"the {fixed} slots are taken")
         return admit(self._recorder, live, 1 / running.codec.frame_rate)
 
     def place(self) -> None:

@@ -14,6 +14,7 @@ in the engine's process, from when its sound was ready there, or its codes, wher
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import os
 import threading
@@ -36,8 +37,9 @@ from omni.errors import UserError
 from omni.files import check_path
 from omni.generate.bounds import Bound, check_number
 from omni.generate.messages import History
-from omni.generate.options import make_options
+from omni.generate.options import make_options, refuse_keywords
 from omni.generate.sessions import Sessions
+from omni.generate.speech_lm import SpeechLM
 from omni.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -79,6 +81,11 @@ class EngineProcess(Sessions[RemoteSession]):
         plugins: Sequence[str] | None = None,
         **values: Any,
     ) -> None:
+        takes = [
+            each for one in (EngineProcess, SpeechLM.from_pretrained) for each in inspect.signature(one).parameters.values()
+        ]
+        known = [each.name for each in takes if each.kind is not each.VAR_KEYWORD and each.name != "folder"]
+        refuse_keywords("EngineProcess", [name for name in values if name not in known], known)
         check_path(folder, "the model folder")
         check_slots(slots)
         check_patience(patience)
@@ -164,6 +171,8 @@ class EngineProcess(Sessions[RemoteSession]):
     def call(self, name: str, /, *args: Any, **values: Any) -> Any:
         """Call a method of the process's `SpeechLM` by its name, or read a property: `call("load_adapter", folder)`,
         `call("adapters")`; `engine.` before the name means the engine's. Arguments and results are copies."""
+        if not isinstance(name, str):
+            raise UserError(f"call was given {repr(name)[:80]}; give the name of a method or a property")
         return self._link.request("call", name, args, values)
 
     # --- the end ------------------------------------------------------------------------------------------------------

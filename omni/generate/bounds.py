@@ -61,3 +61,9 @@ def check_number(name: str, value: Any, bound: Bound | None = None, as_what: str
     if not bound.least <= number <= bound.most:
         long = isinstance(number, Integral) and abs(number) >= 10**30  # type: ignore[operator]
         raise UserError(f"{what} is {'of more than 30 digits' if long else value}; it must be {span} ({bound.way})")
+
+
+def check_switch(name: str, value: Any) -> None:
+    """Refuse a value that is neither True nor False (UserError)."""
+    if not isinstance(value, bool):
+        raise UserError(f"{name} is {repr(value)[:80]}; give True or False")

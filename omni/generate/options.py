@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from types import NoneType
 from typing import Any, Literal, TypedDict
 
 from omni.codec.base import AudioCodec
 from omni.edit.deltas import Edits
 from omni.errors import UserError, closest
-from omni.generate.bounds import check_number
+from omni.generate.bounds import check_number, check_switch
 from omni.generate.results import brief
 from omni.generate.sampling import GREEDY, SamplingPlan
 from omni.generate.sampling_config import Sampling
@@ -119,8 +118,8 @@ class AnswerOptions:
             check_number("max_new_tokens", self.max_new_tokens)
         if self.max_silence is not None:
             check_number("max_silence", self.max_silence)
-        if not isinstance(self.logprobs, bool):
-            raise UserError(f"logprobs is {repr(self.logprobs)[:80]}; give True or False")
+        check_switch("logprobs", self.logprobs)
+        check_switch("text_assist", self.text_assist)
         check_adapter(self.adapter)
         if not isinstance(self.sampling, (Sampling, Mapping)):
             raise UserError(f"sampling is {repr(self.sampling)[:80]}; give a Sampling, or a dict of one per stream or kind")
@@ -205,8 +204,8 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
     fields = dict(given)
     wanted = fields.pop("do_sample", None)
     heat = fields.get("temperature")
-    if not isinstance(wanted, (bool, NoneType)):
-        raise UserError(f"do_sample is {repr(wanted)[:80]}; give True or False")
+    if wanted is not None:
+        check_switch("do_sample", wanted)
     if wanted is False:
         if heat:
             raise UserError(f"do_sample is False, but temperature is {heat}; leave one of them out")

@@ -30,7 +30,7 @@ from omni.engine.client import Pace, Running, WhenFull
 from omni.engine.engine import Engine
 from omni.errors import UserError
 from omni.generate.batch import answer_all, check_lengths, read_batch
-from omni.generate.bounds import check_number
+from omni.generate.bounds import check_number, check_switch
 from omni.generate.history import Past
 from omni.generate.messages import History, read_history
 from omni.generate.options import (
@@ -283,6 +283,7 @@ class SpeechLM(Sessions[Session]):
             system: a system message for all, or one per question ("" for none).
         """
         check_number("batch_size", batch_size)
+        check_switch("sound", sound)
         if "overflow" in more:
             raise UserError("overflow has no effect on independent questions, which have no turns to forget; leave it out")
         batch = read_batch(self.model, self.tokenizer, questions, task, sample_rate, seed, adapter, edits, system)

@@ -205,6 +205,23 @@ def test_a_listener_for_whom_there_is_no_room_waits_or_is_told(lm: SpeechLM, mon
         lm.session(pace="fast")  # type: ignore[arg-type]
 
 
+def test_slots_that_are_taken_bound_the_queue_too(lm: SpeechLM) -> None:
+    """Also where nothing says that sound would be late, and where all ask at once."""
+    lm.start_engine(slots=2, queue=1)
+    with ExitStack() as stack:
+        lengths = (20.0, 20.0, 1.2, 1.2)
+        one, two, three, four = (stack.enter_context(lm.session(**LONG | {"max_seconds": length})) for length in lengths)
+        answers = [session.ask("hello", "T1A2") for session in (one, two, three)]
+        with pytest.raises(BusyError, match="1 questions wait already: the 2 slots are taken; ask again later"):
+            four.ask("hello", "T1A2")
+        with lm.session(when_full="refuse", **LONG) as five, pytest.raises(BusyError, match="listener: the 2 slots are taken"):
+            five.ask("hello", "T1A2")
+        one.cancel()
+        two.cancel()
+        assert isinstance(list(answers[2])[-1], Ended)
+        assert isinstance(list(four.ask("hello", "T1A2"))[-1], Ended)
+
+
 def test_an_answer_that_nobody_reads_ends_and_others_go_on(lm: SpeechLM) -> None:
     lm.start_engine(slots=2, patience=0.1)
     options: dict[str, Any] = {"sampling": Sampling(1.0, top_k=3), "max_tokens": 300}

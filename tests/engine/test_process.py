@@ -297,6 +297,20 @@ def test_a_call_may_have_an_argument_called_name(engine: EngineProcess) -> None:
             engine.drain(seconds)  # type: ignore[arg-type]
 
 
+def test_what_cannot_be_called_or_sent_is_refused(engine: EngineProcess, saved: Path) -> None:
+    name: Any
+    for name, args, words in [
+        (5, (), "call was given 5; give the name"), ("nothing", (), "nothing called 'nothing'"), ("model", (1,), "model is no method"),
+        ("adapters", (1,), "adapters is no method and takes no arguments"), ("engine", (), "engine gives a Engine, which cannot be sent"),
+    ]:  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            engine.call(name, *args)
+    with pytest.raises(
+        TypeError, match=r"EngineProcess\(\) has no keyword 'slot'; did you mean 'slots'\? known: slots, .* device"
+    ):
+        EngineProcess(saved, slot=1)
+
+
 @pytest.mark.long
 def test_a_process_that_has_stopped_is_killed_in_the_end(
     saved: Path, engine: EngineProcess, monkeypatch: pytest.MonkeyPatch

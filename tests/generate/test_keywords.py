@@ -76,6 +76,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "large seed": ({"seed": 2**70}, UserError, "seed is 1180591620717411303424; it must be"),
     "half a seed": ({"seed": 1.5}, UserError, "seed is 1.5; give a whole number"),
     "no truth": ({"do_sample": "yes"}, UserError, "do_sample is 'yes'; give True or False"),
+    "no switch": ({"text_assist": "x"}, UserError, "text_assist is 'x'; give True or False"),
     "close": ({"temprature": 0.5}, TypeError, r"\(\) has no keyword 'temprature'; did you mean 'temperature'\?"),
     "far": ({"xyzzy": 0.5}, TypeError, "'xyzzy'; known: .*sampling.*temperature"),
 }

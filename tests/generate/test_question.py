@@ -138,6 +138,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "true": (TONE, True, "sample rate"),
     "negative": ((-1, TONE), 16000, "-1 Hz"),
     "array alone": ({"array": TONE}, 16000, "sampling_rate"),
+    "audio in audio": ({"audio": {"audio": {"array": TONE}}}, 16000, "within its"),
     "mapping": ({"sound": TONE}, 16000, "'sound'"),
     "no audio": ({"audio": None}, 16000, "NoneType"),
     "one hertz": (TONE, 1, "4800.0 s at 1 Hz"),
