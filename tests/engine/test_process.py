@@ -300,9 +300,12 @@ def test_a_call_may_have_an_argument_called_name(engine: EngineProcess) -> None:
 def test_what_cannot_be_called_or_sent_is_refused(engine: EngineProcess, saved: Path) -> None:
     name: Any
     for name, args, words in [
-        (5, (), "call was given 5; give the name"), ("nothing", (), "nothing called 'nothing'"), ("model", (1,), "model is no method"),
-        ("adapters", (1,), "adapters is no method and takes no arguments"), ("engine", (), "engine gives a Engine, which cannot be sent"),
-    ]:  # fmt: skip
+        (5, (), "call was given 5; give the name"),
+        ("nothing", (), "nothing called 'nothing'"),
+        ("model", (1,), "model is no method"),
+        ("adapters", (1,), "adapters is no method and takes no arguments"),
+        ("engine", (), "engine gives a Engine, which cannot be sent"),
+    ]:
         with pytest.raises(UserError, match=words):
             engine.call(name, *args)
     with pytest.raises(
