@@ -99,6 +99,7 @@ def _introduction(config: FitConfig) -> str:
 
 def examine(lm: SpeechLM, codec: AudioCodec, source: SpokenDigits, count: int = 200) -> Examination:
     """Asks `count` held-out questions, free-running as A1A2, and evaluates text and sound of the answers."""
+    print(f"\nExamining it: {count} questions in voices that it has never heard, then conversations.", flush=True)
     items = items_of(source.held_out(count, seed=2), ["A1A2"], codec)  # not the questions of the validation
     report = evaluate(lm, items, rows=64, sound=True)
     references: dict[str, Tensor] = {}

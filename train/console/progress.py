@@ -203,4 +203,5 @@ class Display(Screen):
             return "starting"
         passed = max(1e-9, time.monotonic() - self.start)
         left = (self.total - self.before - self.items) * passed / items
-        return f"{items / passed:.1f} items/s, {self.seconds / passed:.1f}x real time, {duration(left)} left"
+        pace = f", {self.seconds / passed:.1f}x real time" if self.seconds else ""
+        return f"{items / passed:.1f} items/s{pace}, {duration(left)} left"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from tqdm import tqdm
-
 from omni.generate.speech_lm import SpeechLM
+from train.console.progress import Display
 from train.data.rows.row import Row
 from train.data.seeding import dice
 from train.data.sources.spoken_digits import SpokenDigits
@@ -21,6 +21,9 @@ from train.scoring.text import normalise
 
 TASKS = ("A1A2", "T1A2")
 MAX_SECONDS = 6.0
+
+TOGETHER = 16
+"""Conversations that are held at the same time; the engine answers them in one batch."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,16 @@ class Conversed:
 def examine_conversations(lm: SpeechLM, source: SpokenDigits, count: int = 40, seed: int = 2) -> Conversed:
     """Holds `count` conversations of four turns (see the module). `seed` determines them, and where answers are cut."""
     rows = source.conversations(count, seed=seed)
-    whole, cut = [], []
-    for number, row in enumerate(tqdm(rows, desc="conversing", leave=False, disable=None)):
-        whole.append(_converse(lm, row, TASKS[number % 2]))
-        cut.append(_converse(lm, row, TASKS[number % 2], (seed, number)))
+    held = [(row, TASKS[number % 2], key) for number, row in enumerate(rows) for key in (None, (seed, number))]
+    display, right = Display(len(held)), []
+    try:
+        with ThreadPoolExecutor(TOGETHER) as pool:
+            for one in pool.map(lambda each: _converse(lm, *each), held):
+                right.append(one)
+                display.tick(1, 0)
+    finally:
+        display.close()
+    whole, cut = right[::2], right[1::2]
     places = [(r, t, source.follows(turn)) for r, row in enumerate(rows) for t, turn in enumerate(row.turns)]
     return Conversed(
         alone=_alone(lm, source, rows),

@@ -33,7 +33,7 @@ class Forgetful:
         self.sessions: list[Talk] = []
 
     def session(self, **_: Any) -> Talk:
-        self.sessions.append(Talk(self, len(self.sessions)))
+        self.sessions.append(Talk(self))
         return self.sessions[-1]
 
     def generate_batch(self, questions: list[Any], tasks: list[str], **_: Any) -> list[Answer]:
@@ -44,8 +44,8 @@ class Forgetful:
 
 
 class Talk:
-    def __init__(self, lm: Forgetful, number: int) -> None:
-        self.turns = iter(lm.rows[number // 2].turns)
+    def __init__(self, lm: Forgetful) -> None:
+        self.possible = [row.turns for row in lm.rows]  # conversations that began so: several are held at a time
         self.answered, self.cut = 0, 0
 
     def __enter__(self) -> Talk:
@@ -55,8 +55,9 @@ class Talk:
         return None
 
     def answer(self, question: Any, task: str) -> Answer:
-        turn = next(self.turns)
-        assert same(turn, question) and task == ("A1A2" if isinstance(question, Tensor) else "T1A2")
+        self.possible = [turns for turns in self.possible if same(turns[self.answered], question)]
+        turn = self.possible[0][self.answered]
+        assert task == ("A1A2" if isinstance(question, Tensor) else "T1A2")
         self.answered += 1
         lost = self.answered == 4 or (SOURCE.follows(turn) and self.cut > 0)
         return said("" if lost else turn.answer_text)
@@ -81,4 +82,5 @@ def test_turns_interruptions_and_follow_ups_are_counted_apart():
     assert early and last and found.follow_ups == pytest.approx(early / (early + last))
     plain = [t < 3 for t, follows in later if not follows]
     assert found.uncut == found.cut == pytest.approx(sum(plain) / len(plain)) and found.cut_follow_ups == 0.0
-    assert [talk.cut for talk in lm.sessions] == [0, 3] * 12
+    assert sorted(talk.cut for talk in lm.sessions) == [0] * 12 + [3] * 12
+    assert {talk.answered for talk in lm.sessions} == {4}
