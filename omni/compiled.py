@@ -15,13 +15,11 @@ network, R rows of the cache, S its slots of a row with the spare one, V slots t
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,7 +28,7 @@ _FAST = {"nsz", "arcp", "contract", "afn", "reassoc"}  # numbers that are not fi
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
-def _compile(function: F, nogil: bool = True) -> F:
+def compiled_function(function: F, nogil: bool = True) -> F:
     how: dict[str, Any] = {"fastmath": _FAST, "nogil": nogil, "error_model": "numpy"}
     try:
         return njit(cache=True, **how)(function)  # type: ignore[no-any-return]
@@ -38,18 +36,18 @@ def _compile(function: F, nogil: bool = True) -> F:
         return njit(**how)(function)  # type: ignore[no-any-return]
 
 
-_brief = partial(_compile, nogil=False)
+_brief = partial(compiled_function, nogil=False)
 """For what ends before another thread has woken up: where it took the lock, this one would wait for it."""
 
 
-@_compile
+@compiled_function
 def _copy(source: Any, target: Any) -> None:
     """Write numbers [K], which `target[:] = source` takes seconds more to compile."""
     for k in range(len(target)):
         target[k] = source[k]
 
 
-@_compile
+@compiled_function
 def _clear(target: Any) -> None:
     for k in range(len(target)):
         target[k] = _ZERO
@@ -192,7 +190,7 @@ def push(
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
-@_compile
+@compiled_function
 def product(x: Any, weight: Any, out: Any) -> None:
     """Write the products [B, N] of x [B, K] and a weight [N, K]; four rows and three outputs at a time, whose sums fit into the
     sixteen registers of AVX2."""
@@ -262,7 +260,7 @@ def likeliest(given: Any, starts: Any, counts: Any, out: Any) -> None:
             out[b, n] = best
 
 
-@_compile
+@compiled_function
 def _norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
     """RMSNorm of x [K]."""
     squares = _ZERO
@@ -273,7 +271,7 @@ def _norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
         out[k] = x[k] * factor * weight[k]
 
 
-@_compile
+@compiled_function
 def _exp(x: Any, count: Any, bits: Any, powers: Any) -> None:
     """e to the first `count` numbers of x, in place, to 2e-7; 0 below 2^-126. `powers` is the memory of `bits` as float32.
 
@@ -293,7 +291,7 @@ def _exp(x: Any, count: Any, bits: Any, powers: Any) -> None:
         x[s] *= powers[s]
 
 
-@_compile
+@compiled_function
 def _turn_and_keep(
     t: Any, heads: Any, row: Any, slot: Any, cos: Any, sin: Any, eps: Any, q_norm: Any, k_norm: Any, keys: Any, values: Any
 ) -> None:
@@ -314,7 +312,7 @@ def _turn_and_keep(
         _copy(t[heads + kv_heads + g], values[row, slot, g])
 
 
-@_compile
+@compiled_function
 def _softmax(score: Any, count: Any, scale: Any, mask: Any, bits: Any, powers: Any) -> None:
     """Softmax of the first `count` scores times `scale`, with the mask added, in place."""
     for s in range(count):
@@ -333,7 +331,7 @@ def _softmax(score: Any, count: Any, scale: Any, mask: Any, bits: Any, powers: A
         score[s] *= total
 
 
-@_compile
+@compiled_function
 def _attend(
     t: Any, keys: Any, values: Any, row: Any, count: Any, mask: Any, scores: Any, bits: Any, powers: Any, out: Any
 ) -> None:
@@ -382,7 +380,7 @@ def _attend(
                     here[d] += p0 * v0[d]
 
 
-@_compile
+@compiled_function
 def _attend_columns(
     wide: Any, first: Any, number: Any, heads: Any, keys: Any, values: Any, row: Any, count: Any, active: Any, mask: Any,
     scores: Any, bits: Any, powers: Any, out: Any,
@@ -453,7 +451,7 @@ def _attend_columns(
                 _weigh(e3, values, row, g, count, o3)
 
 
-@_compile
+@compiled_function
 def _weigh(score: Any, values: Any, row: Any, g: Any, count: Any, out: Any) -> None:
     """Add the values of the first `count` slots, each times its score, to `out` [D]."""
     size, s = values.shape[3], 0
@@ -472,7 +470,7 @@ def _weigh(score: Any, values: Any, row: Any, g: Any, count: Any, out: Any) -> N
             out[d] += p0 * v0[d]
 
 
-@_compile
+@compiled_function
 def _attend_all(
     wide: Any, active: Any, writes: Any, ring: Any, heads: Any, keys: Any, values: Any, mask: Any, out: Any
 ) -> None:
@@ -495,7 +493,7 @@ def _attend_all(
         i += number
 
 
-@_compile
+@compiled_function
 def _active(writes: Any, slots: Any) -> Any:
     """The places of `writes` that are no spare slots."""
     found, count = np.empty(len(writes), np.int64), 0
@@ -506,7 +504,7 @@ def _active(writes: Any, slots: Any) -> Any:
     return found[:count]
 
 
-@_compile
+@compiled_function
 def _gate(gate: Any, up: Any, factor: Any, out: Any, bits: Any, powers: Any) -> None:
     """silu(gate * factor) * up * factor, [F]."""
     for k in range(len(gate)):
@@ -516,7 +514,7 @@ def _gate(gate: Any, up: Any, factor: Any, out: Any, bits: Any, powers: Any) -> 
         out[k] = gate[k] * factor / (_ONE + out[k]) * (up[k] * factor)
 
 
-@_compile
+@compiled_function
 def block(
     x: Any, writes: Any, ring: Any, mask: Any, cos: Any, sin: Any, eps: Any, norm: Any, qkv: Any, bias: Any, q_norm: Any,
     k_norm: Any, out: Any, mlp_norm: Any, gate_up: Any, down: Any, keys: Any, values: Any,
@@ -572,19 +570,22 @@ def block(
             here[k] = old[k] + more[k]
 
 
-def _pointer(context: Any, address: Any) -> Any:
-    """The pointer to float32 numbers at an address."""
+def pointer_to(kind: Any) -> Any:
+    """An intrinsic that gives the pointer to numbers of a kind at an address."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.inttoptr(given[0], ir.FloatType().as_pointer())
+    def pointer(context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            return builder.inttoptr(given[0], context.get_value_type(types.CPointer(kind)))
 
-    return types.CPointer(types.float32)(types.int64), generate
+        return types.CPointer(kind)(types.int64), generate
+
+    return intrinsic(pointer)
 
 
-_floats: Any = intrinsic(_pointer)
+_floats = pointer_to(types.float32)
 
 
-@_compile
+@compiled_function
 def blocks(
     x: Any, writes: Any, ring: Any, mask: Any, cos: Any, sin: Any, eps: Any, places: Any, biased: Any, normed: Any, inner: Any,
     rows: Any, slots: Any, heads: Any, kv_heads: Any,
@@ -613,7 +614,7 @@ def blocks(
 # --- an encoder like Whisper's ----------------------------------------------------------------------------------------
 
 
-@_compile
+@compiled_function
 def _layer_norm(x: Any, weight: Any, bias: Any, eps: Any, out: Any) -> None:
     """Layer norms of the rows of x [N, D]."""
     count = np.float32(len(weight))
@@ -630,7 +631,7 @@ def _layer_norm(x: Any, weight: Any, bias: Any, eps: Any, out: Any) -> None:
             there[d] = (here[d] - mean) * factor * weight[d] + bias[d]
 
 
-@_compile
+@compiled_function
 def _gelu(x: Any, bias: Any, falls: Any, bits: Any, powers: Any) -> None:
     """x (1 + erf(x / sqrt(2))) / 2 of x [F] with its bias added, in place; erf to 2e-7 (Abramowitz and Stegun 1964, 7.1.26)."""
     for k in range(len(x)):
@@ -646,7 +647,7 @@ def _gelu(x: Any, bias: Any, falls: Any, bits: Any, powers: Any) -> None:
         x[k] *= rest if x[k] < 0 else _ONE - rest
 
 
-@_compile
+@compiled_function
 def encoder_stem(mel: Any, first: Any, first_bias: Any, second: Any, second_bias: Any, positions: Any, out: Any) -> None:
     """Both convolutions (kernel 3; stride 1, then 2) of features [M, F] with their GELUs, and the positions [.., D] added.
 
@@ -677,7 +678,7 @@ def encoder_stem(mel: Any, first: Any, first_bias: Any, second: Any, second_bias
             here[d] += positions[t, d]
 
 
-@_compile
+@compiled_function
 def encoder_block(
     x: Any, starts: Any, heads: Any, eps: Any, norm: Any, norm_bias: Any, query: Any, query_bias: Any, key: Any, value: Any,
     value_bias: Any, out: Any, out_bias: Any, mlp_norm: Any, mlp_norm_bias: Any, up: Any, up_bias: Any, down: Any,
@@ -735,7 +736,7 @@ def encoder_block(
             x[t, d] += q[t, d] + down_bias[d]
 
 
-@_compile
+@compiled_function
 def encoder(
     mels: Any, lengths: Any, starts: Any, first: Any, first_bias: Any, second: Any, second_bias: Any, positions: Any,
     heads: Any, eps: Any, places: Any, inner: Any, x: Any,
@@ -765,87 +766,7 @@ def encoder(
 # --- int8 -------------------------------------------------------------------------------------------------------------
 
 
-def _tile(outputs: int, rows: int) -> Any:
-    """An intrinsic that sums the products of `outputs` rows of a weight, int8, and `rows` rows, int16, [rows, outputs] int32.
-
-    Of loops over int16, numba makes sums in int64. Here 16 products are summed by twos, which AVX2 has one instruction for.
-
-    Its arguments: the address of the first row and the numbers between two of them, the same of the weight, the number of
-    products of each sum (the next lower multiple of 16 is taken), the address of the sums.
-    """
-
-    def sums(context: Any, x: Any, x_step: Any, weight: Any, step: Any, inputs: Any, out: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            int8, int16, int32, int64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-            wide = ir.VectorType(int32, 16)
-
-            def read(kind: Any, address: Any, step: Any, row: int, k: Any) -> Any:
-                at = builder.add(builder.mul(step, int64(row)), k)
-                pointer = builder.gep(builder.inttoptr(address, kind.as_pointer()), [at])
-                numbers = builder.load(builder.bitcast(pointer, ir.VectorType(kind, 16).as_pointer()), align=kind.width // 8)
-                return builder.sext(numbers, wide)
-
-            def every_second(numbers: Any, first: int) -> Any:
-                which = ir.Constant(ir.VectorType(int32, 8), [int32(k) for k in range(first, 16, 2)])
-                return builder.shuffle_vector(numbers, numbers, which)
-
-            zeros = ir.Constant(ir.VectorType(int32, 8), None)
-            held = [[cgutils.alloca_once_value(builder, zeros) for _ in range(outputs)] for _ in range(rows)]
-            with cgutils.for_range_slice(builder, int64(0), builder.and_(given[4], int64(-16)), int64(16)) as (k, _):
-                here = [read(int16, given[0], given[1], row, k) for row in range(rows)]
-                for n in range(outputs):
-                    there = read(int8, given[2], given[3], n, k)
-                    for row in range(rows):
-                        products, sum_ = builder.mul(here[row], there), held[row][n]
-                        pairs = builder.add(every_second(products, 0), every_second(products, 1))
-                        builder.store(builder.add(builder.load(sum_), pairs), sum_)
-            target = builder.inttoptr(given[5], int32.as_pointer())
-            for place, one in enumerate(one for row in held for one in row):
-                parts = [builder.extract_element(builder.load(one), int32(k)) for k in range(8)]
-                builder.store(reduce(builder.add, parts), builder.gep(target, [int64(place)]))
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), generate
-
-    return intrinsic(sums)
-
-
-_two_rows: Any = _tile(1, 2)
-_four_rows: Any = _tile(2, 4)
-
-
-@_compile
-def whole_product(held: Any, weight: Any, scale: Any, out: Any, first: Any, last: Any) -> None:
-    """Write the outputs `first` to `last` of the exact products [B, N] of rows [B, K] uint8, whose 0 is 128, and an int8 weight
-    [N, K], times the scale [N]; for processors without an instruction for it.
-
-    Two rows at a time and an output, which reads a weight fastest, or four rows and two outputs; the last ones may be of both.
-    """
-    rows, inputs, many = held.shape[0], held.shape[1], held.shape[0] >= 4
-    tall, wide = (4, 2) if many else (2, 1)
-    x, sums = np.empty(held.shape, np.int16), np.empty(8, np.int32)
-    for b in range(rows):
-        for k in range(inputs):
-            x[b, k] = np.int16(held[b, k]) - np.int16(128)
-    row_step = inputs if rows >= tall else 0
-    for low in range(0, rows, 32):  # which the processor's cache holds
-        for n in range(first, last, wide):
-            step = inputs if n + wide <= last and wide == 2 else 0
-            for some in range(low, min(low + 32, rows), tall):
-                b = max(min(some, rows - tall), 0)
-                if many:
-                    _four_rows(x[b].ctypes.data, row_step, weight[n].ctypes.data, step, inputs, sums.ctypes.data)
-                else:
-                    _two_rows(x[b].ctypes.data, row_step, weight[n].ctypes.data, step, inputs, sums.ctypes.data)
-                for i in range(tall if row_step else 1):
-                    for j in range(wide if step else 1):
-                        total = np.int64(sums[i * wide + j])
-                        for k in range(inputs // 16 * 16, inputs):
-                            total += np.int64(x[b + i, k]) * np.int64(weight[n + j, k])
-                        out[b + i, n + j] = np.float32(total) * scale[n + j]
-
-
-@_compile
+@compiled_function
 def _round(x: Any, held: Any) -> Any:
     """Write x [K] as `omni.model.int8.rounded` does, and return its largest |x|; as whole numbers, of which NaN is largest."""
     pattern, most = x.view(np.int32), np.int32(0)
@@ -860,7 +781,7 @@ def _round(x: Any, held: Any) -> Any:
     return largest
 
 
-@_compile
+@compiled_function
 def _round_norm(x: Any, weight: Any, eps: Any, scaled: Any, held: Any) -> Any:
     """The same of the RMSNorm of x [K], before it is divided by its length."""
     squares = _ZERO
@@ -870,7 +791,7 @@ def _round_norm(x: Any, weight: Any, eps: Any, scaled: Any, held: Any) -> Any:
     return _round(scaled, held) / np.sqrt(squares / np.float32(len(weight)) + eps)
 
 
-@_compile
+@compiled_function
 def add_and_round_norm(x: Any, products: Any, norm: Any, eps: Any, held: Any, factor: Any) -> None:
     """Add products [B or 0, W] times `factor` [B] to x [B, W], and round the norm of the sum to `held` and `factor`."""
     scaled = np.empty(x.shape[1], np.float32)
@@ -883,7 +804,7 @@ def add_and_round_norm(x: Any, products: Any, norm: Any, eps: Any, held: Any, fa
         factor[b] = _round_norm(here, norm, eps, scaled, held[b])
 
 
-@_compile
+@compiled_function
 def attend_and_round(
     products: Any, factor: Any, bias: Any, writes: Any, ring: Any, mask: Any, cos: Any, sin: Any, eps: Any, q_norm: Any,
     k_norm: Any, keys: Any, values: Any, held: Any,
@@ -907,7 +828,7 @@ def attend_and_round(
         factor[active[i]] = _round(y[i], held[active[i]])
 
 
-@_compile
+@compiled_function
 def gate_and_round(products: Any, factor: Any, held: Any) -> None:
     """Round silu(gate) * up of the products [B, 2 F] of both to `held` and `factor`."""
     inner = products.shape[1] // 2
@@ -918,7 +839,7 @@ def gate_and_round(products: Any, factor: Any, held: Any) -> None:
         factor[b] = _round(gated, held[b])
 
 
-@_compile
+@compiled_function
 def add(x: Any, products: Any, factor: Any) -> None:
     """Add products [B, W] times `factor` [B] to x [B, W]."""
     for b in range(x.shape[0]):

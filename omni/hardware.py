@@ -173,6 +173,25 @@ def release_threads() -> None:
         pause(1)  # omp_pause_soft
 
 
+def in_threads(function: int, shared: ctypes.Structure, threads: int) -> None:
+    """Call a C function in each of so many of the threads with which PyTorch computes, and wait for all; without the lock.
+
+    Where their runtime is not GNU's, which has `GOMP_parallel`, the caller's thread alone calls it.
+
+    Args:
+        function: address of a `void (*)(void *)`.
+        shared: what all of them are given.
+    """
+    address, parallel = ctypes.addressof(shared), getattr(_libgomp(), "GOMP_parallel", None)
+    if threads > 1 and parallel is not None:
+        parallel(ctypes.c_void_p(function), ctypes.c_void_p(address), ctypes.c_uint(threads), ctypes.c_uint(0))
+    else:
+        _C_FUNCTION(function)(address)
+
+
+_C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
 def multiplies_bf16(kind: str = "auto") -> bool:
     """Whether a kind of device (`cpu`, `cuda`, `gpu`, `auto`; False for others) has native bf16 products, faster than fp32.
 

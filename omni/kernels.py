@@ -32,10 +32,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omni import compiled
+from omni import compiled, shared_products
 from omni.errors import UserError
 from omni.files import write_json
 from omni.hardware import multiplies_bf16
+from omni.shared_products import multiply as multiply_shared
 
 LOG = logging.getLogger(__name__)
 
@@ -78,6 +79,12 @@ def _weight_first(rows: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(weight, rows.t()).t().contiguous()  # of another order in memory, the next product takes a slow way
 
 
+def _compiled_product(rows: Tensor, weight: Tensor) -> Tensor:
+    out = torch.empty(len(rows), len(weight))
+    multiply_shared(str(weight.dtype).removeprefix("torch."), rows.float(), weight, None, out, torch.get_num_threads())
+    return out.to(weight.dtype)
+
+
 REFERENCE, MODULES, COMPILED = "linear", "modules", "compiled"
 FORMS: Mapping[str, Form] = {
     REFERENCE: F.linear,
@@ -85,6 +92,7 @@ FORMS: Mapping[str, Form] = {
     "weight first, 2 rows": _padded(_weight_first, 2),
     "weight first, 4 rows": _padded(_weight_first, 4),
     "linear, 4 rows": _padded(F.linear, 4),
+    COMPILED: _compiled_product,
 }
 
 
@@ -154,7 +162,7 @@ def multiply(kernels: Kernels | None, x: Tensor, weight: Tensor, bias: Tensor | 
     form = None
     if kernels is not None and not torch.is_grad_enabled() and x.device.type == "cpu" and weight.dtype == x.dtype:
         form = kernels.form(x.numel() // x.shape[-1], x.dtype, *weight.shape)
-    if form is None or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+    if form is None or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or not weight.is_contiguous():
         return F.linear(x, weight, bias)
     out = form(x.reshape(-1, x.shape[-1]).contiguous(), weight)
     if bias is not None:
@@ -229,6 +237,7 @@ def _measure(weights: Sequence[Tensor], rows: int) -> dict[Product, Timing]:
     threads, dtype = torch.get_num_threads(), weights[0].dtype
     inputs = {w.shape[1]: torch.ones(rows, w.shape[1], dtype=dtype) for w in weights}
     spent: dict[str, list[dict[tuple[int, int], float]]] = {name: [] for name in FORMS}
+    FORMS[COMPILED](torch.ones(1, 1, dtype=dtype), torch.ones(1, 1, dtype=dtype))  # compiles it, the first time
     for _ in range(REPEATS):
         for name, form in FORMS.items():
             taken: dict[tuple[int, int], float] = {}
@@ -346,8 +355,9 @@ def machine() -> dict[str, str]:
 
 @cache
 def compiler() -> str:
-    """What measured blocks are of besides: another numba, or other code, compiles at the first question, and may be slower."""
-    return f"{numba.__version__} {zlib.crc32(Path(compiled.__file__).read_bytes()):08x}"
+    """What is compiled is of besides: another numba, or other code, compiles at the first question, and may be slower."""
+    code = b"".join(Path(str(module.__file__)).read_bytes() for module in (compiled, shared_products))
+    return f"{numba.__version__} {zlib.crc32(code):08x}"
 
 
 def kernels_file() -> Path:
@@ -362,9 +372,14 @@ def load_kernels() -> Kernels:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["machine"] != machine():
             return Kernels({})
-        products, steps = data["products"], data["blocks"] if data.get("compiler") == compiler() else []
+        same = data.get("compiler") == compiler()
+        products, steps = data["products"], data["blocks"] if same else []
         return Kernels(
-            {Product(*_fields(key, Product)): _timing(value, FORMS) for key, value in products},
+            {
+                Product(*_fields(key, Product)): timing
+                for key, value in products
+                if (timing := _timing(value, FORMS)).form != COMPILED or same
+            },
             {
                 StepKey(threads, _part(part), StepShape(*_fields(shape, StepShape))): _timing(value, (MODULES, COMPILED))
                 for (threads, part, shape), value in steps

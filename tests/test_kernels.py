@@ -296,6 +296,16 @@ def test_measurements_are_kept_and_used(model: SpeechModel, monkeypatch: pytest.
     assert set(again.measured) > set(found.measured)
 
 
+def test_compiled_products_are_forgotten_with_their_code(model: SpeechModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first question would wait for the compiler."""
+    keep_kernels(
+        Kernels({**forced(model, "weight first").measured, Product(1, "float32", 1, 7, 7): Timing(COMPILED, 1.0, 2.0)})
+    )
+    assert len(load_kernels().measured) == len(forced(model, "weight first").measured) + 1
+    monkeypatch.setattr(kernels_module, "compiler", lambda: "another")
+    assert load_kernels().measured == forced(model, "weight first").measured
+
+
 def test_of_another_number_of_threads_nothing_is_used(model: SpeechModel) -> None:
     shapes = {tuple(w.shape) for w in step_weights(model)}
     other = Kernels({Product(2, "float32", 1, k, n): Timing("weight first", 1.0, 2.0) for n, k in shapes})
@@ -362,7 +372,8 @@ def test_a_step_is_measured_kept_and_used(model: Any, quantize: bool, monkeypatc
     again = measure_kernels(model)
     assert again.steps.keys() == kernels.steps.keys()
     monkeypatch.setattr(kernels_module, "compiler", lambda: "another")
-    assert not load_kernels().steps and load_kernels().measured == again.measured
+    kept = {key: one for key, one in again.measured.items() if one.form != COMPILED}
+    assert not load_kernels().steps and load_kernels().measured == kept
 
 
 @pytest.mark.parametrize("case", BROKEN)

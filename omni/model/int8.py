@@ -13,17 +13,15 @@ M rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from omni import compiled
+from omni.shared_products import multiply
 
 MOST = 127
 """Largest number of either sign."""
@@ -31,9 +29,6 @@ MOST = 127
 FEWEST = 4
 """Rows that oneDNN multiplies at least: on an AMD EPYC all weights of a 0.5B model take 23.3 ms for one row, 26.6 for two, 21.5
 for four (from memory, of which reading them is 15.3)."""
-
-LEAST = 2**22
-"""Products of whole numbers that a thread is woken up for: it takes 50 to 100 us, in which another multiplies a million."""
 
 
 class Packed(NamedTuple):
@@ -186,24 +181,9 @@ def raw_product(held: Tensor, packed: Packed) -> Tensor:
     weight, scale, _ = packed
     if exact():
         return _exact_product(held, weight, scale)
-    (rows, inputs), outputs, out = held.shape, len(weight), torch.empty(len(held), len(weight))
-    given = held.numpy(), weight.numpy(), scale.numpy(), out.numpy()
-    threads = torch.get_num_threads()
-    each = max(-(-outputs // threads), LEAST // (rows * inputs))
-    beside = [
-        _helpers(threads, os.getpid()).submit(compiled.whole_product, *given, low, min(low + each, outputs))
-        for low in range(each, outputs, each)
-    ]
-    compiled.whole_product(*given, 0, min(each, outputs))
-    for part in beside:
-        part.result()
+    out = torch.empty(len(held), len(weight))
+    multiply("int8", held, weight, scale, out, torch.get_num_threads())
     return out
-
-
-@cache
-def _helpers(threads: int, process: int) -> ThreadPoolExecutor:
-    """Threads that take parts of a compiled product, of a process."""
-    return ThreadPoolExecutor(threads, "omni-int8")
 
 
 def fewest() -> int:

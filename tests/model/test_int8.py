@@ -37,24 +37,6 @@ def by_hand(x: Tensor, weight: Tensor) -> Tensor:
     return (whole[0] @ whole[1].T) * (s.double() / 127) * (w.double() / 127).T
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("inputs", [1, 7, 16, 33, 4864])
-def test_a_compiled_product_is_exact(inputs: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any number of rows and outputs, of the largest numbers too, whoever computes which part of it."""
-    monkeypatch.setattr(int8, "exact", lambda: False)
-    monkeypatch.setattr(int8, "LEAST", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    generator, scale = torch.Generator().manual_seed(0), torch.rand(41, generator=torch.Generator().manual_seed(1))
-    rows = torch.randint(0, 256, (70, inputs), generator=generator, dtype=torch.uint8)
-    weight = torch.randint(-127, 128, (41, inputs), generator=generator, dtype=torch.int8)
-    rows[0], rows[1], weight[0], weight[1] = 0, 255, -127, 127
-    wanted = ((rows.double() - 128) @ weight.double().T).float() * scale
-    for count in (1, 2, 3, 4, 5, 7, 33, 70):
-        for outputs in (1, 2, 3, 41):
-            found = int8.raw_product(rows[:count], int8.Packed(weight[:outputs], scale[:outputs], None))
-            assert found.equal(wanted[:count, :outputs])
-
-
 @pytest.mark.parametrize("inputs", [7, 96, 3000])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_are_those_of_whole_numbers(product: str, inputs: int, bias: bool) -> None:

@@ -1,0 +1,53 @@
+"""Laws of products that threads share: right, and the same whoever computes which part, in any company of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from omni import hardware, shared_products
+from omni.shared_products import multiply
+
+
+def product(numbers: str, x: Tensor, weight: Tensor, scale: Tensor | None = None, threads: int = 1) -> Tensor:
+    out = torch.full((len(x), len(weight)), float("nan"))
+    multiply(numbers, x, weight, scale, out, threads)
+    return out
+
+
+@pytest.fixture(params=[1, 3, "no runtime"])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(shared_products, "LEAST", 1)
+    if request.param == "no runtime":
+        monkeypatch.setattr(hardware, "_libgomp", lambda: None)
+        return 2
+    return int(request.param)
+
+
+@pytest.mark.parametrize("inputs", [1, 7, 16, 33, 4864])
+def test_int8_is_exact(inputs: int, threads: int) -> None:
+    """Of any number of rows and outputs, and of the largest numbers."""
+    generator, scale = torch.Generator().manual_seed(0), torch.rand(41, generator=torch.Generator().manual_seed(1))
+    rows = torch.randint(0, 256, (70, inputs), generator=generator, dtype=torch.uint8)
+    weight = torch.randint(-127, 128, (41, inputs), generator=generator, dtype=torch.int8)
+    rows[0], rows[1], weight[0], weight[1] = 0, 255, -127, 127
+    wanted = ((rows.double() - 128) @ weight.double().T).float() * scale
+    for count in (1, 2, 3, 4, 5, 7, 33, 70):
+        for outputs in (1, 2, 3, 41):
+            assert product("int8", rows[:count], weight[:outputs], scale[:outputs], threads).equal(wanted[:count, :outputs])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [1, 7, 300])
+def test_a_row_is_the_same_in_any_company(inputs: int, dtype: torch.dtype, threads: int) -> None:
+    """Also beside one that is not finite, which stays so."""
+    x, weight = (torch.randn(n, inputs, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (7, 70))
+    wanted, numbers, rows = x.double() @ weight.double().T, str(dtype).removeprefix("torch."), x.float()
+    alone = torch.cat([product(numbers, row[None], weight) for row in rows])
+    assert float((alone.double() - wanted).norm() / wanted.norm()) < 1e-6
+    for count in (1, 2, 3, 7):
+        assert torch.equal(product(numbers, rows[:count], weight, threads=threads), alone[:count])
+    rows[2], rows[3, 0] = float("nan"), float("inf")
+    broken = product(numbers, rows, weight, threads=threads)
+    assert not broken[2:4].isfinite().any() and torch.equal(broken[4:], alone[4:]) and torch.equal(broken[:2], alone[:2])
