@@ -325,7 +325,12 @@ def serve_measured(model: nn.Module, any_dtype: bool) -> None:
 
 
 def bf16_pays(model: nn.Module, kernels: Kernels, rows: int = 1) -> bool:
-    """Whether a step of this float32 model was measured `BF16_FASTER` times faster in bfloat16, each in its best forms."""
+    """Whether a step of this float32 model was measured `BF16_FASTER` times faster in bfloat16, each in its best forms.
+
+    Never on a processor that only has few rows' products as fast: prompts would take several times as long.
+    """
+    if not multiplies_bf16("cpu"):
+        return False
     spent = {"float32": 0.0, "bfloat16": 0.0}
     for weight in step_weights(model):
         for dtype in spent:

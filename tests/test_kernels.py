@@ -407,8 +407,9 @@ def test_a_folder_that_cannot_be_written_is_no_error(place: Path, model: SpeechM
     assert measure_kernels(model, rows=(1,)).measured and not load_kernels().measured
 
 
-def test_bfloat16_must_pay(model: SpeechModel) -> None:
-    """By 1.2 times, over all products of a step, and only where no number format was asked for."""
+def test_bfloat16_must_pay(model: SpeechModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By 1.2 times, over all products of a step, where no number format was asked for, and prompts are as fast in it."""
+    monkeypatch.setattr(kernels_module, "multiplies_bf16", lambda kind: True)
     for seconds, pays in ((0.84, False), (0.83, True)):
         both = {**forced(model, REFERENCE).measured, **forced(model, REFERENCE, "bfloat16", seconds).measured}
         assert bf16_pays(model, Kernels(both)) is pays
@@ -419,6 +420,8 @@ def test_bfloat16_must_pay(model: SpeechModel) -> None:
         serve_measured(asked, True)
         assert asked.decoder.norm.weight.dtype == (torch.bfloat16 if pays else torch.float32)
     assert not bf16_pays(model, forced(model, REFERENCE))
+    monkeypatch.setattr(kernels_module, "multiplies_bf16", lambda kind: False)
+    assert not bf16_pays(model, Kernels(both))
 
 
 def test_other_weights_are_left_alone(model: SpeechModel) -> None:
