@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,10 @@ def test_sound_of_another_length_than_said_is_refused(
     monkeypatch.setattr(PortableStream, "_push", lambda self, codes: real(self, codes)[:-1])
     with engine.session(**LONG | {"max_seconds": 1.0}) as session:
         last = list(session.ask("on", "T1A2"))[-1]
-        assert isinstance(last, Ended) and "portable made 3 samples of 1 frames; its frame_samples asks for 4" in str(
-            last.error
-        )
+        told = re.search(r"portable made (\d+) samples of (\d+) frames; its frame_samples asks for (\d+)", str(last))
+        assert isinstance(last, Ended) and told is not None
+        made, frames, wanted = map(int, told.groups())  # several frames come at once where the machine is busy
+        assert made == wanted - 1 == 4 * frames - 1
         assert session.turns == ()
 
 
