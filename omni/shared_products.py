@@ -53,21 +53,18 @@ def multiply(numbers: str, x: Any, weight: Any, scale: Any, out: Any, threads: i
     each = outputs if threads == 1 else max(outputs // (4 * threads), 8)
     scaled = 0 if scale is None else scale.data_ptr()
     shared = SharedProduct(0, each, rows, inputs, outputs, x.data_ptr(), weight.data_ptr(), scaled, out.data_ptr())
-    in_threads(_shared_by_threads(numbers), shared, threads)
+    in_threads(_shared(numbers).address, shared, threads)
 
 
 @cache
-def _shared_by_threads(numbers: str) -> int:
-    """The address of what each thread calls; compiled when it is first asked for."""
-    kinds = {"int8": types.int8, "float32": types.float32, "bfloat16": types.uint16}
-    function, weights = _share_int8 if numbers == "int8" else _share_floats, pointer_to(kinds[numbers])
+def _shared(numbers: str) -> Any:
+    """What each thread calls; compiled when it is first asked for, and kept as what `compiled_function` makes is."""
+    share = {"float32": _share_float32, "bfloat16": _share_bfloat16, "int8": _share_int8}[numbers]
     signature = types.void(types.CPointer(types.int64))
     try:
-        made = cfunc(signature, cache=True)(function(weights))
+        return cfunc(signature, cache=True)(share)
     except RuntimeError:  # no folder can be written
-        made = cfunc(signature)(function(weights))
-    assert made.address is not None
-    return made.address
+        return cfunc(signature)(share)
 
 
 def _add(context: Any, number: Any, more: Any) -> Any:
@@ -80,7 +77,7 @@ def _add(context: Any, number: Any, more: Any) -> Any:
 
 
 _take: Any = intrinsic(_add)
-_bytes, _floats = pointer_to(types.uint8), pointer_to(types.float32)
+_bytes, _signed, _halves, _floats = (pointer_to(kind) for kind in (types.uint8, types.int8, types.uint16, types.float32))
 
 
 # --- float32 and bfloat16 ---------------------------------------------------------------------------------------------
@@ -117,17 +114,22 @@ def _multiply_floats(x: Any, weight: Any, out: Any, first: Any, last: Any) -> No
             out[b, n], out[other, n] = s0, s1
 
 
-def _share_floats(weights: Any) -> Any:
-    def share(task: Any) -> None:
-        each, rows, inputs, outputs = task[1], task[2], task[3], task[4]
-        x, weight = carray(_floats(task[5]), (rows, inputs)), carray(weights(task[6]), (outputs, inputs))
-        out = carray(_floats(task[8]), (rows, outputs))
+@compiled_function
+def _share_floats(task: Any, weight: Any) -> None:
+    each, rows, inputs, outputs = task[1], task[2], task[3], task[4]
+    x, out = carray(_floats(task[5]), (rows, inputs)), carray(_floats(task[8]), (rows, outputs))
+    first = _take(task, each)
+    while first < outputs:
+        _multiply_floats(x, weight, out, first, min(first + each, outputs))
         first = _take(task, each)
-        while first < outputs:
-            _multiply_floats(x, weight, out, first, min(first + each, outputs))
-            first = _take(task, each)
 
-    return share
+
+def _share_float32(task: Any) -> None:
+    _share_floats(task, carray(_floats(task[6]), (task[4], task[3])))
+
+
+def _share_bfloat16(task: Any) -> None:
+    _share_floats(task, carray(_halves(task[6]), (task[4], task[3])))
 
 
 # --- int8 -------------------------------------------------------------------------------------------------------------
@@ -209,18 +211,15 @@ def _multiply_int8(x: Any, weight: Any, scale: Any, out: Any, first: Any, last: 
                         out[b + i, n + j] = np.float32(total) * scale[n + j]
 
 
-def _share_int8(weights: Any) -> Any:
-    def share(task: Any) -> None:
-        each, rows, inputs, outputs = task[1], task[2], task[3], task[4]
-        held, weight = carray(_bytes(task[5]), (rows, inputs)), carray(weights(task[6]), (outputs, inputs))
-        scale, out = carray(_floats(task[7]), (outputs,)), carray(_floats(task[8]), (rows, outputs))
-        x = np.empty((rows, inputs), np.int16)
-        for b in range(rows):
-            for k in range(inputs):
-                x[b, k] = np.int16(held[b, k]) - np.int16(128)
+def _share_int8(task: Any) -> None:
+    each, rows, inputs, outputs = task[1], task[2], task[3], task[4]
+    held, weight = carray(_bytes(task[5]), (rows, inputs)), carray(_signed(task[6]), (outputs, inputs))
+    scale, out = carray(_floats(task[7]), (outputs,)), carray(_floats(task[8]), (rows, outputs))
+    x = np.empty((rows, inputs), np.int16)
+    for b in range(rows):
+        for k in range(inputs):
+            x[b, k] = np.int16(held[b, k]) - np.int16(128)
+    first = _take(task, each)
+    while first < outputs:
+        _multiply_int8(x, weight, scale, out, first, min(first + each, outputs))
         first = _take(task, each)
-        while first < outputs:
-            _multiply_int8(x, weight, scale, out, first, min(first + each, outputs))
-            first = _take(task, each)
-
-    return share

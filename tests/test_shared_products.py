@@ -51,3 +51,11 @@ def test_a_row_is_the_same_in_any_company(inputs: int, dtype: torch.dtype, threa
     rows[2], rows[3, 0] = float("nan"), float("inf")
     broken = product(numbers, rows, weight, threads=threads)
     assert not broken[2:4].isfinite().any() and torch.equal(broken[4:], alone[4:]) and torch.equal(broken[:2], alone[:2])
+
+
+@pytest.mark.parametrize("numbers", ["float32", "bfloat16", "int8"])
+def test_what_was_compiled_is_found_by_the_next_process(numbers: str) -> None:
+    """Another object of the same function, as another process has it."""
+    shared_products._shared(numbers)
+    shared_products._shared.cache_clear()
+    assert shared_products._shared(numbers).cache_hits == 1
