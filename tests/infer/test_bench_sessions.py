@@ -303,8 +303,8 @@ def test_an_engine_in_its_process_is_played(folder: Path, run: Any, tmp_path: Pa
     runs = checked(run("bench", "--model", folder, *words, *short), wanted)
     for one in runs:
         assert one["lateness"]["count"] > 0 and one["step"]["p99"] > 0 and one["active"] > 0 and one["overhead"] > 0
-        assert one["lateness_in_engine"]["count"] > 0
     assert sum(one["interrupted"] for one in runs) > 0
+    assert sum(one["lateness_in_engine"]["count"] for one in runs) > 0  # an answer's only chunk is on time
     done = run("bench", "--model", folder, "--sessions", "1", "--nonstop", "--bare", *short)
     assert (
         done.code == 0
