@@ -53,6 +53,11 @@ def _clear(target: Any) -> None:
         target[k] = _ZERO
 
 
+def start() -> None:
+    """Start numba, which takes half a second of a process's first call."""
+    _clear(np.empty(1, np.float32))
+
+
 # --- before and after the blocks --------------------------------------------------------------------------------------
 
 

@@ -53,11 +53,11 @@ def multiply(numbers: str, x: Any, weight: Any, scale: Any, out: Any, threads: i
     each = outputs if threads == 1 else max(outputs // (4 * threads), 8)
     scaled = 0 if scale is None else scale.data_ptr()
     shared = SharedProduct(0, each, rows, inputs, outputs, x.data_ptr(), weight.data_ptr(), scaled, out.data_ptr())
-    in_threads(_shared(numbers).address, shared, threads)
+    in_threads(compile_for(numbers).address, shared, threads)
 
 
 @cache
-def _shared(numbers: str) -> Any:
+def compile_for(numbers: str) -> Any:
     """What each thread calls; compiled when it is first asked for, and kept as what `compiled_function` makes is."""
     share = {"float32": _share_float32, "bfloat16": _share_bfloat16, "int8": _share_int8}[numbers]
     signature = types.void(types.CPointer(types.int64))

@@ -56,6 +56,6 @@ def test_a_row_is_the_same_in_any_company(inputs: int, dtype: torch.dtype, threa
 @pytest.mark.parametrize("numbers", ["float32", "bfloat16", "int8"])
 def test_what_was_compiled_is_found_by_the_next_process(numbers: str) -> None:
     """Another object of the same function, as another process has it."""
-    shared_products._shared(numbers)
-    shared_products._shared.cache_clear()
-    assert shared_products._shared(numbers).cache_hits == 1
+    shared_products.compile_for(numbers)
+    shared_products.compile_for.cache_clear()
+    assert shared_products.compile_for(numbers).cache_hits == 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from pathlib import Path
 
 import torch
 
+from omni import compiled
 from omni.checkpoint.folder import LoadedFolder, load_folder
 from omni.errors import UserError
 from omni.files import check_path
@@ -17,6 +19,8 @@ from omni.lora.attach import activate, active_names, attach
 from omni.lora.peft import check_base, load_adapter
 from omni.lora.weights import base_weight, has_weight
 from omni.model.fused import fuse
+from omni.model.int8 import prepare
+from omni.model.int8_model import is_int8
 from omni.model.linears import linears_of
 from omni.model.speech_model import SpeechModel
 
@@ -38,12 +42,18 @@ def load_model(
     place, numbers = find_device(device, quantize), find_dtype(dtype)
     check_quantize(quantize, str(place))
     check_kernels(kernels)
+    starting = threading.Thread(target=compiled.start)
+    if kernels == "measured" and place.type == "cpu":
+        starting.start()  # beside the reading, so that the first question does not wait for it
     loaded = load_folder(folder, device=place, dtype=numbers, quantize=quantize, codec_folder=codec_folder)
     loaded.model.eval()
     if kernels == "measured" and place.type == "cpu":
         serve_measured(loaded.model, numbers is None)
+        starting.join()
     elif kernels == "measured" and place.type == "cuda":
         fuse(loaded.model.decoder)
+    if is_int8(loaded.model):
+        prepare()
     return loaded
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from omni.shared_products import multiply
+from omni import shared_products
 
 MOST = 127
 """Largest number of either sign."""
@@ -182,8 +182,14 @@ def raw_product(held: Tensor, packed: Packed) -> Tensor:
     if exact():
         return _exact_product(held, weight, scale)
     out = torch.empty(len(held), len(weight))
-    multiply("int8", held, weight, scale, out, torch.get_num_threads())
+    shared_products.multiply("int8", held, weight, scale, out, torch.get_num_threads())
     return out
+
+
+def prepare() -> None:
+    """Compile the product where it is the compiled one, before the first question: it takes seconds once."""
+    if not exact():
+        shared_products.compile_for("int8")
 
 
 def fewest() -> int:
