@@ -24,6 +24,7 @@ def two(program: str, *arguments: str) -> dict[str, Any]:
     return json.loads(both[0].out.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_functional_call_is_reported_exactly_where_it_is_ignored(said: dict[str, list[Any]]) -> None:
     cases = {name: result for name, result in said.items() if name.startswith("functional_call")}
     assert len(cases) == 24
@@ -63,6 +64,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return two("tests.diagnostics.failing", str(tmp_path_factory.mktemp("failing")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("model", "kind", "line"),

@@ -32,7 +32,7 @@ def engine(saved: Path) -> Iterator[EngineProcess]:
         yield engine
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_two_conversations_get_and_remember_the_same(lm: SpeechLM, engine: EngineProcess, seed: int) -> None:
     before = engine.decoding

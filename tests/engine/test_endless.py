@@ -135,6 +135,7 @@ def test_the_row_is_that_of_a_fresh_prefill(layout: Layout, system: str) -> None
     assert checked >= 2
 
 
+@pytest.mark.long
 def test_sixty_turns_feed_only_their_questions(begun: list[tuple[Tensor, int]]) -> None:
     lm = make_lm(LAYOUTS["pad"])
     with lm.session(**TALK | {"context": 200}) as session:
@@ -153,7 +154,7 @@ def test_sixty_turns_feed_only_their_questions(begun: list[tuple[Tensor, int]]) 
 # --- nothing but the time tells -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_answers_are_those_without_it(chatty: SpeechLM, idle: Callable[[], None]) -> None:
     some = talk(chatty, 10, wait=False)
     every = talk(chatty, 10)

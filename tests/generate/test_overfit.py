@@ -70,7 +70,7 @@ def learn_by_heart(lm: SpeechLM, talks: list[tuple[list[Turn], list[Tensor]]]) -
     pytest.fail(f"the batch was not learned: {[loss.item() for loss in losses]}")
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_overfit_then_say_it_back(layout: Layout) -> None:
     lm = make_lm(layout, spread=0.1)
     talks = conversations(lm)

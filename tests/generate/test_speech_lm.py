@@ -195,7 +195,7 @@ def test_a_waveform_at_another_rate_and_a_file_are_the_same_question(lm: SpeechL
     torch.testing.assert_close(asked.clip[100:-100], clip[100:-100], atol=5e-3, rtol=0)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_caches_are_used_again(lm: SpeechLM) -> None:
     first = lm.generate("one question", "T1A2", max_seconds=0.3)
     runner = lm.engine.runner

@@ -60,7 +60,7 @@ def prefilled(model: SpeechModel, runner: Runner) -> Any:
     return prefill(model, runner.cache, range(len(WHICH)), packed, 8)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_nothing_waits_from_prefill_to_the_end(model: SpeechModel, counted: Any) -> None:
     layout = model.layout
     runner = Runner(model, 4, 60, graph=False)

@@ -74,6 +74,7 @@ def run(place: Path, out: Path, model: str, *more: str) -> dict[str, Any]:
     return json.loads((out / "report.json").read_text())
 
 
+@pytest.mark.long
 def test_int8_is_evaluated_beside_the_original(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same from a folder as from `--quantize`; beside itself a model is at no distance."""
     against = ("--against", "@model", "--against_limit", "5")

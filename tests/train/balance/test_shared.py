@@ -53,6 +53,7 @@ def test_features_of_a_packed_batch_have_the_tasks_of_their_examples() -> None:
     torch.testing.assert_close(sums[:, -1].sum(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_task_without_a_part_is_refused(tmp_path: Path) -> None:
     config = balanced_config(
         tmp_path, None, model=ModelSection(preset="nano", projector={"kind": "mmoe", "tasks": ["A1T1"], "stack": 2}),

@@ -49,6 +49,7 @@ def test_every_check_has_a_state_and_stops_no_other(monkeypatch):
     assert found["find_a_fault"]["found"] == ["first", "WRONG: second", "on cpu, real False"]
 
 
+@pytest.mark.long
 def test_a_check_that_hangs_is_ended(monkeypatch):
     monkeypatch.setattr(bench_toys, "CHECKS", {"hold_for_a_minute": bench_toys.CHECKS["hold_for_a_minute"]})
     (one,) = bench_child.gpu_report("tests.train.bench.toys", "cpu", real=False)

@@ -133,6 +133,7 @@ def small(folder: Path) -> str:
     return str(file)
 
 
+@pytest.mark.long
 def test_the_table_of_costs(tmp_path: Path) -> None:
     """Every way takes the same steps, one after another; what they cost is for a quiet machine to say."""
     rows = balance(small(tmp_path), torch.device("cpu"), steps=1, rounds=1)

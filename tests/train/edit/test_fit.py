@@ -73,6 +73,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(place, capsys):
         fit(place, "--lr", "0.5")
 
 
+@pytest.mark.long
 def test_an_editor_edits(place, tmp_path):
     if not (place / "run" / "editor").exists():
         fit(place)

@@ -111,6 +111,7 @@ def test_a_mac_is_estimated_as_a_cpu_and_said_to_be(file: str, capsys: pytest.Ca
         assert mac["limit"] is None and mac["fits"] is None and "give --gpu_gib" in mac["device"]
 
 
+@pytest.mark.long
 def test_hours_follow_from_the_peak(file: str) -> None:
     from train.config.parse import read_fit_config
 
@@ -121,7 +122,7 @@ def test_hours_follow_from_the_peak(file: str) -> None:
     assert one.hours == pytest.approx(50 * one.seconds / 3600)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "message", "refused"),
     [

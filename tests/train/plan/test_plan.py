@@ -89,7 +89,7 @@ def test_a_quantised_base_takes_what_is_said(kind: Any, width: int, layers: int,
     assert found == pytest.approx(wanted, rel=0.15), (found / MIB, wanted / MIB)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "more"), [("nf4", 0.5 + 1 / 64), ("int8", 1.0)])
 def test_quantised_weights_are_counted_to_the_byte(kind: Any, more: float) -> None:
     """What bitsandbytes really holds, every storage once."""

@@ -75,6 +75,7 @@ def test_stopped_after_any_step_it_goes_on_as_if_it_had_not(name, options):
         same_steps(take(resumed, min(2, 4 - stop)), wanted[stop + 1 : stop + 3])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("room", [0, parquet.KEPT_CHUNKS])
 def test_stored_rows_of_many_files_go_on_as_if_they_had_not_stopped(room, tmp_path, monkeypatch):
     """Also where nothing of the files was kept when it stopped, and where there is no room to keep it."""
@@ -97,6 +98,7 @@ def test_stored_rows_of_many_files_go_on_as_if_they_had_not_stopped(room, tmp_pa
     same_steps(take(stored(start_step=1, states=states, workers=1), 3), wanted)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_stopped_and_resumed(workers):
     wanted = take(StepLoader(new_pipeline("codec2"), 2, workers=workers), 6)
@@ -113,6 +115,7 @@ def test_one_worker_makes_what_none_makes():
     same_steps(take(StepLoader(new_pipeline("codec2"), 2, workers=1), 4), take(StepLoader(new_pipeline("codec2"), 2), 4))
 
 
+@pytest.mark.long
 def test_a_run_begun_with_two_workers_goes_on_alike_with_any_number():
     whole = StepLoader(new_pipeline("codec2"), 2, workers=2)
     for _ in range(3):
@@ -246,6 +249,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes through /proc")
 def test_workers_leave_signals_to_the_run_and_end_with_it_even_when_it_is_killed():
     program, workers = start("time.sleep(600)")

@@ -54,7 +54,7 @@ def pipeline(source: StoredSource, broken: str = "error") -> Pipeline:
     return Pipeline(Mixture([source], [1.0]), [TaskMixture(TASKS)], maker_of(MODEL), packing, 3, broken=broken)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_stopped_in_any_epoch_stored_rows_go_on_as_if_nothing_had_stopped(folder, workers):
     steps, stops = 6, range(1, 6) if not workers else (2, 5)

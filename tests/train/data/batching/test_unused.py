@@ -112,6 +112,7 @@ def test_a_row_counts_once_for_its_source_whatever_its_tasks():
     assert Counts.joined([older]).total("chats", "") == 660
 
 
+@pytest.mark.long
 def test_a_share_below_the_limit_is_counted_and_goes_on_with_a_resumed_run():
     shard = PackerShard(pipeline(20, A1T1=0.5, T1A2=0.5), 0, 1)
     batches = [shard.batch() for _ in range(60)]

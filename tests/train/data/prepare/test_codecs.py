@@ -89,7 +89,7 @@ def answers(folder: Path) -> list[Tensor]:
     return sounds
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_stored_codes_are_the_packages_own_for_any_number_of_processes(codec, tmp_path):
     name, folder, encode = codec
     sounds = answers(tmp_path / "in")

@@ -39,6 +39,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "workers"), [("sound", (0, 2)), ("codes", (0, 1)), pytest.param("sound", (1, 3), marks=pytest.mark.long)]
 )
@@ -51,6 +52,7 @@ def test_the_number_of_processes_changes_no_byte(kind, workers, tmp_path):
     assert not list(tmp_path.glob("*.preparing"))
 
 
+@pytest.mark.long
 def test_killed_and_gone_on_with_equals_undisturbed(tmp_path):
     """Killed with a process at work, gone on with without."""
     out, work = tmp_path / "out", tmp_path / "out.preparing"

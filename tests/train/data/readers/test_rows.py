@@ -33,6 +33,7 @@ def recorded(folder: Path) -> Path:
     return write_lines(folder / "a.jsonl", lines)
 
 
+@pytest.mark.long
 def test_kept_answers_are_encoded_by_another_codec_as_their_recordings_are(tmp_path):
     save_snac(tmp_path / "snac")
     snac = PrepareConfig(codec="snac", codec_folder=str(tmp_path / "snac"), workers=0)

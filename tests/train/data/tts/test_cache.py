@@ -91,6 +91,7 @@ def test_lines_tell_what_is_said(voice, tmp_path, capsys):
     assert f"speaking 2 words in 1 voice; {tmp_path / 'kept'} keeps them for the next run" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_source_speaks_before_training_all_that_it_may_ask_for(voice, calls, tmp_path):
     recordings = tmp_path / "recordings"
     recordings.mkdir()
