@@ -14,13 +14,18 @@ network, R rows of the cache, S its slots of a row with the spare one, V slots t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 from numba import carray, njit, types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
+
+LOG = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,11 +34,36 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def compiled_function(function: F, nogil: bool = True) -> F:
-    how: dict[str, Any] = {"fastmath": _FAST, "nogil": nogil, "error_model": "numpy"}
-    try:
-        return njit(cache=True, **how)(function)  # type: ignore[no-any-return]
-    except RuntimeError:  # no folder can be written
-        return njit(**how)(function)  # type: ignore[no-any-return]
+    made: Any = njit(fastmath=_FAST, nogil=nogil, error_model="numpy")(function)
+    with suppress(RuntimeError):  # no folder can be written
+        made._cache = KeptFunctions(function)
+    return made  # type: ignore[no-any-return]
+
+
+class KeptFunctions(FunctionCache):  # type: ignore[misc]
+    """What numba keeps of a function. A damaged file is told and made again; numba raises what pickle does, each time."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:
+            self.forget(error)
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            LOG.warning("%s cannot be kept compiled in %s: %s", self._py_func.__name__, self.cache_path, error)
+
+    def forget(self, error: Exception) -> None:
+        """Make it again, after an error of reading it."""
+        LOG.warning(
+            "%s is compiled again: what is kept of it in %s is damaged (%s: %s)",
+            self._py_func.__name__, self.cache_path, type(error).__name__, error,
+        )  # fmt: skip
+        with suppress(OSError):
+            self.flush()
 
 
 _brief = partial(compiled_function, nogil=False)

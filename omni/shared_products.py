@@ -20,7 +20,7 @@ from numba import carray, cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from omni.compiled import compiled_function, pointer_to
+from omni.compiled import KeptFunctions, compiled_function, pointer_to
 from omni.hardware import in_threads
 
 _ZERO = np.float32(0)
@@ -60,11 +60,16 @@ def multiply(numbers: str, x: Any, weight: Any, scale: Any, out: Any, threads: i
 def compile_for(numbers: str) -> Any:
     """What each thread calls; compiled when it is first asked for, and kept as what `compiled_function` makes is."""
     share = {"float32": _share_float32, "bfloat16": _share_bfloat16, "int8": _share_int8}[numbers]
-    signature = types.void(types.CPointer(types.int64))
+    make = cfunc(types.void(types.CPointer(types.int64)), cache=True)
     try:
-        return cfunc(signature, cache=True)(share)
+        kept = KeptFunctions(share)
     except RuntimeError:  # no folder can be written
-        return cfunc(signature)(share)
+        return cfunc(types.void(types.CPointer(types.int64)))(share)
+    try:
+        return make(share)
+    except Exception as error:
+        kept.forget(error)
+        return make(share)
 
 
 def _add(context: Any, number: Any, more: Any) -> Any:

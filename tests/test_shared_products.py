@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -59,3 +64,26 @@ def test_what_was_compiled_is_found_by_the_next_process(numbers: str) -> None:
     shared_products.compile_for(numbers)
     shared_products.compile_for.cache_clear()
     assert shared_products.compile_for(numbers).cache_hits == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("damage", [b"", b"\0\0\0\0\0"])
+def test_damaged_files_are_told_and_made_again(damage: bytes, tmp_path: Path) -> None:
+    """Of functions that are called from Python, and of those that threads call."""
+    code = (
+        "import logging, torch; from omni import compiled, shared_products as s; logging.basicConfig(); compiled.start(); "
+        "out = torch.empty(1, 1); s.multiply('float32', torch.ones(1, 3), torch.ones(1, 3), None, out, 1); print(out.item())"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+
+    def run() -> tuple[str, str]:
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        return done.stdout, done.stderr
+
+    assert run() == ("3.0\n", "")
+    kept = [path for path in tmp_path.rglob("*.nb?")]
+    for path in kept:
+        path.write_bytes(damage)
+    out, told = run()
+    assert out == "3.0\n" and "_clear is compiled again: what is kept of it in" in told and "_share_float32 is" in told
+    assert run() == ("3.0\n", "") and {path for path in kept if path.suffix == ".nbi"} <= set(tmp_path.rglob("*.nb?"))
