@@ -249,9 +249,7 @@ def run(
     pipe: Connection,
     folder: Any,
     values: Mapping[str, Any],
-    slots: int | None,
-    context: int | None,
-    patience: float | None,
+    engine: Mapping[str, Any],
     threads: int | None,
     plugins: Sequence[str],
 ) -> None:
@@ -264,7 +262,7 @@ def run(
         load_plugins(plugins, "plugins")
         lm = SpeechLM.from_pretrained(folder, **values)
         usual: dict[str, Any] = {"graph": lm._graph, "compile": lm._compile, "codec": lm.codec}
-        lm._engine = Engine(lm.model, slots=slots, context=context, patience=patience, **usual)
+        lm._engine = Engine(lm.model, **engine, **usual)
         codec = lm.codec
         facts = ModelFacts(lm.config, repr(lm))
         if codec is not None:

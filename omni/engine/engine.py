@@ -30,12 +30,12 @@ from omni.engine.intake import Intake
 from omni.engine.measure import MOST, KnownCosts, StepCosts, check_measuring, powers_to
 from omni.engine.requests import Requests
 from omni.engine.schedule import Watermarks
-from omni.engine.slots import Seat, check_slots
+from omni.engine.slots import Seat, check_queue, check_slots
 from omni.engine.sound import SoundThread
 from omni.engine.stats import EngineStats, Recorder
 from omni.engine.stepping import SteppingThread
 from omni.errors import BusyError, UserError
-from omni.generate.bounds import Bound, check_number
+from omni.generate.bounds import check_number
 from omni.generate.runner import Runner
 from omni.hardware import release_threads
 from omni.model.speech_model import SpeechModel
@@ -74,8 +74,7 @@ class Engine:
         check_patience(patience)
         if context is not None:
             check_number("context", context)
-        if queue is not None:
-            check_number("queue", queue, Bound(0, 2**31 - 1, "None for any number"))
+        check_queue(queue)
         self.model, self.context, self.queue = model, context, queue
         self._closed = self._draining = False  # guarded by the lock of the requests
         self._process = os.getpid()
@@ -170,7 +169,7 @@ class Engine:
         if running.when_full == "refuse":
             raise BusyError(f"there is no room for another listener: {verdict.why}; ask again later", waiting)
         if self.queue is not None and waiting >= self.queue:
-            raise BusyError(f"{waiting} questions wait already: {verdict.why}; ask again later", waiting)
+            raise BusyError(f"the queue is full ({waiting} of {self.queue} wait): {verdict.why}; ask again later", waiting)
 
     def place(self, running: Running) -> int:
         """Place of a question among those that wait, from 1; 0 for one that does not."""

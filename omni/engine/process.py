@@ -31,7 +31,7 @@ from omni.engine.coded import SoundDecoder
 from omni.engine.launch import PATIENCE, first_message, start
 from omni.engine.link import Link
 from omni.engine.remote import RemoteSession
-from omni.engine.slots import check_slots
+from omni.engine.slots import check_queue, check_slots
 from omni.engine.wire import EngineLost, ModelFacts, pack_request
 from omni.errors import UserError
 from omni.files import check_path
@@ -56,7 +56,7 @@ class EngineProcess(Sessions[RemoteSession]):
 
     Args:
         folder: the model folder.
-        slots, context, patience: those of `omni.engine.engine.Engine`.
+        slots, context, patience, queue: those of `omni.engine.engine.Engine`.
         threads: CPU threads of the process; by default PyTorch's own number.
         plugins: names of modules that register codecs, encoders or tasks; by default those that are loaded here.
         values: keywords of `SpeechLM.from_pretrained`.
@@ -77,6 +77,7 @@ class EngineProcess(Sessions[RemoteSession]):
         slots: int | None = None,
         context: int | None = None,
         patience: float | None = None,
+        queue: int | None = None,
         threads: int | None = None,
         plugins: Sequence[str] | None = None,
         **values: Any,
@@ -91,11 +92,13 @@ class EngineProcess(Sessions[RemoteSession]):
         check_patience(patience)
         if context is not None:
             check_number("context", context)
+        check_queue(queue)
         if threads is not None:
             check_number("threads", threads, Bound(1, 1024, "by default PyTorch's own number"))
         names = plugin_modules.loaded() if plugins is None else tuple(plugins)
         plugin_modules.load_plugins(names, "plugins")
-        arguments = (os.path.abspath(folder), values, slots, context, patience, threads, names)
+        engine = {"slots": slots, "context": context, "patience": patience, "queue": queue}
+        arguments = (os.path.abspath(folder), values, engine, threads, names)
         pack_request("the arguments of the engine's process", arguments)
         pipe, self._process = start(arguments)
         self.pid = self._process.pid

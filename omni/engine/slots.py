@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from omni.errors import UserError
+from omni.generate.bounds import Bound, check_number
 from omni.generate.history import CachedHistory
 
 _TURNS = count()
@@ -116,3 +117,9 @@ def check_slots(slots: object) -> None:
     """UserError for a number of slots that is none."""
     if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or not 1 <= slots <= 65536):
         raise UserError(f"slots is {slots!r}; give a whole number from 1 to 65536, or None for as many as are asked for")
+
+
+def check_queue(queue: int | None) -> None:
+    """UserError for a length of an engine's queue that is none."""
+    if queue is not None:
+        check_number("queue", queue, Bound(0, 2**31 - 1, "questions; None for any number"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -104,8 +105,10 @@ class Faces(Generic[A]):
         """Ask, and return at once; `on_event` is called with each event in a thread of this answer, as `Started` says. Sound
         that is still coming is read in that thread too; the errors of other questions are raised here, as by `ask`."""
         refuse_keywords("start", more, ("on_event", *_ASKS))
-        if not callable(on_event):
-            raise UserError(f"on_event is {repr(on_event)[:80]}; give a function that takes an event")
+        if not callable(on_event) or inspect.iscoroutinefunction(on_event):
+            raise UserError(
+                f"on_event is {repr(on_event)[:80]}; give a function that takes an event (ask_async is for asyncio)"
+            )
 
         def begun(running: A) -> A:
             self.begin(running)

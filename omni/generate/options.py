@@ -6,6 +6,7 @@ Besides the fields of `AnswerOptions`, calls take the names that transformers an
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -123,7 +124,8 @@ class AnswerOptions:
         check_adapter(self.adapter)
         if not isinstance(self.sampling, (Sampling, Mapping)):
             raise UserError(f"sampling is {repr(self.sampling)[:80]}; give a Sampling, or a dict of one per stream or kind")
-        listed = self.stop is None or isinstance(self.stop, (str, list, tuple)) or callable(self.stop)
+        called = callable(self.stop) and not inspect.iscoroutinefunction(self.stop)
+        listed = self.stop is None or isinstance(self.stop, (str, list, tuple)) or called
         if not listed or not all(isinstance(text, str) and text for text in self.stops):
             ways = "a text, or a list of several, none of them empty, or a function of the text so far"
             raise UserError(f"stop is {repr(self.stop)[:80]}; it must be {ways}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -122,3 +123,15 @@ def test_coming_sound_is_read_in_the_answer_s_thread(lm: SpeechLM) -> None:
             session.start(iter(["x"]), on_event=events.append).wait(30)
         with pytest.raises(UserError, match="on_event"):
             session.start("go on", "T1T2", on_event=None)  # type: ignore[arg-type]
+
+
+def test_a_coroutine_function_is_no_callback(lm: SpeechLM) -> None:
+    async def listen(_: Any) -> None: ...
+
+    with lm.session() as session, pytest.raises(UserError, match=r"on_event is <function .* \(ask_async is for asyncio\)"):
+        session.start("go on", "T1A2", on_event=listen)
+
+
+def test_a_stop_function_that_would_end_the_program_ends_its_answer(lm: SpeechLM) -> None:
+    answer = lm.generate("go on", "T1T2", stop=lambda text: sys.exit(3), sampling=TALKATIVE, max_tokens=30)
+    assert answer.ended == "error" and "the function `stop` raised SystemExit: 3" in str(answer.error)

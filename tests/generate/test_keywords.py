@@ -62,6 +62,10 @@ def test_most_new_tokens_are_the_steps_of_any_answer(lm: SpeechLM) -> None:
     assert long.ended in ("end", "cache")  # not cut at 512, the default of max_tokens
 
 
+async def coroutine(_: object) -> bool:
+    return False
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "twice": ({"temperature": 0.5, "sampling": GREEDY}, UserError, r"temperature and sampling .*Sampling\(temperature=0.5\)"),
     "two limits": ({"max_tokens": 5, "max_new_tokens": 5}, UserError, "max_tokens and max_new_tokens"),
@@ -72,6 +76,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no stop": ({"stop": ["a", ""]}, UserError, r"stop is \['a', ''\]"),
     "number": ({"stop": [3]}, UserError, r"stop is \[3\]"),
     "one number": ({"stop": 5}, UserError, "stop is 5; it must be a text"),
+    "no plain function": ({"stop": coroutine}, UserError, "stop is <function coroutine"),
     "no sampling": ({"sampling": 0.7}, UserError, "sampling is 0.7; give a Sampling"),
     "large seed": ({"seed": 2**70}, UserError, "seed is 1180591620717411303424; it must be"),
     "half a seed": ({"seed": 1.5}, UserError, "seed is 1.5; give a whole number"),
