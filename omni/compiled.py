@@ -34,6 +34,7 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def compiled_function(function: F, nogil: bool = True) -> F:
+    """Have a function compiled at its first call with numbers of some types, and kept; without the lock where `nogil`."""
     made: Any = njit(fastmath=_FAST, nogil=nogil, error_model="numpy")(function)
     with suppress(RuntimeError):  # no folder can be written
         made._cache = KeptFunctions(function)

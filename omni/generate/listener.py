@@ -60,7 +60,7 @@ class AnswerReader:
         try:
             if self.stop(self._text):
                 self.running.stop("stop")
-        except BaseException as error:  # also what would end the program: only this answer ends
+        except (Exception, SystemExit) as error:  # Ctrl-C is not the function's
             self.running.stop("error", f"the function `stop` raised {type(error).__name__}: {error}")
 
 
