@@ -212,9 +212,7 @@ class Running:
         """Raise an exception for the listener, instead of an end."""
         with self.changed:
             self.failure = error
-            self.changed.notify_all()
-            if self.wake is not None:
-                self.wake()
+            self.tell()
 
     def _due(self, chunk: AudioChunk | CodedSound) -> float | None:
         """Seconds by which a live listener's chunk came after it was due; its first sound is due when it comes."""
