@@ -137,7 +137,7 @@ def test_memory_is_that_of_the_int8_bytes(tmp_path: Path) -> None:
     assert full > 60e6 and small < 0.27 * full
     assert peak(lambda: load_folder(tmp_path / "model", quantize="int8")) < small + largest
     assert peak(lambda: load_folder(tmp_path / "warm")) < small
-    assert peak(lambda: quantize_folder(tmp_path / "model", tmp_path / "int8")) < 1.3 * largest  # the allocator keeps some
+    assert peak(lambda: quantize_folder(tmp_path / "model", tmp_path / "int8")) < 1.6 * largest  # the allocator keeps some
     assert peak(lambda: to_int8(load_folder(tmp_path / "model").model)) > full
 
 
