@@ -16,7 +16,7 @@ from typing import Protocol
 from omni.engine.client import Pace
 from omni.engine.wire import EngineLost
 from omni.generate.question import Asked
-from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, Timings
+from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
 
 EVERY = 16
 """Events after which their number is told to the engine's process; a quarter of what a row is written ahead."""
@@ -60,6 +60,7 @@ class RemoteAnswer:
         self._events: deque[Event] = deque()
         self._failure: BaseException | None = None
         self._ended: Ended | None = None
+        self._known = Timings()  # by its events, for an end that the engine's process does not bring
         self._awaited: tuple[str, ...] = ()  # reasons of the end that `stop` brings
 
     def start(self) -> bool:
@@ -76,6 +77,10 @@ class RemoteAnswer:
             for event in events:
                 if not isinstance(event, Ended):
                     self._events += [] if self.cancelled else [event]
+                    if isinstance(event, TextDelta) and self._known.first_text is None:
+                        self._known = replace(self._known, first_text=self.clock.seconds)
+                    elif isinstance(event, AudioChunk) and self._known.first_audio is None:
+                        self._known = replace(self._known, first_audio=self.clock.seconds)
                 elif not self.cancelled or event.reason in self._awaited:
                     self.end(event)
             self._notify()
@@ -102,6 +107,8 @@ class RemoteAnswer:
         """Give the listener an end, where it has none."""
         with self.changed:
             if self._ended is None:
+                if ended.timings == Timings():
+                    ended = replace(ended, timings=replace(self._known, total=self.clock.seconds))
                 self._ended = ended
                 self._notify()
 
@@ -149,7 +156,7 @@ class RemoteAnswer:
 
     def timings(self) -> Timings:
         """Of its end, with the sound that was taken."""
-        timings = Timings() if self._ended is None else self._ended.timings
+        timings = self._known if self._ended is None else self._ended.timings
         return replace(timings, audio=self.samples / self.rate if self.rate else 0.0)
 
     def _count(self) -> None:

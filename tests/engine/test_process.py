@@ -279,6 +279,7 @@ def test_killed_or_closed_it_leaves_nothing_and_nobody_waiting(saved: Path, engi
     os.kill(other.pid, signal.SIGKILL)
     rest = list(events)
     assert rest[-1].reason == "error" and "SIGKILL" in rest[-1].error and "start another" in rest[-1].error
+    assert 0 < (rest[-1].timings.first_text or rest[-1].timings.first_audio) <= rest[-1].timings.total
     for call in (lambda: silent.ask("a", "T1T2"), lambda: session.history, other.session, lambda: other.call("adapters")):
         with pytest.raises(EngineLost, match="SIGKILL"):
             call()
