@@ -81,7 +81,9 @@ def _weight_first(rows: Tensor, weight: Tensor) -> Tensor:
 
 def _compiled_product(rows: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty(len(rows), len(weight))
-    multiply_shared(str(weight.dtype).removeprefix("torch."), rows.float(), weight, None, out, torch.get_num_threads())
+    multiply_shared(
+        str(weight.dtype).removeprefix("torch."), rows.float(), weight.contiguous(), None, out, torch.get_num_threads()
+    )
     return out.to(weight.dtype)
 
 
@@ -162,7 +164,7 @@ def multiply(kernels: Kernels | None, x: Tensor, weight: Tensor, bias: Tensor | 
     form = None
     if kernels is not None and not torch.is_grad_enabled() and x.device.type == "cpu" and weight.dtype == x.dtype:
         form = kernels.form(x.numel() // x.shape[-1], x.dtype, *weight.shape)
-    if form is None or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or not weight.is_contiguous():
+    if form is None or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     out = form(x.reshape(-1, x.shape[-1]).contiguous(), weight)
     if bias is not None:

@@ -161,9 +161,11 @@ class Engine:
         self._hearing.beside(running)
 
     def _check_queue(self, running: Running) -> None:
+        if running.when_full == "wait" and self.queue is None:
+            return
         before = [*self._intake.waiting, *self._requests.asked]
         verdict = self._intake.verdict(running, before)
-        if verdict.fits or (running.when_full == "wait" and self.queue is None):
+        if verdict.fits:
             return
         waiting = sum(not self._intake.verdict(other, before[:n]).fits for n, other in enumerate(before))
         if running.when_full == "refuse":

@@ -53,10 +53,10 @@ class Intake:
             return Verdict(True)
         talks = [*self._batch.talks.values(), *self.coming]
         live = sum(talk.running.pace == "live" for talk in talks) + sum(other.live for other in before)
-        slots, fixed = list(self._batch.slots.holders), self._batch.fixed
-        taken = sum(seat is not None and seat.busy for seat in slots)
-        if fixed is not None and taken + sum(1 + (other.fork is not None) for other in (*before, running)) > fixed:
-            return Verdict(False, f"the {fixed} slots are taken")
+        if (fixed := self._batch.fixed) is not None:
+            taken = sum(seat is not None and seat.busy for seat in list(self._batch.slots.holders))
+            if taken + sum(1 + (other.fork is not None) for other in (*before, running)) > fixed:
+                return Verdict(False, f"the {fixed} slots are taken")
         return admit(self._recorder, live, 1 / running.codec.frame_rate)
 
     def place(self) -> None:
