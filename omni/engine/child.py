@@ -200,6 +200,9 @@ class Child:
     def do_history(self, number: int) -> Any:
         return self._session(number).history
 
+    def do_last_answer(self, number: int) -> Any:
+        return self._session(number).last_answer
+
     def do_turns(self, number: int) -> Any:
         return self._session(number).turns
 

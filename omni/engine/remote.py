@@ -179,6 +179,11 @@ class RemoteSession(Conversation[RemoteAnswer]):
         return found
 
     @property
+    def last_answer(self) -> Message | None:
+        found: Message | None = self._link.request("last_answer", self._number)
+        return found
+
+    @property
     def turns(self) -> tuple[Turn, ...]:
         """See `Session.turns`."""
         found: tuple[Turn, ...] = self._link.request("turns", self._number)

@@ -20,6 +20,7 @@ from omni.generate.bounds import check_number
 from omni.generate.faces import Faces
 from omni.generate.incoming import Incoming, Withdrawn, is_coming
 from omni.generate.listener import AnswerReader, Listened
+from omni.generate.messages import Message
 from omni.generate.question import Asked, Coming, Question, longest
 from omni.generate.results import Clock, Ended, Event
 from omni.tasks import Task, find_task
@@ -79,6 +80,11 @@ class Conversation(ABC, Faces[A], Generic[A]):
     def let_go(self, answer: A) -> None:
         """Cancel an answer without waiting for anybody. It is in the history at once, unless another thread is asking or
         cancelling: that one puts it there."""
+
+    @property
+    @abstractmethod
+    def last_answer(self) -> Message | None:
+        """The newest answer of the history, as far as it was delivered; None in a new conversation."""
 
     @abstractmethod
     def close(self) -> None:

@@ -199,6 +199,11 @@ class Session(Conversation[Running]):
         return messages(self._past, self.tokenizer, self.codec)
 
     @property
+    def last_answer(self) -> Message | None:
+        past = self._past
+        return messages(past[-1:], self.tokenizer, self.codec)[1] if past else None
+
+    @property
     def turns(self) -> tuple[Turn, ...]:
         """The history as ids, the first turn with the system message."""
         turns = [exchange.turn for exchange in self._past]

@@ -160,6 +160,16 @@ class SpeechLM(Sessions[Session]):
     def layout(self) -> Layout:
         return self.model.layout
 
+    @property
+    def sample_rate(self) -> int:
+        """Of the answers' sound, in Hz; 0 without a codec."""
+        return 0 if self.codec is None else self.codec.sample_rate
+
+    @property
+    def frame_rate(self) -> float:
+        """Frames a second; 0 without a codec."""
+        return 0.0 if self.codec is None else self.codec.frame_rate
+
     def load_adapter(self, folder: str | os.PathLike[str], name: str | None = None) -> str:
         """Load a LoRA adapter (a folder in PEFT's format), to be selected by name: `session(adapter=name)`.
 
