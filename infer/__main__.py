@@ -1,4 +1,5 @@
-"""`omni-infer` and `python -m infer`: ask a model on the command line, measure how fast it answers, or quantise its weights.
+"""`omni-infer` and `python -m infer`: ask a model on the command line, serve it, measure how fast it
+answers, or quantise its weights.
 
 Exit codes: 0; 1 where an answer broke (`Ended.error`), and for an error that is not the user's (a full disk, a fault of this
 program: one line, no traceback without `--debug`); 2 for a mistake of the user's (one line too); 130 after Ctrl-C; 141 where
@@ -47,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(words: Sequence[str]) -> bool:
     """Parse the words, import the modules of the command, and run it; returns whether no answer broke, and no check failed."""
-    from infer.checks import check_ask, check_bench, check_quantizing
+    from infer.checks import check_ask, check_bench, check_quantizing, check_serve
     from infer.cli import parse
-    from infer.options import AskOptions, QuantizeOptions
+    from infer.options import AskOptions, QuantizeOptions, ServeOptions
 
     options = parse(take_plugins(words))
     if isinstance(options, AskOptions):
@@ -64,6 +65,13 @@ def run(words: Sequence[str]) -> bool:
 
         all_imported()
         quantize(options)
+        return True
+    if isinstance(options, ServeOptions):
+        check_serve(options)
+        from infer.serve.serve import serve
+
+        all_imported()
+        serve(options)
         return True
     check_bench(options)
     from infer.bench.bench import bench

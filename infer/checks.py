@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import ipaddress
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infer.given import SOUND
-from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions, QuantizeOptions
+from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions, QuantizeOptions, ServeOptions
 from infer.places import PIPE, choose_tasks, places
 from omni.checkpoint.places import CONFIG, check_folder
 from omni.errors import UserError
@@ -63,6 +65,60 @@ def check_bench(options: BenchOptions) -> None:
     if options.gpu and options.quantize is not None:
         raise UserError(f"--gpu and --quantize {options.quantize} were given together: it is for a CPU; leave one of them out")
     check_playing(options)
+
+
+SERVE = {
+    "port": Bound(0, 65_535, "0 takes a free one"),
+    "sessions": Bound(1, 10_000, "64 is the default"),
+    "session_minutes": Bound(0.01, 1e6, "60 is the default", whole=False),
+    "idle_minutes": Bound(0.01, 1e6, "15 is the default", whole=False),
+    "key_sessions": Bound(1, 10_000, "as many as there may be by default"),
+    "key_audio_minutes": Bound(1, 1e7, "480 is the default", whole=False),
+    "key_events": Bound(1, 10**9, "120,000 is the default"),
+    "lead_ms": Bound(100, 500, "300 is the default", whole=False),
+    "drain": Bound(0, 3600, "30 is the default", whole=False),
+}
+"""Bounds of the server's own options."""
+
+EXTRA = (
+    *("fastapi", "uvicorn", "websockets", "python_multipart", "aiortc", "av"),
+    *("onnxruntime", "silero_vad", "prometheus_client", "limits"),
+)
+"""Modules that the extra `serve` brings."""
+
+
+def check_serve(options: ServeOptions) -> None:
+    """Checks the options of `serve`. UserError for the first bad option."""
+    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f'serve needs {", ".join(missing)}; install them: pip install "omni-speech[serve]"')
+    _check_numbers(options, {**BOUNDS, **SERVE})
+    check_device(options.device)
+    check_dtype(options.dtype)
+    check_quantize(options.quantize, options.device)
+    check_kernels(options.kernels)
+    for name, known in (("instructions", ("use", "ignore")), ("log", ("debug", "info", "warning", "error"))):
+        if getattr(options, name) not in known:
+            raise UserError(f"--{name} {getattr(options, name)!r} is unknown; use {', '.join(known)}")
+    if (options.certificate is None) != (options.private_key is None):
+        raise UserError("--certificate and --private_key belong together; give both, or neither")
+    for given in (options.key_file, options.certificate, options.private_key):
+        if given is not None and not os.path.isfile(given):
+            raise UserError(f"there is no file {given!r}")
+    if options.key_file is None and not _is_loopback(options.host):
+        raise UserError(
+            f"--host {options.host}: whoever reaches it could use it; give keys (--key_file FILE), or listen on 127.0.0.1"
+        )
+    check_model(options.model or DEFAULT_MODEL)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 PLAYING = ("play_seconds", "nonstop", "barge_in", "rate", "bare", "plot")
@@ -129,7 +185,7 @@ def check_quantizing(options: QuantizeOptions) -> None:
         raise UserError(f"{out} is no model folder; only such a one is overwritten")
 
 
-def _check_numbers(options: AskOptions | BenchOptions, bounds: Mapping[str, Bound]) -> None:
+def _check_numbers(options: AskOptions | BenchOptions | ServeOptions, bounds: Mapping[str, Bound]) -> None:
     cores = os.cpu_count() or 1
     bounds = {**bounds, "threads": Bound(1, THREADS_PER_CORE * cores, f"{THREADS_PER_CORE} for each of {cores} cores")}
     for name, bound in bounds.items():

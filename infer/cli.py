@@ -10,13 +10,18 @@ from typing import Any
 import jsonargparse
 
 from infer.given import take_questions
-from infer.options import AskOptions, BenchOptions, QuantizeOptions
+from infer.options import AskOptions, BenchOptions, QuantizeOptions, ServeOptions
 from omni.arguments import StrictParser
 from omni.errors import UserError, closest
 
-COMMANDS: dict[str, type[Any]] = {"ask": AskOptions, "bench": BenchOptions, "quantize": QuantizeOptions}
+COMMANDS: dict[str, type[Any]] = {
+    "ask": AskOptions,
+    "serve": ServeOptions,
+    "bench": BenchOptions,
+    "quantize": QuantizeOptions,
+}
 
-Command = AskOptions | BenchOptions | QuantizeOptions
+Command = AskOptions | ServeOptions | BenchOptions | QuantizeOptions
 
 DESCRIPTION = (
     "Talk to a speech language model. With any command, --plugin NAME imports a module of one's own, such as "

@@ -136,3 +136,53 @@ class QuantizeOptions:
     overwrite: bool = option(False, "replace a model folder that is there already")
     quiet: bool = option(False, "show nothing while it works")
     debug: bool = option(False, "show the traceback of an error")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Serve a model to browsers and to clients of OpenAI's Realtime API, many at once.
+
+    The page to talk with is at the address that is printed. Who reaches it from other machines needs a key (--key_file).
+    """
+
+    model: str = option("", f"model folder; {DEFAULT_MODEL} by default", positional=True)
+    host: str = option("127.0.0.1", "address to listen on; another one than this machine's own needs --key_file")
+    port: int = option(8000, "port to listen on")
+    name: str | None = option(None, "name of the model for clients; by default the folder's")
+    adapter: tuple[str, ...] = option((), "LoRAs that clients choose as voices, as NAME=FOLDER", metavar="ADAPTER")
+    codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
+    key_file: str | None = option(None, "file with the keys of those who may connect, one a line")
+    certificate: str | None = option(None, "PEM file of the certificate, for TLS")
+    private_key: str | None = option(None, "PEM file of its key")
+    origins: tuple[str, ...] = option((), "origins of pages, besides the server's own, that may connect", metavar="ORIGIN")
+
+    sessions: int = option(64, "sessions at once; more are told to try again")
+    slots: int | None = option(None, "conversations that have a place in the cache; by default as many as there are")
+    queue: int | None = option(None, "questions that may wait for room before more are refused; by default any number")
+    session_minutes: float = option(60.0, "longest session")
+    idle_minutes: float = option(15.0, "minutes in which nothing comes or goes, after which a session ends")
+    key_sessions: int | None = option(None, "sessions of one key at once; by default as many as there may be")
+    key_audio_minutes: float = option(480.0, "minutes of sound that one key may send in an hour")
+    key_events: int = option(120_000, "events and requests that one key may send in a minute")
+    lead_ms: float = option(300.0, "milliseconds of sound that are sent ahead of what is heard; at most 500")
+    drain: float = option(30.0, "seconds that answers under way have after SIGTERM")
+
+    instructions: str = option(
+        "ignore", "use: give clients' instructions to the model, where it was trained with some; or ignore"
+    )
+    temperature: float = option(0.0, "of the sampling; 0 takes the likeliest")
+    top_k: int = option(0, "draw from the k likeliest ids; 0 is no limit")
+    top_p: float = option(1.0, "draw from the likeliest ids that make up this probability")
+    seed: int = option(0, "of the random draws")
+    max_seconds: float = option(30.0, "longest spoken answer")
+    max_tokens: int = option(512, "longest written answer, in tokens")
+    text_assist: bool = option(False, "let a second row write the text of spoken answers")
+    context: int | None = option(None, "positions of a conversation; by default the model's, 4096 at most")
+
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
+    threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
+    dtype: str | None = option(None, "float32, bfloat16, float16, or auto for as stored")
+    quantize: str | None = option(None, "int8: linears and tables in int8, on a CPU")
+    kernels: str = option("measured", "measured: what `bench` found to be faster on this CPU; or reference")
+    log: str = option("info", "least important lines of the log: debug, info, warning or error")
+    debug: bool = option(False, "show the traceback of an error")

@@ -1,0 +1,121 @@
+"""Keeps an engine for the server: starts its process, loads its adapters, and starts it again after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from omni.engine.process import EngineProcess
+from omni.engine.wire import EngineLost
+from omni.errors import UserError
+
+LOG = logging.getLogger(__name__)
+
+LOOK = 0.1
+"""Seconds between two looks at the engine."""
+
+STUCK = 5.0
+"""Seconds without a step, while answers are under way, after which the stepping thread counts as stuck."""
+
+AGAIN = 1.0
+"""Seconds after which an engine that could not be started is started again."""
+
+
+class EngineHost:
+    """The engine that answers now.
+
+    Args:
+        start: starts an engine (`omni.engine.process.EngineProcess`, or a `SpeechLM` in tests).
+        adapters: folders of LoRAs, by name, that each engine loads first.
+
+    Attributes:
+        restarts: how often it was started again.
+        on_lost: called in the loop with the reason when an engine was lost.
+    """
+
+    def __init__(self, start: Callable[[], Any], adapters: Mapping[str, str] | None = None) -> None:
+        self._start, self._adapters = start, dict(adapters or {})
+        self._engine: Any = None
+        self._closing = False
+        self._seen = (0, time.monotonic())  # steps, and when there were that many first
+        self.restarts = 0
+        self.on_lost: list[Callable[[str], None]] = []
+
+    def open(self) -> None:
+        """Start the first engine; UserError where the model or an adapter cannot be loaded."""
+        self._engine = self._make()
+
+    def _make(self) -> Any:
+        engine = self._start()
+        try:
+            for name, folder in self._adapters.items():
+                if isinstance(engine, EngineProcess):
+                    engine.call("load_adapter", folder, name=name)
+                else:
+                    engine.load_adapter(folder, name)
+        except BaseException:
+            _close(engine)
+            raise
+        return engine
+
+    @property
+    def alive(self) -> bool:
+        return self._engine is not None and getattr(self._engine, "alive", True)
+
+    @property
+    def engine(self) -> Any:
+        """The engine; EngineLost while there is none."""
+        if not self.alive:
+            raise EngineLost("the engine has ended and is being started again; ask again in some seconds")
+        return self._engine
+
+    def stats(self) -> Any:
+        """Its figures (`omni.engine.stats.EngineStats`); may wait for its process."""
+        engine = self.engine
+        return engine.call("engine.stats") if isinstance(engine, EngineProcess) else engine.engine.stats()
+
+    def stuck(self, stats: Any) -> bool:
+        """Whether the stepping thread makes no steps though answers are under way, by figures that were just taken."""
+        steps, since = self._seen
+        if stats.steps != steps or stats.active == 0:
+            self._seen = (stats.steps, time.monotonic())
+            return False
+        return time.monotonic() - since > STUCK
+
+    async def watch(self) -> None:
+        """Runs beside the server: tells who waits when the engine is lost, and starts another one."""
+        while not self._closing:
+            await asyncio.sleep(LOOK)
+            if self.alive or self._closing:
+                continue
+            lost = getattr(getattr(self._engine, "_link", None), "lost", None)
+            LOG.error("engine lost: %s", lost)
+            for tell in list(self.on_lost):
+                tell(str(lost))
+            while not self._closing and not self.alive:
+                try:
+                    engine = await asyncio.to_thread(self._make)
+                except (UserError, OSError) as error:
+                    LOG.error("engine not started: %s", error)
+                    await asyncio.sleep(AGAIN)
+                    continue
+                old, self._engine = self._engine, engine
+                self.restarts += 1
+                await asyncio.to_thread(old.close)
+                LOG.warning("engine started again")
+
+    def close(self, drain: float = 0.0) -> None:
+        """End the engine, after at most `drain` seconds in which answers may end."""
+        self._closing = True
+        if self._engine is not None:
+            _close(self._engine, drain)
+
+
+def _close(engine: Any, drain: float = 0.0) -> None:
+    if isinstance(engine, EngineProcess):
+        engine.close(drain)
+    else:
+        engine.engine.close()

@@ -1,0 +1,194 @@
+"""Who may connect: keys, short-lived client secrets, origins, and what one key may use.
+
+A key comes in the `Authorization` header, or, from a browser, in the WebSocket's subprotocol `openai-insecure-api-key.KEY`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from limits import RateLimitItemPerHour, RateLimitItemPerMinute
+from limits.storage import MemoryStorage
+from limits.strategies import FixedWindowRateLimiter
+
+from infer.serve.settings import Limits
+from omni.errors import UserError
+
+SUBPROTOCOL = "openai-insecure-api-key."
+"""Start of the WebSocket subprotocol that brings a key."""
+
+LONGEST_SECRET = 7200
+"""Seconds for which a client secret may be valid at most; 600 by default, as OpenAI's."""
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+MOST_SECRETS = 10_000
+
+
+class Denied(Exception):
+    """Whoever asks may not.
+
+    Attributes:
+        status: of HTTP: 401, 403 or 429.
+        code: for programs.
+    """
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A short-lived key for one client, with the configuration that its session begins with."""
+
+    owner: str
+    expires_at: float
+    session: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_keys(path: str | Path) -> tuple[str, ...]:
+    """Keys of a file, one a line; empty lines and those that begin with `#` are left out.
+
+    Raises:
+        UserError: it cannot be read, has no key, or one that is shorter than 16 characters or has spaces.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--key_file {str(path)!r} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}"
+        ) from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        key = line.strip()
+        if not key or key.startswith("#"):
+            continue
+        if len(key) < 16 or not key.isascii() or any(c.isspace() or c == "," for c in key):
+            raise UserError(
+                f"--key_file {str(path)!r}: line {number} is no key; use 16 characters or more, without spaces or commas"
+            )
+        found.append(key)
+    if not found:
+        raise UserError(f"--key_file {str(path)!r} has no key; write one a line")
+    return tuple(found)
+
+
+class Keys:
+    """The keys of a server and what they have used.
+
+    Args:
+        keys: none: everybody may connect.
+    """
+
+    def __init__(self, keys: Iterable[str], limits: Limits) -> None:
+        self._keys = {_digest(key): f"key-{number}" for number, key in enumerate(keys, 1)}
+        self._limits = limits
+        self._secrets: dict[bytes, Secret] = {}
+        self._meter = FixedWindowRateLimiter(MemoryStorage())
+        self._sound = RateLimitItemPerHour(max(int(limits.key_audio_seconds), 1))
+        self._events = RateLimitItemPerMinute(limits.key_events)
+        self.sessions: Counter[str] = Counter()
+
+    @property
+    def needed(self) -> bool:
+        return bool(self._keys)
+
+    def owner(self, key: str | None) -> tuple[str, Mapping[str, Any]]:
+        """Name of the key's owner, and the configuration that a secret brings.
+
+        Raises:
+            Denied: no key, or one that is not known or no longer valid.
+        """
+        if key is not None and (secret := self._secrets.get(_digest(key))) is not None:
+            if secret.expires_at < time.time():
+                raise Denied(401, "invalid_api_key", "this client secret has expired; ask for another one")
+            return secret.owner, secret.session
+        if not self._keys:
+            return "anyone", {}
+        if key is None:
+            raise Denied(401, "missing_api_key", "this server needs a key: Authorization: Bearer KEY")
+        found = _digest(key)
+        for known, name in self._keys.items():
+            if hmac.compare_digest(known, found):
+                return name, {}
+        raise Denied(401, "invalid_api_key", "this key is not known here")
+
+    def make_secret(self, owner: str, session: Mapping[str, Any], seconds: int) -> tuple[str, int]:
+        """A new client secret, and when it expires."""
+        now = time.time()
+        self._secrets = {key: one for key, one in self._secrets.items() if one.expires_at >= now}
+        if len(self._secrets) >= MOST_SECRETS:
+            raise Denied(429, "rate_limit_exceeded", "too many client secrets are valid; wait until some expire")
+        value, expires = f"ek_{secrets.token_hex(20)}", int(now + seconds)
+        self._secrets[_digest(value)] = Secret(owner, expires, dict(session))
+        return value, expires
+
+    # --- what an owner has used ---------------------------------------------------------------------------------------
+
+    def enter(self, owner: str) -> None:
+        """Count a session; Denied where the owner has too many."""
+        if self.sessions[owner] >= self._limits.key_sessions:
+            most = self._limits.key_sessions
+            raise Denied(429, "session_limit_reached", f"this key has {most} sessions open, as many as it may; close one")
+        self.sessions[owner] += 1
+
+    def leave(self, owner: str) -> None:
+        self.sessions[owner] -= 1
+        if self.sessions[owner] <= 0:
+            del self.sessions[owner]
+
+    def use_event(self, owner: str) -> None:
+        """Count an event or a request; Denied beyond the key's rate."""
+        if not self._meter.hit(self._events, owner):
+            most = self._limits.key_events
+            raise Denied(429, "rate_limit_exceeded", f"this key may send {most} events and requests in a minute; wait")
+
+    def use_sound(self, owner: str, seconds: float) -> None:
+        """Count milliseconds of sound; Denied beyond the key's hour."""
+        whole = int(seconds) + (secrets.randbelow(1000) < (seconds % 1) * 1000)
+        if whole and not self._meter.hit(self._sound, f"sound/{owner}", cost=whole):
+            most = self._limits.key_audio_seconds
+            raise Denied(429, "insufficient_quota", f"this key may send {most:g} s of sound in an hour; wait")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def key_of(headers: Mapping[str, str], protocols: Sequence[str] = ()) -> str | None:
+    """The key that a request brings."""
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and value.strip():
+        return value.strip()
+    for one in protocols:
+        if one.startswith(SUBPROTOCOL):
+            return one.removeprefix(SUBPROTOCOL)
+    return None
+
+
+def check_origin(headers: Mapping[str, str], allowed: Sequence[str], open_access: bool) -> None:
+    """Refuse pages of other sites, and, where nobody needs a key, names that were bent to this machine (DNS rebinding).
+
+    Raises:
+        Denied: with status 403.
+    """
+    host = headers.get("host", "")
+    if open_access and (urlsplit(f"//{host}").hostname or "") not in LOOPBACK:
+        raise Denied(403, "invalid_host", "without keys this server answers to localhost alone")
+    origin = headers.get("origin")
+    if origin is None or origin in allowed:
+        return
+    if urlsplit(origin).netloc != host:
+        raise Denied(
+            403, "invalid_origin", "pages of other origins may not connect; the server's --origins names those that may"
+        )

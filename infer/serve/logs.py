@@ -1,0 +1,51 @@
+"""Structured logs: one JSON object a line, with the session's id; never what anybody says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+LOG = logging.getLogger("infer.serve")
+
+
+class JsonLines(logging.Formatter):
+    """Time, level, message, and what a record brings besides (`extra={"fields": {...}}`)."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{stamp}.{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+class SessionLog(logging.LoggerAdapter[logging.Logger]):
+    """The log of one session."""
+
+    def __init__(self, session: str) -> None:
+        super().__init__(LOG, {})
+        self._session = session
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        fields = {"session": self._session, **kwargs.pop("fields", {})}
+        return msg, {**kwargs, "extra": {"fields": fields}}
+
+
+def write_logs(level: str = "info") -> None:
+    """Have the server's logs, and warnings of its libraries, written to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    LOG.setLevel(level.upper())
+    logging.getLogger("omni").setLevel(logging.WARNING)

@@ -1,0 +1,269 @@
+"""Configuration of a Realtime session: what a client may set by parts, and what is in effect.
+
+Harmless fields that change nothing here (noise reduction, tracing, tools, speed, unknown names of models and voices) are
+accepted; the answer tells what is in effect. `omni` is this project's own part: temperature and task of the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from infer.serve.realtime.protocol import Event, ProtocolError, first_mistake
+
+PCM_RATE, G711_RATE = 24_000, 8_000
+"""Samples per second of `audio/pcm`, and of `audio/pcmu` and `audio/pcma`."""
+
+EAGERNESS = {"low": 8.0, "medium": 4.0, "high": 2.0, "auto": 4.0}
+"""Seconds of the longest wait of `semantic_vad`, as OpenAI states them."""
+
+LONGEST_TEXT = 100_000
+"""Characters of instructions and of written questions."""
+
+Milliseconds = Annotated[int, Field(ge=0, le=60_000)]
+
+
+class Part(BaseModel):
+    """A part of the configuration; what is not given stays as it is."""
+
+    model_config = ConfigDict(extra="ignore", validate_assignment=True)
+
+
+class Format(Part):
+    type: Literal["audio/pcm", "audio/pcmu", "audio/pcma"] = "audio/pcm"
+    rate: int | None = None
+
+    @property
+    def samples_per_second(self) -> int:
+        return PCM_RATE if self.type == "audio/pcm" else G711_RATE
+
+    def shown(self) -> Event:
+        return {"type": self.type, "rate": PCM_RATE} if self.type == "audio/pcm" else {"type": self.type}
+
+
+class ServerVad(Part):
+    """Turns end after a fixed silence."""
+
+    type: Literal["server_vad"] = "server_vad"
+    threshold: Annotated[float, Field(ge=0, le=1)] = 0.5
+    prefix_padding_ms: Milliseconds = 300
+    silence_duration_ms: Milliseconds = 500
+    idle_timeout_ms: Annotated[int, Field(ge=5000, le=30_000)] | None = None
+    create_response: bool = True
+    interrupt_response: bool = True
+
+
+class SemanticVad(Part):
+    """Turns end sooner where speech has clearly ended, and an answer goes on under a short sound of its listener."""
+
+    type: Literal["semantic_vad"] = "semantic_vad"
+    eagerness: Literal["low", "medium", "high", "auto"] = "auto"
+    create_response: bool = True
+    interrupt_response: bool = True
+
+    @property
+    def longest_wait(self) -> float:
+        return EAGERNESS[self.eagerness]
+
+
+TurnDetection = Annotated[ServerVad | SemanticVad, Field(discriminator="type")]
+
+
+class Transcription(Part):
+    model: str | None = None
+    language: str | None = None
+    prompt: str | None = None
+
+
+class Input(Part):
+    format: Format = Field(default_factory=Format)
+    noise_reduction: dict[str, Any] | None = None
+    transcription: Transcription | None = None
+    turn_detection: TurnDetection | None = Field(default_factory=ServerVad)
+
+
+class Output(Part):
+    format: Format = Field(default_factory=Format)
+    voice: str | dict[str, Any] | None = None
+    speed: float | None = None
+
+
+class Audio(Part):
+    input: Input = Field(default_factory=Input)
+    output: Output = Field(default_factory=Output)
+
+
+class Omni(Part):
+    """This project's own settings.
+
+    Attributes:
+        temperature: of all streams; 0 takes the likeliest ids. None for the server's own.
+        task: `answer`, or `transcribe`: the answer is the transcript of the question.
+    """
+
+    temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
+    task: Literal["answer", "transcribe"] = "answer"
+
+
+Tokens = Annotated[int, Field(ge=1, le=2**20)] | Literal["inf"]
+
+
+class Configuration(Part):
+    """All of it, as in effect.
+
+    Attributes:
+        type: a `transcription` session writes down what it hears and never answers.
+    """
+
+    type: Literal["realtime", "transcription"] = "realtime"
+    model: str | None = None
+    instructions: Annotated[str, Field(max_length=LONGEST_TEXT)] = ""
+    output_modalities: list[Literal["text", "audio"]] = ["audio"]
+    audio: Audio = Field(default_factory=Audio)
+    max_output_tokens: Tokens = "inf"
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] = "auto"
+    tracing: str | dict[str, Any] | None = None
+    truncation: str | dict[str, Any] = "auto"
+    include: list[str] | None = None
+    prompt: dict[str, Any] | None = None
+    omni: Omni = Field(default_factory=Omni)
+
+
+LISTS = ("tools", "include", "output_modalities")
+
+
+class Voices:
+    """The voices of a server: `default`, and one for each adapter.
+
+    Args:
+        adapters: names of the adapters.
+        model: name of the model.
+        speaks: whether it answers in sound.
+    """
+
+    def __init__(self, adapters: Sequence[str], model: str, speaks: bool = True) -> None:
+        self.adapters, self.model, self.speaks = tuple(adapters), model, speaks
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("default", *self.adapters)
+
+    def effective(self, voice: str | dict[str, Any] | None) -> str:
+        """The voice in effect: unknown names (clients send those of OpenAI) get the default one."""
+        name = voice.get("id") if isinstance(voice, dict) else voice
+        return name if name in self.adapters else "default"
+
+    def adapter(self, voice: str | dict[str, Any] | None) -> str | None:
+        name = self.effective(voice)
+        return None if name == "default" else name
+
+
+def updated(now: Configuration, change: Event, started: bool) -> Configuration:
+    """The configuration with the given parts changed.
+
+    Args:
+        started: the session has begun: its type stays.
+
+    Raises:
+        ProtocolError: a value that cannot be, with its place.
+    """
+    change = _without_unset(change)
+    if started and change.get("type", now.type) != now.type:
+        raise ProtocolError(
+            f"session.type is {now.type!r} and stays so; open another session for {repr(change['type'])[:40]}",
+            param="session.type",
+        )
+    if change.get("type") == "transcription" and isinstance(change.get("audio"), dict):
+        change["audio"].pop("output", None)
+    merged = _merged(now.model_dump(), change)
+    try:
+        found = Configuration.model_validate(merged)
+    except ValidationError as error:
+        raise ProtocolError(*first_mistake(error, under="session")) from None
+    check_modalities(found.output_modalities, "session.output_modalities")
+    _check_rates(found)
+    return found
+
+
+def check_modalities(given: Sequence[str], place: str) -> None:
+    """ProtocolError where sound and text are asked for together, or neither."""
+    if len(given) != 1:
+        raise ProtocolError(f"{place} is {list(given)}; give ['audio'] (sound with its transcript) or ['text']", param=place)
+
+
+def _check_rates(found: Configuration) -> None:
+    for name, part in (("input", found.audio.input), ("output", found.audio.output)):
+        wanted = part.format.samples_per_second
+        if part.format.rate not in (None, wanted):
+            place = f"session.audio.{name}.format.rate"
+            raise ProtocolError(f"{place} is {part.format.rate}; {part.format.type} has {wanted} here", param=place)
+
+
+def _without_unset(change: Event) -> Event:
+    """A copy in which null stands only where it means something: no transcription, no turn detection, no noise reduction."""
+    means = ("transcription", "turn_detection", "noise_reduction", "tracing", "prompt", "idle_timeout_ms", "temperature")
+    copied = {}
+    for key, value in change.items():
+        if isinstance(value, dict):
+            copied[key] = _without_unset(value)
+        elif value is not None or key in means:
+            copied[key] = value
+    return copied
+
+
+def _merged(now: Event, change: Event) -> Event:
+    """Nested dicts joined, with the change's values; turn detection of another type begins from its defaults."""
+    out = dict(now)
+    for key, value in change.items():
+        old = out.get(key)
+        if key == "turn_detection" and isinstance(value, dict):
+            kind = value.get("type") or (old or {}).get("type", "server_vad")
+            base = old if old is not None and old["type"] == kind else {}
+            out[key] = {**base, **value, "type": kind}
+        elif key == "format" and isinstance(value, dict):
+            out[key] = dict(value)
+        elif isinstance(value, dict) and isinstance(old, dict) and key not in ("noise_reduction", "prompt"):
+            out[key] = _merged(old, value)
+        else:
+            out[key] = value
+    return out
+
+
+def shown(now: Configuration, voices: Voices, session_id: str, expires_at: int) -> Event:
+    """The `session` object of events: the whole configuration as in effect, turn detection spelled out."""
+    heard = now.audio.input
+    detection = None if heard.turn_detection is None else heard.turn_detection.model_dump(exclude_none=True)
+    listens: Event = {
+        "format": heard.format.shown(),
+        "noise_reduction": heard.noise_reduction,
+        "transcription": None if heard.transcription is None else heard.transcription.model_dump(exclude_none=True),
+        "turn_detection": detection,
+    }
+    common: Event = {"id": session_id, "object": "realtime.session", "type": now.type, "expires_at": expires_at}
+    if now.type == "transcription":
+        return {**common, "audio": {"input": listens}, "include": now.include}
+    return {
+        **common,
+        "model": now.model or voices.model,
+        "instructions": now.instructions,
+        "output_modalities": list(now.output_modalities) if voices.speaks else ["text"],
+        "audio": {
+            "input": listens,
+            "output": {
+                "format": now.audio.output.format.shown(),
+                "voice": voices.effective(now.audio.output.voice),
+                "speed": 1.0,
+            },
+        },
+        "max_output_tokens": now.max_output_tokens,
+        "tools": now.tools,
+        "tool_choice": now.tool_choice,
+        "tracing": now.tracing,
+        "truncation": now.truncation,
+        "include": now.include,
+        "prompt": now.prompt,
+        "omni": now.omni.model_dump(exclude_none=True),
+    }

@@ -1,0 +1,183 @@
+"""A client's conversation with the engine: from items to a session whose history is what they say.
+
+The engine's session follows the items by itself while turns are asked and cut one after another. Where a client has changed
+the items (deleted, inserted, cut an older answer, left a question without an answer), or the options or the engine are others,
+the next question begins a session over a history that is made of the items.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from infer.serve.host import EngineHost
+from infer.serve.realtime.configuration import PCM_RATE
+from infer.serve.realtime.items import Item, Part
+from omni.errors import UserError
+from omni.generate.asynchronous import AsyncAnswer
+from omni.generate.messages import Message
+
+Mark = tuple[str, int, str | None, int]
+"""Identifies a turn: the question's item and part, and its answer's item and version (None and 0 for one without)."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, and the answer that it has."""
+
+    part: Part
+    mark: Mark
+    answer: Item | None = None
+
+    @property
+    def spoken(self) -> bool:
+        return self.part.sound is not None
+
+    def messages(self) -> list[Any]:
+        """The turn for a session's history; a question without an answer was interrupted before any of it was heard."""
+        content: Any = self.part.text
+        if self.part.sound is not None:
+            content = {"array": self.part.sound, "sampling_rate": PCM_RATE}
+        question = {"role": "user", "content": content}
+        if self.answer is None:
+            task = "A1A2" if self.spoken else "T1A2"
+            return [question, Message("assistant", "", cut=True, task=task)]
+        if self.answer.answer is not None:
+            return [question, self.answer.answer]
+        return [question, {"role": "assistant", "content": "".join(part.text or "" for part in self.answer.content)}]
+
+
+def turns_of(items: Iterable[Item]) -> tuple[list[Asked], Asked | None]:
+    """The turns that were answered, or left without an answer, and the last question where it has none yet.
+
+    System messages and function calls are no turns; an answer without a question before it is none either.
+    """
+    turns: list[Asked] = []
+    for item in items:
+        if item.role == "user":
+            for number, part in enumerate(item.content):
+                if part.sound is not None or (part.type == "input_text" and (part.text or "").strip()):
+                    turns.append(Asked(part, (item.id, number, None, 0)))
+        elif item.role == "assistant" and turns and turns[-1].answer is None:
+            last = turns[-1]
+            turns[-1] = replace(last, mark=(*last.mark[:2], item.id, item.version), answer=item)
+    if turns and turns[-1].answer is None:
+        return turns[:-1], turns[-1]
+    return turns, None
+
+
+class Dialogue:
+    """One conversation.
+
+    Args:
+        host: of the engine.
+    """
+
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+        self._session: Any = None
+        self._engine: Any = None  # whose session it is
+        self._options: dict[str, Any] = {}
+        self._marks: list[Mark] = []
+        self._lock = asyncio.Lock()
+
+    async def ask(
+        self, before: Sequence[Asked], question: Asked, answer: Item, task: str, options: dict[str, Any]
+    ) -> AsyncAnswer:
+        """Ask a question after the turns before it; its events are those of the result.
+
+        Args:
+            answer: the item that is going to be the answer.
+            options: keywords of `SpeechLM.session`.
+
+        Raises:
+            UserError: of the engine, also `omni.engine.wire.EngineLost`.
+        """
+        async with self._lock:
+            session = await self._session_for(before, options)
+            self._marks = [turn.mark for turn in before] + [(*question.mark[:2], answer.id, answer.version)]
+            given: Any = question.part.text if question.part.sound is None else question.part.sound
+            return session.ask_async(given, task, sample_rate=PCM_RATE)
+
+    async def _session_for(self, before: Sequence[Asked], options: dict[str, Any]) -> Any:
+        engine = self._host.engine
+        wanted = [turn.mark for turn in before]
+        if self._session is not None and self._engine is engine and self._options == options and self._marks == wanted:
+            return self._session
+        await self._drop()
+        history = [message for turn in before for message in turn.messages()]
+        self._session = await asyncio.to_thread(
+            lambda: engine.session(history=history or None, pace="live", overflow="forget", **options)
+        )
+        self._engine, self._options = engine, options
+        return self._session
+
+    async def place(self) -> int:
+        """Place of the last question among those that wait for room, from 1; 0 where it does not wait."""
+        found: int = await asyncio.to_thread(lambda: self._session.place) if self._session is not None else 0
+        return found
+
+    def columns(self, events: AsyncAnswer) -> int:
+        """Positions that the question of these events takes in the model's context: features of sound, or ids of text."""
+        running: Any = events.running
+        if running is None:
+            return 0
+        turn = running.asked.turn if hasattr(running, "asked") else running.exchange.turn
+        return int(turn.features or len(turn.question))
+
+    async def settled(self, events: AsyncAnswer) -> Message | None:
+        """The answer of these events as the history has it; they have ended."""
+        if self._session is None or events.running is None:
+            return None
+        found: Message | None = await asyncio.to_thread(lambda: self._session.last_answer)
+        return found
+
+    async def interrupt(self, events: AsyncAnswer, heard: float | None) -> None:
+        """Stop an answer, and cut it in the history to the seconds that were heard (None for what was handed over)."""
+        if events.running is None:
+            await events.aclose()
+        elif self._session is not None:
+            await asyncio.to_thread(self._session.cancel_last, events.running, heard, None)
+
+    async def cut(self, item: Item, heard: float, frame_rate: float) -> None:
+        """Cut an answer that has ended to the seconds that were heard."""
+        async with self._lock:
+            last = self._marks[-1] if self._marks else None
+            if self._session is not None and last is not None and last[2:] == (item.id, item.version):
+                await asyncio.to_thread(self._session.cancel, heard)
+                item.answer = await asyncio.to_thread(lambda: self._session.last_answer)
+                return
+        item.version += 1
+        if item.answer is not None:
+            item.answer = cut_message(item.answer, heard, frame_rate)
+
+    def broke(self) -> None:
+        """The last question was not answered: the history has nothing of it."""
+        self._marks = self._marks[:-1]
+
+    async def _drop(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await asyncio.to_thread(session.close)
+
+    async def close(self) -> None:
+        """End it; a lost engine is none of its concern."""
+        async with self._lock:
+            try:
+                await self._drop()
+            except UserError:
+                self._session = None
+
+
+def cut_message(message: Message, heard: float, frame_rate: float) -> Message:
+    """A message with the first seconds of its sound, and as large a part of its words."""
+    codes = message.codes
+    if codes is None or not frame_rate:
+        return message
+    frames = min(int(heard * frame_rate + 1e-6), codes.shape[1])
+    share = frames / codes.shape[1] if codes.shape[1] else 0.0
+    words = (message.text or "").split(" ")
+    text = " ".join(words[: int(len(words) * share)])
+    return replace(message, text=text, tokens=None, codes=codes[:, :frames], seconds=frames / frame_rate, cut=True)

@@ -1,0 +1,148 @@
+"""What a session hears: its input buffer, voice activity, and the turns that these make."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from infer.serve.realtime.configuration import PCM_RATE, Configuration
+from infer.serve.realtime.input_buffer import InputBuffer
+from infer.serve.realtime.protocol import ProtocolError, new_id
+from infer.serve.realtime.turns import TurnDetector, TurnEvent
+from infer.serve.realtime.vad import RATE, Stream, VoiceActivity
+from infer.serve.sound import Resampler
+from omni.generate.question import longest
+
+if TYPE_CHECKING:
+    from infer.serve.realtime.session import RealtimeSession
+
+SHORTEST = 0.1
+"""Seconds of the shortest sound that can be committed, as in OpenAI's."""
+
+TAIL = 0.3
+"""Seconds after the end of speech that belong to its turn."""
+
+KEPT = 2.0
+"""Seconds that are kept, while nobody speaks, besides the padding of a turn."""
+
+
+class Hearing:
+    """The input of one session."""
+
+    def __init__(self, session: RealtimeSession, vad: VoiceActivity) -> None:
+        self._session, self._vad = session, vad
+        self._longest = longest(session._host.engine.config)
+        self.buffer = InputBuffer(min(max(self._longest + 10, 60.0), 600.0))
+        self._detector: TurnDetector | None = None
+        self._stream, self._rate = Stream(), Resampler(PCM_RATE, RATE)
+        self._item = ""  # id of the item that the present turn is going to be
+        self._begins = 0.0  # second at which the present turn's sound begins
+        self.configure(session.configuration)
+
+    def configure(self, now: Configuration) -> None:
+        """Take changed settings over."""
+        wanted = now.audio.input.turn_detection
+        if wanted is None:
+            self._detector = None
+        elif self._detector is None:
+            self._restart(TurnDetector(wanted, self.buffer.end))
+        else:
+            self._detector.settings = wanted
+
+    def _restart(self, detector: TurnDetector) -> None:
+        self._detector = detector
+        self._stream, self._rate = Stream(), Resampler(PCM_RATE, RATE)
+
+    async def append(self, data: bytes) -> None:
+        """Take raw sound in the session's format."""
+        form = self._session.configuration.audio.input.format.type
+        await self._follow(self.buffer.append(data, form))
+
+    async def take(self, samples: np.ndarray) -> None:
+        """Take samples [S] at 24 kHz."""
+        await self._follow(self.buffer.add(samples))
+
+    async def _follow(self, samples: np.ndarray) -> None:
+        """Follow the turns in new samples."""
+        if self._detector is None or not len(samples):
+            return
+        for probability in await self._vad.push(self._stream, self._rate.push(samples)):
+            detector = self._detector
+            if detector is None:  # it was switched off meanwhile
+                return
+            for event in detector.push(probability, self._session.playing):
+                await self._act(event)
+            if detector.speaking and detector.now - self._begins >= self._longest - 0.5:
+                detector.stop()
+                await self._act(TurnEvent("ended", detector.now, detector.now))
+            if not detector.speaking:
+                self.buffer.forget(detector.now - detector.padding - KEPT)
+
+    async def _act(self, event: TurnEvent) -> None:
+        session = self._session
+        detection = session.configuration.audio.input.turn_detection
+        if event.kind in ("duck", "restore"):
+            self._duck(event.kind == "duck")
+        elif event.kind == "began":
+            self._duck(False)
+            self._item, self._begins = new_id("item"), event.at
+            started = {"audio_start_ms": round(event.at * 1000), "item_id": self._item}
+            session.send({"type": "input_audio_buffer.speech_started", **started})
+            if detection is not None and detection.interrupt_response:
+                await session.interrupt()
+        elif event.kind == "ended":
+            stopped = {"audio_end_ms": round(event.at * 1000), "item_id": self._item}
+            session.send({"type": "input_audio_buffer.speech_stopped", **stopped})
+            self._end_turn(event.at, event.decided - event.at)
+        else:
+            self._item, self._begins = new_id("item"), self.buffer.start
+            times = {"audio_start_ms": round(event.at * 1000), "audio_end_ms": round(event.decided * 1000)}
+            session.send({"type": "input_audio_buffer.timeout_triggered", **times, "item_id": self._item})
+            self._end_turn(event.decided, None)
+
+    def _end_turn(self, ended: float, endpointing: float | None) -> None:
+        """Commit the turn's sound, and have it answered."""
+        session, end = self._session, self.buffer.end
+        sound = self.buffer.take(self._begins)
+        kept = len(sound) - max(round((end - ended - TAIL) * PCM_RATE), 0)
+        session.metrics.endpointed(endpointing)
+        session.add_spoken(self._item, sound[: max(kept, 1)])
+        detection = session.configuration.audio.input.turn_detection
+        if session.configuration.type == "realtime" and detection is not None and detection.create_response:
+            session.respond_to_turn(endpointing)
+
+    def _duck(self, on: bool) -> None:
+        session = self._session
+        if session.response is None or session.ducked == on:
+            return
+        session.ducked = on
+        session.response.outlet.duck(on)
+        if session.wants_omni:
+            session.send({"type": "omni.ducked", "active": on})
+
+    def commit(self) -> None:
+        """Make an item of the whole buffer, as the client asks; ProtocolError where there is next to nothing in it."""
+        if self.buffer.seconds < SHORTEST:
+            found, least = self.buffer.seconds * 1000, SHORTEST * 1000
+            raise ProtocolError(
+                f"the input buffer has {found:.0f} ms of sound; at least {least:.0f} ms can be committed",
+                "input_audio_buffer_commit_empty",
+            )
+        first = None
+        item = new_id("item")
+        if self._detector is not None and self._detector.speaking:
+            self._detector.stop()
+            first, item = self._begins, self._item
+        self._session.add_spoken(item, self.buffer.take(first))
+
+    def clear(self) -> None:
+        """Drop what the buffer holds."""
+        self.buffer.clear()
+        if self._detector is not None:
+            self._restart(TurnDetector(self._detector.settings, self.buffer.end))
+
+    def answered(self) -> None:
+        """An answer has ended; the silence of its listener counts from here."""
+        if self._detector is not None:
+            self._detector.wait()

@@ -1,0 +1,81 @@
+"""The sound that a client has sent and that is no item yet."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from infer.serve.realtime.configuration import PCM_RATE
+from infer.serve.realtime.protocol import ProtocolError
+from infer.serve.sound import Resampler, decode
+
+
+class InputBuffer:
+    """Samples at 24 kHz, each with its second of the session's input.
+
+    Args:
+        most: seconds that it holds.
+
+    Attributes:
+        start, end: seconds of the input at which what it holds begins and ends.
+    """
+
+    def __init__(self, most: float) -> None:
+        self.most, self.start = most, 0.0
+        self._form = "audio/pcm"
+        self._rate = Resampler(PCM_RATE, PCM_RATE)
+        self._pieces: deque[np.ndarray] = deque()
+        self._samples = 0
+
+    @property
+    def seconds(self) -> float:
+        return self._samples / PCM_RATE
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+    def append(self, data: bytes, form: str) -> np.ndarray:
+        """Take raw sound of a format; returns its samples [S] at 24 kHz.
+
+        Raises:
+            ProtocolError: half a sample, or more sound than it holds.
+        """
+        if form == "audio/pcm" and len(data) % 2:
+            raise ProtocolError(
+                f"audio has {len(data)} bytes, but a sample of audio/pcm takes two; send whole ones", param="audio"
+            )
+        if form != self._form:
+            given = PCM_RATE if form == "audio/pcm" else 8000
+            self._form, self._rate = form, Resampler(given, PCM_RATE)
+        return self.add(self._rate.push(decode(data, form)))
+
+    def add(self, samples: np.ndarray) -> np.ndarray:
+        """Take samples [S] at 24 kHz; ProtocolError where they are too many."""
+        if self.seconds + len(samples) / PCM_RATE > self.most:
+            raise ProtocolError(
+                f"the buffer holds at most {self.most:g} s of sound; commit or clear it", "input_audio_buffer_full", "audio"
+            )
+        self._pieces.append(np.clip(np.rint(samples * 32768), -32768, 32767).astype(np.int16))
+        self._samples += len(samples)
+        return samples
+
+    def forget(self, before: float) -> None:
+        """Drop what came before a second of the input, in whole pieces."""
+        while self._pieces and self.start + len(self._pieces[0]) / PCM_RATE <= before:
+            gone = self._pieces.popleft()
+            self._samples -= len(gone)
+            self.start += len(gone) / PCM_RATE
+
+    def take(self, first: float | None = None) -> np.ndarray:
+        """All samples [S], int16, from a second of the input on; the buffer is empty then."""
+        whole = np.concatenate(self._pieces) if self._pieces else np.zeros(0, np.int16)
+        skipped = 0 if first is None else max(round((first - self.start) * PCM_RATE), 0)
+        self.clear()
+        return whole[skipped:]
+
+    def clear(self) -> None:
+        self.start = self.end
+        self._pieces.clear()
+        self._samples = 0

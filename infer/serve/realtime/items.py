@@ -1,0 +1,239 @@
+"""Items of a conversation: messages of users, assistants and systems, function calls and their outputs.
+
+An item is kept as the client sees it, with what the model needs besides: a spoken question's samples, and the answer as the
+engine's history has it (`omni.generate.messages.Message`).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from infer.serve.realtime.configuration import LONGEST_TEXT, PCM_RATE
+from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
+from infer.serve.sound import decode
+from omni.generate.messages import Message
+
+CONTENT = {
+    "user": ("input_text", "input_audio"),
+    "assistant": ("output_text", "output_audio"),
+    "system": ("input_text",),
+}
+"""Types of content of a message, by its role."""
+
+OLD_NAMES = {"text": "output_text", "audio": "output_audio"}
+"""Names that content of assistants had before, which clients still send."""
+
+KINDS = ("message", "function_call", "function_call_output")
+
+LONGEST_ITEM_SECONDS = 300.0
+"""Seconds of one item's sound; the model's own limit may be lower."""
+
+
+@dataclass(eq=False)
+class Part:
+    """One part of a message's content.
+
+    Attributes:
+        sound: samples [S] at 24 kHz, int16, of a spoken question.
+        text: the text, or the transcript of sound; None where that is not known.
+    """
+
+    type: str
+    text: str | None = None
+    sound: np.ndarray | None = None
+
+    def shown(self) -> Event:
+        if self.type == "input_audio":
+            return {"type": self.type, "transcript": self.text}  # null too: agents-js wants the key
+        key = "transcript" if self.type == "output_audio" else "text"
+        return {"type": self.type, key: self.text or ""}
+
+
+@dataclass(eq=False)
+class Item:
+    """One item.
+
+    Attributes:
+        values: what else the client gave (`call_id`, `name`, `arguments`, `output`).
+        answer: an assistant's message as the model's history has it; None for one that the client wrote.
+        version: counts the changes of its answer.
+        sent: seconds of its sound that were sent; `heard`, of which were heard, None for all.
+    """
+
+    type: str
+    role: str | None = None
+    id: str = field(default_factory=lambda: new_id("item"))
+    status: str = "completed"
+    content: list[Part] = field(default_factory=list)
+    values: Event = field(default_factory=dict)
+    answer: Message | None = None
+    version: int = 0
+    sent: float = 0.0
+    heard: float | None = None
+
+    def shown(self) -> Event:
+        """The item for the client."""
+        out: Event = {"id": self.id, "object": "realtime.item", "type": self.type, "status": self.status, "role": self.role}
+        if self.type == "message":
+            out["content"] = [part.shown() for part in self.content]
+        return filled({**out, **self.values})
+
+    @property
+    def seconds(self) -> float:
+        """Length of its spoken question."""
+        return sum(len(part.sound) for part in self.content if part.sound is not None) / PCM_RATE
+
+
+def read_item(given: Event, place: str = "item") -> Item:
+    """Read an item of a client.
+
+    Raises:
+        ProtocolError: an unknown type or role, content that does not fit it, no base64.
+    """
+    if not isinstance(given, dict):
+        raise ProtocolError(f"{place} is a {type(given).__name__}; give an object", param=place)
+    kind = given.get("type", "message")
+    if kind not in KINDS:
+        raise ProtocolError(
+            f"{place}.type {repr(kind)[:60]} is not known here; use one of {', '.join(KINDS)}", param=f"{place}.type"
+        )
+    item_id = given.get("id")
+    if item_id is not None and (not isinstance(item_id, str) or not 0 < len(item_id) <= 512):
+        raise ProtocolError(f"{place}.id must be a text of 1 to 512 characters", param=f"{place}.id")
+    status = "incomplete" if given.get("status") == "incomplete" else "completed"
+    item = Item(kind, id=item_id or new_id("item"), status=status)
+    if kind != "message":
+        for name in ("call_id", "name", "arguments") if kind == "function_call" else ("call_id", "output"):
+            item.values[name] = _text(
+                given.get(name), f"{place}.{name}", optional=name == "call_id" and kind == "function_call"
+            )
+        return item
+    role = given.get("role")
+    if role not in CONTENT:
+        raise ProtocolError(f"{place}.role {repr(role)[:60]}: use one of {', '.join(CONTENT)}", param=f"{place}.role")
+    content = given.get("content")
+    if not isinstance(content, list) or not content:
+        raise ProtocolError(f"{place}.content must be a list of one part or more", param=f"{place}.content")
+    item.role = role
+    item.content = [_part(part, role, f"{place}.content.{number}") for number, part in enumerate(content)]
+    if item.seconds > LONGEST_ITEM_SECONDS:
+        raise ProtocolError(
+            f"{place} has {item.seconds:.0f} s of sound; at most {LONGEST_ITEM_SECONDS:g} s are taken", param=place
+        )
+    return item
+
+
+def _part(given: Any, role: str, place: str) -> Part:
+    if not isinstance(given, dict):
+        raise ProtocolError(f"{place} is a {type(given).__name__}; give an object with a type", param=place)
+    kind = given.get("type")
+    if role == "assistant":
+        kind = OLD_NAMES.get(str(kind), kind)
+    if kind not in CONTENT[role]:
+        raise ProtocolError(
+            f"{place}.type {repr(given.get('type'))[:60]} does not fit the role {role!r}; use {', '.join(CONTENT[role])}",
+            param=f"{place}.type",
+        )
+    if kind in ("input_text", "output_text"):
+        return Part(kind, _text(given.get("text"), f"{place}.text"))
+    transcript = _text(given.get("transcript"), f"{place}.transcript", optional=True)
+    if kind == "output_audio":
+        return Part(kind, transcript or "")
+    sound = from_base64(given.get("audio"), f"{place}.audio")
+    if len(sound) % 2:
+        raise ProtocolError(f"{place}.audio has {len(sound)} bytes; a sample of audio/pcm takes two", param=f"{place}.audio")
+    return Part(kind, transcript, (decode(sound, "audio/pcm") * 32768).astype(np.int16))
+
+
+def from_base64(given: Any, place: str) -> bytes:
+    """Bytes of a base64 text; ProtocolError where it is none."""
+    if not isinstance(given, str):
+        raise ProtocolError(
+            f"{place} must be base64", "missing_required_parameter" if given is None else "invalid_value", place
+        )
+    try:
+        return base64.b64decode(given, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ProtocolError(f"{place} is no base64 ({error})", "invalid_base64", place) from None
+
+
+def _text(given: Any, place: str, optional: bool = False) -> Any:
+    if given is None and optional:
+        return None
+    if not isinstance(given, str):
+        raise ProtocolError(
+            f"{place} must be a text", "missing_required_parameter" if given is None else "invalid_value", place
+        )
+    if len(given) > LONGEST_TEXT:
+        raise ProtocolError(f"{place} has {len(given):,} characters; at most {LONGEST_TEXT:,} are taken", param=place)
+    return given
+
+
+def _code(given: Any) -> str:
+    return "missing_required_parameter" if given is None else "invalid_value"
+
+
+class Items:
+    """The items of a conversation, in their order.
+
+    Args:
+        most: number that it holds.
+        kept: seconds of spoken questions whose samples are kept, the newest ones.
+    """
+
+    def __init__(self, most: int = 4096, kept: float = 600.0) -> None:
+        self.most, self.kept = most, kept
+        self._items: list[Item] = []
+
+    def __iter__(self) -> Any:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def find(self, item_id: str, code: str) -> Item:
+        """The item of that id; ProtocolError with this code where there is none."""
+        for item in reversed(self._items):
+            if item.id == item_id:
+                return item
+        raise ProtocolError(f"there is no item {item_id[:80]!r} in the conversation", code, "item_id")
+
+    def before(self, item: Item) -> str | None:
+        """Id of the item before it; None for the first."""
+        place = self._items.index(item)
+        return self._items[place - 1].id if place else None
+
+    def add(self, item: Item, after: str | None = None) -> None:
+        """Put an item at the end, or after that of an id (`root`: first).
+
+        Raises:
+            ProtocolError: its id is taken, there is no such item to follow, or there are too many.
+        """
+        if any(one.id == item.id for one in self._items):
+            raise ProtocolError(f"there is an item {item.id[:80]!r} already", "item_create_duplicate_item_id", "item.id")
+        if len(self._items) >= self.most:
+            raise ProtocolError(f"the conversation has {self.most} items; delete some", "conversation_full")
+        place = len(self._items)
+        if after == "root":
+            place = 0
+        elif after is not None:
+            place = self._items.index(self.find(after, "item_create_invalid_previous_item_id")) + 1
+        self._items.insert(place, item)
+        self._forget_sound()
+
+    def remove(self, item: Item) -> None:
+        self._items.remove(item)
+
+    def _forget_sound(self) -> None:
+        """Drop the samples of the oldest questions, which are beyond what any model remembers."""
+        total = 0.0
+        for item in reversed(self._items):
+            total += item.seconds
+            if total > self.kept:
+                for part in item.content:
+                    part.sound = None

@@ -1,0 +1,173 @@
+"""Sends an answer's sound no further ahead than a client plays it, and knows what of it was heard.
+
+A client without a clock that can be seen (a WebSocket) is taken to play at once and without a break what it gets:
+
+    heard = what was sent, less what is still to play at this moment; a gap in what was sent is silence there too
+
+so that it never exceeds what was sent, nor the time since the first sound less the gaps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from infer.serve.sound import faded
+
+PIECE = 0.1
+"""Seconds of sound that one event holds at most, and that may be wanting before more is sent."""
+
+SOFT = 0.2
+"""Gain while somebody speaks who may be about to interrupt."""
+
+TEXT_AHEAD = 0.2
+"""Seconds by which the text of an answer is sent before its sound."""
+
+
+class Outlet(ABC):
+    """Where one answer's sound goes.
+
+    Attributes:
+        rate: samples per second.
+        sent: seconds that went out.
+        underruns: how often the client had nothing left to play; `lateness`, seconds of the longest such gap.
+    """
+
+    def __init__(self, rate: int) -> None:
+        self.rate, self.sent = rate, 0.0
+        self.underruns, self.lateness = 0, 0.0
+        self._gain = self._wanted = 1.0
+
+    @abstractmethod
+    def ahead(self) -> float:
+        """Seconds that were sent and are still to be played."""
+
+    @abstractmethod
+    def _send(self, samples: np.ndarray) -> None:
+        """Let samples [S] go."""
+
+    def send(self, samples: np.ndarray) -> None:
+        """Let samples [S] go, at the present gain."""
+        self._send(faded(samples, self._gain, self._wanted))
+        self._gain = self._wanted
+
+    @property
+    def heard(self) -> float:
+        """Seconds that were heard by now."""
+        return max(self.sent - self.ahead(), 0.0)
+
+    def duck(self, on: bool) -> None:
+        """Make it softer, or as loud as before, from the next samples on."""
+        self._wanted = SOFT if on else 1.0
+
+    def clear(self) -> None:  # noqa: B027 - most clients keep what they have got
+        """Drop what was sent and not played yet, where that can be done here."""
+
+
+class SentOutlet(Outlet):
+    """To a client that plays what it gets.
+
+    Args:
+        emit: takes the samples of an event.
+    """
+
+    def __init__(self, rate: int, emit: Callable[[np.ndarray], None], clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(rate)
+        self._emit, self._clock = emit, clock
+        self._ends: float | None = None  # when the client will have played all
+
+    def ahead(self) -> float:
+        return 0.0 if self._ends is None else max(self._ends - self._clock(), 0.0)
+
+    def _send(self, samples: np.ndarray) -> None:
+        now, seconds = self._clock(), len(samples) / self.rate
+        if self._ends is not None and now > self._ends:
+            self.underruns += 1
+            self.lateness = max(self.lateness, now - self._ends)
+        self._ends = max(self._ends or now, now) + seconds
+        self.sent += seconds
+        self._emit(samples)
+
+
+class Pacer:
+    """Sends text and sound of one answer in time.
+
+    Args:
+        tell: sends a piece of text.
+        lead: seconds of sound that may be ahead.
+    """
+
+    def __init__(self, outlet: Outlet, tell: Callable[[str], None], lead: float) -> None:
+        self.outlet, self._tell, self._lead = outlet, tell, lead
+        self._texts: deque[tuple[str, float]] = deque()
+        self._sounds: deque[np.ndarray] = deque()
+        self._samples = 0
+        self._closed = self.stopped = False
+        self._changed = asyncio.Event()
+
+    def text(self, text: str, at: float | None) -> None:
+        """Take a piece of text that is spoken from a second of the sound on; None for text that is not spoken."""
+        if at is None:
+            self._tell(text)
+        else:
+            self._texts.append((text, at))
+            self._changed.set()
+
+    def sound(self, samples: np.ndarray) -> None:
+        """Take the next samples [S]."""
+        if len(samples):
+            self._sounds.append(samples)
+            self._samples += len(samples)
+            self._changed.set()
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._closed = True
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Send nothing more, from this moment on."""
+        self.stopped = True
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Returns when all was sent, or it was stopped."""
+        while not self.stopped:
+            self._due_text()
+            wait: float | None = None
+            if self._samples:
+                room = self._lead - self.outlet.ahead()
+                if room >= min(PIECE, self._samples / self.outlet.rate):
+                    self.outlet.send(self._next(int(min(room, PIECE) * self.outlet.rate)))
+                    continue
+                wait = PIECE - room if self._samples / self.outlet.rate >= PIECE else self._samples / self.outlet.rate - room
+            elif self._closed:
+                break
+            self._changed.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), None if wait is None else max(wait, 0.001))
+        if not self.stopped:
+            self._due_text(whole=True)
+
+    def _due_text(self, whole: bool = False) -> None:
+        while self._texts and (whole or self._texts[0][1] <= self.outlet.sent + TEXT_AHEAD):
+            self._tell(self._texts.popleft()[0])
+
+    def _next(self, most: int) -> np.ndarray:
+        """The next samples, at most that many and at least one."""
+        taken, count = list[np.ndarray](), max(most, 1)
+        while self._sounds and count:
+            piece = self._sounds.popleft()
+            if len(piece) > count:
+                self._sounds.appendleft(piece[count:])
+                piece = piece[:count]
+            taken.append(piece)
+            count -= len(piece)
+            self._samples -= len(piece)
+        return np.concatenate(taken)

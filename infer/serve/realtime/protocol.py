@@ -1,0 +1,178 @@
+"""The events of OpenAI's Realtime API (GA names, as the `openai` package's `types/realtime` has them): reading and writing.
+
+A client's event is validated by the model of its type; fields that are not known are left alone. A server's event is a plain
+dict, without keys whose value is None where clients want them absent.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+
+Id = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+Event = dict[str, Any]
+
+LONGEST_APPEND = 15 * 2**20
+"""Bytes of one append, as OpenAI limits it; in base64 they take a third more."""
+
+
+class ProtocolError(Exception):
+    """An `error` event for the client.
+
+    Attributes:
+        code: for programs; clients compare some of them.
+        param: the field that is wrong, as `session.audio.input`.
+        kind: `invalid_request_error`, or `server_error`.
+        event_id: the client's event, where another than the one that is being handled.
+    """
+
+    def __init__(
+        self, message: str, code: str = "invalid_value", param: str | None = None, kind: str = "invalid_request_error"
+    ) -> None:
+        super().__init__(message)
+        self.code, self.param, self.kind = code, param, kind
+
+    def event(self, event_id: str | None = None) -> Event:
+        """The event; `event_id` is the client's."""
+        error = {"type": self.kind, "code": self.code, "message": str(self), "param": self.param, "event_id": event_id}
+        return {"type": "error", "error": {key: value for key, value in error.items() if value is not None}}
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class _ClientEvent(_Message):
+    event_id: Id | None = None
+
+
+class SessionUpdate(_ClientEvent):
+    type: Literal["session.update"]
+    session: dict[str, Any]
+
+
+class Append(_ClientEvent):
+    type: Literal["input_audio_buffer.append"]
+    audio: str
+
+
+class Commit(_ClientEvent):
+    type: Literal["input_audio_buffer.commit"]
+
+
+class Clear(_ClientEvent):
+    type: Literal["input_audio_buffer.clear"]
+
+
+class ItemCreate(_ClientEvent):
+    type: Literal["conversation.item.create"]
+    item: dict[str, Any]
+    previous_item_id: Id | None = None
+
+
+class ItemDelete(_ClientEvent):
+    type: Literal["conversation.item.delete"]
+    item_id: Id
+
+
+class ItemRetrieve(_ClientEvent):
+    type: Literal["conversation.item.retrieve"]
+    item_id: Id
+
+
+class ItemTruncate(_ClientEvent):
+    type: Literal["conversation.item.truncate"]
+    item_id: Id
+    content_index: Annotated[int, Field(ge=0)] = 0
+    audio_end_ms: Annotated[int, Field(ge=0)]
+
+
+class ResponseCreate(_ClientEvent):
+    type: Literal["response.create"]
+    response: dict[str, Any] | None = None
+
+
+class ResponseCancel(_ClientEvent):
+    type: Literal["response.cancel"]
+    response_id: Id | None = None
+
+
+class OutputClear(_ClientEvent):
+    type: Literal["output_audio_buffer.clear"]
+
+
+ClientEvent = (
+    SessionUpdate
+    | Append
+    | Commit
+    | Clear
+    | ItemCreate
+    | ItemDelete
+    | ItemRetrieve
+    | ItemTruncate
+    | ResponseCreate
+    | ResponseCancel
+    | OutputClear
+)
+
+_READER: TypeAdapter[ClientEvent] = TypeAdapter(Annotated[ClientEvent, Field(discriminator="type")])
+
+TYPES = tuple(kind.model_fields["type"].annotation.__args__[0] for kind in ClientEvent.__args__)  # type: ignore[union-attr]
+
+
+def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
+    """Read one message of a client: its event, and the id that the client gave it.
+
+    Raises:
+        ProtocolError: no JSON, no object, an unknown type, or a field of the wrong kind; `event_id` in it where there is one.
+    """
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the message is no JSON: {type(error).__name__}", "invalid_json") from None
+    if not isinstance(given, dict):
+        raise ProtocolError(f"the message is a JSON {type(given).__name__}; send an object", "invalid_json")
+    event_id = given.get("event_id")
+    event_id = event_id if isinstance(event_id, str) and len(event_id) <= 512 else None
+    if given.get("type") not in TYPES:
+        shown = repr(given.get("type"))[:80]
+        raise Refused(f"event type {shown} is unknown; use one of {', '.join(TYPES)}", "invalid_event_type", "type", event_id)
+    try:
+        return _READER.validate_python(given), event_id
+    except ValidationError as error:
+        raise Refused(*first_mistake(error, skip=1), event_id) from None
+
+
+class Refused(ProtocolError):
+    """A message that could not be read; it names the client's event."""
+
+    def __init__(self, message: str, code: str, param: str | None, event_id: str | None) -> None:
+        super().__init__(message, code, param)
+        self.event_id = event_id
+
+
+def first_mistake(error: ValidationError, skip: int = 0, under: str = "") -> tuple[str, str, str]:
+    """Message, code and field of the first mistake that pydantic found.
+
+    Args:
+        skip: parts of the place that are pydantic's own (the type of the event).
+        under: name of what was read.
+    """
+    found = error.errors(include_url=False, include_input=True)[0]
+    place = ".".join([under] * bool(under) + [str(part) for part in found["loc"][skip:]])
+    missing = found["type"] == "missing"
+    shown = "" if missing else f" (it is {repr(found['input'])[:80]})"
+    return f"{place}: {found['msg']}{shown}", "missing_required_parameter" if missing else "invalid_value", place
+
+
+def new_id(prefix: str) -> str:
+    """An id such as `item_3f2a…`."""
+    return f"{prefix}_{secrets.token_hex(10)}"
+
+
+def filled(values: Event) -> Event:
+    """The values that are not None: strict clients drop events with null where they expect nothing."""
+    return {key: value for key, value in values.items() if value is not None}

@@ -1,0 +1,321 @@
+"""One response: its events in the order of the protocol, from an answer of the engine.
+
+response.created > rate_limits.updated > output_item.added > item.added > content_part.added > deltas >
+output_audio.done > output_audio_transcript.done > content_part.done > item.done > output_item.done > response.done
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from infer.serve.realtime.configuration import Configuration
+from infer.serve.realtime.dialogue import Asked, Dialogue
+from infer.serve.realtime.items import Item, Part
+from infer.serve.realtime.playback import Outlet, Pacer
+from infer.serve.realtime.protocol import Event, filled, new_id
+from infer.serve.sound import Resampler, encode
+from omni.engine.wire import EngineLost
+from omni.errors import BusyError, UserError
+from omni.generate.asynchronous import AsyncAnswer
+from omni.generate.results import AudioChunk, Ended, TextDelta
+
+if TYPE_CHECKING:
+    from infer.serve.realtime.session import RealtimeSession
+
+Why = Literal["turn_detected", "client_cancelled"]
+
+QUEUE_LOOK = 0.5
+"""Seconds between two looks at the place of a question that waits for room."""
+
+
+@dataclass
+class Wanted:
+    """What one response is to be.
+
+    Attributes:
+        configuration: the session's, with what `response.create` changed.
+        before, question: the turns before, and what is to be answered; None where there is nothing.
+        conversation: whether it becomes part of the session's conversation.
+        metadata: the client's, given back as it is.
+        since: when the question was known to be whole, by `time.monotonic`.
+        endpointing: seconds from the end of speech to that, where voice activity decided it.
+    """
+
+    configuration: Configuration
+    before: Sequence[Asked]
+    question: Asked | None
+    conversation: bool = True
+    metadata: dict[str, str] | None = None
+    since: float = field(default_factory=time.monotonic)
+    endpointing: float | None = None
+
+
+class Response:
+    """A response under way, or the last one.
+
+    Attributes:
+        item: the answer.
+        outlet: where its sound goes.
+        first: set with its first output, or its end.
+        over: set when `response.done` was sent.
+        status: how it ended.
+    """
+
+    def __init__(self, session: RealtimeSession, dialogue: Dialogue, wanted: Wanted) -> None:
+        self.id, self.wanted = new_id("resp"), wanted
+        self.item = Item("message", "assistant", status="in_progress")
+        self.speaks = session.voices.speaks and wanted.configuration.output_modalities == ["audio"]
+        self.first, self.over = asyncio.Event(), asyncio.Event()
+        self.status = "in_progress"
+        self._session, self._dialogue = session, dialogue
+        self._part = Part("output_audio" if self.speaks else "output_text", "")
+        form = wanted.configuration.audio.output.format
+        self._form = form.type
+        self.outlet: Outlet = session.transport.outlet(form.samples_per_second, self._emit_sound)
+        self._pacer = Pacer(self.outlet, self._emit_text, session.settings.lead)
+        self._events: AsyncAnswer | None = None
+        self._why: Why | None = None
+        self._heard: float | None = None
+        self._begun = False
+        self._first_audio: float | None = None
+        self._usage = {"input": 0, "text": 0, "audio": 0}
+
+    # --- the course of it ---------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """From `response.created` to `response.done`."""
+        send = self._session.send
+        send({"type": "response.created", "response": self._shown("in_progress")})
+        send({"type": "rate_limits.updated", "rate_limits": self._session.rate_limits()})
+        error: UserError | None = None
+        ended = Ended("cancelled", None)  # type: ignore[arg-type]
+        try:
+            if self.wanted.question is None:
+                raise UserError("there is no question without an answer; add a user's item, or commit the input buffer")
+            ended = await self._answer(self.wanted.question)
+        except UserError as raised:
+            error = raised
+        except Exception as raised:
+            self._session.log.exception("response failed")
+            error = UserError(f"the server failed ({type(raised).__name__})")
+        try:
+            await self._finish(ended, error)
+        finally:
+            self.first.set()
+            self.over.set()
+
+    async def _answer(self, question: Asked) -> Ended:
+        """Ask, and pass the answer on; returns its end once all was sent."""
+        options = self._session.options_of(self.wanted.configuration)
+        task = self._task(question)
+        self._events = events = await self._dialogue.ask(self.wanted.before, question, self.item, task, options)
+        if self._why is not None:
+            return Ended("cancelled", None)  # type: ignore[arg-type]
+        looking = asyncio.create_task(self._tell_place())
+        pacing = asyncio.create_task(self._pacer.run())
+        try:
+            ended = await self._pass_on(events)
+            looking.cancel()
+            self._pacer.close()
+            await pacing
+        finally:
+            looking.cancel()
+            pacing.cancel()
+        return ended
+
+    async def _pass_on(self, events: AsyncAnswer) -> Ended:
+        """Give the engine's events to the pacer, as they come."""
+        rate = Resampler(self._session.sample_rate, self.outlet.rate) if self.speaks else None
+        async for event in events:
+            if isinstance(event, TextDelta):
+                self._begin()
+                self._usage["text"] += 1
+                self._pacer.text(event.text, event.start if self.speaks else None)
+            elif isinstance(event, AudioChunk) and rate is not None:
+                self._begin()
+                self._usage["audio"] += 1
+                self._pacer.sound(rate.push(event.samples.numpy()))
+            elif isinstance(event, Ended):
+                self._usage["input"] = self._dialogue.columns(events)
+                if rate is not None and event.reason != "cancelled":
+                    self._pacer.sound(rate.finish())
+                return event
+        return Ended("cancelled", None)  # type: ignore[arg-type]
+
+    async def stop(self, why: Why) -> None:
+        """End it here: nothing is sent any more, and the history keeps what was heard. Returns after `response.done`."""
+        if not self.over.is_set() and self._why is None:
+            self._why, self._heard = why, self.outlet.heard if self.speaks else None
+            self._pacer.stop()
+            self.outlet.clear()
+            if self._events is not None:
+                try:
+                    await self._dialogue.interrupt(self._events, self._heard)
+                except UserError:  # the engine was lost; `run` says so
+                    await self._events.aclose()
+        await self.over.wait()
+
+    def silence(self) -> None:
+        """Send nothing more: nobody is there."""
+        self._pacer.stop()
+
+    def _task(self, question: Asked) -> str:
+        """The task's name (`omni.tasks`)."""
+        if self.wanted.configuration.omni.task == "transcribe" and question.spoken:
+            self.speaks, self._part.type = False, "output_text"
+            return "A1T1"
+        return f"{'A' if question.spoken else 'T'}1{'A' if self.speaks else 'T'}2"
+
+    async def _tell_place(self) -> None:
+        """Tell the page its place while the question waits for room."""
+        told = 0
+        while self._session.wants_omni and not self._begun:
+            await asyncio.sleep(QUEUE_LOOK)
+            place = await self._dialogue.place()
+            if place != told:
+                told = place
+                self._session.send({"type": "omni.queue", "response_id": self.id, "place": place})
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Send what comes before the first delta, once."""
+        if self._begun:
+            return
+        self._begun = True
+        send, session = self._session.send, self._session
+        send({"type": "response.output_item.added", "output_index": 0, "item": self.item.shown(), "response_id": self.id})
+        if self.wanted.conversation:
+            send(
+                {
+                    "type": "conversation.item.added",
+                    "previous_item_id": session.items.before(self.item),
+                    "item": self.item.shown(),
+                }
+            )
+        self.item.content = [self._part]
+        send({"type": "response.content_part.added", **self._where(), "part": self._shown_part("")})
+        self.first.set()
+
+    def _where(self) -> Event:
+        return {"response_id": self.id, "item_id": self.item.id, "output_index": 0, "content_index": 0}
+
+    def _shown_part(self, text: str) -> Event:
+        return {"type": "audio", "transcript": text} if self.speaks else {"type": "text", "text": text}
+
+    def _emit_text(self, text: str) -> None:
+        self._part.text = (self._part.text or "") + text
+        name = "output_audio_transcript" if self.speaks else "output_text"
+        self._session.send({"type": f"response.{name}.delta", **self._where(), "delta": text})
+
+    def _emit_sound(self, samples: np.ndarray) -> None:
+        if self._first_audio is None:
+            self._first_audio = time.monotonic() - self.wanted.since
+            self._session.first_audio(self)
+        if not self._session.transport.sound_in_events:
+            return
+        delta = base64.b64encode(encode(samples, self._form)).decode()
+        self._session.send({"type": "response.output_audio.delta", **self._where(), "delta": delta})
+
+    @property
+    def first_audio(self) -> float | None:
+        """Seconds from the question to the first sound that was sent."""
+        return self._first_audio
+
+    async def _finish(self, ended: Ended, error: UserError | None) -> None:
+        """Settle the history and send the events of the end."""
+        status, details = self._outcome(ended, error)
+        self.status = status
+        if self._events is not None and error is None and ended.reason != "error":
+            await self._settle()
+        elif self.wanted.conversation:
+            self._dialogue.broke()
+        self.item.status = "completed" if status == "completed" else "incomplete"
+        self.item.sent = self.outlet.sent
+        send = self._session.send
+        if self._begun:
+            text = self._part.text or ""
+            if self.speaks:
+                send({"type": "response.output_audio.done", **self._where()})
+                send({"type": "response.output_audio_transcript.done", **self._where(), "transcript": text})
+            else:
+                send({"type": "response.output_text.done", **self._where(), "text": text})
+            send({"type": "response.content_part.done", **self._where(), "part": self._shown_part(text)})
+            if self.wanted.conversation:
+                before = self._session.items.before(self.item)
+                send({"type": "conversation.item.done", "previous_item_id": before, "item": self.item.shown()})
+            send({"type": "response.output_item.done", "output_index": 0, "item": self.item.shown(), "response_id": self.id})
+        elif self.wanted.conversation:
+            self._session.drop(self.item)
+        response = {**self._shown(status), "status_details": details, "usage": self._used()}
+        send({"type": "response.done", "response": filled(response)})
+
+    async def _settle(self) -> None:
+        """Take the answer as the history has it."""
+        assert self._events is not None
+        if self._events.running is None:
+            self._dialogue.broke()
+            return
+        try:
+            self.item.answer = await self._dialogue.settled(self._events)
+        except UserError:  # the engine was lost meanwhile
+            return
+        if self._why is not None and self.speaks and self.item.answer is not None:
+            self.item.heard = self._heard
+            self._part.text = self.item.answer.text or ""
+
+    def _outcome(self, ended: Ended, error: UserError | None) -> tuple[str, Event | None]:
+        """Status of the response, and its details."""
+        if self._why is not None:
+            return "cancelled", {"type": "cancelled", "reason": self._why}
+        if error is None and ended.reason == "error":
+            error = UserError(ended.error or "the answer broke")
+        if error is not None:
+            code, kind = "invalid_request", "invalid_request_error"
+            if isinstance(error, BusyError):
+                code, kind = "rate_limit_exceeded", "rate_limit_exceeded"
+            elif isinstance(error, EngineLost) or self._events is not None:
+                code, kind = "server_error", "server_error"
+            return "failed", {"type": "failed", "error": {"type": kind, "code": code, "message": str(error)}}
+        if ended.reason in ("length", "cache"):
+            return "incomplete", {"type": "incomplete", "reason": "max_output_tokens"}
+        return "completed", None
+
+    def _shown(self, status: str) -> Event:
+        wanted = self.wanted
+        shown: dict[str, Any] = {
+            "object": "realtime.response",
+            "id": self.id,
+            "status": status,
+            "conversation_id": self._session.conversation_id if wanted.conversation else None,
+            "output": [self.item.shown()] if self._begun and status != "in_progress" else [],
+            "output_modalities": ["audio"] if self.speaks else ["text"],
+            "max_output_tokens": wanted.configuration.max_output_tokens,
+            "metadata": wanted.metadata,
+        }
+        if self.speaks:
+            output = wanted.configuration.audio.output
+            voice = self._session.voices.effective(output.voice)
+            shown["audio"] = {"output": {"format": output.format.shown(), "voice": voice}}
+        return filled(shown)
+
+    def _used(self) -> Event:
+        """Tokens of the question, and of the answer: pieces of text, and chunks of sound."""
+        used = self._usage
+        out = used["text"] + used["audio"]
+        spoken = self.wanted.question is not None and self.wanted.question.spoken
+        given = {"text_tokens": 0 if spoken else used["input"], "audio_tokens": used["input"] if spoken else 0}
+        return {
+            "total_tokens": used["input"] + out,
+            "input_tokens": used["input"],
+            "output_tokens": out,
+            "input_token_details": {**given, "cached_tokens": 0},
+            "output_token_details": {"text_tokens": used["text"], "audio_tokens": used["audio"]},
+        }

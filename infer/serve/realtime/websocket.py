@@ -1,0 +1,210 @@
+"""A Realtime session over a WebSocket: messages in, events out, limits, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from fastapi import WebSocket
+from starlette.websockets import WebSocketState
+
+from infer.serve.keys import Denied, Keys
+from infer.serve.realtime.playback import Outlet, SentOutlet
+from infer.serve.realtime.protocol import Event, ProtocolError
+from infer.serve.realtime.session import RealtimeSession
+from infer.serve.settings import Limits
+
+TRY_AGAIN, EXPIRED, POLICY, INTERNAL = 1013, 1000, 1008, 1011
+"""Close codes of WebSockets: another server, or later; a regular end; a limit; a fault."""
+
+CLOSING = 5.0
+"""Seconds that a client has to take its last events."""
+
+LOOK = 1.0
+"""Seconds between two looks at a session's limits of time."""
+
+
+class SocketTransport:
+    """Sends events in their order; one that a client does not read waits, up to a number of bytes.
+
+    Attributes:
+        unread: bytes that wait.
+        overfull: the client reads too slowly; nothing more is sent.
+        sent_at: when an event was put last.
+    """
+
+    sound_in_events = True
+
+    def __init__(self, socket: WebSocket, most: int) -> None:
+        self._socket, self._most = socket, most
+        self._waiting: deque[str] = deque()
+        self._changed = asyncio.Event()
+        self.unread, self.overfull, self.closing = 0, asyncio.Event(), False
+        self.sent_at = time.monotonic()
+
+    def put(self, event: Event) -> None:
+        if self.closing or self.overfull.is_set():
+            return
+        text = json.dumps(event, separators=(",", ":"))
+        if self.unread + len(text) > self._most:
+            self.overfull.set()
+            self._changed.set()
+            return
+        self.sent_at = time.monotonic()
+        self.unread += len(text)
+        self._waiting.append(text)
+        self._changed.set()
+
+    def end(self, reason: str) -> None:
+        self.finish()
+
+    def outlet(self, rate: int, emit: Callable[[np.ndarray], None]) -> Outlet:
+        return SentOutlet(rate, emit)
+
+    async def run(self) -> None:
+        """Sends until it is told to end and all was sent, or the client reads too slowly."""
+        while not self.overfull.is_set():
+            while self._waiting and not self.overfull.is_set():
+                text = self._waiting.popleft()
+                await self._socket.send_text(text)
+                self.unread -= len(text)
+            if self.closing:
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    def finish(self) -> None:
+        """Send what waits, and nothing after it."""
+        self.closing = True
+        self._changed.set()
+
+
+class SocketSession:
+    """Serves one WebSocket from its first to its last message.
+
+    Args:
+        owner: of the key, for its limits.
+    """
+
+    def __init__(
+        self, socket: WebSocket, transport: SocketTransport, session: RealtimeSession, keys: Keys, owner: str, limits: Limits
+    ) -> None:
+        self._socket, self._transport, self._session = socket, transport, session
+        self._keys, self._owner, self._limits = keys, owner, limits
+        self._began = self._came = time.monotonic()
+        self._minute, self._bytes = self._began, 0
+
+    async def run(self) -> None:
+        """Returns when the socket is closed."""
+        session = self._session
+        session.begin()
+        sending = asyncio.create_task(self._transport.run())
+        reading = asyncio.create_task(self._read())
+        watching = asyncio.create_task(self._watch())
+        full = asyncio.create_task(self._transport.overfull.wait())
+        tasks: set[asyncio.Task[Any]] = {sending, reading, watching, full}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            code, reason = EXPIRED, ""
+            for task in (watching, reading, sending):
+                if task in done and not task.cancelled():
+                    code, reason = _end_of(task)
+                    break
+            if self._transport.overfull.is_set():
+                code, reason = POLICY, "the client reads too slowly"
+                session.log.warning("client reads too slowly")
+            await self._close(sending, code, reason)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await session.close()
+
+    async def _close(self, sending: asyncio.Task[None], code: int, reason: str) -> None:
+        """Let the last events go, and close the socket."""
+        self._transport.finish()
+        try:
+            await asyncio.wait_for(asyncio.shield(sending), CLOSING if not self._transport.overfull.is_set() else 0.01)
+            if self._socket.client_state is WebSocketState.CONNECTED:
+                await asyncio.wait_for(self._socket.close(code, reason), CLOSING)
+        except Exception:  # whatever a socket that is gone raises
+            pass
+
+    async def _read(self) -> None:
+        """Take the client's messages, one after another."""
+        while True:
+            message = await self._socket.receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            data = message.get("text") or message.get("bytes") or ""
+            self._came = time.monotonic()
+            try:
+                self._count(len(data))
+            except Denied as error:
+                self._session.send(ProtocolError(str(error), error.code, kind="rate_limit_exceeded").event())
+                raise Closed(POLICY, str(error)) from None
+            await self._session.handle(data)
+
+    def _count(self, size: int) -> None:
+        """Count a message; Denied where there are too many, or too much in them."""
+        self._keys.use_event(self._owner)
+        now = time.monotonic()
+        if now - self._minute > 60:
+            self._minute, self._bytes = now, 0
+        self._bytes += size
+        if self._bytes > self._limits.session_bytes:
+            raise Denied(429, "rate_limit_exceeded", f"more than {self._limits.session_bytes:,} bytes came within a minute")
+
+    async def _watch(self) -> None:
+        """End a session that lasts too long, or in which nothing happens."""
+        while True:
+            await asyncio.sleep(min(LOOK, self._limits.idle_seconds / 4, self._limits.session_seconds / 4))
+            now = time.monotonic()
+            if now - self._began > self._limits.session_seconds:
+                minutes = self._limits.session_seconds / 60
+                self._session.tell_error(
+                    f"Your session hit the maximum duration of {minutes:g} minutes.", "session_expired", "invalid_request_error"
+                )
+                raise Closed(EXPIRED, "session_expired")
+            if now - max(self._came, self._transport.sent_at) > self._limits.idle_seconds:
+                self._session.tell_error("nothing came or went for too long", "session_idle_timeout", "invalid_request_error")
+                raise Closed(EXPIRED, "idle")
+
+
+class Closed(Exception):
+    """The server ends the session.
+
+    Attributes:
+        code, reason: of the close frame.
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code, self.reason = code, reason[:120]
+
+
+def _end_of(task: asyncio.Task[Any]) -> tuple[int, str]:
+    """Close code and reason that the end of a task means."""
+    error = task.exception()
+    if error is None:
+        return EXPIRED, ""
+    if isinstance(error, Closed):
+        return error.code, error.reason
+    return INTERNAL, "the server failed"
+
+
+async def refuse(socket: WebSocket, error: Denied, code: int) -> None:
+    """Accept a socket only to tell why it is closed: clients show events, but hide the status of a handshake."""
+    await socket.accept("realtime" if "realtime" in socket.scope.get("subprotocols", []) else None)
+    kind = "invalid_request_error" if error.status < 429 else "rate_limit_exceeded"
+    event = {"event_id": "event_refused", **ProtocolError(str(error), error.code, kind=kind).event()}
+    try:
+        await asyncio.wait_for(socket.send_text(json.dumps(event)), CLOSING)
+        await asyncio.wait_for(socket.close(code, str(error)[:120]), CLOSING)
+    except Exception:
+        pass

@@ -1,0 +1,199 @@
+"""`omni-infer serve`: the server's process, from its options to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from infer.device import SMALL_MODEL
+from infer.options import DEFAULT_MODEL, ServeOptions
+from infer.serve.app import Server, create_app
+from infer.serve.host import EngineHost
+from infer.serve.keys import read_keys
+from infer.serve.logs import LOG, write_logs
+from infer.serve.settings import Answering, Limits, ServeSettings
+from omni.checkpoint.places import WEIGHTS
+from omni.engine.process import EngineProcess
+from omni.errors import UserError
+from omni.process import say
+
+LARGEST_MESSAGE = 21 * 2**20
+"""Bytes of a WebSocket's message: 15 MiB of sound in base64, and some more."""
+
+DRAIN_LOOK = 0.1
+"""Seconds between two looks whether answers are still under way."""
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve until SIGTERM or Ctrl-C; UserError where the model, a key file, the address or a certificate is bad."""
+    model = options.model or DEFAULT_MODEL
+    if not options.model:
+        say(f"model: {model}, which the demonstration left (name another: omni-infer serve MODEL)")
+    keys = () if options.key_file is None else read_keys(options.key_file)
+    listening = listen(options.host, options.port)
+    try:
+        write_logs(options.log)
+        host = EngineHost(lambda: start_engine(model, options), adapters_of(options.adapter))
+        say(f"loading {model} in a process of its own, and measuring what a step of it costs")
+        host.open()
+        try:
+            app = create_app(host, settings_of(model, options), keys)
+            asyncio.run(run(app.state.server, app, listening, options))
+        finally:
+            host.close()
+    finally:
+        listening.close()
+
+
+def start_engine(model: str, options: ServeOptions) -> EngineProcess:
+    """The engine's process, with the costs of its steps measured."""
+    weights = Path(model) / WEIGHTS
+    small = weights.is_file() and weights.stat().st_size < SMALL_MODEL and options.device in ("auto", "cpu")
+    engine = EngineProcess(
+        model,
+        slots=options.slots,
+        context=options.context,
+        patience=10.0,
+        queue=options.queue,
+        threads=options.threads or (1 if small else None),
+        device=options.device,
+        dtype=options.dtype,
+        quantize=options.quantize,
+        kernels=options.kernels,
+        codec_folder=options.codec_folder,
+    )
+    engine.call("engine.measure")
+    return engine
+
+
+def adapters_of(given: tuple[str, ...]) -> dict[str, str]:
+    """Folders of adapters by name, of `NAME=FOLDER` or `FOLDER`; UserError for a name that comes twice or is taken."""
+    found: dict[str, str] = {}
+    for one in given:
+        name, sign, folder = one.partition("=")
+        if not sign:
+            name, folder = Path(one).resolve().name, one
+        if name in found or name == "default" or not name:
+            raise UserError(f"--adapter {one!r}: the name {name!r} is taken; give another one, as NAME=FOLDER")
+        found[name] = folder
+    return found
+
+
+def settings_of(model: str, options: ServeOptions) -> ServeSettings:
+    """The settings that the options give."""
+    return ServeSettings(
+        model=options.name or Path(model).resolve().name,
+        adapters=tuple(adapters_of(options.adapter)),
+        origins=options.origins,
+        lead=options.lead_ms / 1000,
+        limits=Limits(
+            sessions=options.sessions,
+            key_sessions=options.key_sessions or options.sessions,
+            session_seconds=options.session_minutes * 60,
+            idle_seconds=options.idle_minutes * 60,
+            key_audio_seconds=options.key_audio_minutes * 60,
+            key_events=options.key_events,
+        ),
+        answering=Answering(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+            max_seconds=options.max_seconds,
+            max_tokens=options.max_tokens,
+            text_assist=options.text_assist,
+            context=options.context,
+            use_instructions=options.instructions == "use",
+        ),
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; UserError where that cannot be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"--host {host} --port {port} cannot be listened on: {error.strerror or error}; choose another"
+        ) from error
+    found.set_inheritable(False)
+    return found
+
+
+class Uvicorn(uvicorn.Server):
+    """Leaves signals to `run`, which lets answers come to their ends first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def run(server: Server, app: object, listening: socket.socket, options: ServeOptions) -> None:
+    """Serve, and drain on SIGTERM, SIGHUP or Ctrl-C; a second one ends it at once."""
+    tls = options.certificate is not None
+    web = Uvicorn(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            log_config=None,
+            access_log=False,
+            ws="websockets-sansio",
+            ws_max_size=LARGEST_MESSAGE,
+            ws_per_message_deflate=False,
+            ws_ping_interval=20.0,
+            ws_ping_timeout=60.0,
+            timeout_graceful_shutdown=5,
+            ssl_certfile=options.certificate,
+            ssl_keyfile=options.private_key,
+            server_header=False,
+        )
+    )
+    ending = asyncio.Event()
+
+    def end() -> None:
+        if ending.is_set():
+            web.should_exit = True
+        ending.set()
+
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(name, end)
+    serving = asyncio.create_task(web.serve([listening]))
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"talk to it at http{'s' * tls}://{shown}:{port}/   (API: ws{'s' * tls}://{shown}:{port}/v1/realtime)", flush=True)
+    waiting = asyncio.create_task(ending.wait())
+    await asyncio.wait([serving, waiting], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if not serving.done():
+        await drain(server, web, options.drain)
+    web.should_exit = True
+    await serving
+
+
+async def drain(server: Server, web: uvicorn.Server, seconds: float) -> None:
+    """Take no new session, and wait for the answers under way, for at most that many seconds."""
+    server.draining = True
+    under_way = sum(session.active is not None for session in server.sessions.values())
+    LOG.info("draining", extra={"fields": {"sessions": len(server.sessions), "answers": under_way}})
+    if under_way:
+        print(
+            f"ending: {under_way} answers may end within {seconds:g} s (once more to end at once)", file=sys.stderr, flush=True
+        )
+    until = asyncio.get_running_loop().time() + seconds
+    while not web.should_exit and asyncio.get_running_loop().time() < until:
+        if not any(session.playing for session in server.sessions.values()):
+            break
+        await asyncio.sleep(DRAIN_LOOK)
+    for session in list(server.sessions.values()):
+        session.tell_error("this server ends; connect again", "server_shutting_down")
+        session.end("the server ends")

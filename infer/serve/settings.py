@@ -1,0 +1,93 @@
+"""Settings of a server: how it answers, whom it admits, and its limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a server, and of each key.
+
+    Attributes:
+        sessions: sockets and calls at once; more get `session_limit_reached`.
+        key_sessions: of one key.
+        session_seconds: longest session; it ends with `session_expired`.
+        idle_seconds: seconds without anything from the client or to it, after which a session ends.
+        key_audio_seconds: seconds of sound that one key may send in an hour, over all its sessions and requests.
+        key_events: events and requests of one key in a minute.
+        session_bytes: bytes of a session's messages in a minute.
+        unread_bytes: bytes that wait for a client that does not read; beyond it the socket is closed.
+        body_bytes: largest body of a request.
+        responses: of one session at once (one in its conversation, the others out of band).
+    """
+
+    sessions: int = 64
+    key_sessions: int = 64
+    session_seconds: float = 3600.0
+    idle_seconds: float = 900.0
+    key_audio_seconds: float = 8 * 3600.0
+    key_events: int = 120_000
+    session_bytes: int = 64 * 2**20
+    unread_bytes: int = 4 * 2**20
+    body_bytes: int = 26 * 2**20
+    responses: int = 4
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How answers are made.
+
+    Attributes:
+        temperature, top_k, top_p, seed: of the sampling; 0 takes the likeliest ids.
+        max_seconds, max_tokens: longest answer.
+        text_assist: let a second row write the text.
+        context: positions of a conversation.
+        instructions: `use` puts a session's instructions before its first question as a system message, `ignore` does not,
+            and `auto` does where the model was trained with some.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    max_seconds: float = 30.0
+    max_tokens: int = 512
+    text_assist: bool = False
+    context: int | None = None
+    use_instructions: bool = False
+
+    def keywords(self) -> dict[str, Any]:
+        """Keywords of `SpeechLM.session`."""
+        values: dict[str, Any] = {
+            "max_seconds": self.max_seconds,
+            "max_tokens": self.max_tokens,
+            "text_assist": self.text_assist,
+            "context": self.context,
+            "seed": self.seed,
+        }
+        if self.temperature > 0:
+            values |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return values
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """Everything that `create_app` needs beside the engine.
+
+    Attributes:
+        model: name of the model.
+        adapters: names of the adapters that were loaded; each is a voice.
+        origins: origins of pages, besides the server's own, that may connect.
+        lead: seconds of sound that are sent ahead of what a client plays.
+        open_access: nobody needs a key.
+    """
+
+    model: str = "omni"
+    adapters: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    lead: float = 0.3
+    open_access: bool = True
+    limits: Limits = field(default_factory=Limits)
+    answering: Answering = field(default_factory=Answering)

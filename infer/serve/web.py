@@ -1,0 +1,151 @@
+"""The page, its settings, and what operators look at: health, readiness, metrics; and the headers of every answer."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from infer.serve.keys import LOOPBACK
+from omni.errors import UserError
+
+if TYPE_CHECKING:
+    from infer.serve.app import Server
+
+PAGE = Path(__file__).parent / "page"
+
+POLICY = (
+    "default-src 'self'; connect-src 'self' ws: wss:; media-src 'self' blob:; img-src 'self' data:; worker-src 'self' blob:; "
+    "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Content security policy: nothing from another host, no inline script."""
+
+HEADERS = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"permissions-policy", b"microphone=(self), camera=(), geolocation=()"),
+    (b"cache-control", b"no-cache"),
+)
+
+STATS_WAIT = 2.0
+"""Seconds that the engine has to tell its figures before it counts as stuck."""
+
+
+class Headers:
+    """Adds headers to every answer, and refuses bodies that are too large, also where their length is not told before.
+
+    Args:
+        app: an ASGI application.
+        most: bytes of a body.
+    """
+
+    def __init__(self, app: Any, most: int) -> None:
+        self._app, self._most = app, most
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        taken, begun = 0, False
+
+        async def limited() -> Any:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._most:
+                raise TooLarge
+            return message
+
+        async def with_headers(message: Any) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                message["headers"] = [*message.get("headers", []), *HEADERS]
+            await send(message)
+
+        told = {
+            "message": f"the body is larger than {self._most:,} bytes",
+            "type": "invalid_request_error",
+            "code": "too_large",
+        }
+        refusal = JSONResponse({"error": {**told, "param": None}}, 413, headers={"connection": "close"})
+        if not length.isdigit() or int(length) > self._most:
+            await refusal(scope, receive, with_headers)
+            return
+        try:
+            await self._app(scope, limited, with_headers)
+        except TooLarge:
+            if not begun:
+                await refusal(scope, receive, with_headers)
+
+
+class TooLarge(Exception):
+    """More came than a body may have."""
+
+
+def add_web(app: FastAPI, server: Server) -> None:
+    """Add the routes of this file to an application."""
+
+    @app.get("/page/config.json")
+    async def page_config() -> dict[str, Any]:
+        """What the page shows before it connects."""
+        return {
+            "model": server.voices.model,
+            "needs_key": server.keys.needed,
+            "voices": list(server.voices.names),
+            "speaks": server.voices.speaks,
+            "tasks": ["answer", "transcribe"],
+            "max_seconds": server.settings.answering.max_seconds,
+        }
+
+    @app.get("/")
+    async def page() -> FileResponse:
+        return FileResponse(PAGE / "index.html")
+
+    app.mount("/page", StaticFiles(directory=PAGE), name="page")
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """The server's process answers."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Whether a new session would be served: 503 with the reasons where it would not."""
+        reasons = await unready(server)
+        return JSONResponse({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Figures for Prometheus, for this machine alone."""
+        near = request.client is not None and request.client.host in LOOPBACK
+        if not near or "x-forwarded-for" in request.headers or "forwarded" in request.headers:
+            return JSONResponse({"error": {"message": "metrics are for this machine", "type": "invalid_request_error"}}, 403)
+        try:
+            stats = await asyncio.wait_for(asyncio.to_thread(server.host.stats), STATS_WAIT)
+        except (UserError, asyncio.TimeoutError):
+            stats = None
+        return Response(server.metrics.page(stats, server.host.restarts), media_type=CONTENT_TYPE_LATEST)
+
+
+async def unready(server: Server) -> list[str]:
+    """Why no new session would be served."""
+    reasons = ["draining"] if server.draining else []
+    if len(server.sessions) >= server.settings.limits.sessions:
+        reasons.append("full")
+    if not server.host.alive:
+        return [*reasons, "the engine is being started"]
+    try:
+        stats = await asyncio.wait_for(asyncio.to_thread(server.host.stats), STATS_WAIT)
+    except (UserError, asyncio.TimeoutError):
+        return [*reasons, "the engine does not answer"]
+    if server.host.stuck(stats):
+        reasons.append("the stepping thread is stuck")
+    return reasons

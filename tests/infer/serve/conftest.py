@@ -1,0 +1,146 @@
+"""Servers over a small model in this process, and clients that hold a session without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infer.serve.host import EngineHost
+from infer.serve.metrics import Metrics
+from infer.serve.realtime.configuration import Configuration, Voices, updated
+from infer.serve.realtime.playback import Outlet, SentOutlet
+from infer.serve.realtime.session import RealtimeSession
+from infer.serve.realtime.vad import VoiceActivity
+from infer.serve.settings import Answering, Limits, ServeSettings
+from omni.generate.speech_lm import SpeechLM
+
+MANUAL = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
+"""A session's change that leaves the ends of turns to the client."""
+
+
+def pcm(samples: np.ndarray) -> str:
+    """Samples [S] within -1 to 1 as an append has them."""
+    return base64.b64encode((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes()).decode()
+
+
+def noise(seconds: float = 0.5, seed: int = 0, rate: int = 24_000) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 0.1, round(seconds * rate)).astype(np.float32)
+
+
+class FakeTransport:
+    """Keeps what a session sends."""
+
+    sound_in_events = True
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.ended: list[str] = []
+        self.came = asyncio.Event()
+
+    def put(self, event: dict[str, Any]) -> None:
+        json.dumps(event)
+        self.events.append(event)
+        self.came.set()
+
+    def outlet(self, rate: int, emit: Callable[[np.ndarray], None]) -> Outlet:
+        return SentOutlet(rate, emit)
+
+    def end(self, reason: str) -> None:
+        self.ended.append(reason)
+
+
+class Client:
+    """Talks to one session, within one loop."""
+
+    def __init__(
+        self, host: EngineHost, settings: ServeSettings, given: dict[str, Any] | None = None, omni: bool = False
+    ) -> None:
+        self.transport = FakeTransport()
+        configuration = updated(Configuration(), given, started=False) if given else None
+        voices = Voices(settings.adapters, settings.model)
+        self.session = RealtimeSession(
+            host, settings, voices, VoiceActivity(), Metrics(), self.transport, configuration, wants_omni=omni
+        )
+        self.session.begin()
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return self.transport.events
+
+    @property
+    def types(self) -> list[str]:
+        return [event["type"] for event in self.events]
+
+    async def send(self, type: str, **values: Any) -> list[dict[str, Any]]:
+        """Send an event; returns what came while it was handled."""
+        before = len(self.events)
+        await self.session.handle(json.dumps({"type": type, **values}))
+        return self.events[before:]
+
+    async def until(self, type: str, since: int = 0, seconds: float = 20.0) -> dict[str, Any]:
+        """The first event of a type after a number of events."""
+
+        async def look() -> dict[str, Any]:
+            while True:
+                for event in self.events[since:]:
+                    if event["type"] == type:
+                        return event
+                self.transport.came.clear()
+                await self.transport.came.wait()
+
+        return await asyncio.wait_for(look(), seconds)
+
+    async def ask(self, text: str | None = None, **response: Any) -> dict[str, Any]:
+        """Have a written question (or what is there) answered; returns `response.done`'s response."""
+        if text is not None:
+            content = [{"type": "input_text", "text": text}]
+            await self.send("conversation.item.create", item={"type": "message", "role": "user", "content": content})
+        since = len(self.events)
+        await self.send("response.create", response=response)
+        return (await self.until("response.done", since))["response"]
+
+
+def sound_of(events: list[dict[str, Any]]) -> np.ndarray:
+    """Samples [S], int16, of the deltas among events."""
+    data = [base64.b64decode(event["delta"]) for event in events if event["type"] == "response.output_audio.delta"]
+    return np.frombuffer(b"".join(data), "<i2")
+
+
+def deltas(events: list[dict[str, Any]], kind: str = "output_audio_transcript") -> str:
+    return "".join(event["delta"] for event in events if event["type"] == f"response.{kind}.delta")
+
+
+@pytest.fixture(scope="session")
+def host(lm: SpeechLM) -> EngineHost:
+    made = EngineHost(lambda: lm)
+    made.open()
+    return made
+
+
+@pytest.fixture(scope="session")
+def settings() -> ServeSettings:
+    return ServeSettings(model="tiny", limits=Limits(), answering=Answering(max_seconds=1.0, max_tokens=12))
+
+
+@pytest.fixture
+def talk(host: EngineHost, settings: ServeSettings) -> Iterator[Callable[..., Any]]:
+    """Run a coroutine function with a client whose session is closed afterwards."""
+
+    def run(body: Callable[[Client], Coroutine[Any, Any, Any]], given: dict[str, Any] | None = MANUAL, **options: Any) -> Any:
+        async def whole() -> Any:
+            client = Client(host, settings, given, **options)
+            try:
+                return await asyncio.wait_for(body(client), 60)
+            finally:
+                await client.session.close()
+
+        return asyncio.run(whole())
+
+    yield run
+    assert host.stats().sessions == 0, "a session of the engine was left open"
