@@ -37,11 +37,13 @@ class Outlet(ABC):
         rate: samples per second.
         sent: seconds that went out.
         underruns: how often the client had nothing left to play; `lateness`, seconds of the longest such gap.
+        tell: called with `started`, `stopped` or `cleared`, where it is seen here when the sound is played.
     """
 
     def __init__(self, rate: int) -> None:
         self.rate, self.sent = rate, 0.0
         self.underruns, self.lateness = 0, 0.0
+        self.tell: Callable[[str], None] = lambda state: None
         self._gain = self._wanted = 1.0
 
     @abstractmethod
@@ -68,6 +70,44 @@ class Outlet(ABC):
 
     def clear(self) -> None:  # noqa: B027 - most clients keep what they have got
         """Drop what was sent and not played yet, where that can be done here."""
+
+    def end(self) -> None:  # noqa: B027 - a client knows it by the events
+        """Nothing more is sent."""
+
+
+class SampleQueue:
+    """Samples in their order.
+
+    Attributes:
+        count: how many it holds.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._pieces: deque[np.ndarray] = deque()
+
+    def push(self, samples: np.ndarray) -> None:
+        """Add samples [S]."""
+        if len(samples):
+            self._pieces.append(samples)
+            self.count += len(samples)
+
+    def take(self, most: int) -> np.ndarray:
+        """The next samples, at most that many."""
+        taken = [np.zeros(0, np.float32)]
+        while self._pieces and most:
+            piece = self._pieces.popleft()
+            if len(piece) > most:
+                self._pieces.appendleft(piece[most:])
+                piece = piece[:most]
+            taken.append(piece)
+            most -= len(piece)
+            self.count -= len(piece)
+        return np.concatenate(taken)
+
+    def clear(self) -> None:
+        self._pieces.clear()
+        self.count = 0
 
 
 class SentOutlet(Outlet):
@@ -106,8 +146,7 @@ class Pacer:
     def __init__(self, outlet: Outlet, tell: Callable[[str], None], lead: float) -> None:
         self.outlet, self._tell, self._lead = outlet, tell, lead
         self._texts: deque[tuple[str, float]] = deque()
-        self._sounds: deque[np.ndarray] = deque()
-        self._samples = 0
+        self._sounds = SampleQueue()
         self._closed = self.stopped = False
         self._changed = asyncio.Event()
 
@@ -121,10 +160,8 @@ class Pacer:
 
     def sound(self, samples: np.ndarray) -> None:
         """Take the next samples [S]."""
-        if len(samples):
-            self._sounds.append(samples)
-            self._samples += len(samples)
-            self._changed.set()
+        self._sounds.push(samples)
+        self._changed.set()
 
     def close(self) -> None:
         """Nothing more comes."""
@@ -141,12 +178,12 @@ class Pacer:
         while not self.stopped:
             self._due_text()
             wait: float | None = None
-            if self._samples:
-                room = self._lead - self.outlet.ahead()
-                if room >= min(PIECE, self._samples / self.outlet.rate):
-                    self.outlet.send(self._next(int(min(room, PIECE) * self.outlet.rate)))
+            if self._sounds.count:
+                room, left = self._lead - self.outlet.ahead(), self._sounds.count / self.outlet.rate
+                if room >= min(PIECE, left):
+                    self.outlet.send(self._sounds.take(max(int(min(room, PIECE) * self.outlet.rate), 1)))
                     continue
-                wait = PIECE - room if self._samples / self.outlet.rate >= PIECE else self._samples / self.outlet.rate - room
+                wait = min(PIECE, left) - room
             elif self._closed:
                 break
             self._changed.clear()
@@ -158,16 +195,3 @@ class Pacer:
     def _due_text(self, whole: bool = False) -> None:
         while self._texts and (whole or self._texts[0][1] <= self.outlet.sent + TEXT_AHEAD):
             self._tell(self._texts.popleft()[0])
-
-    def _next(self, most: int) -> np.ndarray:
-        """The next samples, at most that many and at least one."""
-        taken, count = list[np.ndarray](), max(most, 1)
-        while self._sounds and count:
-            piece = self._sounds.popleft()
-            if len(piece) > count:
-                self._sounds.appendleft(piece[count:])
-                piece = piece[:count]
-            taken.append(piece)
-            count -= len(piece)
-            self._samples -= len(piece)
-        return np.concatenate(taken)

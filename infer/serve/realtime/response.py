@@ -83,6 +83,7 @@ class Response:
         self._events: AsyncAnswer | None = None
         self._why: Why | None = None
         self._heard: float | None = None
+        self._cut = asyncio.Event()  # the history was cut to that
         self._begun = False
         self._first_audio: float | None = None
         self._usage = {"input": 0, "text": 0, "audio": 0}
@@ -155,11 +156,13 @@ class Response:
             self._why, self._heard = why, self.outlet.heard if self.speaks else None
             self._pacer.stop()
             self.outlet.clear()
-            if self._events is not None:
-                try:
+            try:
+                if self._events is not None:
                     await self._dialogue.interrupt(self._events, self._heard)
-                except UserError:  # the engine was lost; `run` says so
-                    await self._events.aclose()
+            except UserError:  # the engine was lost; `run` says so
+                pass
+            finally:
+                self._cut.set()
         await self.over.wait()
 
     def silence(self) -> None:
@@ -260,6 +263,8 @@ class Response:
     async def _settle(self) -> None:
         """Take the answer as the history has it."""
         assert self._events is not None
+        if self._why is not None:
+            await self._cut.wait()
         if self._events.running is None:
             self._dialogue.broke()
             return

@@ -34,8 +34,8 @@ PREFIX = 0.3
 SURE = {"low": 1.2, "medium": 0.8, "high": 0.5, "auto": 0.8}
 """Seconds of silence after which `semantic_vad` takes a turn for ended, by eagerness."""
 
-PROVE = 0.55
-"""Seconds after which speech that still goes on interrupts an answer under `semantic_vad`: it stops within 600 ms."""
+PROVE = 0.57
+"""Seconds after which speech that made an answer softer, and still goes on, ends it: within 600 ms."""
 
 GAP = 0.13
 """Seconds of silence after which a short sound has ended."""
@@ -75,7 +75,7 @@ class TurnDetector:
         self._onset = start  # where the present speech began
         self._voiced = start  # end of the last frame that was speech
         self._quiet = start  # end of the last frame that was not clearly silent
-        self._ducked = False
+        self._ducked: float | None = None  # since when the answer is softer
         self._idle_since: float | None = None
 
     @property
@@ -84,7 +84,7 @@ class TurnDetector:
 
     @property
     def ducked(self) -> bool:
-        return self._ducked
+        return self._ducked is not None
 
     @property
     def padding(self) -> float:
@@ -97,7 +97,7 @@ class TurnDetector:
         threshold = THRESHOLD if isinstance(self.settings, SemanticVad) else self.settings.threshold
         if probability >= threshold:
             if self._run == 0:
-                self._onset = start if not (self._ducked or self.speaking) else self._onset
+                self._onset = start if not (self.ducked or self.speaking) else self._onset
             self._run += 1
             self._voiced = self._quiet = self.now
         else:
@@ -110,22 +110,22 @@ class TurnDetector:
 
     def _begin(self, playing: bool) -> list[TurnEvent]:
         """Whether a turn begins."""
-        if self._ducked:
-            return self._prove(playing)
+        if self._ducked is not None:
+            return self._prove(self._ducked, playing)
         if self._run < ONSET:
             return []
         if playing and self.semantic and self.settings.interrupt_response:
-            self._ducked = True
+            self._ducked = self.now
             return [TurnEvent("duck", self._onset, self.now)]
         return [self._began()]
 
-    def _prove(self, playing: bool) -> list[TurnEvent]:
+    def _prove(self, since: float, playing: bool) -> list[TurnEvent]:
         """Whether the sound that made an answer softer interrupts it."""
         if self.now - self._voiced >= GAP:
-            self._ducked = False
+            self._ducked = None
             return [TurnEvent("restore", self._voiced, self.now)]
-        if not playing or (self.now - self._onset >= PROVE and self._run):
-            self._ducked = False
+        if not playing or (self.now - since >= PROVE and self._run):
+            self._ducked = None
             return [self._began()]
         return []
 
