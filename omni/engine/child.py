@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -26,7 +27,7 @@ from omni.engine.coded import is_portable
 from omni.engine.engine import Engine
 from omni.engine.outbox import LOOK, Outbox, end_of
 from omni.engine.wire import Item, ModelFacts, pack, pack_error, unpack
-from omni.errors import UserError
+from omni.errors import SoundWarning, UserError
 from omni.generate.listener import DeliveredPart, delivered_part
 from omni.generate.question import Asked
 from omni.generate.results import Clock, Ended, Reason
@@ -259,6 +260,7 @@ def run(
     """The process, from its start to its end. Ctrl-C of a terminal reaches it too, and is left to the clients' process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    warnings.simplefilter("ignore", SoundWarning)  # of histories, to nobody who could do anything, and with their texts
     try:
         if threads is not None:
             torch.set_num_threads(threads)

@@ -167,7 +167,11 @@ def _turn(
     if spoken and question.text is not None:
         raise UserError(f"history: message {number} is a question of text and sound; give one of them")
     silent = "A2" if spoken or reply.text is not None else "A1"  # T1A1 alone answers in sound without text
-    task = find_task(reply.task or question.task or f"{'A' if spoken else 'T'}1{silent if codes is not None else 'T2'}")
+    usual = f"{'A' if spoken else 'T'}1{silent if codes is not None else 'T2'}"
+    given = reply.task or question.task or usual
+    task = find_task(
+        given if (find_task(given).question == "audio") == spoken else usual
+    )  # else a text would be read as a path
     try:
         asked = read_question(question.text or "" if question.audio is None else question.audio, task, model, tokenizer)
         if question.tokens is not None and not spoken:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from omni import Message
 from omni.audio.io import write_wav
-from omni.errors import UserError
+from omni.errors import SoundWarning, UserError
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.text import Tokenizer
@@ -126,6 +126,13 @@ def test_an_answer_s_sound_has_any_form_of_a_question_s(lm: SpeechLM, tmp_path: 
     for form in forms:
         with lm.session(history=[USER, {"role": "assistant", "content": form}]) as session:
             assert torch.equal(session.turns[0].codes, lm.codec.encode(sound))  # type: ignore[arg-type]
+
+
+def test_a_text_is_no_path_whatever_its_answer_says(lm: SpeechLM, tmp_path: Path) -> None:
+    place = str(write_wav(tmp_path / "a.wav", tone(0.3), 16_000) or tmp_path / "a.wav")
+    reply = Message("assistant", "yes", codes=torch.zeros(lm.layout.n_audio, 2, dtype=torch.long), task="A1A2")
+    with pytest.warns(SoundWarning), lm.session(history=[{"role": "user", "content": place}, reply]) as session:
+        assert session.history[0].text == place and session.history[0].audio is None
 
 
 def test_sound_is_kept_as_it_was_asked(lm: SpeechLM) -> None:
