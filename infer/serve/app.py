@@ -6,70 +6,26 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
 
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 from infer.serve.host import EngineHost
-from infer.serve.keys import Denied, Keys, check_origin, key_of
+from infer.serve.keys import Denied, Keys
 from infer.serve.logs import LOG
-from infer.serve.metrics import Metrics
-from infer.serve.realtime.configuration import Configuration, Voices, updated
+from infer.serve.realtime.calls import add_calls
+from infer.serve.realtime.configuration import Voices
 from infer.serve.realtime.protocol import ProtocolError
 from infer.serve.realtime.session import RealtimeSession
-from infer.serve.realtime.vad import VoiceActivity
 from infer.serve.realtime.websocket import INTERNAL, POLICY, TRY_AGAIN, SocketSession, SocketTransport, refuse
+from infer.serve.rest.routes import add_rest
+from infer.serve.server import Server
 from infer.serve.settings import ServeSettings
 from infer.serve.web import Headers, add_web
 
 THREADS = 64
 """Threads for what waits for the engine's process."""
-
-
-@dataclass(eq=False)
-class Server:
-    """What the routes share.
-
-    Attributes:
-        sessions: the open Realtime sessions, by their ids.
-        draining: no new session is taken.
-    """
-
-    host: EngineHost
-    settings: ServeSettings
-    keys: Keys
-    voices: Voices
-    metrics: Metrics = field(default_factory=Metrics)
-    vad: VoiceActivity = field(default_factory=VoiceActivity)
-    sessions: dict[str, RealtimeSession] = field(default_factory=dict)
-    draining: bool = False
-
-    def admit(self, headers: Any, protocols: list[str]) -> tuple[str, Any]:
-        """The owner of a request's key, and its secret's configuration; Denied where it is not let in."""
-        check_origin(headers, self.settings.origins, not self.keys.needed)
-        owner, session = self.keys.owner(key_of(headers, protocols))
-        self.keys.use_event(owner)
-        return owner, session
-
-    @property
-    def full(self) -> bool:
-        return self.draining or len(self.sessions) >= self.settings.limits.sessions
-
-    def begin(self, transport: Any, given: Any, wants_omni: bool) -> RealtimeSession:
-        """A new session; ProtocolError where the configuration that it begins with cannot be."""
-        configuration = updated(Configuration(), dict(given), started=False) if given else None
-        session = RealtimeSession(
-            self.host, self.settings, self.voices, self.vad, self.metrics, transport, configuration, wants_omni
-        )
-        self.sessions[session.id] = session
-        return session
-
-    def lost(self, reason: str) -> None:
-        """Tell every session that the engine was lost."""
-        for session in list(self.sessions.values()):
-            session.tell_error(f"the engine was lost and is started again; ask again in some seconds ({reason})")
 
 
 def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] = ()) -> FastAPI:
@@ -90,12 +46,23 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
         host.on_lost.append(server.lost)
         watching = asyncio.create_task(host.watch())
         yield
+        await calls.close()
         watching.cancel()
 
-    app = FastAPI(title="Omni", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
+    app = FastAPI(
+        title="Omni",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        lifespan=life,
+        max_body_size=settings.limits.body_bytes,
+        telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False},
+    )
     app.state.server = server
-    app.add_middleware(Headers, most=settings.limits.body_bytes)
+    app.add_middleware(Headers)
     add_web(app, server)
+    add_rest(app, server)
+    calls = add_calls(app, server)
 
     @app.exception_handler(Denied)
     async def denied(request: Request, error: Denied) -> JSONResponse:
@@ -103,6 +70,11 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
         kind = "invalid_request_error" if error.status < 429 else "rate_limit_exceeded"
         told = {"message": str(error), "type": kind, "code": error.code, "param": None}
         return JSONResponse({"error": told}, error.status)
+
+    @app.exception_handler(HTTPException)
+    async def failed(request: Request, error: HTTPException) -> JSONResponse:
+        told = {"message": str(error.detail), "type": "invalid_request_error", "code": None, "param": None}
+        return JSONResponse({"error": told}, error.status_code, headers=error.headers)
 
     @app.websocket("/v1/realtime")
     async def realtime(socket: WebSocket) -> None:

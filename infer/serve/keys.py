@@ -1,6 +1,7 @@
 """Who may connect: keys, short-lived client secrets, origins, and what one key may use.
 
 A key comes in the `Authorization` header, or, from a browser, in the WebSocket's subprotocol `openai-insecure-api-key.KEY`.
+A client secret is signed and kept nowhere: each server that has the same keys knows it.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from itsdangerous import BadData, URLSafeSerializer
 from limits import RateLimitItemPerHour, RateLimitItemPerMinute
 from limits.storage import MemoryStorage
 from limits.strategies import FixedWindowRateLimiter
 
-from infer.serve.settings import Limits
+from infer.serve.settings import ServerLimits
 from omni.errors import UserError
 
 SUBPROTOCOL = "openai-insecure-api-key."
@@ -31,7 +32,11 @@ LONGEST_SECRET = 7200
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
-MOST_SECRETS = 10_000
+LONGEST_TOKEN = 4096
+"""Characters of a client secret, which travels in a header."""
+
+SECRET = "ek_"
+"""Start of a client secret, by which OpenAI's clients know one."""
 
 
 class Denied(Exception):
@@ -45,15 +50,6 @@ class Denied(Exception):
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.status, self.code = status, code
-
-
-@dataclass(frozen=True)
-class Secret:
-    """A short-lived key for one client, with the configuration that its session begins with."""
-
-    owner: str
-    expires_at: float
-    session: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_keys(path: str | Path) -> tuple[str, ...]:
@@ -90,10 +86,13 @@ class Keys:
         keys: none: everybody may connect.
     """
 
-    def __init__(self, keys: Iterable[str], limits: Limits) -> None:
+    def __init__(self, keys: Iterable[str], limits: ServerLimits) -> None:
         self._keys = {_digest(key): f"key-{number}" for number, key in enumerate(keys, 1)}
         self._limits = limits
-        self._secrets: dict[bytes, Secret] = {}
+        signing = sorted(self._keys) or [secrets.token_bytes(32)]
+        self._signer = URLSafeSerializer(
+            b"".join(signing), salt="client secret", signer_kwargs={"digest_method": hashlib.sha256}
+        )
         self._meter = FixedWindowRateLimiter(MemoryStorage())
         self._sound = RateLimitItemPerHour(max(int(limits.key_audio_seconds), 1))
         self._events = RateLimitItemPerMinute(limits.key_events)
@@ -109,10 +108,8 @@ class Keys:
         Raises:
             Denied: no key, or one that is not known or no longer valid.
         """
-        if key is not None and (secret := self._secrets.get(_digest(key))) is not None:
-            if secret.expires_at < time.time():
-                raise Denied(401, "invalid_api_key", "this client secret has expired; ask for another one")
-            return secret.owner, secret.session
+        if key is not None and key.startswith(SECRET):
+            return self._of_secret(key.removeprefix(SECRET))
         if not self._keys:
             return "anyone", {}
         if key is None:
@@ -123,14 +120,21 @@ class Keys:
                 return name, {}
         raise Denied(401, "invalid_api_key", "this key is not known here")
 
+    def _of_secret(self, signed: str) -> tuple[str, Mapping[str, Any]]:
+        try:
+            owner, expires, session = self._signer.loads(signed)
+        except (BadData, ValueError):
+            raise Denied(401, "invalid_api_key", "this client secret is not known here") from None
+        if expires < time.time():
+            raise Denied(401, "invalid_api_key", "this client secret has expired; ask for another one")
+        return owner, session
+
     def make_secret(self, owner: str, session: Mapping[str, Any], seconds: int) -> tuple[str, int]:
-        """A new client secret, and when it expires."""
-        now = time.time()
-        self._secrets = {key: one for key, one in self._secrets.items() if one.expires_at >= now}
-        if len(self._secrets) >= MOST_SECRETS:
-            raise Denied(429, "rate_limit_exceeded", "too many client secrets are valid; wait until some expire")
-        value, expires = f"ek_{secrets.token_hex(20)}", int(now + seconds)
-        self._secrets[_digest(value)] = Secret(owner, expires, dict(session))
+        """A client secret, and when it expires, by `time.time`; Denied where the configuration in it is too long."""
+        expires = int(time.time()) + seconds
+        value = SECRET + str(self._signer.dumps([owner, expires, dict(session)]))
+        if len(value) > LONGEST_TOKEN:
+            raise Denied(400, "session_too_long", "the session is too long for a client secret; set the rest by session.update")
         return value, expires
 
     # --- what an owner has used ---------------------------------------------------------------------------------------
@@ -147,9 +151,9 @@ class Keys:
         if self.sessions[owner] <= 0:
             del self.sessions[owner]
 
-    def use_event(self, owner: str) -> None:
-        """Count an event or a request; Denied beyond the key's rate."""
-        if not self._meter.hit(self._events, owner):
+    def use_events(self, owner: str, count: int = 1) -> None:
+        """Count events or requests; Denied beyond the key's rate."""
+        if count and not self._meter.hit(self._events, owner, cost=count):
             most = self._limits.key_events
             raise Denied(429, "rate_limit_exceeded", f"this key may send {most} events and requests in a minute; wait")
 

@@ -12,7 +12,7 @@ from typing import Any
 LOG = logging.getLogger("infer.serve")
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """Time, level, message, and what a record brings besides (`extra={"fields": {...}}`)."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -43,7 +43,7 @@ class SessionLog(logging.LoggerAdapter[logging.Logger]):
 def write_logs(level: str = "info") -> None:
     """Have the server's logs, and warnings of its libraries, written to standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

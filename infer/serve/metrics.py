@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
-if TYPE_CHECKING:
-    from infer.serve.realtime.response import Response
 
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 
@@ -47,17 +44,14 @@ class Metrics:
             }.items()
         }
 
-    def first_audio(self, response: Response) -> None:
-        if response.first_audio is not None:
-            self.first.observe(response.first_audio)
-
     def endpointed(self, seconds: float | None) -> None:
         if seconds is not None:
             self.endpointing.observe(seconds)
 
-    def answered(self, response: Response) -> None:
-        self.answers.labels(response.status).inc()
-        self.sent_underruns.inc(response.outlet.underruns)
+    def answered(self, status: str, underruns: int) -> None:
+        """Count an answer that ended with a status, and its gaps as it was sent."""
+        self.answers.labels(status).inc()
+        self.sent_underruns.inc(underruns)
 
     def page(self, stats: Any, restarts: int) -> bytes:
         """All figures in Prometheus's text format; `stats` of the engine, None while there is none."""

@@ -7,21 +7,25 @@ import contextlib
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import uvicorn
 
 from infer.device import SMALL_MODEL
 from infer.options import DEFAULT_MODEL, ServeOptions
-from infer.serve.app import Server, create_app
+from infer.serve.app import create_app
 from infer.serve.host import EngineHost
 from infer.serve.keys import read_keys
 from infer.serve.logs import LOG, write_logs
-from infer.serve.settings import Answering, Limits, ServeSettings
+from infer.serve.server import Server
+from infer.serve.settings import Answering, ServerLimits, ServeSettings
 from omni.checkpoint.places import WEIGHTS
 from omni.engine.process import EngineProcess
-from omni.errors import UserError
+from omni.errors import SoundWarning, UserError
 from omni.process import say
 
 LARGEST_MESSAGE = 21 * 2**20
@@ -40,6 +44,7 @@ def serve(options: ServeOptions) -> None:
     listening = listen(options.host, options.port)
     try:
         write_logs(options.log)
+        warnings.simplefilter("ignore", SoundWarning)  # they tell what was said
         host = EngineHost(lambda: start_engine(model, options), adapters_of(options.adapter))
         say(f"loading {model} in a process of its own, and measuring what a step of it costs")
         host.open()
@@ -70,7 +75,16 @@ def start_engine(model: str, options: ServeOptions) -> EngineProcess:
         codec_folder=options.codec_folder,
     )
     engine.call("engine.measure")
+    warm_up(engine)
     return engine
+
+
+def warm_up(engine: EngineProcess) -> None:
+    """Answer once, so that the first person does not wait for what is compiled or packed with the first question."""
+    noise = np.random.default_rng(0).normal(0, 0.1, 16_000).astype(np.float32)
+    task = "A1T2" if engine.codec is None else "A1A2"
+    with engine.session(max_seconds=0.5, max_tokens=8, pace="live") as session:
+        session.answer(noise, task)
 
 
 def adapters_of(given: tuple[str, ...]) -> dict[str, str]:
@@ -93,7 +107,7 @@ def settings_of(model: str, options: ServeOptions) -> ServeSettings:
         adapters=tuple(adapters_of(options.adapter)),
         origins=options.origins,
         lead=options.lead_ms / 1000,
-        limits=Limits(
+        limits=ServerLimits(
             sessions=options.sessions,
             key_sessions=options.key_sessions or options.sessions,
             session_seconds=options.session_minutes * 60,
@@ -138,25 +152,28 @@ class Uvicorn(uvicorn.Server):
         yield
 
 
+def configured(app: Any, certificate: str | None = None, private_key: str | None = None) -> uvicorn.Config:
+    """How the application is served."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        ws="websockets-sansio",
+        ws_max_size=LARGEST_MESSAGE,
+        ws_per_message_deflate=False,
+        ws_ping_interval=20.0,
+        ws_ping_timeout=60.0,
+        timeout_graceful_shutdown=5,
+        ssl_certfile=certificate,
+        ssl_keyfile=private_key,
+        server_header=False,
+    )
+
+
 async def run(server: Server, app: object, listening: socket.socket, options: ServeOptions) -> None:
     """Serve, and drain on SIGTERM, SIGHUP or Ctrl-C; a second one ends it at once."""
     tls = options.certificate is not None
-    web = Uvicorn(
-        uvicorn.Config(
-            app,  # type: ignore[arg-type]
-            log_config=None,
-            access_log=False,
-            ws="websockets-sansio",
-            ws_max_size=LARGEST_MESSAGE,
-            ws_per_message_deflate=False,
-            ws_ping_interval=20.0,
-            ws_ping_timeout=60.0,
-            timeout_graceful_shutdown=5,
-            ssl_certfile=options.certificate,
-            ssl_keyfile=options.private_key,
-            server_header=False,
-        )
-    )
+    web = Uvicorn(configured(app, options.certificate, options.private_key))
     ending = asyncio.Event()
 
     def end() -> None:
@@ -183,7 +200,7 @@ async def run(server: Server, app: object, listening: socket.socket, options: Se
 async def drain(server: Server, web: uvicorn.Server, seconds: float) -> None:
     """Take no new session, and wait for the answers under way, for at most that many seconds."""
     server.draining = True
-    under_way = sum(session.active is not None for session in server.sessions.values())
+    under_way = sum(session.responses.active is not None for session in server.sessions.values())
     LOG.info("draining", extra={"fields": {"sessions": len(server.sessions), "answers": under_way}})
     if under_way:
         print(
@@ -191,7 +208,7 @@ async def drain(server: Server, web: uvicorn.Server, seconds: float) -> None:
         )
     until = asyncio.get_running_loop().time() + seconds
     while not web.should_exit and asyncio.get_running_loop().time() < until:
-        if not any(session.playing for session in server.sessions.values()):
+        if not any(session.responses.playing for session in server.sessions.values()):
             break
         await asyncio.sleep(DRAIN_LOOK)
     for session in list(server.sessions.values()):

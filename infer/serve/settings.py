@@ -7,8 +7,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of a server, and of each key.
+class ServerLimits:
+    """ServerLimits of a server, and of each key.
 
     Attributes:
         sessions: sockets and calls at once; more get `session_limit_reached`.
@@ -89,5 +89,5 @@ class ServeSettings:
     origins: tuple[str, ...] = ()
     lead: float = 0.3
     open_access: bool = True
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
     answering: Answering = field(default_factory=Answering)

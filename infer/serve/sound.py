@@ -6,11 +6,12 @@ S samples, float32 within -1 to 1.
 from __future__ import annotations
 
 import io
+from fractions import Fraction
 
 import numpy as np
 import soundfile
 from av.audio.frame import AudioFrame
-from av.audio.resampler import AudioResampler
+from av.filter import Graph
 
 SUBTYPES = {"audio/pcm": "PCM_16", "audio/pcmu": "ULAW", "audio/pcma": "ALAW"}
 """libsndfile's names of the formats that the Realtime API has."""
@@ -47,24 +48,46 @@ class Resampler:
 
     def __init__(self, given: int, wanted: int) -> None:
         self._given, self._pts = given, 0
-        self._filter = None if given == wanted else AudioResampler(format="fltp", layout="mono", rate=wanted)
+        self._filter = None if given == wanted else _resampling(given, wanted)
 
     def push(self, samples: np.ndarray) -> np.ndarray:
         """What is known after more samples."""
         if self._filter is None or not len(samples):
             return samples
         frame = AudioFrame.from_ndarray(np.ascontiguousarray(samples, dtype=np.float32)[None], format="fltp", layout="mono")
-        frame.sample_rate, frame.pts = self._given, self._pts
+        frame.sample_rate, frame.pts, frame.time_base = self._given, self._pts, Fraction(1, self._given)
         self._pts += len(samples)
-        return _joined(self._filter.resample(frame))
+        self._filter.push(frame)
+        return _pulled(self._filter)
 
     def finish(self) -> np.ndarray:
         """The rest; nothing may be pushed afterwards."""
-        return _joined(self._filter.resample(None)) if self._filter is not None and self._pts else np.zeros(0, np.float32)
+        if self._filter is None or not self._pts:
+            return np.zeros(0, np.float32)
+        self._filter.push(None)
+        return _pulled(self._filter)
 
 
-def _joined(frames: list[AudioFrame]) -> np.ndarray:
-    return np.concatenate([frame.to_ndarray()[0] for frame in frames]) if frames else np.zeros(0, np.float32)
+def _resampling(given: int, wanted: int) -> Graph:
+    """FFmpeg's filters; av's own resampler would start threads for each, up to sixteen."""
+    graph = Graph()
+    graph.threads = 1
+    source = graph.add("abuffer", sample_rate=str(given), sample_fmt="fltp", channel_layout="mono", time_base=f"1/{given}")
+    resample, sink = graph.add("aresample", str(wanted)), graph.add("abuffersink")
+    source.link_to(resample)
+    resample.link_to(sink)
+    graph.configure()
+    return graph
+
+
+def _pulled(graph: Graph) -> np.ndarray:
+    """The samples that are ready."""
+    pieces = [np.zeros(0, np.float32)]
+    while True:
+        try:
+            pieces.append(graph.pull().to_ndarray()[0])
+        except (BlockingIOError, EOFError):
+            return np.concatenate(pieces)
 
 
 def faded(samples: np.ndarray, start: float, end: float) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from infer.serve.keys import LOOPBACK
 from omni.errors import UserError
+from omni.generate.question import longest
 
 if TYPE_CHECKING:
-    from infer.serve.app import Server
+    from infer.serve.server import Server
+
+VERSION = importlib.metadata.version("omni-speech")
 
 PAGE = Path(__file__).parent / "page"
 
@@ -38,56 +42,18 @@ STATS_WAIT = 2.0
 
 
 class Headers:
-    """Adds headers to every answer, and refuses bodies that are too large, also where their length is not told before.
+    """Adds headers to every answer of an ASGI application."""
 
-    Args:
-        app: an ASGI application.
-        most: bytes of a body.
-    """
-
-    def __init__(self, app: Any, most: int) -> None:
-        self._app, self._most = app, most
+    def __init__(self, app: Any) -> None:
+        self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        taken, begun = 0, False
-
-        async def limited() -> Any:
-            nonlocal taken
-            message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > self._most:
-                raise TooLarge
-            return message
-
         async def with_headers(message: Any) -> None:
-            nonlocal begun
             if message["type"] == "http.response.start":
-                begun = True
                 message["headers"] = [*message.get("headers", []), *HEADERS]
             await send(message)
 
-        told = {
-            "message": f"the body is larger than {self._most:,} bytes",
-            "type": "invalid_request_error",
-            "code": "too_large",
-        }
-        refusal = JSONResponse({"error": {**told, "param": None}}, 413, headers={"connection": "close"})
-        if not length.isdigit() or int(length) > self._most:
-            await refusal(scope, receive, with_headers)
-            return
-        try:
-            await self._app(scope, limited, with_headers)
-        except TooLarge:
-            if not begun:
-                await refusal(scope, receive, with_headers)
-
-
-class TooLarge(Exception):
-    """More came than a body may have."""
+        await self._app(scope, receive, with_headers if scope["type"] == "http" else send)
 
 
 def add_web(app: FastAPI, server: Server) -> None:
@@ -102,7 +68,8 @@ def add_web(app: FastAPI, server: Server) -> None:
             "voices": list(server.voices.names),
             "speaks": server.voices.speaks,
             "tasks": ["answer", "transcribe"],
-            "max_seconds": server.settings.answering.max_seconds,
+            "max_seconds": longest(server.host.engine.config),
+            "version": VERSION,
         }
 
     @app.get("/")

@@ -25,13 +25,13 @@ LONGEST_TEXT = 100_000
 Milliseconds = Annotated[int, Field(ge=0, le=60_000)]
 
 
-class Part(BaseModel):
+class Section(BaseModel):
     """A part of the configuration; what is not given stays as it is."""
 
     model_config = ConfigDict(extra="ignore", validate_assignment=True)
 
 
-class Format(Part):
+class SoundFormat(Section):
     type: Literal["audio/pcm", "audio/pcmu", "audio/pcma"] = "audio/pcm"
     rate: int | None = None
 
@@ -43,7 +43,7 @@ class Format(Part):
         return {"type": self.type, "rate": PCM_RATE} if self.type == "audio/pcm" else {"type": self.type}
 
 
-class ServerVad(Part):
+class ServerVad(Section):
     """Turns end after a fixed silence."""
 
     type: Literal["server_vad"] = "server_vad"
@@ -55,7 +55,7 @@ class ServerVad(Part):
     interrupt_response: bool = True
 
 
-class SemanticVad(Part):
+class SemanticVad(Section):
     """Turns end sooner where speech has clearly ended, and an answer goes on under a short sound of its listener."""
 
     type: Literal["semantic_vad"] = "semantic_vad"
@@ -71,31 +71,31 @@ class SemanticVad(Part):
 TurnDetection = Annotated[ServerVad | SemanticVad, Field(discriminator="type")]
 
 
-class Transcription(Part):
+class Transcription(Section):
     model: str | None = None
     language: str | None = None
     prompt: str | None = None
 
 
-class Input(Part):
-    format: Format = Field(default_factory=Format)
+class InputAudio(Section):
+    format: SoundFormat = Field(default_factory=SoundFormat)
     noise_reduction: dict[str, Any] | None = None
     transcription: Transcription | None = None
     turn_detection: TurnDetection | None = Field(default_factory=ServerVad)
 
 
-class Output(Part):
-    format: Format = Field(default_factory=Format)
+class OutputAudio(Section):
+    format: SoundFormat = Field(default_factory=SoundFormat)
     voice: str | dict[str, Any] | None = None
     speed: float | None = None
 
 
-class Audio(Part):
-    input: Input = Field(default_factory=Input)
-    output: Output = Field(default_factory=Output)
+class SessionAudio(Section):
+    input: InputAudio = Field(default_factory=InputAudio)
+    output: OutputAudio = Field(default_factory=OutputAudio)
 
 
-class Omni(Part):
+class Omni(Section):
     """This project's own settings.
 
     Attributes:
@@ -110,7 +110,7 @@ class Omni(Part):
 Tokens = Annotated[int, Field(ge=1, le=2**20)] | Literal["inf"]
 
 
-class Configuration(Part):
+class Configuration(Section):
     """All of it, as in effect.
 
     Attributes:
@@ -121,7 +121,7 @@ class Configuration(Part):
     model: str | None = None
     instructions: Annotated[str, Field(max_length=LONGEST_TEXT)] = ""
     output_modalities: list[Literal["text", "audio"]] = ["audio"]
-    audio: Audio = Field(default_factory=Audio)
+    audio: SessionAudio = Field(default_factory=SessionAudio)
     max_output_tokens: Tokens = "inf"
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"

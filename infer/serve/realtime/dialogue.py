@@ -14,7 +14,7 @@ from typing import Any
 
 from infer.serve.host import EngineHost
 from infer.serve.realtime.configuration import PCM_RATE
-from infer.serve.realtime.items import Item, Part
+from infer.serve.realtime.items import ContentPart, ConversationItem
 from omni.errors import UserError
 from omni.generate.asynchronous import AsyncAnswer
 from omni.generate.messages import Message
@@ -24,12 +24,12 @@ Mark = tuple[str, int, str | None, int]
 
 
 @dataclass(frozen=True)
-class Asked:
+class DialogueTurn:
     """A question, and the answer that it has."""
 
-    part: Part
+    part: ContentPart
     mark: Mark
-    answer: Item | None = None
+    answer: ConversationItem | None = None
 
     @property
     def spoken(self) -> bool:
@@ -49,17 +49,17 @@ class Asked:
         return [question, {"role": "assistant", "content": "".join(part.text or "" for part in self.answer.content)}]
 
 
-def turns_of(items: Iterable[Item]) -> tuple[list[Asked], Asked | None]:
+def turns_of(items: Iterable[ConversationItem]) -> tuple[list[DialogueTurn], DialogueTurn | None]:
     """The turns that were answered, or left without an answer, and the last question where it has none yet.
 
     System messages and function calls are no turns; an answer without a question before it is none either.
     """
-    turns: list[Asked] = []
+    turns: list[DialogueTurn] = []
     for item in items:
         if item.role == "user":
             for number, part in enumerate(item.content):
                 if part.sound is not None or (part.type == "input_text" and (part.text or "").strip()):
-                    turns.append(Asked(part, (item.id, number, None, 0)))
+                    turns.append(DialogueTurn(part, (item.id, number, None, 0)))
         elif item.role == "assistant" and turns and turns[-1].answer is None:
             last = turns[-1]
             turns[-1] = replace(last, mark=(*last.mark[:2], item.id, item.version), answer=item)
@@ -84,7 +84,12 @@ class Dialogue:
         self._lock = asyncio.Lock()
 
     async def ask(
-        self, before: Sequence[Asked], question: Asked, answer: Item, task: str, options: dict[str, Any]
+        self,
+        before: Sequence[DialogueTurn],
+        question: DialogueTurn,
+        answer: ConversationItem,
+        task: str,
+        options: dict[str, Any],
     ) -> AsyncAnswer:
         """Ask a question after the turns before it; its events are those of the result.
 
@@ -101,18 +106,22 @@ class Dialogue:
             given: Any = question.part.text if question.part.sound is None else question.part.sound
             return session.ask_async(given, task, sample_rate=PCM_RATE)
 
-    async def _session_for(self, before: Sequence[Asked], options: dict[str, Any]) -> Any:
+    async def _session_for(self, before: Sequence[DialogueTurn], options: dict[str, Any]) -> Any:
         engine = self._host.engine
         wanted = [turn.mark for turn in before]
         if self._session is not None and self._engine is engine and self._options == options and self._marks == wanted:
             return self._session
         await self._drop()
         history = [message for turn in before for message in turn.messages()]
-        self._session = await asyncio.to_thread(
-            lambda: engine.session(history=history or None, pace="live", overflow="forget", **options)
-        )
+        self._session = await opened(engine, history=history or None, pace="live", overflow="forget", **options)
         self._engine, self._options = engine, options
         return self._session
+
+    @property
+    def sample_rate(self) -> int:
+        """Of the engine's sound, in Hz."""
+        rate: int = self._host.engine.sample_rate
+        return rate
 
     async def place(self) -> int:
         """Place of the last question among those that wait for room, from 1; 0 where it does not wait."""
@@ -141,7 +150,7 @@ class Dialogue:
         elif self._session is not None:
             await asyncio.to_thread(self._session.cancel_last, events.running, heard, None)
 
-    async def cut(self, item: Item, heard: float, frame_rate: float) -> None:
+    async def cut(self, item: ConversationItem, heard: float) -> None:
         """Cut an answer that has ended to the seconds that were heard."""
         async with self._lock:
             last = self._marks[-1] if self._marks else None
@@ -151,7 +160,7 @@ class Dialogue:
                 return
         item.version += 1
         if item.answer is not None:
-            item.answer = cut_message(item.answer, heard, frame_rate)
+            item.answer = cut_message(item.answer, heard, self._host.engine.frame_rate)
 
     def broke(self) -> None:
         """The last question was not answered: the history has nothing of it."""
@@ -160,7 +169,7 @@ class Dialogue:
     async def _drop(self) -> None:
         session, self._session = self._session, None
         if session is not None:
-            await asyncio.to_thread(session.close)
+            await closed(session)
 
     async def close(self) -> None:
         """End it; a lost engine is none of its concern."""
@@ -169,6 +178,26 @@ class Dialogue:
                 await self._drop()
             except UserError:
                 self._session = None
+
+
+async def opened(engine: Any, **options: Any) -> Any:
+    """A new session of an engine, made in a thread; where the task is cancelled meanwhile it is closed again."""
+    making = asyncio.get_running_loop().run_in_executor(None, lambda: engine.session(**options))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_close_made)
+        raise
+
+
+def _close_made(making: asyncio.Future[Any]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        asyncio.get_running_loop().run_in_executor(None, making.result().close)
+
+
+async def closed(session: Any) -> None:
+    """Close an engine's session in a thread, which also happens where the task is cancelled meanwhile."""
+    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, session.close))
 
 
 def cut_message(message: Message, heard: float, frame_rate: float) -> Message:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from infer.serve.realtime.configuration import PCM_RATE, Configuration
 from infer.serve.realtime.input_buffer import InputBuffer
+from infer.serve.realtime.owner import Owner
 from infer.serve.realtime.protocol import ProtocolError, new_id
+from infer.serve.realtime.responses import Responses
 from infer.serve.realtime.turns import TurnDetector, TurnEvent
-from infer.serve.realtime.vad import RATE, Stream, VoiceActivity
+from infer.serve.realtime.vad import RATE, SpeechStream, VoiceActivity
 from infer.serve.sound import Resampler
-from omni.generate.question import longest
-
-if TYPE_CHECKING:
-    from infer.serve.realtime.session import RealtimeSession
 
 SHORTEST = 0.1
 """Seconds of the shortest sound that can be committed, as in OpenAI's."""
@@ -27,18 +23,22 @@ KEPT = 2.0
 """Seconds that are kept, while nobody speaks, besides the padding of a turn."""
 
 
-class Hearing:
-    """The input of one session."""
+class SessionInput:
+    """The input of one session.
 
-    def __init__(self, session: RealtimeSession, vad: VoiceActivity) -> None:
-        self._session, self._vad = session, vad
-        self._longest = longest(session._host.engine.config)
+    Attributes:
+        uncounted: seconds of sound that came and were not yet counted for the client's key.
+    """
+
+    def __init__(self, owner: Owner, responses: Responses, vad: VoiceActivity, longest: float) -> None:
+        self._owner, self._responses, self._vad, self._longest = owner, responses, vad, longest
         self.buffer = InputBuffer(min(max(self._longest + 10, 60.0), 600.0))
+        self.uncounted = 0.0
         self._detector: TurnDetector | None = None
-        self._stream, self._rate = Stream(), Resampler(PCM_RATE, RATE)
+        self._stream, self._rate = SpeechStream(), Resampler(PCM_RATE, RATE)
         self._item = ""  # id of the item that the present turn is going to be
         self._begins = 0.0  # second at which the present turn's sound begins
-        self.configure(session.configuration)
+        self.configure(owner.configuration)
 
     def configure(self, now: Configuration) -> None:
         """Take changed settings over."""
@@ -52,26 +52,33 @@ class Hearing:
 
     def _restart(self, detector: TurnDetector) -> None:
         self._detector = detector
-        self._stream, self._rate = Stream(), Resampler(PCM_RATE, RATE)
+        self._stream, self._rate = SpeechStream(), Resampler(PCM_RATE, RATE)
+
+    def check_room(self, size: int) -> None:
+        """ProtocolError where so many bytes of the session's format find no room."""
+        form = self._owner.configuration.audio.input.format
+        self.buffer.check_room(size / (form.samples_per_second * (2 if form.type == "audio/pcm" else 1)))
 
     async def append(self, data: bytes) -> None:
         """Take raw sound in the session's format."""
-        form = self._session.configuration.audio.input.format.type
+        form = self._owner.configuration.audio.input.format.type
         await self._follow(self.buffer.append(data, form))
 
     async def take(self, samples: np.ndarray) -> None:
-        """Take samples [S] at 24 kHz."""
+        """Take samples [S] at 24 kHz, which come whether anybody speaks or not: the oldest make room."""
+        self.buffer.make_room(len(samples))
         await self._follow(self.buffer.add(samples))
 
     async def _follow(self, samples: np.ndarray) -> None:
         """Follow the turns in new samples."""
+        self.uncounted += len(samples) / PCM_RATE
         if self._detector is None or not len(samples):
             return
         for probability in await self._vad.push(self._stream, self._rate.push(samples)):
             detector = self._detector
             if detector is None:  # it was switched off meanwhile
                 return
-            for event in detector.push(probability, self._session.playing):
+            for event in detector.push(probability, self._responses.playing):
                 await self._act(event)
             if detector.speaking and detector.now - self._begins >= self._longest - 0.5:
                 detector.stop()
@@ -80,46 +87,40 @@ class Hearing:
                 self.buffer.forget(detector.now - detector.padding - KEPT)
 
     async def _act(self, event: TurnEvent) -> None:
-        session = self._session
-        detection = session.configuration.audio.input.turn_detection
+        owner = self._owner
+        detection = owner.configuration.audio.input.turn_detection
         if event.kind in ("duck", "restore"):
             self._duck(event.kind == "duck")
         elif event.kind == "began":
             self._duck(False)
             self._item, self._begins = new_id("item"), event.at
             started = {"audio_start_ms": round(event.at * 1000), "item_id": self._item}
-            session.send({"type": "input_audio_buffer.speech_started", **started})
+            owner.send({"type": "input_audio_buffer.speech_started", **started})
             if detection is not None and detection.interrupt_response:
-                await session.interrupt()
+                await self._responses.interrupt()
         elif event.kind == "ended":
             stopped = {"audio_end_ms": round(event.at * 1000), "item_id": self._item}
-            session.send({"type": "input_audio_buffer.speech_stopped", **stopped})
+            owner.send({"type": "input_audio_buffer.speech_stopped", **stopped})
             self._end_turn(event.at, event.decided - event.at)
         else:
             self._item, self._begins = new_id("item"), self.buffer.start
             times = {"audio_start_ms": round(event.at * 1000), "audio_end_ms": round(event.decided * 1000)}
-            session.send({"type": "input_audio_buffer.timeout_triggered", **times, "item_id": self._item})
+            owner.send({"type": "input_audio_buffer.timeout_triggered", **times, "item_id": self._item})
             self._end_turn(event.decided, None)
 
     def _end_turn(self, ended: float, endpointing: float | None) -> None:
         """Commit the turn's sound, and have it answered."""
-        session, end = self._session, self.buffer.end
+        owner, end = self._owner, self.buffer.end
         sound = self.buffer.take(self._begins)
         kept = len(sound) - max(round((end - ended - TAIL) * PCM_RATE), 0)
-        session.metrics.endpointed(endpointing)
-        session.add_spoken(self._item, sound[: max(kept, 1)])
-        detection = session.configuration.audio.input.turn_detection
-        if session.configuration.type == "realtime" and detection is not None and detection.create_response:
-            session.respond_to_turn(endpointing)
+        owner.metrics.endpointed(endpointing)
+        owner.add_spoken(self._item, sound[: max(kept, 1)])
+        detection = owner.configuration.audio.input.turn_detection
+        if owner.configuration.type == "realtime" and detection is not None and detection.create_response:
+            self._responses.respond_to_turn(endpointing)
 
     def _duck(self, on: bool) -> None:
-        session = self._session
-        if session.response is None or session.ducked == on:
-            return
-        session.ducked = on
-        session.response.outlet.duck(on)
-        if session.wants_omni:
-            session.send({"type": "omni.ducked", "active": on})
+        self._responses.duck(on)
 
     def commit(self) -> None:
         """Make an item of the whole buffer, as the client asks; ProtocolError where there is next to nothing in it."""
@@ -134,7 +135,7 @@ class Hearing:
         if self._detector is not None and self._detector.speaking:
             self._detector.stop()
             first, item = self._begins, self._item
-        self._session.add_spoken(item, self.buffer.take(first))
+        self._owner.add_spoken(item, self.buffer.take(first))
 
     def clear(self) -> None:
         """Drop what the buffer holds."""

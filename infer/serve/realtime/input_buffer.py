@@ -36,6 +36,13 @@ class InputBuffer:
     def end(self) -> float:
         return self.start + self.seconds
 
+    def check_room(self, seconds: float) -> None:
+        """ProtocolError where so much more sound finds no room."""
+        if self._full(round(seconds * PCM_RATE)):
+            raise ProtocolError(
+                f"the buffer holds at most {self.most:g} s of sound; commit or clear it", "input_audio_buffer_full", "audio"
+            )
+
     def append(self, data: bytes, form: str) -> np.ndarray:
         """Take raw sound of a format; returns its samples [S] at 24 kHz.
 
@@ -53,10 +60,7 @@ class InputBuffer:
 
     def add(self, samples: np.ndarray) -> np.ndarray:
         """Take samples [S] at 24 kHz; ProtocolError where they are too many."""
-        if self.seconds + len(samples) / PCM_RATE > self.most:
-            raise ProtocolError(
-                f"the buffer holds at most {self.most:g} s of sound; commit or clear it", "input_audio_buffer_full", "audio"
-            )
+        self.check_room(len(samples) / PCM_RATE)
         self._pieces.append(np.clip(np.rint(samples * 32768), -32768, 32767).astype(np.int16))
         self._samples += len(samples)
         return samples
@@ -64,9 +68,20 @@ class InputBuffer:
     def forget(self, before: float) -> None:
         """Drop what came before a second of the input, in whole pieces."""
         while self._pieces and self.start + len(self._pieces[0]) / PCM_RATE <= before:
-            gone = self._pieces.popleft()
-            self._samples -= len(gone)
-            self.start += len(gone) / PCM_RATE
+            self._drop()
+
+    def make_room(self, count: int) -> None:
+        """Drop the oldest pieces, until so many samples more can be taken."""
+        while self._pieces and self._full(count):
+            self._drop()
+
+    def _full(self, more: int) -> bool:
+        return self._samples + more > self.most * PCM_RATE
+
+    def _drop(self) -> None:
+        gone = self._pieces.popleft()
+        self._samples -= len(gone)
+        self.start += len(gone) / PCM_RATE
 
     def take(self, first: float | None = None) -> np.ndarray:
         """All samples [S], int16, from a second of the input on; the buffer is empty then."""

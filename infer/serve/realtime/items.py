@@ -35,7 +35,7 @@ LONGEST_ITEM_SECONDS = 300.0
 
 
 @dataclass(eq=False)
-class Part:
+class ContentPart:
     """One part of a message's content.
 
     Attributes:
@@ -55,7 +55,7 @@ class Part:
 
 
 @dataclass(eq=False)
-class Item:
+class ConversationItem:
     """One item.
 
     Attributes:
@@ -69,7 +69,7 @@ class Item:
     role: str | None = None
     id: str = field(default_factory=lambda: new_id("item"))
     status: str = "completed"
-    content: list[Part] = field(default_factory=list)
+    content: list[ContentPart] = field(default_factory=list)
     values: Event = field(default_factory=dict)
     answer: Message | None = None
     version: int = 0
@@ -89,7 +89,7 @@ class Item:
         return sum(len(part.sound) for part in self.content if part.sound is not None) / PCM_RATE
 
 
-def read_item(given: Event, place: str = "item") -> Item:
+def read_item(given: Event, place: str = "item") -> ConversationItem:
     """Read an item of a client.
 
     Raises:
@@ -106,7 +106,7 @@ def read_item(given: Event, place: str = "item") -> Item:
     if item_id is not None and (not isinstance(item_id, str) or not 0 < len(item_id) <= 512):
         raise ProtocolError(f"{place}.id must be a text of 1 to 512 characters", param=f"{place}.id")
     status = "incomplete" if given.get("status") == "incomplete" else "completed"
-    item = Item(kind, id=item_id or new_id("item"), status=status)
+    item = ConversationItem(kind, id=item_id or new_id("item"), status=status)
     if kind != "message":
         for name in ("call_id", "name", "arguments") if kind == "function_call" else ("call_id", "output"):
             item.values[name] = _text(
@@ -114,7 +114,7 @@ def read_item(given: Event, place: str = "item") -> Item:
             )
         return item
     role = given.get("role")
-    if role not in CONTENT:
+    if not isinstance(role, str) or role not in CONTENT:
         raise ProtocolError(f"{place}.role {repr(role)[:60]}: use one of {', '.join(CONTENT)}", param=f"{place}.role")
     content = given.get("content")
     if not isinstance(content, list) or not content:
@@ -128,7 +128,7 @@ def read_item(given: Event, place: str = "item") -> Item:
     return item
 
 
-def _part(given: Any, role: str, place: str) -> Part:
+def _part(given: Any, role: str, place: str) -> ContentPart:
     if not isinstance(given, dict):
         raise ProtocolError(f"{place} is a {type(given).__name__}; give an object with a type", param=place)
     kind = given.get("type")
@@ -140,14 +140,14 @@ def _part(given: Any, role: str, place: str) -> Part:
             param=f"{place}.type",
         )
     if kind in ("input_text", "output_text"):
-        return Part(kind, _text(given.get("text"), f"{place}.text"))
+        return ContentPart(kind, _text(given.get("text"), f"{place}.text"))
     transcript = _text(given.get("transcript"), f"{place}.transcript", optional=True)
     if kind == "output_audio":
-        return Part(kind, transcript or "")
+        return ContentPart(kind, transcript or "")
     sound = from_base64(given.get("audio"), f"{place}.audio")
     if len(sound) % 2:
         raise ProtocolError(f"{place}.audio has {len(sound)} bytes; a sample of audio/pcm takes two", param=f"{place}.audio")
-    return Part(kind, transcript, (decode(sound, "audio/pcm") * 32768).astype(np.int16))
+    return ContentPart(kind, transcript, (decode(sound, "audio/pcm") * 32768).astype(np.int16))
 
 
 def from_base64(given: Any, place: str) -> bytes:
@@ -188,7 +188,7 @@ class Items:
 
     def __init__(self, most: int = 4096, kept: float = 600.0) -> None:
         self.most, self.kept = most, kept
-        self._items: list[Item] = []
+        self._items: list[ConversationItem] = []
 
     def __iter__(self) -> Any:
         return iter(self._items)
@@ -196,19 +196,19 @@ class Items:
     def __len__(self) -> int:
         return len(self._items)
 
-    def find(self, item_id: str, code: str) -> Item:
+    def find(self, item_id: str, code: str) -> ConversationItem:
         """The item of that id; ProtocolError with this code where there is none."""
         for item in reversed(self._items):
             if item.id == item_id:
                 return item
         raise ProtocolError(f"there is no item {item_id[:80]!r} in the conversation", code, "item_id")
 
-    def before(self, item: Item) -> str | None:
+    def before(self, item: ConversationItem) -> str | None:
         """Id of the item before it; None for the first."""
         place = self._items.index(item)
         return self._items[place - 1].id if place else None
 
-    def add(self, item: Item, after: str | None = None) -> None:
+    def add(self, item: ConversationItem, after: str | None = None) -> None:
         """Put an item at the end, or after that of an id (`root`: first).
 
         Raises:
@@ -226,8 +226,9 @@ class Items:
         self._items.insert(place, item)
         self._forget_sound()
 
-    def remove(self, item: Item) -> None:
-        self._items.remove(item)
+    def discard(self, item: ConversationItem) -> None:
+        """Take an item out, where it is there."""
+        self._items = [one for one in self._items if one is not item]
 
     def _forget_sound(self) -> None:
         """Drop the samples of the oldest questions, which are beyond what any model remembers."""

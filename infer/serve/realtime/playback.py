@@ -179,11 +179,12 @@ class Pacer:
             self._due_text()
             wait: float | None = None
             if self._sounds.count:
-                room, left = self._lead - self.outlet.ahead(), self._sounds.count / self.outlet.rate
-                if room >= min(PIECE, left):
-                    self.outlet.send(self._sounds.take(max(int(min(room, PIECE) * self.outlet.rate), 1)))
+                room = round((self._lead - self.outlet.ahead()) * self.outlet.rate)
+                piece = min(round(PIECE * self.outlet.rate), self._sounds.count)
+                if room >= piece:
+                    self.outlet.send(self._sounds.take(piece))
                     continue
-                wait = min(PIECE, left) - room
+                wait = (piece - room) / self.outlet.rate
             elif self._closed:
                 break
             self._changed.clear()

@@ -11,23 +11,22 @@ import base64
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from infer.serve.realtime.configuration import Configuration
-from infer.serve.realtime.dialogue import Asked, Dialogue
-from infer.serve.realtime.items import Item, Part
+from infer.serve.realtime.dialogue import Dialogue, DialogueTurn
+from infer.serve.realtime.items import ContentPart, ConversationItem
+from infer.serve.realtime.owner import Owner
 from infer.serve.realtime.playback import Outlet, Pacer
 from infer.serve.realtime.protocol import Event, filled, new_id
+from infer.serve.settings import ServerLimits
 from infer.serve.sound import Resampler, encode
 from omni.engine.wire import EngineLost
 from omni.errors import BusyError, UserError
 from omni.generate.asynchronous import AsyncAnswer
 from omni.generate.results import AudioChunk, Ended, TextDelta
-
-if TYPE_CHECKING:
-    from infer.serve.realtime.session import RealtimeSession
 
 Why = Literal["turn_detected", "client_cancelled"]
 
@@ -49,8 +48,8 @@ class Wanted:
     """
 
     configuration: Configuration
-    before: Sequence[Asked]
-    question: Asked | None
+    before: Sequence[DialogueTurn]
+    question: DialogueTurn | None
     conversation: bool = True
     metadata: dict[str, str] | None = None
     since: float = field(default_factory=time.monotonic)
@@ -68,18 +67,19 @@ class Response:
         status: how it ended.
     """
 
-    def __init__(self, session: RealtimeSession, dialogue: Dialogue, wanted: Wanted) -> None:
+    def __init__(self, owner: Owner, dialogue: Dialogue, wanted: Wanted) -> None:
         self.id, self.wanted = new_id("resp"), wanted
-        self.item = Item("message", "assistant", status="in_progress")
-        self.speaks = session.voices.speaks and wanted.configuration.output_modalities == ["audio"]
+        self.item = ConversationItem("message", "assistant", status="in_progress")
+        self.speaks = owner.voices.speaks and wanted.configuration.output_modalities == ["audio"]
         self.first, self.over = asyncio.Event(), asyncio.Event()
         self.status = "in_progress"
-        self._session, self._dialogue = session, dialogue
-        self._part = Part("output_audio" if self.speaks else "output_text", "")
+        self._owner, self._dialogue = owner, dialogue
+        self._part = ContentPart("output_audio" if self.speaks else "output_text", "")
         form = wanted.configuration.audio.output.format
         self._form = form.type
-        self.outlet: Outlet = session.transport.outlet(form.samples_per_second, self._emit_sound)
-        self._pacer = Pacer(self.outlet, self._emit_text, session.settings.lead)
+        self.outlet: Outlet = owner.transport.outlet(form.samples_per_second, self._emit_sound)
+        self.outlet.tell = self._tell_playback
+        self._pacer = Pacer(self.outlet, self._emit_text, owner.settings.lead)
         self._events: AsyncAnswer | None = None
         self._why: Why | None = None
         self._heard: float | None = None
@@ -90,11 +90,14 @@ class Response:
 
     # --- the course of it ---------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """From `response.created` to `response.done`."""
-        send = self._session.send
+    def announce(self) -> None:
+        """The first events; `run` sends the others."""
+        send = self._owner.send
         send({"type": "response.created", "response": self._shown("in_progress")})
-        send({"type": "rate_limits.updated", "rate_limits": self._session.rate_limits()})
+        send({"type": "rate_limits.updated", "rate_limits": _rate_limits(self._owner.settings.limits)})
+
+    async def run(self) -> None:
+        """Answer, up to `response.done`."""
         error: UserError | None = None
         ended = Ended("cancelled", None)  # type: ignore[arg-type]
         try:
@@ -104,17 +107,18 @@ class Response:
         except UserError as raised:
             error = raised
         except Exception as raised:
-            self._session.log.exception("response failed")
+            self._owner.log.exception("response failed")
             error = UserError(f"the server failed ({type(raised).__name__})")
         try:
             await self._finish(ended, error)
         finally:
+            self.outlet.end()
             self.first.set()
             self.over.set()
 
-    async def _answer(self, question: Asked) -> Ended:
+    async def _answer(self, question: DialogueTurn) -> Ended:
         """Ask, and pass the answer on; returns its end once all was sent."""
-        options = self._session.options_of(self.wanted.configuration)
+        options = self._options()
         task = self._task(question)
         self._events = events = await self._dialogue.ask(self.wanted.before, question, self.item, task, options)
         if self._why is not None:
@@ -133,7 +137,7 @@ class Response:
 
     async def _pass_on(self, events: AsyncAnswer) -> Ended:
         """Give the engine's events to the pacer, as they come."""
-        rate = Resampler(self._session.sample_rate, self.outlet.rate) if self.speaks else None
+        rate = Resampler(self._dialogue.sample_rate, self.outlet.rate) if self.speaks else None
         async for event in events:
             if isinstance(event, TextDelta):
                 self._begin()
@@ -169,22 +173,35 @@ class Response:
         """Send nothing more: nobody is there."""
         self._pacer.stop()
 
-    def _task(self, question: Asked) -> str:
+    def _task(self, question: DialogueTurn) -> str:
         """The task's name (`omni.tasks`)."""
         if self.wanted.configuration.omni.task == "transcribe" and question.spoken:
             self.speaks, self._part.type = False, "output_text"
             return "A1T1"
         return f"{'A' if question.spoken else 'T'}1{'A' if self.speaks else 'T'}2"
 
+    def _options(self) -> dict[str, Any]:
+        """Keywords of the engine's session."""
+        wanted, answering = self.wanted.configuration, self._owner.settings.answering
+        options = answering.keywords()
+        if wanted.omni.temperature is not None:
+            options["temperature"] = wanted.omni.temperature
+        if wanted.max_output_tokens != "inf":
+            most = options.pop("max_tokens")
+            options["max_new_tokens"] = wanted.max_output_tokens if self.speaks else min(wanted.max_output_tokens, most)
+        options["adapter"] = self._owner.voices.adapter(wanted.audio.output.voice)
+        options["system"] = wanted.instructions if answering.use_instructions else ""
+        return options
+
     async def _tell_place(self) -> None:
         """Tell the page its place while the question waits for room."""
         told = 0
-        while self._session.wants_omni and not self._begun:
+        while self._owner.wants_omni and not self._begun:
             await asyncio.sleep(QUEUE_LOOK)
             place = await self._dialogue.place()
             if place != told:
                 told = place
-                self._session.send({"type": "omni.queue", "response_id": self.id, "place": place})
+                self._owner.send({"type": "omni.queue", "response_id": self.id, "place": place})
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -193,13 +210,13 @@ class Response:
         if self._begun:
             return
         self._begun = True
-        send, session = self._session.send, self._session
+        send, items = self._owner.send, self._owner.items
         send({"type": "response.output_item.added", "output_index": 0, "item": self.item.shown(), "response_id": self.id})
         if self.wanted.conversation:
             send(
                 {
                     "type": "conversation.item.added",
-                    "previous_item_id": session.items.before(self.item),
+                    "previous_item_id": items.before(self.item),
                     "item": self.item.shown(),
                 }
             )
@@ -216,16 +233,32 @@ class Response:
     def _emit_text(self, text: str) -> None:
         self._part.text = (self._part.text or "") + text
         name = "output_audio_transcript" if self.speaks else "output_text"
-        self._session.send({"type": f"response.{name}.delta", **self._where(), "delta": text})
+        self._owner.send({"type": f"response.{name}.delta", **self._where(), "delta": text})
 
     def _emit_sound(self, samples: np.ndarray) -> None:
         if self._first_audio is None:
             self._first_audio = time.monotonic() - self.wanted.since
-            self._session.first_audio(self)
-        if not self._session.transport.sound_in_events:
+            self._tell_first()
+        if not self._owner.transport.sound_in_events:
             return
         delta = base64.b64encode(encode(samples, self._form)).decode()
-        self._session.send({"type": "response.output_audio.delta", **self._where(), "delta": delta})
+        self._owner.send({"type": "response.output_audio.delta", **self._where(), "delta": delta})
+
+    def _tell_playback(self, state: str) -> None:
+        self._owner.send({"type": f"output_audio_buffer.{state}", "response_id": self.id})
+
+    def _tell_first(self) -> None:
+        """Note that the first sound was sent."""
+        assert self._first_audio is not None
+        self._owner.metrics.first.observe(self._first_audio)
+        if self._owner.wants_omni:
+            endpointing = self.wanted.endpointing
+            milliseconds = {
+                "endpointing_ms": None if endpointing is None else round(endpointing * 1000),
+                "first_audio_ms": round(self._first_audio * 1000),
+            }
+            where = {"item_id": self.item.id, "response_id": self.id}
+            self._owner.send({"type": "omni.timings", **where, **milliseconds})
 
     @property
     def first_audio(self) -> float | None:
@@ -242,7 +275,7 @@ class Response:
             self._dialogue.broke()
         self.item.status = "completed" if status == "completed" else "incomplete"
         self.item.sent = self.outlet.sent
-        send = self._session.send
+        send = self._owner.send
         if self._begun:
             text = self._part.text or ""
             if self.speaks:
@@ -252,11 +285,11 @@ class Response:
                 send({"type": "response.output_text.done", **self._where(), "text": text})
             send({"type": "response.content_part.done", **self._where(), "part": self._shown_part(text)})
             if self.wanted.conversation:
-                before = self._session.items.before(self.item)
+                before = self._owner.items.before(self.item)
                 send({"type": "conversation.item.done", "previous_item_id": before, "item": self.item.shown()})
             send({"type": "response.output_item.done", "output_index": 0, "item": self.item.shown(), "response_id": self.id})
         elif self.wanted.conversation:
-            self._session.drop(self.item)
+            self._owner.items.discard(self.item)
         response = {**self._shown(status), "status_details": details, "usage": self._used()}
         send({"type": "response.done", "response": filled(response)})
 
@@ -299,7 +332,7 @@ class Response:
             "object": "realtime.response",
             "id": self.id,
             "status": status,
-            "conversation_id": self._session.conversation_id if wanted.conversation else None,
+            "conversation_id": self._owner.conversation_id if wanted.conversation else None,
             "output": [self.item.shown()] if self._begun and status != "in_progress" else [],
             "output_modalities": ["audio"] if self.speaks else ["text"],
             "max_output_tokens": wanted.configuration.max_output_tokens,
@@ -307,7 +340,7 @@ class Response:
         }
         if self.speaks:
             output = wanted.configuration.audio.output
-            voice = self._session.voices.effective(output.voice)
+            voice = self._owner.voices.effective(output.voice)
             shown["audio"] = {"output": {"format": output.format.shown(), "voice": voice}}
         return filled(shown)
 
@@ -324,3 +357,8 @@ class Response:
             "input_token_details": {**given, "cached_tokens": 0},
             "output_token_details": {"text_tokens": used["text"], "audio_tokens": used["audio"]},
         }
+
+
+def _rate_limits(limits: ServerLimits) -> list[Event]:
+    most = limits.key_events
+    return [{"name": "requests", "limit": most, "remaining": most, "reset_seconds": 60.0}]

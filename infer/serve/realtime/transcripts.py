@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
 
 from infer.serve.host import EngineHost
 from infer.serve.realtime.configuration import PCM_RATE
-from infer.serve.realtime.items import Item
+from infer.serve.realtime.dialogue import closed, opened
+from infer.serve.realtime.items import ConversationItem
+from infer.serve.realtime.owner import Owner
+from infer.serve.realtime.responses import Responses
 from omni.errors import UserError
 from omni.generate.results import Ended, TextDelta
-
-if TYPE_CHECKING:
-    from infer.serve.realtime.session import RealtimeSession
 
 AFTER = 1.0
 """Seconds for which a transcript waits for the first sound of the answer, which comes first."""
@@ -25,17 +24,17 @@ MOST = 512
 class Transcripts:
     """Writes down the items of one session, one after another."""
 
-    def __init__(self, session: RealtimeSession, host: EngineHost) -> None:
-        self._session, self._host = session, host
+    def __init__(self, owner: Owner, responses: Responses, host: EngineHost) -> None:
+        self._owner, self._responses, self._host = owner, responses, host
         self._turn = asyncio.Lock()
 
-    def add(self, item: Item) -> None:
+    def add(self, item: ConversationItem) -> None:
         """Have an item written down."""
-        self._session.spawn(self._write(item))
+        self._owner.spawn(self._write(item))
 
-    async def _write(self, item: Item) -> None:
+    async def _write(self, item: ConversationItem) -> None:
         async with self._turn:
-            response = self._session.active
+            response = self._responses.active
             if response is not None:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(response.first.wait(), AFTER)
@@ -45,24 +44,24 @@ class Transcripts:
                 item.content[0].text = await self._text(item, name, where)
             except UserError as error:
                 told = {"type": "server_error", "code": "transcription_failed", "message": str(error)}
-                self._session.send({"type": f"{name}.failed", **where, "error": told})
+                self._owner.send({"type": f"{name}.failed", **where, "error": told})
                 return
             usage = {"type": "duration", "seconds": round(item.seconds, 3)}
-            self._session.send({"type": f"{name}.completed", **where, "transcript": item.content[0].text, "usage": usage})
+            self._owner.send({"type": f"{name}.completed", **where, "transcript": item.content[0].text, "usage": usage})
 
-    async def _text(self, item: Item, name: str, where: dict[str, object]) -> str:
+    async def _text(self, item: ConversationItem, name: str, where: dict[str, object]) -> str:
         """The transcript; its pieces are sent as they come."""
         sound, engine = item.content[0].sound, self._host.engine
         text = ""
-        session = await asyncio.to_thread(lambda: engine.session(max_tokens=MOST))
+        session = await opened(engine, max_tokens=MOST)
         try:
             async with session.ask_async(sound, "A1T1", sample_rate=PCM_RATE) as events:
                 async for event in events:
                     if isinstance(event, TextDelta):
                         text += event.text
-                        self._session.send({"type": f"{name}.delta", **where, "delta": event.text})
+                        self._owner.send({"type": f"{name}.delta", **where, "delta": event.text})
                     elif isinstance(event, Ended) and event.reason == "error":
                         raise UserError(event.error or "the transcript broke")
         finally:
-            await asyncio.to_thread(session.close)
+            await closed(session)
         return text.strip()

@@ -22,7 +22,7 @@ FRAME_SECONDS = FRAME / RATE
 
 
 @dataclass(eq=False)
-class Stream:
+class SpeechStream:
     """One session's sound on its way through the model."""
 
     state: np.ndarray = field(default_factory=lambda: np.zeros((2, 128), np.float32))
@@ -45,10 +45,10 @@ class VoiceActivity:
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
         self._model = onnxruntime.InferenceSession(model_file(), options, providers=["CPUExecutionProvider"])
-        self._waiting: deque[tuple[Stream, np.ndarray, asyncio.Future[list[float]]]] = deque()
+        self._waiting: deque[tuple[SpeechStream, np.ndarray, asyncio.Future[list[float]]]] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    async def push(self, stream: Stream, samples: np.ndarray) -> list[float]:
+    async def push(self, stream: SpeechStream, samples: np.ndarray) -> list[float]:
         """Probabilities of speech of the frames that are whole after more samples [S] at 16 kHz; one call of a stream at a
         time."""
         sound = np.concatenate([stream.rest, samples])
@@ -77,7 +77,7 @@ class VoiceActivity:
                 if not done.done():
                     done.set_result(probabilities)
 
-    def _run(self, batch: list[tuple[Stream, np.ndarray]]) -> list[list[float]]:
+    def _run(self, batch: list[tuple[SpeechStream, np.ndarray]]) -> list[list[float]]:
         """Frame after frame of all streams together; a stream leaves with its last."""
         found: list[list[float]] = [[] for _ in batch]
         for number in range(max(len(frames) for _, frames in batch)):

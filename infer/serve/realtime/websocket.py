@@ -14,19 +14,17 @@ from fastapi import WebSocket
 from starlette.websockets import WebSocketState
 
 from infer.serve.keys import Denied, Keys
+from infer.serve.realtime.bounds import EXPIRED, POLICY, Closed, SessionBounds
 from infer.serve.realtime.playback import Outlet, SentOutlet
 from infer.serve.realtime.protocol import Event, ProtocolError
 from infer.serve.realtime.session import RealtimeSession
-from infer.serve.settings import Limits
+from infer.serve.settings import ServerLimits
 
-TRY_AGAIN, EXPIRED, POLICY, INTERNAL = 1013, 1000, 1008, 1011
-"""Close codes of WebSockets: another server, or later; a regular end; a limit; a fault."""
+TRY_AGAIN, INTERNAL = 1013, 1011
+"""Close codes of WebSockets: another server, or later; a fault."""
 
 CLOSING = 5.0
 """Seconds that a client has to take its last events."""
-
-LOOK = 1.0
-"""Seconds between two looks at a session's limits of time."""
 
 
 class SocketTransport:
@@ -92,12 +90,16 @@ class SocketSession:
     """
 
     def __init__(
-        self, socket: WebSocket, transport: SocketTransport, session: RealtimeSession, keys: Keys, owner: str, limits: Limits
+        self,
+        socket: WebSocket,
+        transport: SocketTransport,
+        session: RealtimeSession,
+        keys: Keys,
+        owner: str,
+        limits: ServerLimits,
     ) -> None:
         self._socket, self._transport, self._session = socket, transport, session
-        self._keys, self._owner, self._limits = keys, owner, limits
-        self._began = self._came = time.monotonic()
-        self._minute, self._bytes = self._began, 0
+        self._bounds = SessionBounds(session, keys, owner, limits, lambda: transport.sent_at)
 
     async def run(self) -> None:
         """Returns when the socket is closed."""
@@ -105,7 +107,7 @@ class SocketSession:
         session.begin()
         sending = asyncio.create_task(self._transport.run())
         reading = asyncio.create_task(self._read())
-        watching = asyncio.create_task(self._watch())
+        watching = asyncio.create_task(self._bounds.watch())
         full = asyncio.create_task(self._transport.overfull.wait())
         tasks: set[asyncio.Task[Any]] = {sending, reading, watching, full}
         try:
@@ -142,50 +144,8 @@ class SocketSession:
             if message["type"] == "websocket.disconnect":
                 return
             data = message.get("text") or message.get("bytes") or ""
-            self._came = time.monotonic()
-            try:
-                self._count(len(data))
-            except Denied as error:
-                self._session.send(ProtocolError(str(error), error.code, kind="rate_limit_exceeded").event())
-                raise Closed(POLICY, str(error)) from None
+            self._bounds.count(len(data))
             await self._session.handle(data)
-
-    def _count(self, size: int) -> None:
-        """Count a message; Denied where there are too many, or too much in them."""
-        self._keys.use_event(self._owner)
-        now = time.monotonic()
-        if now - self._minute > 60:
-            self._minute, self._bytes = now, 0
-        self._bytes += size
-        if self._bytes > self._limits.session_bytes:
-            raise Denied(429, "rate_limit_exceeded", f"more than {self._limits.session_bytes:,} bytes came within a minute")
-
-    async def _watch(self) -> None:
-        """End a session that lasts too long, or in which nothing happens."""
-        while True:
-            await asyncio.sleep(min(LOOK, self._limits.idle_seconds / 4, self._limits.session_seconds / 4))
-            now = time.monotonic()
-            if now - self._began > self._limits.session_seconds:
-                minutes = self._limits.session_seconds / 60
-                self._session.tell_error(
-                    f"Your session hit the maximum duration of {minutes:g} minutes.", "session_expired", "invalid_request_error"
-                )
-                raise Closed(EXPIRED, "session_expired")
-            if now - max(self._came, self._transport.sent_at) > self._limits.idle_seconds:
-                self._session.tell_error("nothing came or went for too long", "session_idle_timeout", "invalid_request_error")
-                raise Closed(EXPIRED, "idle")
-
-
-class Closed(Exception):
-    """The server ends the session.
-
-    Attributes:
-        code, reason: of the close frame.
-    """
-
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(reason)
-        self.code, self.reason = code, reason[:120]
 
 
 def _end_of(task: asyncio.Task[Any]) -> tuple[int, str]:

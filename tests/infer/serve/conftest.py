@@ -17,7 +17,7 @@ from infer.serve.realtime.configuration import Configuration, Voices, updated
 from infer.serve.realtime.playback import Outlet, SentOutlet
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.realtime.vad import VoiceActivity
-from infer.serve.settings import Answering, Limits, ServeSettings
+from infer.serve.settings import Answering, ServerLimits, ServeSettings
 from omni.generate.speech_lm import SpeechLM
 
 MANUAL = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
@@ -125,7 +125,7 @@ def host(lm: SpeechLM) -> EngineHost:
 
 @pytest.fixture(scope="session")
 def settings() -> ServeSettings:
-    return ServeSettings(model="tiny", limits=Limits(), answering=Answering(max_seconds=1.0, max_tokens=12))
+    return ServeSettings(model="tiny", limits=ServerLimits(), answering=Answering(max_seconds=1.0, max_tokens=12))
 
 
 @pytest.fixture

@@ -311,3 +311,33 @@ def test_transcripts_and_transcription_sessions(talk: Any, lm: Any) -> None:
         check_known(client.events)
 
     talk(body, given={"type": "transcription", "audio": {"input": {"turn_detection": None}}})
+
+
+def test_an_answer_is_as_long_as_its_client_allows(talk: Any) -> None:
+    async def body(client: Client) -> None:
+        for change in ({"output_modalities": ["text"]}, {"output_modalities": ["audio"]}):
+            done = await client.ask("who?", max_output_tokens=5, **change)
+            assert done["status"] == "incomplete"
+            assert done["status_details"] == {"type": "incomplete", "reason": "max_output_tokens"}
+            assert done["max_output_tokens"] == 5 and 0 < done["usage"]["output_token_details"]["text_tokens"] <= 5
+        await client.send("session.update", session={"max_output_tokens": 4096})
+        assert (await client.ask("who?"))["status"] in ("completed", "incomplete")
+
+    talk(body)
+
+
+def test_a_text_before_a_spoken_answer_is_never_a_path(talk: Any, tmp_path: Any) -> None:
+    place = tmp_path / "secret.wav"
+
+    async def body(client: Client) -> None:
+        await client.send("input_audio_buffer.append", audio=pcm(noise(0.5)))
+        await client.send("input_audio_buffer.commit")
+        await client.ask()
+        spoken = next(iter(client.session.items)).id
+        text = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": str(place)}]}
+        await client.send("conversation.item.create", item=text, previous_item_id=spoken)
+        await client.send("conversation.item.delete", item_id=spoken)
+        done = await client.ask("and now?")
+        assert done["status"] in ("completed", "incomplete"), done
+
+    talk(body)

@@ -15,7 +15,7 @@ from tests.infer.serve.conftest import Client, noise, pcm, sound_of
 
 def cached(client: Client) -> list[Any]:
     """Keys of the columns that the conversation's row of the cache holds, without the numbers of their turns."""
-    held = client.session._dialogue._session._seat.held
+    held = client.session.responses._dialogue._session._seat.held
     return [(*key[:-2], key[-1]) for key in held.keys]
 
 
@@ -36,7 +36,7 @@ async def cut_while_it_plays(client: Client) -> float:
     await client.until("response.output_audio.delta", since)
     await asyncio.sleep(0.35)
     await client.send("response.cancel")
-    heard = client.session.response.item.heard
+    heard = client.session.responses.last.item.heard
     assert 0.2 < heard < 0.6 and heard < len(sound_of(client.events[since:])) / 24_000
     return heard
 
@@ -54,7 +54,7 @@ async def truncate_after_it_ended(client: Client) -> float:
 async def hear_less_than_was_counted(client: Client) -> float:
     """The client's own count is less than that of the server's clock."""
     heard = await cut_while_it_plays(client)
-    item = client.session.response.item.id
+    item = client.session.responses.last.item.id
     less = int(heard * 1000) - 130
     came = await client.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=less)
     assert came[-1]["type"] == "conversation.item.truncated"
@@ -72,7 +72,7 @@ async def hear_nothing(client: Client) -> float:
 def test_the_cache_is_that_of_a_conversation_in_which_only_what_was_heard_was_said(talk: Any, lm: Any, cut: Any) -> None:
     async def body(client: Client) -> tuple[list[Any], str, list[np.ndarray], list[Any]]:
         heard = await cut(client)
-        item = client.session.response.item
+        item = client.session.responses.last.item
         frames = int(heard * 25 + 1e-6)
         assert codes_of(client)[0].shape[1] == frames
         told = (await client.send("conversation.item.retrieve", item_id=item.id))[0]["item"]

@@ -11,7 +11,7 @@ import torchaudio.functional as audio
 
 from infer.serve.realtime.configuration import SemanticVad, ServerVad
 from infer.serve.realtime.turns import SURE, TurnDetector
-from infer.serve.realtime.vad import FRAME_SECONDS, Stream, VoiceActivity
+from infer.serve.realtime.vad import FRAME_SECONDS, SpeechStream, VoiceActivity
 from tests.infer.serve.conftest import Client, noise, pcm
 from train.data.tts.espeak import synthesise, variants
 
@@ -90,7 +90,7 @@ def hear(sounds: list[np.ndarray], piece: int = 0) -> list[list[float]]:
         vad = VoiceActivity()
 
         async def one(sound: np.ndarray) -> list[float]:
-            stream, found = Stream(), list[float]()
+            stream, found = SpeechStream(), list[float]()
             for start in range(0, len(sound), piece or len(sound)):
                 found += await vad.push(stream, sound[start : start + (piece or len(sound))])
             return found
@@ -176,7 +176,7 @@ def test_speech_interrupts_and_a_backchannel_does_not(talk: Any) -> None:
         await client.until("response.output_audio.delta")
         await stream(client, at24(say("yeah", rate=260))[12_000:])
         assert [event["active"] for event in client.events if event["type"] == "omni.ducked"] == [True, False]
-        assert "input_audio_buffer.speech_started" not in client.types and client.session.active is not None
+        assert "input_audio_buffer.speech_started" not in client.types and client.session.responses.active is not None
         await stream(client, at24(say("what is two plus three"))[12_000:])
         started = client.types.index("input_audio_buffer.speech_started")
         done = client.types.index("response.done")

@@ -1,0 +1,202 @@
+"""The responses of a session: what asks for them, what interrupts them, and what of them is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from infer.serve.host import EngineHost
+from infer.serve.realtime import protocol
+from infer.serve.realtime.configuration import Configuration, check_modalities, updated
+from infer.serve.realtime.dialogue import Dialogue, turns_of
+from infer.serve.realtime.items import ConversationItem, read_item
+from infer.serve.realtime.owner import Owner
+from infer.serve.realtime.protocol import Event, ProtocolError
+from infer.serve.realtime.response import Response, Wanted, Why
+
+CHANGEABLE = ("instructions", "output_modalities", "audio", "max_output_tokens", "tools", "tool_choice", "omni")
+"""Fields of the configuration that `response.create` may change for its response."""
+
+
+class Responses:
+    """The responses of one session: those of its conversation, one after another, and those beside it.
+
+    Attributes:
+        last: the last response of the conversation.
+        ducked: its sound is softer, because somebody speaks.
+        on_answered: called when a response of the conversation has ended.
+    """
+
+    def __init__(self, owner: Owner, host: EngineHost) -> None:
+        self.last: Response | None = None
+        self.ducked = False
+        self.on_answered: Callable[[], None] = lambda: None
+        self._owner, self._host = owner, host
+        self._dialogue = Dialogue(host)
+        self._beside: set[Response] = set()
+        self._waits: Wanted | None = None  # a turn that came while an answer was under way that it does not interrupt
+
+    @property
+    def active(self) -> Response | None:
+        """The conversation's response that is under way."""
+        return self.last if self.last is not None and not self.last.over.is_set() else None
+
+    @property
+    def playing(self) -> bool:
+        """Whether an answer is heard, or about to be."""
+        return self.active is not None or (self.last is not None and self.last.outlet.ahead() > 0)
+
+    async def create(self, event: protocol.ResponseCreate) -> None:
+        if self._owner.configuration.type == "transcription":
+            raise ProtocolError("a transcription session writes down what it hears and answers nothing", "invalid_session_type")
+        given = event.response or {}
+        configuration = self._configured(given)
+        alone = given.get("conversation") == "none"
+        if given.get("conversation") not in (None, "auto", "none"):
+            shown = repr(given["conversation"])[:60]
+            raise ProtocolError(f"response.conversation is {shown}; use 'auto' or 'none'", param="response.conversation")
+        items = self._read_input(given["input"]) if given.get("input") is not None else list(self._owner.items)
+        before, question = turns_of(items)
+        wanted = Wanted(configuration, before, question, not alone, _metadata(given.get("metadata")))
+        if not alone and self.active is not None:
+            raise ProtocolError(
+                f"the conversation has an active response, {self.active.id}; wait for response.done, or cancel it",
+                "conversation_already_has_active_response",
+            )
+        if alone and len(self._beside) + 1 >= self._owner.settings.limits.responses:
+            most = self._owner.settings.limits.responses
+            raise ProtocolError(f"{most} responses of this session are under way; wait for one", "rate_limit_exceeded")
+        self.respond(wanted)
+
+    def _configured(self, given: Event) -> Configuration:
+        """The session's configuration with what a response changes."""
+        change = {name: given[name] for name in CHANGEABLE if given.get(name) is not None}
+        if isinstance(change.get("audio"), dict):
+            change["audio"] = {"output": change["audio"].get("output") or {}}
+        try:
+            found = updated(self._owner.configuration, change, started=True)
+        except ProtocolError as error:
+            place = (error.param or "").replace("session", "response", 1)
+            raise ProtocolError(str(error).replace("session.", "response.", 1), error.code, place) from None
+        check_modalities(found.output_modalities, "response.output_modalities")
+        return found
+
+    def _read_input(self, given: Any) -> list[ConversationItem]:
+        """Items of a response's own input; references are looked up in the conversation."""
+        if not isinstance(given, list):
+            raise ProtocolError("response.input must be a list of items", param="response.input")
+        found = []
+        for number, one in enumerate(given):
+            if isinstance(one, dict) and one.get("type") == "item_reference":
+                found.append(self._owner.items.find(str(one.get("id")), "item_reference_invalid_item_id"))
+            else:
+                found.append(read_item(one, f"response.input.{number}"))
+        return found
+
+    def respond(self, wanted: Wanted) -> None:
+        """Begin a response."""
+        if not wanted.conversation:
+            dialogue = Dialogue(self._host)
+            beside = Response(self._owner, dialogue, wanted)
+            self._beside.add(beside)
+            beside.announce()
+            self._owner.spawn(self._run_beside(beside, dialogue))
+            return
+        self.duck(False)
+        self.last = Response(self._owner, self._dialogue, wanted)
+        self._owner.items.add(self.last.item)
+        self.last.announce()
+        self._owner.spawn(self._run(self.last))
+
+    async def _run(self, response: Response) -> None:
+        await response.run()
+        self._owner.metrics.answered(response.status, response.outlet.underruns)
+        self.on_answered()
+        waits, self._waits = self._waits, None
+        if waits is not None:
+            self.respond_to_turn(waits.endpointing)
+
+    async def _run_beside(self, response: Response, dialogue: Dialogue) -> None:
+        try:
+            await response.run()
+        finally:
+            self._beside.discard(response)
+            await dialogue.close()
+
+    def respond_to_turn(self, endpointing: float | None) -> None:
+        """Answer the turn that was just committed, or once the answer under way has ended."""
+        before, question = turns_of(self._owner.items)
+        wanted = Wanted(self._owner.configuration, before, question, endpointing=endpointing)
+        if self.active is not None:
+            self._waits = wanted
+        elif question is not None:
+            self.respond(wanted)
+
+    def duck(self, on: bool) -> None:
+        """Have the answer softer, or as loud as before: by the page, which does it at once, or by what is sent."""
+        if self.ducked == on or self.last is None:
+            return
+        self.ducked = on
+        if self._owner.wants_omni and self._owner.transport.sound_in_events:
+            self._owner.send({"type": "omni.ducked", "active": on})
+        else:
+            self.last.outlet.duck(on)
+
+    async def interrupt(self, why: Why = "turn_detected") -> None:
+        """What plays ends, because somebody speaks or the client asks, and the history is cut to what was heard."""
+        response = self.last
+        if response is None:
+            return
+        if not response.over.is_set():
+            await response.stop(why)
+        elif response.outlet.ahead() > 0:
+            heard = response.outlet.heard
+            response.outlet.clear()
+            await self.cut(response.item, heard)
+
+    async def cancel(self, event: protocol.ResponseCancel) -> None:
+        under_way = [one for one in (self.active, *self._beside) if one is not None]
+        found = [one for one in under_way if event.response_id in (None, one.id)]
+        if not found:
+            named = f" {event.response_id[:80]!r}" if event.response_id else ""
+            raise ProtocolError(f"Cancellation failed: no active response{named} found", "response_cancel_not_active")
+        await found[0].stop("client_cancelled")
+
+    async def clear_output(self, event: protocol.OutputClear) -> None:
+        if self._owner.transport.sound_in_events:
+            raise ProtocolError(
+                "output_audio_buffer.clear is for WebRTC; cancel the response and truncate its item", "invalid_event"
+            )
+        await self.interrupt("client_cancelled")
+
+    async def cut(self, item: ConversationItem, heard: float) -> None:
+        """Cut an answer in the history to the seconds that were heard, and its transcript with it."""
+        if item.answer is None or (item.heard is not None and heard >= item.heard):
+            return
+        item.heard = heard
+        await self._dialogue.cut(item, heard)
+        item.status = "incomplete"
+        item.content[0].text = item.answer.text or ""
+
+    def silence(self) -> None:
+        """Send nothing more of any: nobody is there."""
+        for response in (self.last, *self._beside):
+            if response is not None:
+                response.silence()
+
+    async def close(self) -> None:
+        """End the conversation with the engine."""
+        await self._dialogue.close()
+
+
+def _metadata(given: Any) -> dict[str, str] | None:
+    """A response's metadata; ProtocolError where it is none."""
+    if given is None:
+        return None
+    texts = isinstance(given, dict) and all(isinstance(k, str) and isinstance(v, str) for k, v in given.items())
+    if not texts or len(given) > 16 or any(len(k) > 64 or len(v) > 512 for k, v in given.items()):
+        raise ProtocolError(
+            "response.metadata must have at most 16 texts of at most 512 characters, under names of at most 64",
+            param="response.metadata",
+        )
+    return dict(given)

@@ -1,0 +1,288 @@
+"""Sound of a call: what a client says, from its frames, and what is said to it, as Opus packets in real time.
+
+    the client's track -> TrackListener -> samples at 24 kHz -> session
+    answers' outlets -> SoundTrack: 20 ms at each tick of its clock -> Opus -> RTP
+
+What the clock has taken from an outlet was heard; what waits in it can still be cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from fractions import Fraction
+
+import numpy as np
+from aiortc import MediaStreamTrack
+from aiortc.mediastreams import MediaStreamError
+from av import CodecContext
+from av.audio.codeccontext import AudioCodecContext
+from av.audio.frame import AudioFrame
+from av.packet import Packet
+
+from infer.serve.realtime.configuration import PCM_RATE
+from infer.serve.realtime.playback import Outlet, SampleQueue
+from infer.serve.sound import Resampler, encode, faded
+
+RATE = 48_000
+"""Samples per second of Opus in RTP."""
+
+FRAME = 960
+"""Samples of a packet: 20 ms."""
+
+FADE = 480
+"""Samples in which sound that is cut dies away: 10 ms."""
+
+EDGE = 240
+"""Samples in which sound ends and begins again around a gap: 5 ms."""
+
+LATE = 0.2
+"""Seconds by which the clock may be behind and still send everything; later it leaves out what is past."""
+
+QUIET = 5
+"""Silent frames that are encoded, for what sounds on, before `SILENCE` stands for all that follow."""
+
+SILENCE = bytes.fromhex("f8fffe")
+"""The packet of 20 ms of silence: that of an encoder which has heard nothing else."""
+
+STALL = 0.5
+"""Seconds without a frame of the client's, after which it is taken to be silent."""
+
+WAITING = 500
+"""Frames of the client's that may wait to be heard; older ones are dropped."""
+
+
+class SoundTrack(MediaStreamTrack):
+    """What a client hears: the sound of answers, one after another, and silence between."""
+
+    kind = "audio"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._outlets: deque[CallOutlet] = deque()
+        self._dying = SampleQueue()  # rest of sound that was cut
+        self._encoder = OpusEncoder()
+        self._began: float | None = None
+        self._count = 0
+
+    def add(self, outlet: CallOutlet) -> None:
+        """Play an outlet after those before it."""
+        self._outlets.append(outlet)
+
+    def fade(self, samples: np.ndarray) -> None:
+        """Play samples with the next frame, whatever else is played."""
+        self._dying.clear()
+        self._dying.push(samples)
+
+    async def recv(self) -> Packet:
+        """The next packet, when it is due."""
+        if self.readyState != "live":
+            raise MediaStreamError
+        now = asyncio.get_running_loop().time()
+        if self._began is None:
+            self._began = now
+        late = now - self._began - self._count * FRAME / RATE
+        if late < 0:
+            await asyncio.sleep(-late)
+        elif late > LATE:
+            self._count += int(late * RATE / FRAME)
+        packet = Packet(self._encoder.encode(self.next_frame()))
+        packet.pts, packet.time_base = self._count * FRAME, Fraction(1, RATE)
+        self._count += 1
+        return packet
+
+    def stop(self) -> None:
+        super().stop()
+        self._encoder.close()
+
+    def next_frame(self) -> np.ndarray:
+        """The next samples [960] that are played."""
+        frame, at = np.zeros(FRAME, np.float32), 0
+        while self._outlets and at < FRAME:
+            piece = self._outlets[0].take(FRAME - at)
+            frame[at : at + len(piece)] = piece
+            at += len(piece)
+            if not self._outlets[0].over:
+                break
+            self._outlets.popleft()
+        rest = self._dying.take(FRAME)
+        frame[: len(rest)] += rest
+        return frame
+
+
+class CallOutlet(Outlet):
+    """To a client's track.
+
+    Args:
+        emit: takes the samples that are played.
+    """
+
+    def __init__(self, track: SoundTrack, emit: Callable[[np.ndarray], None]) -> None:
+        super().__init__(RATE)
+        self._track, self._emit = track, emit
+        self._queue = SampleQueue()
+        self._taken = 0
+        self._ended = self._cleared = self._stopped = False
+        self._dry, self._missing = False, 0  # nothing is left although more is to come, and samples since then
+
+    def ahead(self) -> float:
+        return self._queue.count / RATE
+
+    @property
+    def heard(self) -> float:
+        return self._taken / RATE
+
+    @property
+    def over(self) -> bool:
+        """Nothing more is played."""
+        return self._cleared or (self._ended and not self._queue.count)
+
+    def send(self, samples: np.ndarray) -> None:
+        """Let samples [S] go; the gain is that of the moment in which they are played."""
+        self._send(samples)
+
+    def _send(self, samples: np.ndarray) -> None:
+        if self._cleared:
+            return
+        if not self.sent:
+            self._track.add(self)
+        elif self._dry:
+            self.underruns += bool(self._missing)
+            self.lateness = max(self.lateness, self._missing / RATE)
+            samples = np.concatenate([faded(samples[:EDGE], 0.0, 1.0), samples[EDGE:]])
+        self._dry, self._missing = False, 0
+        self._queue.push(samples)
+        self.sent = (self._taken + self._queue.count) / RATE
+
+    def take(self, most: int) -> np.ndarray:
+        """The next samples, at most that many, for the client to hear."""
+        samples = self._queue.take(most)
+        if len(samples):
+            if not self._taken:
+                self.tell("started")
+            self._taken += len(samples)
+            self._emit(samples)
+            samples = faded(samples, self._gain, self._wanted)
+            self._gain = self._wanted
+        if not self._queue.count and not self._ended:
+            self._missing += most - len(samples)
+            if not self._dry:
+                samples = np.concatenate([samples[:-EDGE], faded(samples[-EDGE:], 1.0, 0.0)])
+            self._dry = True
+        self._stop_if_over()
+        return samples
+
+    def clear(self) -> None:
+        if self.over:
+            return
+        rest = self._queue.take(FADE)
+        self._queue.clear()
+        self._cleared, self.sent = True, self.heard
+        if self._taken:
+            self._track.fade(faded(rest, self._gain, 0.0))
+            self.tell("cleared")
+
+    def end(self) -> None:
+        self._ended = True
+        self._stop_if_over()
+
+    def _stop_if_over(self) -> None:
+        """Tell once that all was played."""
+        if self.over and self._taken and not self._cleared and not self._stopped:
+            self._stopped = True
+            self.tell("stopped")
+
+
+class OpusEncoder:
+    """Opus at 48 kbit/s, without its modes for speech, so that silence is always the same packet."""
+
+    def __init__(self) -> None:
+        self._quiet = QUIET
+        self._codec: AudioCodecContext | None = None  # while there is sound: each has threads
+
+    def encode(self, samples: np.ndarray) -> bytes:
+        """The packet of samples [960]."""
+        self._quiet = 0 if samples.any() else self._quiet + 1
+        if self._quiet > QUIET:
+            self.close()
+            return SILENCE
+        if self._codec is None:
+            self._codec = _new_codec()
+            _encoded(self._codec, np.zeros(FRAME, np.float32))  # now it is where the client's decoder is after silence
+        return _encoded(self._codec, samples)
+
+    def close(self) -> None:
+        self._codec = None
+
+
+def _encoded(codec: AudioCodecContext, samples: np.ndarray) -> bytes:
+    frame = AudioFrame.from_ndarray(np.frombuffer(encode(samples, "audio/pcm"), np.int16)[None], "s16", "mono")
+    frame.sample_rate = RATE
+    return b"".join(bytes(packet) for packet in codec.encode(frame))
+
+
+def _new_codec() -> AudioCodecContext:
+    codec = CodecContext.create("libopus", "w")
+    assert isinstance(codec, AudioCodecContext)
+    codec.sample_rate, codec.time_base, codec.bit_rate = RATE, Fraction(1, RATE), 48_000
+    codec.format, codec.layout = "s16", "mono"
+    codec.options = {"application": "lowdelay", "compression_level": "5"}
+    return codec
+
+
+class TrackListener:
+    """What a client says, as samples at 24 kHz; what was lost on the way, or not sent, is silence.
+
+    Args:
+        track: the client's, of 48 kHz.
+    """
+
+    def __init__(self, track: MediaStreamTrack) -> None:
+        self._track = track
+        self._frames: asyncio.Queue[AudioFrame] = asyncio.Queue(WAITING)
+        self._rate = Resampler(RATE, PCM_RATE)
+        self._due: int | None = None  # time stamp of the next sample
+
+    async def read(self) -> None:
+        """Take the frames as they come; returns when the track ends."""
+        while True:
+            try:
+                frame = await self._track.recv()
+            except MediaStreamError:
+                return
+            assert isinstance(frame, AudioFrame)
+            if self._frames.full():
+                self._frames.get_nowait()
+            self._frames.put_nowait(frame)
+
+    async def listen(self, hear: Callable[[np.ndarray], Awaitable[None]]) -> None:
+        """Pass on what came, for ever."""
+        coming = asyncio.ensure_future(self._frames.get())
+        try:
+            while True:
+                await asyncio.wait([coming], timeout=STALL)
+                if coming.done():
+                    frames = [coming.result(), *self._rest()]
+                    coming = asyncio.ensure_future(self._frames.get())
+                    samples = np.concatenate([self._samples(frame) for frame in frames])
+                elif self._due is not None:
+                    samples = np.zeros(round(STALL * RATE), np.float32)
+                    self._due += len(samples)
+                else:
+                    continue
+                await hear(self._rate.push(samples))
+        finally:
+            coming.cancel()
+
+    def _rest(self) -> list[AudioFrame]:
+        """The frames that wait."""
+        return [self._frames.get_nowait() for _ in range(self._frames.qsize())]
+
+    def _samples(self, frame: AudioFrame) -> np.ndarray:
+        """A frame's samples [S] at 48 kHz, after silence for what is missing before it."""
+        stamp = frame.pts or 0
+        missing = 0 if self._due is None else min(max(stamp - self._due, 0), RATE)
+        self._due = stamp + frame.samples
+        samples = frame.to_ndarray().reshape(-1, frame.layout.nb_channels).mean(axis=1, dtype=np.float32) / 32768
+        return np.concatenate([np.zeros(missing, np.float32), samples])

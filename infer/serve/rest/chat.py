@@ -1,0 +1,183 @@
+"""`/v1/chat/completions`: questions in text and sound, answered in text or in text and sound, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, BeforeValidator, Field
+
+from infer.serve.realtime.protocol import Event, ProtocolError, new_id
+from infer.serve.rest.answers import KeptAnswers, begun, chat_usage, limited, sampling, used, whole
+from infer.serve.rest.formats import Sounding, encoded, joined
+from infer.serve.rest.jobs import Job, event_stream
+from infer.serve.rest.messages import MOST_MESSAGES, Chat, MessageReader
+from infer.serve.sound import encode
+from omni.generate.question import longest
+from omni.generate.results import AudioChunk, Ended, TextDelta
+from omni.generate.results import Event as Output
+
+Tokens = Annotated[int, Field(ge=1, le=2**20)]
+
+
+class AudioOptions(BaseModel):
+    format: Literal["wav", "mp3", "flac", "opus", "pcm16"] | None = None
+    voice: Any = None
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = None
+
+
+class ChatRequest(BaseModel):
+    """A request; fields that change nothing here (tools, penalties, formats of text) are left alone."""
+
+    messages: Annotated[list[Any], Field(min_length=1, max_length=MOST_MESSAGES)]
+    modalities: Annotated[list[Literal["text", "audio"]], Field(min_length=1)] | None = None
+    audio: AudioOptions | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    stop: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=1000)]],
+            Field(max_length=16),
+            BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+        ]
+        | None
+    ) = None
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
+
+    @property
+    def speaks(self) -> bool:
+        return "audio" in (self.modalities or ())
+
+    @property
+    def form(self) -> str:
+        """Format of the answer's sound."""
+        given = None if self.audio is None else self.audio.format
+        return given or ("pcm16" if self.stream else "wav")
+
+
+class Completions:
+    """Answers the requests of one server.
+
+    Attributes:
+        kept: spoken answers that later requests may refer to.
+    """
+
+    def __init__(self) -> None:
+        self.kept = KeptAnswers()
+
+    async def handle(self, job: Job) -> Response:
+        body = await job.read(ChatRequest)
+        if body.speaks and not job.server.voices.speaks:
+            raise ProtocolError("this model has no sound; leave modalities out", param="modalities")
+        if body.speaks and body.stream and body.form != "pcm16":
+            raise ProtocolError(f"audio.format is {body.form!r}; streams have pcm16", param="audio.format")
+        config = job.server.host.engine.config
+        reader = MessageReader(longest(config), lambda answer_id: self.kept.find(answer_id, job.owner))
+        chat = await asyncio.to_thread(reader.read, body.messages)
+        job.server.keys.use_sound(job.owner, chat.seconds)
+        completion = Completion(job, body, chat, self.kept)
+        if not body.stream:
+            return JSONResponse(await job.while_connected(completion.whole()))
+        events = await job.while_connected(completion.begun())
+        return event_stream(job, completion.chunks(events), last="[DONE]")
+
+
+class Completion:
+    """One answer in the form of chat completions."""
+
+    def __init__(self, job: Job, body: ChatRequest, chat: Chat, kept: KeptAnswers) -> None:
+        self._job, self._body, self._chat, self._kept = job, body, chat, kept
+        self._id, self._created = new_id("chatcmpl"), int(time.time())
+        self._rate: int = job.server.host.engine.sample_rate
+
+    async def _ask(self) -> Any:
+        body, chat, server = self._body, self._chat, self._job.server
+        options = sampling(server.settings.answering, body.temperature, body.top_p, body.seed)
+        options = limited(options, body.max_completion_tokens or body.max_tokens, body.speaks)
+        options["stop"] = body.stop or None
+        options["system"] = chat.system if server.settings.answering.use_instructions else ""
+        if body.speaks and body.audio is not None:
+            options["adapter"] = server.voices.adapter(body.audio.voice)
+        task = f"{'A' if chat.spoken else 'T'}1{'A' if body.speaks else 'T'}2"
+        pace: Any = "read" if body.stream else "whole"
+        return await self._job.ask(chat.question, task, pace, history=chat.history(), overflow="forget", **options)
+
+    async def _settled(self, audio_id: str) -> tuple[Event, int]:
+        """What the answer used, and when its sound is forgotten (0 for one without); it has ended."""
+        session = self._job.session
+        usage = chat_usage(used(await asyncio.to_thread(lambda: session.turns)))
+        if not self._body.speaks:
+            return usage, 0
+        answer = await asyncio.to_thread(lambda: session.last_answer)
+        return usage, self._kept.add(audio_id, self._job.owner, answer)
+
+    async def whole(self) -> Event:
+        """The `chat.completion`."""
+        found = await whole(await self._ask())
+        audio_id = new_id("audio")
+        usage, expires = await self._settled(audio_id)
+        message: Event = {"role": "assistant", "content": found.text, "refusal": None}
+        if self._body.speaks:
+            samples = joined(found.chunks, self._rate)
+            data = base64.b64encode(await asyncio.to_thread(encoded, samples, self._body.form)).decode()
+            message["audio"] = {"id": audio_id, "data": data, "expires_at": expires, "transcript": found.text}
+            message["content"] = None
+        choice = {"index": 0, "message": message, "finish_reason": _finish(found.ended), "logprobs": None}
+        return {**self._head("chat.completion"), "choices": [choice], "usage": usage}
+
+    async def begun(self) -> AsyncIterator[Output]:
+        return await begun(await self._ask())
+
+    async def chunks(self, events: AsyncIterator[Output]) -> AsyncIterator[Event]:
+        """The `chat.completion.chunk`s."""
+        audio_id, speaks, sounding = new_id("audio"), self._body.speaks, Sounding(self._rate)
+        yield self._chunk({"role": "assistant", "refusal": None} if speaks else {"role": "assistant", "content": ""})
+        finish = "stop"
+        async for event in events:
+            if isinstance(event, TextDelta):
+                yield self._chunk({"audio": {"id": audio_id, "transcript": event.text}} if speaks else {"content": event.text})
+            elif isinstance(event, Ended):
+                finish = _finish(event)
+            samples = sounding.push(event) if isinstance(event, AudioChunk) else None
+            if isinstance(event, Ended) and speaks:
+                samples = sounding.finish()
+            if samples is not None and len(samples):
+                data = base64.b64encode(encode(samples, "audio/pcm")).decode()
+                yield self._chunk({"audio": {"id": audio_id, "data": data}})
+        usage, expires = await self._settled(audio_id)
+        if speaks:
+            yield self._chunk({"audio": {"expires_at": expires}})
+        yield self._chunk({}, finish)
+        if self._with_usage:
+            yield {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
+
+    @property
+    def _with_usage(self) -> bool:
+        options = self._body.stream_options
+        return options is not None and bool(options.include_usage)
+
+    def _head(self, kind: str) -> Event:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._job.server.voices.model}
+
+    def _chunk(self, delta: Event, finish: str | None = None) -> Event:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+        usage = {"usage": None} if self._with_usage else {}
+        return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
+
+
+def _finish(ended: Ended) -> str:
+    """`finish_reason` of an answer that did not break."""
+    return "length" if ended.reason in ("length", "cache") else "stop"

@@ -1,0 +1,265 @@
+"""Requests under way: whom they are from, how many there are, and what ends with them.
+
+admit --> begin --> read the body --> ask --> a whole response, or a stream --> end: the engine's session is closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ValidationError
+from starlette.datastructures import FormData
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from infer.serve.keys import Denied, key_of
+from infer.serve.logs import LOG
+from infer.serve.realtime.protocol import Event, ProtocolError, first_mistake
+from infer.serve.rest.errors import AGAIN, Failure, failure_of
+from omni.engine.client import Pace
+from omni.errors import UserError
+from omni.generate.asynchronous import AsyncAnswer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from infer.serve.server import Server
+
+T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+
+BODY_SECONDS = 120.0
+"""Seconds in which a request's body has to come."""
+
+FIELDS = 64
+"""Most fields of a form, besides its file."""
+
+GONE = 499
+"""Status of a request whose client went away, for the figures alone."""
+
+Handler = Callable[["Job"], Awaitable[Response]]
+
+
+class Jobs:
+    """The requests under way of one server."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.under_way: Counter[str] = Counter()  # by owner
+
+    def add(self, app: FastAPI, path: str, handle: Handler) -> None:
+        """Answer POST requests of a path.
+
+        What `handle` raises is told in OpenAI's form, but `Denied` and HTTP's own errors, which the application tells.
+        """
+
+        async def endpoint(request: Request) -> Response:
+            owner, _ = self.server.admit(request.headers, [])
+            since = time.monotonic()
+            response = await self._answer(request, owner, handle)
+            status = response.status_code
+            self.server.metrics.requests.labels(path, str(status)).inc()
+            seconds = round(time.monotonic() - since, 3)
+            LOG.info("request", extra={"fields": {"path": path, "status": status, "seconds": seconds, "owner": owner}})
+            return response
+
+        app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
+
+    async def _answer(self, request: Request, owner: str, handle: Handler) -> Response:
+        job: Job | None = None
+        response: Response | None = None
+        try:
+            job = self._begin(request, owner)
+            response = await handle(job)
+        except (Denied, HTTPException):
+            raise
+        except ClientDisconnect:
+            response = Response(status_code=GONE)
+        except Exception as error:
+            response = failure_of(error).response()
+        finally:
+            if job is not None and not isinstance(response, StreamedResponse):
+                job.end()
+        return response
+
+    def _begin(self, request: Request, owner: str) -> Job:
+        """Count a request; Failure where there are too many."""
+        limits = self.server.settings.limits
+        if self.server.draining:
+            raise Failure(503, "this server ends; ask again later", "server_shutting_down", "server_error", again=AGAIN)
+        if self.under_way.total() >= limits.sessions:
+            most = limits.sessions
+            message = f"{most} requests are under way, as many as this server takes at once; ask again"
+            raise Failure(503, message, "server_overloaded", "server_error", again=AGAIN)
+        if self.under_way[owner] >= limits.key_sessions:
+            message = f"{limits.key_sessions} requests of this key are under way, as many as it may have; wait for one"
+            raise Failure(429, message, "rate_limit_exceeded", "rate_limit_exceeded", again=AGAIN)
+        self.under_way[owner] += 1
+        return Job(self, request, owner)
+
+
+class Job:
+    """One request under way.
+
+    Attributes:
+        key: that it brought, "" for none; owner: of the key.
+        session: of the engine, once something was asked.
+    """
+
+    def __init__(self, jobs: Jobs, request: Request, owner: str) -> None:
+        self.server, self.owner = jobs.server, owner
+        self.key = key_of(request.headers) or ""
+        self.session: Any = None
+        self._jobs, self._request, self._over = jobs, request, False
+
+    # --- its body -----------------------------------------------------------------------------------------------------
+
+    async def read(self, kind: type[M], most: int | None = None) -> M:
+        """The body as JSON.
+
+        Args:
+            most: bytes of it, where less than any body may have.
+
+        Raises:
+            ProtocolError: it is no JSON, or has a field of the wrong kind.
+        """
+        body = await self._within(self._request.body())
+        if most is not None and len(body) > most:
+            raise Failure(413, f"the body has {len(body):,} bytes; at most {most:,} are taken here", "too_large")
+        try:
+            given = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"the body is no JSON: {type(error).__name__}", "invalid_json") from None
+        return validated(kind, given)
+
+    @contextlib.asynccontextmanager
+    async def form(self) -> AsyncIterator[FormData]:
+        """The body as a form with one file at most; its file is closed afterwards."""
+        try:
+            form = await self._within(self._request.form(max_files=1, max_fields=FIELDS))
+        except HTTPException as error:
+            if error.status_code != 400:
+                raise
+            raise ProtocolError(f"the form cannot be read: {error.detail}", "invalid_form") from None
+        try:
+            yield form
+        finally:
+            await form.close()
+
+    async def _within(self, reading: Awaitable[T]) -> T:
+        try:
+            return await asyncio.wait_for(reading, BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise Failure(408, f"the body did not come within {BODY_SECONDS:g} s", "request_timeout") from None
+
+    # --- its answer ---------------------------------------------------------------------------------------------------
+
+    async def ask(self, question: str | Tensor, task: str, pace: Pace, **options: Any) -> AsyncAnswer:
+        """Ask a text, or samples [S] at 16 kHz, in a session of its own, which ends with this request.
+
+        Args:
+            options: keywords of `SpeechLM.session`.
+
+        Raises:
+            UserError: of the engine, also `omni.engine.wire.EngineLost`.
+        """
+        engine = self.server.host.engine
+        self.session = await asyncio.to_thread(lambda: engine.session(pace=pace, **options))
+        answer: AsyncAnswer = self.session.ask_async(question, task)
+        return answer
+
+    async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the work returns; where the client goes away meanwhile it is cancelled, and ClientDisconnect is raised."""
+        doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                raise ClientDisconnect
+            return doing.result()
+        finally:
+            gone.cancel()
+            if doing.cancel():
+                await asyncio.wait((doing,))
+
+    async def _gone(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+
+    def end(self) -> None:
+        """Let it go, and close its session without waiting for that."""
+        if self._over:
+            return
+        self._over = True
+        self._jobs.under_way[self.owner] -= 1
+        if self.session is not None:
+            asyncio.get_running_loop().run_in_executor(None, _close, self.session)
+
+
+def _close(session: Any) -> None:
+    with contextlib.suppress(UserError):  # a lost engine has no session left
+        session.close()
+
+
+def validated(kind: type[M], given: Any) -> M:
+    """Values as a model has them; ProtocolError with the place of the first mistake."""
+    if not isinstance(given, dict):
+        raise ProtocolError(f"the body is a {type(given).__name__}; send an object")
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise ProtocolError(*first_mistake(error)) from None
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+class StreamedResponse(StreamingResponse):
+    """A response that is sent while it is made. Its request ends with it: when it is whole, when the client has gone, or has
+    taken nothing for as long as a session may be idle."""
+
+    def __init__(self, job: Job, pieces: AsyncIterator[bytes], media_type: str) -> None:
+        super().__init__(pieces, media_type=media_type, headers={"x-accel-buffering": "no"})
+        self._job = job
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        patience = self._job.server.settings.limits.idle_seconds
+
+        async def sent(message: Any) -> None:
+            await asyncio.wait_for(send(message), patience)
+
+        try:
+            await super().__call__(scope, receive, sent)
+        finally:
+            self._job.end()
+
+
+def event_stream(job: Job, events: AsyncIterator[Event], last: str | None = None) -> StreamedResponse:
+    """Events as server-sent ones; what breaks them is told as the last of them.
+
+    Args:
+        last: data that ends the stream.
+    """
+
+    async def pieces() -> AsyncIterator[bytes]:
+        try:
+            async for event in events:
+                yield _data(json.dumps(event))
+        except Exception as error:
+            yield _data(json.dumps(failure_of(error).body))
+            return
+        if last is not None:
+            yield _data(last)
+
+    return StreamedResponse(job, pieces(), "text/event-stream")
+
+
+def _data(text: str) -> bytes:
+    return f"data: {text}\n\n".encode()

@@ -1,0 +1,186 @@
+"""Messages of chat completions as turns: questions, and the answers that they have.
+
+Sound is decoded here. Nothing that a message names is ever fetched: sound comes in the request, or as the id of an earlier
+answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from infer.serve.realtime.configuration import LONGEST_TEXT
+from infer.serve.realtime.items import from_base64
+from infer.serve.realtime.protocol import ProtocolError
+from omni.audio.io import SAMPLE_RATE
+from omni.audio.waveform import read_sound
+from omni.errors import UserError
+from omni.generate.messages import Message
+
+MOST_MESSAGES = 4096
+
+MOST_SECONDS = 600.0
+"""Seconds of sound of all messages together; one question's may be less, as the model says."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+@dataclass(frozen=True)
+class ChatTurn:
+    """A question, as a text or as samples [S] at 16 kHz, and its answer: one of the engine's, a client's text, or none."""
+
+    question: str | Tensor
+    answer: Message | str | None = None
+
+    @property
+    def spoken(self) -> bool:
+        return isinstance(self.question, Tensor)
+
+    def history(self) -> list[Any]:
+        """The turn for a session's history; a question without an answer was interrupted before any of it was heard.
+
+        A spoken answer has the task that fits its question here, whatever it answered first: a text is never read as a file.
+        """
+        answer: Any = {"role": "assistant", "content": self.answer}
+        if not isinstance(self.answer, str):
+            given = self.answer or Message("assistant", "", cut=True)
+            answer = replace(given, task="A1A2" if self.spoken else "T1A2")
+        return [{"role": "user", "content": self.question}, answer]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What messages say.
+
+    Attributes:
+        before, question: the turns before, and what is to be answered.
+        system: texts of the system messages.
+        seconds: length of all sound.
+    """
+
+    before: Sequence[ChatTurn]
+    question: str | Tensor
+    system: str
+    seconds: float
+
+    @property
+    def spoken(self) -> bool:
+        return isinstance(self.question, Tensor)
+
+    def history(self) -> list[Any] | None:
+        return [message for turn in self.before for message in turn.history()] or None
+
+
+class MessageReader:
+    """Reads the messages of one request.
+
+    Args:
+        longest: seconds of one question.
+        find: the kept answer of an id, None for an unknown one.
+    """
+
+    def __init__(self, longest: float, find: Callable[[str], Message | None]) -> None:
+        self._longest, self._find = longest, find
+        self._turns: list[ChatTurn] = []
+        self._system: list[str] = []
+        self._characters, self._seconds = 0, 0.0
+
+    def read(self, messages: Sequence[Any]) -> Chat:
+        """What the messages say. Each sound, and the text of each message, is a turn; answers without a question, and messages
+        of tools, are left out. It decodes sound: a thread should do it.
+
+        Raises:
+            ProtocolError: with the place of what cannot be read, or there is no question at the end.
+        """
+        for number, given in enumerate(messages):
+            self._message(given, f"messages.{number}")
+        if not self._turns or self._turns[-1].answer is not None:
+            raise ProtocolError("the last message that is no tool's must be the user's question", param="messages")
+        return Chat(self._turns[:-1], self._turns[-1].question, "\n".join(self._system), self._seconds)
+
+    def _message(self, given: Any, place: str) -> None:
+        role = given.get("role") if isinstance(given, dict) else None
+        if role not in ROLES:
+            raise ProtocolError(f"{place}.role is {repr(role)[:60]}; use one of {', '.join(ROLES)}", param=f"{place}.role")
+        content = given.get("content")
+        if role == "user":
+            self._turns += [ChatTurn(part) for part in self._parts(content, place, sounds=True)]
+        elif role in ("system", "developer"):
+            self._system += self._parts(content, place)
+        elif role == "assistant":
+            answer: Message | str | None = self._kept(given["audio"], place) if given.get("audio") else None
+            if answer is None and content is not None:
+                answer = "".join(self._parts(content, place))
+            if answer is not None and self._turns and self._turns[-1].answer is None:
+                self._turns[-1] = replace(self._turns[-1], answer=answer)
+
+    def _kept(self, given: Any, place: str) -> Message:
+        place += ".audio.id"
+        answer_id = given.get("id") if isinstance(given, dict) else None
+        if not isinstance(answer_id, str):
+            raise ProtocolError(f"{place} must be the id of an answer's sound", param=place)
+        answer = self._find(answer_id)
+        if answer is None:
+            raise ProtocolError(f"audio not found: {answer_id[:80]!r} is unknown, or expired", "audio_not_found", place)
+        return answer
+
+    def _parts(self, content: Any, place: str, sounds: bool = False) -> list[Any]:
+        """Texts and sounds of a message, in their order; texts that follow each other are one, and blank ones are left out."""
+        place += ".content"
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        if not isinstance(content, list) or not content:
+            raise ProtocolError(
+                f"{place} must be a text, or a list of parts",
+                "missing_required_parameter" if content is None else "invalid_value",
+                place,
+            )
+        found: list[Any] = []
+        for number, part in enumerate(content):
+            at = f"{place}.{number}"
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "text":
+                text = self._text(part.get("text"), f"{at}.text")
+                if found and isinstance(found[-1], str):
+                    found[-1] += f"\n{text}"
+                else:
+                    found.append(text)
+            elif kind == "input_audio" and sounds:
+                found.append(self._sound(part.get("input_audio"), f"{at}.input_audio"))
+            else:
+                takes = "text and input_audio" if sounds else "text"
+                raise ProtocolError(f"{at}.type is {repr(kind)[:60]}; this model takes {takes} here", param=f"{at}.type")
+        return [part for part in found if not isinstance(part, str) or part.strip()]
+
+    def _text(self, given: Any, place: str) -> str:
+        if not isinstance(given, str):
+            raise ProtocolError(f"{place} must be a text", param=place)
+        self._characters += len(given)
+        if self._characters > LONGEST_TEXT:
+            message = f"the messages have more than {LONGEST_TEXT:,} characters; leave the oldest out"
+            raise ProtocolError(message, "context_length_exceeded", "messages")
+        return given
+
+    def _sound(self, given: Any, place: str) -> Tensor:
+        data = from_base64(given.get("data") if isinstance(given, dict) else None, f"{place}.data")
+        clip = decoded(data, min(self._longest, MOST_SECONDS), f"{place}.data")
+        self._seconds += len(clip) / SAMPLE_RATE
+        if self._seconds > MOST_SECONDS:
+            message = f"the messages have more than {MOST_SECONDS:g} s of sound; leave the oldest out"
+            raise ProtocolError(message, "context_length_exceeded", "messages")
+        return clip
+
+
+def decoded(data: bytes, longest: float, place: str) -> Tensor:
+    """Samples [S] at 16 kHz of a sound file's bytes.
+
+    Raises:
+        ProtocolError: with the place: no sound file that is read here, one that is cut, or longer than `longest` seconds.
+    """
+    try:
+        return read_sound(data, SAMPLE_RATE, max_seconds=longest)
+    except UserError as error:
+        raise ProtocolError(f"{place}: {error}", "invalid_audio", place) from None

@@ -1,0 +1,103 @@
+"""`/v1/audio/transcriptions`: what a sound file says (task A1T1), whole or as it is written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel, Field
+from starlette.datastructures import FormData, UploadFile
+from torch import Tensor
+
+from infer.serve.realtime.protocol import Event, ProtocolError
+from infer.serve.realtime.transcripts import MOST
+from infer.serve.rest.answers import begun, whole
+from infer.serve.rest.jobs import Job, event_stream, validated
+from infer.serve.rest.messages import decoded
+from omni.audio.io import SAMPLE_RATE
+from omni.generate.question import longest
+from omni.generate.results import Event as Output
+from omni.generate.results import TextDelta
+
+TASK = "A1T1"
+
+TIMED = ("srt", "vtt", "diarized_json")
+"""Formats that tell who speaks when, which the model does not know."""
+
+
+class TranscriptionRequest(BaseModel):
+    """Fields of the form besides the file; those that change nothing here (model, prompt, chunking) are left alone.
+
+    Attributes:
+        language: of the sound, which is given back in `verbose_json`.
+        temperature: 0, the default, takes the likeliest ids.
+    """
+
+    response_format: Literal["json", "text", "verbose_json"] = "json"
+    language: Annotated[str, Field(max_length=64)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    stream: bool = False
+
+
+async def transcribe(job: Job) -> Response:
+    """Answers a request."""
+    async with job.form() as form:
+        body, data = read_fields(form), await _file(form)
+    limit = longest(job.server.host.engine.config)
+    clip = await asyncio.to_thread(decoded, data, limit, "file")
+    seconds = len(clip) / SAMPLE_RATE
+    job.server.keys.use_sound(job.owner, seconds)
+    usage = {"type": "duration", "seconds": round(seconds, 3)}
+    if body.stream:
+        events = await job.while_connected(_begun(job, clip, body))
+        return event_stream(job, _deltas(events, usage))
+    text = await job.while_connected(_text(job, clip, body))
+    if body.response_format == "text":
+        return PlainTextResponse(f"{text}\n")
+    if body.response_format == "json":
+        return JSONResponse({"text": text, "usage": usage})
+    language = body.language or "unknown"
+    told = {"task": "transcribe", "language": language, "duration": round(seconds, 3), "text": text, "usage": usage}
+    return JSONResponse(told)
+
+
+def read_fields(form: FormData) -> TranscriptionRequest:
+    """The fields of a form; ProtocolError with the place of one that cannot be."""
+    given: dict[str, Any] = {name: value for name, value in form.items() if isinstance(value, str) and value}
+    if given.get("response_format") in TIMED:
+        message = f"response_format {given['response_format']!r} tells times, which this model does not know; use json"
+        raise ProtocolError(message, "unsupported_value", "response_format")
+    return validated(TranscriptionRequest, given)
+
+
+async def _file(form: FormData) -> bytes:
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise ProtocolError(
+            "file is missing; send the sound as a file of multipart/form-data", "missing_required_parameter", "file"
+        )
+    return await file.read()
+
+
+async def _ask(job: Job, clip: Tensor, body: TranscriptionRequest, pace: Any) -> Any:
+    return await job.ask(clip, TASK, pace, max_tokens=MOST, temperature=body.temperature)
+
+
+async def _begun(job: Job, clip: Tensor, body: TranscriptionRequest) -> AsyncIterator[Output]:
+    return await begun(await _ask(job, clip, body, "read"))
+
+
+async def _text(job: Job, clip: Tensor, body: TranscriptionRequest) -> str:
+    return (await whole(await _ask(job, clip, body, "whole"))).text.strip()
+
+
+async def _deltas(events: AsyncIterator[Output], usage: Event) -> AsyncIterator[Event]:
+    text = ""
+    async for event in events:
+        if isinstance(event, TextDelta):
+            text += event.text
+            yield {"type": "transcript.text.delta", "delta": event.text}
+    yield {"type": "transcript.text.done", "text": text.strip(), "usage": usage}

@@ -1,0 +1,58 @@
+"""What the routes of a server share: the engine, the keys, the open sessions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from infer.serve.host import EngineHost
+from infer.serve.keys import Keys, check_origin, key_of
+from infer.serve.metrics import Metrics
+from infer.serve.realtime.configuration import Configuration, Voices, updated
+from infer.serve.realtime.session import RealtimeSession
+from infer.serve.realtime.vad import VoiceActivity
+from infer.serve.settings import ServeSettings
+
+
+@dataclass(eq=False)
+class Server:
+    """What the routes share.
+
+    Attributes:
+        sessions: the open Realtime sessions, by their ids.
+        draining: no new session is taken.
+    """
+
+    host: EngineHost
+    settings: ServeSettings
+    keys: Keys
+    voices: Voices
+    metrics: Metrics = field(default_factory=Metrics)
+    vad: VoiceActivity = field(default_factory=VoiceActivity)
+    sessions: dict[str, RealtimeSession] = field(default_factory=dict)
+    draining: bool = False
+
+    def admit(self, headers: Any, protocols: list[str]) -> tuple[str, Any]:
+        """The owner of a request's key, and its secret's configuration; Denied where it is not let in."""
+        check_origin(headers, self.settings.origins, not self.keys.needed)
+        owner, session = self.keys.owner(key_of(headers, protocols))
+        self.keys.use_events(owner)
+        return owner, session
+
+    @property
+    def full(self) -> bool:
+        return self.draining or len(self.sessions) >= self.settings.limits.sessions
+
+    def begin(self, transport: Any, given: Any, wants_omni: bool) -> RealtimeSession:
+        """A new session; ProtocolError where the configuration that it begins with cannot be."""
+        configuration = updated(Configuration(), dict(given), started=False) if given else None
+        session = RealtimeSession(
+            self.host, self.settings, self.voices, self.vad, self.metrics, transport, configuration, wants_omni
+        )
+        self.sessions[session.id] = session
+        return session
+
+    def lost(self, reason: str) -> None:
+        """Tell every session that the engine was lost."""
+        for session in list(self.sessions.values()):
+            session.tell_error(f"the engine was lost and is started again; ask again in some seconds ({reason})")

@@ -1,0 +1,212 @@
+"""Transcriptions and speech over plain HTTP, by OpenAI's own client, against what the model says itself."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import soundfile
+from fastapi import FastAPI
+
+from infer.serve.app import create_app
+from infer.serve.host import EngineHost
+from infer.serve.rest.formats import MEDIA, encoded, joined, wav_header
+from infer.serve.settings import ServeSettings
+from omni.generate.results import AudioChunk
+from omni.generate.speech_lm import SpeechLM
+from tests.infer.serve.conftest import noise
+from tests.infer.serve.test_rest_jobs import app, error_of, nothing_left, post, use
+
+__all__ = ["app", "nothing_left"]
+
+SPEECH, TRANSCRIPTIONS = "/v1/audio/speech", "/v1/audio/transcriptions"
+TEXT = "say something"
+OPTIONS: Any = {"max_seconds": 1.0, "max_tokens": 12}
+"""Those of the fixture `settings`."""
+
+
+def wav(seconds: float = 0.6, rate: int = 16_000, form: str = "WAV", seed: int = 0) -> bytes:
+    """A sound file's bytes."""
+    out = io.BytesIO()
+    soundfile.write(out, noise(seconds, seed, rate), rate, format=form)
+    return out.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def short_transcripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model never ends one by itself."""
+    monkeypatch.setattr("infer.serve.rest.transcriptions.MOST", 12)
+
+
+def at_24khz(answer: Any) -> np.ndarray:
+    """Samples [S] of an answer of the model, as responses have them."""
+    return joined([AudioChunk(answer.audio)], answer.sample_rate)
+
+
+def read(data: bytes, form: str) -> np.ndarray:
+    """Samples [S] of a response's sound."""
+    if form.startswith("pcm"):
+        return np.frombuffer(data, "<i2").astype(np.float32) / 32767
+    samples, rate = soundfile.read(io.BytesIO(data), dtype="float32")
+    assert rate == 24_000 and samples.ndim == 1
+    return samples
+
+
+# --- transcriptions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG", "MP3"])
+def test_a_transcription_is_the_models(app: FastAPI, lm: SpeechLM, form: str) -> None:
+    data = wav(form=form)
+    text = lm.generate(data, "A1T1", **OPTIONS).text.strip()
+
+    async def body(client: openai.AsyncOpenAI) -> None:
+        create: Any = client.audio.transcriptions.create
+        found = await create(model="whisper-1", file=(f"a.{form}", data), language="en", prompt="names")
+        assert found.text == text and abs(found.usage.seconds - 0.6) < 0.1 and found.usage.type == "duration"
+        if form == "WAV":
+            assert await create(model="x", file=data, response_format="text") == f"{text}\n"
+            told = await create(model="x", file=data, response_format="verbose_json", language="en")
+            assert (told.text, told.language, told.duration) == (text, "en", 0.6)
+            events = [event async for event in await create(model="x", file=data, stream=True)]
+            assert [event.type for event in events[-2:]] == ["transcript.text.delta", "transcript.text.done"]
+            assert events[-1].text == text == "".join(event.delta for event in events[:-1]).strip()
+            assert events[-1].usage.seconds == 0.6
+            drawn = await create(model="x", file=data, temperature=1.0)
+            assert drawn.text == lm.generate(data, "A1T1", temperature=1.0, **OPTIONS).text.strip() != text
+
+    assert text
+    use(app, body)
+
+
+def test_transcriptions_that_cannot_be(app: FastAPI) -> None:
+    def refused(files: Any, fields: Any, param: str | None) -> str:
+        async def body(client: openai.AsyncOpenAI) -> Any:
+            return await client._client.post(f"http://localhost{TRANSCRIPTIONS}", files=files, data=fields)
+
+        error = error_of(use(app, body), 400)
+        assert error["param"] == param
+        return error["message"]
+
+    sound = {"file": ("a.wav", wav())}
+    for form in ("srt", "vtt"):
+        assert "times" in refused(sound, {"response_format": form}, "response_format")
+    refused(sound, {"response_format": "xml"}, "response_format")
+    refused(sound, {"temperature": "warm"}, "temperature")
+    refused(sound, {"stream": "perhaps"}, "stream")
+    refused({"other": ("a.wav", wav())}, {}, "file")
+    refused(None, {"file": "a.wav"}, "file")
+    refused([("file", ("a.wav", wav())), ("file", ("b.wav", wav()))], {}, None)
+    assert "30 s" in refused({"file": ("a.flac", wav(31.0, form="FLAC"))}, {}, "file")
+    assert "truncated" in refused({"file": ("a.wav", wav()[:5000])}, {}, "file")
+    assert "text" in refused({"file": ("a.wav", b"no sound at all")}, {}, "file")
+    assert "empty" in refused({"file": ("a.wav", b"")}, {}, "file")
+    broken = post(app, TRANSCRIPTIONS, b"no form", headers={"content-type": "multipart/form-data"})
+    assert error_of(broken, 400)["code"] == "invalid_form"
+
+
+def test_a_file_that_unfolds_is_refused_before_it_is_decoded(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.BytesIO()
+    soundfile.write(out, np.zeros(1000 * 16_000, np.int16), 16_000, format="FLAC")
+    assert len(out.getvalue()) < 60_000
+    monkeypatch.setattr("omni.audio.io._decode", lambda *args: pytest.fail("it was decoded"))
+
+    async def body(client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match="lasts 1000"):
+            await client.audio.transcriptions.create(model="any", file=("a.flac", out.getvalue()))
+
+    use(app, body)
+
+
+# --- speech -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["mp3", "wav", "flac", "opus", "pcm"])
+def test_speech_is_the_models_in_every_format(app: FastAPI, lm: SpeechLM, form: Any) -> None:
+    wanted = at_24khz(lm.generate(TEXT, "T1A1", **OPTIONS))
+
+    async def body(client: openai.AsyncOpenAI) -> Any:
+        return await client.audio.speech.create(model="tts-1", voice="alloy", input=TEXT, response_format=form, speed=1.5)
+
+    response = use(app, body)
+    assert response.response.headers["content-type"] == MEDIA[form]
+    data = response.content
+    if form == "wav":
+        assert data[:44] == wav_header() and struct.unpack("<I32xI", data[4:44]) == (0xFFFFFFFF, 0xFFFFFFFF)
+    samples = read(data, form)
+    assert len(samples) == len(wanted) == 24_000
+    if form in ("wav", "flac", "pcm"):
+        assert np.abs(samples - np.clip(wanted, -1, 1)).max() < 1e-4
+    else:
+        assert np.corrcoef(samples, wanted)[0, 1] > 0.7
+
+
+def test_speech_is_mp3_by_default_and_comes_in_chunks(app: FastAPI) -> None:
+    async def body(client: openai.AsyncOpenAI) -> tuple[bytes, bytes]:
+        speech: Any = client.audio.speech
+        whole = await speech.create(model="x", voice={"id": "mine"}, input=TEXT)
+        async with speech.with_streaming_response.create(model="x", voice="y", input=TEXT, response_format="pcm") as response:
+            pieces = [piece async for piece in response.iter_bytes()]
+        return whole.content, b"".join(pieces)
+
+    mp3, pcm = use(app, body)
+    assert soundfile.info(io.BytesIO(mp3)).format == "MP3" and len(pcm) == 48_000
+
+
+@pytest.mark.parametrize("form", ["pcm", "wav", "flac"])
+def test_speech_as_events(app: FastAPI, lm: SpeechLM, form: str) -> None:
+    given = {"input": TEXT, "voice": "alloy", "response_format": form}
+    plain = post(app, SPEECH, given).content
+    response = post(app, SPEECH, {**given, "stream_format": "sse"})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
+    assert {event["type"] for event in events[:-1]} == {"speech.audio.delta"}
+    assert b"".join(base64.b64decode(event["audio"]) for event in events[:-1]) == plain
+    assert len(events) > 5 or form == "flac"
+    codes = lm.generate(TEXT, "T1A1", **OPTIONS).codes
+    assert codes is not None
+    read_tokens, frames = len(lm.tokenizer.encode(TEXT)), codes.shape[1]
+    usage = {"input_tokens": read_tokens, "output_tokens": frames, "total_tokens": read_tokens + frames}
+    assert events[-1] == {"type": "speech.audio.done", "usage": usage}
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"response_format": "aac"}, "response_format"),
+        ({"input": ""}, "input"),
+        ({"input": "x" * 4097}, "input"),
+        ({"input": ["x"]}, "input"),
+        ({"speed": 5}, "speed"),
+        ({"stream_format": "ws"}, "stream_format"),
+        ({"input": "x" * 600}, None),  # more than the model's context
+    ],
+)
+def test_speech_that_cannot_be(app: FastAPI, change: Any, param: str | None) -> None:
+    for form in ("mp3", "pcm"):
+        error = error_of(post(app, SPEECH, {"input": TEXT, "voice": "alloy", "response_format": form, **change}), 400)
+        assert error["param"] == param
+
+
+def test_a_model_without_sound_does_not_speak(host: EngineHost, settings: ServeSettings) -> None:
+    silent = create_app(host, settings)
+    silent.state.server.voices.speaks = False
+    assert error_of(post(silent, SPEECH, {"input": TEXT}), 400)["code"] == "model_not_supported"
+    given = {"messages": [{"role": "user", "content": TEXT}], "modalities": ["text", "audio"]}
+    assert error_of(post(silent, "/v1/chat/completions", given), 400)["param"] == "modalities"
+
+
+def test_a_whole_wav_tells_its_length() -> None:
+    data = encoded(np.zeros(50, np.float32), "wav")
+    assert len(data) == 144 and struct.unpack("<I32xI", data[4:44]) == (136, 100)
+
+
+@pytest.mark.parametrize("form", list(MEDIA))
+def test_sound_without_samples_is_a_file_all_the_same(form: str) -> None:
+    assert len(read(encoded(np.zeros(0, np.float32), form), form)) <= 240

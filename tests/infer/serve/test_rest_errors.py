@@ -1,0 +1,159 @@
+"""Errors of the plain HTTP routes in OpenAI's form, the model's description, and client secrets."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import openai
+import pytest
+import torch
+from fastapi import FastAPI
+
+from infer.serve.app import create_app
+from infer.serve.host import EngineHost
+from infer.serve.rest.errors import Failure
+from infer.serve.rest.jobs import Job
+from infer.serve.settings import ServeSettings
+from omni.errors import BusyError
+from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
+from tests.infer.serve.test_rest_jobs import CHAT, KEYS, QUESTION, app, connect, error_of, guarded, nothing_left, post, use
+
+__all__ = ["app", "guarded", "nothing_left"]
+
+
+# --- models, paths ----------------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_listed_and_others_are_not_found(app: FastAPI) -> None:
+    async def body(client: openai.AsyncOpenAI) -> None:
+        assert [model.id async for model in await client.models.list()] == ["tiny"]
+        assert (await client.models.retrieve("tiny")).owned_by == "omni"
+        with pytest.raises(openai.NotFoundError) as caught:
+            await client.models.retrieve("of/another")
+        assert caught.value.code == "model_not_found" and caught.value.param == "model"
+
+    use(app, body)
+
+
+def test_unknown_paths_and_methods_in_the_same_form(app: FastAPI) -> None:
+    assert error_of(post(app, "/v1/embeddings", {}), 404)["type"] == "invalid_request_error"
+    assert error_of(post(app, "/v1/models", {}), 405)["type"] == "invalid_request_error"
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_busy_engine(app: FastAPI, host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(**options: Any) -> None:
+        raise BusyError("no room")
+
+    monkeypatch.setattr(host.engine, "session", busy)
+    response = post(app, CHAT, QUESTION)
+    assert error_of(response, 429)["type"] == "rate_limit_exceeded" and "retry-after" in response.headers
+
+
+def test_a_lost_engine(settings: ServeSettings, host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = EngineHost(lambda: host.engine)
+    own.open()
+    lost = create_app(own, settings)
+    own._engine = None
+    for path, given in [(CHAT, QUESTION), ("/v1/audio/speech", {"input": "hello"})]:
+        response = post(lost, path, given)
+        assert error_of(response, 503)["code"] == "engine_lost" and "retry-after" in response.headers
+
+
+def test_a_fault_of_the_server_is_told_without_a_traceback(
+    app: FastAPI, host: EngineHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host.engine, "session", lambda **options: {}["nothing"])
+    error = error_of(post(app, CHAT, QUESTION), 500)
+    assert error["type"] == "server_error" and "KeyError" in error["message"] and "nothing" not in error["message"]
+
+
+def test_an_answer_that_breaks(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: Job, *args: Any, **options: Any) -> Any:
+        async def events() -> Any:
+            yield TextDelta("so ")
+            yield Ended("error", Timings(), "the logits are not finite")
+
+        return events()
+
+    monkeypatch.setattr(Job, "ask", broken)
+    assert error_of(post(app, CHAT, QUESTION), 500)["message"] == "the logits are not finite"
+
+    async def body(client: openai.AsyncOpenAI) -> list[str]:
+        messages: Any = QUESTION["messages"]
+        taken: list[str] = []
+        with pytest.raises(openai.APIError, match="logits"):
+            async for chunk in await client.chat.completions.create(model="any", messages=messages, stream=True):
+                taken.append(chunk.choices[0].delta.content or "")
+        return taken
+
+    assert use(app, body) == ["", "so "]
+    response = post(app, "/v1/audio/speech", {"input": "hello", "response_format": "mp3"})
+    assert error_of(response, 500)["type"] == "server_error"
+
+
+def test_sound_that_breaks_ends_without_an_end(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: Job, *args: Any, **options: Any) -> Any:
+        async def events() -> Any:
+            yield AudioChunk(torch.zeros(800))
+            yield Ended("error", Timings(), "the logits are not finite")
+
+        return events()
+
+    monkeypatch.setattr(Job, "ask", broken)
+    sent, error = connect(app, "/v1/audio/speech", {"input": "hello", "response_format": "pcm"}, chunks=99)
+    assert isinstance(error, Failure) and [one.get("more_body") for one in sent] == [None, True]
+
+
+@pytest.mark.parametrize(
+    "given", [b"", b"\xff\xfe", b"[]", b'"text"', b"[" * 100_000, b'{"messages": 1e4000}'], ids=lambda given: repr(given[:9])
+)
+def test_bodies_that_are_no_request(app: FastAPI, given: bytes) -> None:
+    for path in (CHAT, "/v1/audio/speech", "/v1/realtime/client_secrets"):
+        if path == CHAT or b"messages" not in given:
+            assert error_of(post(app, path, given), 400)["type"] == "invalid_request_error"
+
+
+# --- client secrets ---------------------------------------------------------------------------------------------------
+
+
+def test_a_client_secret_begins_sessions_and_makes_no_other(guarded: FastAPI) -> None:
+    given: Any = {"type": "realtime", "instructions": "be brief", "audio": {"output": {"voice": "marin"}}}
+
+    async def body(client: openai.AsyncOpenAI) -> Any:
+        expires: Any = {"anchor": "created_at", "seconds": 60}
+        return await client.realtime.client_secrets.create(session=given, expires_after=expires)
+
+    made = use(guarded, body, KEYS[1])
+    assert made.value.startswith("ek_") and 55 <= made.expires_at - time.time() <= 60
+    assert made.session.type == "realtime" and made.session.instructions == "be brief"
+    assert made.session.audio.output.voice == "default"  # the one in effect
+    headers = {"host": "localhost", "authorization": f"Bearer {made.value}"}
+    assert guarded.state.server.admit(headers, []) == ("key-2", given)
+    assert error_of(post(guarded, "/v1/realtime/client_secrets", {}, key=made.value), 403)["code"] == "insufficient_permissions"
+    assert post(guarded, CHAT, QUESTION, key=made.value).status_code == 200
+    bare = post(guarded, "/v1/realtime/client_secrets", {}, key=KEYS[0]).json()
+    assert 595 <= bare["expires_at"] - time.time() <= 600 and bare["session"]["model"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"session": {"audio": {"input": {"format": {"type": "audio/mp3"}}}}}, "session.audio.input.format.type"),
+        ({"session": {"output_modalities": ["text", "audio"]}}, "session.output_modalities"),
+        ({"session": []}, "session"),
+        ({"expires_after": {"anchor": "created_at", "seconds": 9}}, "expires_after.seconds"),
+        ({"expires_after": {"anchor": "created_at", "seconds": 7201}}, "expires_after.seconds"),
+        ({"expires_after": {"anchor": "now"}}, "expires_after.anchor"),
+    ],
+)
+def test_a_client_secret_of_a_configuration_that_cannot_be(guarded: FastAPI, given: Any, param: str) -> None:
+    assert error_of(post(guarded, "/v1/realtime/client_secrets", given, key=KEYS[0]), 400)["param"] == param
+
+
+def test_a_client_secret_keeps_no_large_configuration(guarded: FastAPI) -> None:
+    given = {"session": {"tools": [{"name": "x" * 300_000}]}}
+    assert error_of(post(guarded, "/v1/realtime/client_secrets", given, key=KEYS[0]), 413)["code"] == "too_large"

@@ -1,0 +1,283 @@
+"""Requests to the plain HTTP routes: who is let in, how many at once, and what ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from fastapi import FastAPI
+
+from infer.serve.app import create_app
+from infer.serve.host import EngineHost
+from infer.serve.rest.jobs import Job
+from infer.serve.settings import ServerLimits, ServeSettings
+
+KEYS = ("the-first-key-of-two", "the-other-key-of-two")
+CHAT = "/v1/chat/completions"
+QUESTION = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def use(app: FastAPI, body: Callable[[Any], Awaitable[Any]], key: str = "none") -> Any:
+    """Run a coroutine function with OpenAI's own client, which reaches the application without a socket."""
+
+    async def run() -> Any:
+        over = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app, raise_app_exceptions=False))
+        async with openai.AsyncOpenAI(api_key=key, base_url="http://localhost/v1", http_client=over, max_retries=0) as client:
+            return await asyncio.wait_for(body(client), 30)
+
+    return asyncio.run(run())
+
+
+def post(app: FastAPI, path: str, given: Any, key: str = "none", **more: Any) -> httpx2.Response:
+    """The response to a POST request; `given` as JSON, unless it is bytes."""
+
+    async def body(client: openai.AsyncOpenAI) -> httpx2.Response:
+        content = given if isinstance(given, bytes) else json.dumps(given).encode()
+        headers = {"authorization": f"Bearer {key}", **more.pop("headers", {})}
+        return await client._client.post(f"http://localhost{path}", content=content, headers=headers, **more)
+
+    return use(app, body)
+
+
+def error_of(response: httpx2.Response, status: int) -> dict[str, Any]:
+    """The error of a response; it has OpenAI's form, and nothing of a traceback."""
+    assert response.status_code == status, response.text
+    told = response.json()
+    assert told.keys() == {"error"} and told["error"].keys() == {"message", "type", "param", "code"}
+    assert "Traceback" not in response.text and ".py" not in response.text
+    return told["error"]
+
+
+def soon(done: Callable[[], bool], seconds: float = 5.0) -> bool:
+    """Whether something comes true in time."""
+    until = time.monotonic() + seconds
+    while not done() and time.monotonic() < until:
+        time.sleep(0.005)
+    return done()
+
+
+@pytest.fixture(scope="module")
+def app(host: EngineHost, settings: ServeSettings) -> FastAPI:
+    return create_app(host, settings)
+
+
+@pytest.fixture(scope="module")
+def guarded(host: EngineHost, settings: ServeSettings) -> FastAPI:
+    return create_app(host, settings, KEYS)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(host: EngineHost) -> Iterator[None]:
+    yield
+    assert soon(lambda: host.stats().sessions == 0), "a session of the engine was left open"
+
+
+def limited(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] = (), **limits: Any) -> FastAPI:
+    return create_app(host, replace(settings, limits=ServerLimits(**limits)), keys)
+
+
+# --- who is let in ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/realtime/client_secrets"])
+def test_no_route_without_a_key(guarded: FastAPI, path: str) -> None:
+    assert error_of(post(guarded, path, b"no json", key="of nobody at all"), 401)["code"] == "invalid_api_key"
+    assert error_of(post(guarded, path, b"no json", key=KEYS[0]), 400)["code"] != "invalid_api_key"
+    with pytest.raises(openai.AuthenticationError):
+        use(guarded, lambda client: client.models.retrieve("tiny"))
+
+
+def test_pages_of_other_origins_are_refused(app: FastAPI) -> None:
+    refused = post(app, CHAT, QUESTION, headers={"origin": "https://elsewhere.example"})
+    assert error_of(refused, 403)["code"] == "invalid_origin"
+    assert post(app, CHAT, QUESTION, headers={"origin": "http://localhost"}).status_code == 200
+
+
+def test_sound_counts_for_its_key(host: EngineHost, settings: ServeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.infer.serve.test_rest_audio import wav
+
+    monkeypatch.setattr("infer.serve.rest.transcriptions.MOST", 2)
+    small = limited(host, settings, KEYS, key_audio_seconds=4)
+
+    async def body(client: openai.AsyncOpenAI) -> None:
+        await client.audio.transcriptions.create(model="any", file=("a.wav", wav(3.0)))
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.audio.transcriptions.create(model="any", file=("a.wav", wav(3.0)))
+        assert caught.value.code == "insufficient_quota"
+
+    use(small, body, KEYS[0])
+    use(small, lambda client: client.audio.transcriptions.create(model="any", file=("a.wav", wav(3.0))), KEYS[1])
+
+
+# --- how many at once -------------------------------------------------------------------------------------------------
+
+
+def test_no_more_requests_than_the_limit(host: EngineHost, settings: ServeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = limited(host, settings, KEYS, sessions=2, key_sessions=1)
+    gate, held = asyncio.Event(), Job.ask
+
+    async def ask(self: Job, *args: Any, **options: Any) -> Any:
+        await gate.wait()
+        return await held(self, *args, **options)
+
+    monkeypatch.setattr(Job, "ask", ask)
+
+    async def body(client: openai.AsyncOpenAI) -> None:
+        async def one(key: str) -> httpx2.Response:
+            headers = {"authorization": f"Bearer {key}"}
+            return await client._client.post(f"http://localhost{CHAT}", json=QUESTION, headers=headers)
+
+        first = asyncio.create_task(one(KEYS[0]))
+        await asyncio.sleep(0.05)
+        refused = await one(KEYS[0])
+        assert error_of(refused, 429)["code"] == "rate_limit_exceeded" and int(refused.headers["retry-after"]) > 0
+        second = asyncio.create_task(one(KEYS[1]))
+        await asyncio.sleep(0.05)
+        refused = await one(KEYS[1])
+        assert error_of(refused, 503)["code"] == "server_overloaded" and int(refused.headers["retry-after"]) > 0
+        gate.set()
+        assert [(await task).status_code for task in (first, second)] == [200, 200]
+        assert (await one(KEYS[0])).status_code == 200
+
+    use(small, body)
+
+
+def test_a_server_that_ends_takes_nothing_new(host: EngineHost, settings: ServeSettings) -> None:
+    ending = create_app(host, settings)
+    ending.state.server.draining = True
+    response = post(ending, CHAT, QUESTION)
+    assert error_of(response, 503)["code"] == "server_shutting_down" and "retry-after" in response.headers
+
+
+def test_a_body_that_is_too_large_is_refused_while_it_comes(host: EngineHost, settings: ServeSettings) -> None:
+    small = limited(host, settings, body_bytes=1000)
+
+    async def pieces() -> Any:
+        for _ in range(20):
+            yield b" " * 100
+
+    async def body(client: openai.AsyncOpenAI) -> httpx2.Response:
+        return await client._client.post(f"http://localhost{CHAT}", content=pieces())
+
+    assert error_of(use(small, body), 413)["type"] == "invalid_request_error"
+
+
+# --- clients that go away ---------------------------------------------------------------------------------------------
+
+
+def connect(app: FastAPI, path: str, given: Any, chunks: int) -> tuple[list[dict[str, Any]], BaseException | None]:
+    """Send a request, and go away after so many chunks of its response, the next of which is not taken; returns what was sent,
+    and what the application raised."""
+    sent: list[dict[str, Any]] = []
+
+    async def run() -> BaseException | None:
+        gone, asked = asyncio.Event(), False
+
+        async def receive() -> dict[str, Any]:
+            nonlocal asked
+            if not asked:
+                asked = True
+                return {"type": "http.request", "body": json.dumps(given).encode(), "more_body": False}
+            if chunks >= 0:
+                await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            if sum(one["type"] == "http.response.body" for one in sent) == chunks:
+                gone.set()
+                await asyncio.Event().wait()
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"host", b"localhost")],
+            "client": ("127.0.0.1", 1),
+            "server": ("localhost", 80),
+        }
+        try:
+            await asyncio.wait_for(app(scope, receive, send), 20)
+        except Exception as error:
+            return error
+        return None
+
+    return sent, asyncio.run(run())
+
+
+STREAMS = [
+    (CHAT, {**QUESTION, "stream": True}),
+    (CHAT, {**QUESTION, "stream": True, "modalities": ["text", "audio"]}),
+    ("/v1/audio/speech", {"input": "hello", "response_format": "pcm"}),
+]
+
+
+@pytest.fixture
+def talkative(host: EngineHost, settings: ServeSettings) -> FastAPI:
+    """Answers that are longer than what a client takes before it goes away, one at a time."""
+    answering = replace(settings.answering, max_seconds=4.0, max_tokens=100)
+    return create_app(host, replace(settings, answering=answering, limits=ServerLimits(sessions=1, idle_seconds=0.2)))
+
+
+@pytest.mark.parametrize(("path", "given"), STREAMS)
+def test_a_client_that_goes_away_in_a_stream_ends_its_answer(
+    host: EngineHost, talkative: FastAPI, path: str, given: Any
+) -> None:
+    sent, error = connect(talkative, path, given, chunks=2)
+    assert error is None and [one.get("more_body") for one in sent] == [None, True, True]
+    assert soon(lambda: host.stats().sessions == 0 and host.stats().active == 0)
+    assert post(talkative, CHAT, {**QUESTION, "max_tokens": 1}).status_code == 200  # its place is free
+
+
+@pytest.mark.parametrize(("path", "given"), [(CHAT, QUESTION), ("/v1/audio/speech", {"input": "hello"}), *STREAMS])
+def test_a_client_that_goes_away_before_its_answer(host: EngineHost, talkative: FastAPI, path: str, given: Any) -> None:
+    connect(talkative, path, given, chunks=-1)
+    registry = talkative.state.server.metrics.registry
+    assert registry.get_sample_value("omni_requests_total", {"path": path, "status": "499"}) == 1
+    assert soon(lambda: host.stats().sessions == 0 and host.stats().active == 0)
+    assert post(talkative, CHAT, {**QUESTION, "max_tokens": 1}).status_code == 200
+
+
+def test_work_for_a_client_that_went_away_is_given_up(talkative: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up: list[str] = []
+
+    async def ask(self: Job, question: str, *args: Any, **options: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            given_up.append(question)
+            raise
+
+    monkeypatch.setattr(Job, "ask", ask)
+    original = Job.while_connected
+
+    async def while_connected(self: Job, work: Any) -> Any:
+        try:
+            return await original(self, work)
+        finally:
+            given_up.append("told")
+
+    monkeypatch.setattr(Job, "while_connected", while_connected)
+    connect(talkative, CHAT, QUESTION, chunks=-1)
+    assert given_up == ["hello", "told"]
+
+
+def test_a_client_that_reads_nothing_is_left(host: EngineHost, talkative: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("starlette.responses.StreamingResponse.listen_for_disconnect", lambda self, receive: asyncio.sleep(60))
+    began = time.monotonic()
+    _, error = connect(talkative, *STREAMS[0], chunks=2)
+    assert isinstance(error, asyncio.TimeoutError) and time.monotonic() - began < 5
+    assert soon(lambda: host.stats().sessions == 0)

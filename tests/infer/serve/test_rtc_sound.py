@@ -1,0 +1,244 @@
+"""The sound of a call without a connection: what is played and when, and what is heard of a client."""
+
+from __future__ import annotations
+
+import asyncio
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from aiortc import MediaStreamTrack
+from aiortc.mediastreams import MediaStreamError
+from av import AudioFrame, CodecContext
+from av.packet import Packet
+
+from infer.serve.realtime import rtc_sound
+from infer.serve.realtime.playback import SOFT
+from infer.serve.realtime.rtc_sound import FADE, FRAME, QUIET, RATE, SILENCE, CallOutlet, OpusEncoder, SoundTrack, TrackListener
+
+STEEPEST = 0.3 * 2 * np.pi * 220 / RATE
+"""Largest step between two samples of `wave`."""
+
+
+def wave(seconds: float) -> np.ndarray:
+    return (0.3 * np.sin(2 * np.pi * 220 * np.arange(round(seconds * RATE)) / RATE)).astype(np.float32)
+
+
+class Played:
+    """A track, an outlet of it, and what it told."""
+
+    def __init__(self, track: SoundTrack | None = None) -> None:
+        self.track, self.told = track or SoundTrack(), list[str]()
+        self.emitted = 0
+        self.outlet = CallOutlet(self.track, self._count)
+        self.outlet.tell = self.told.append
+
+    def _count(self, samples: np.ndarray) -> None:
+        self.emitted += len(samples)
+
+    def frames(self, count: int) -> np.ndarray:
+        return np.concatenate([self.track.next_frame() for _ in range(count)])
+
+
+def check_no_click(samples: np.ndarray) -> None:
+    """No step is steeper than the wave, and what a fade of 5 ms adds to it."""
+    assert np.abs(np.diff(samples)).max() < STEEPEST + 0.3 / rtc_sound.EDGE * 1.1
+
+
+def test_what_is_ahead_and_what_was_heard() -> None:
+    async def body() -> None:
+        played = Played()
+        outlet = played.outlet
+        assert not played.frames(2).any() and played.told == []
+        outlet.send(wave(0.1))
+        assert (outlet.sent, outlet.ahead(), outlet.heard) == (0.1, 0.1, 0.0) and played.emitted == 0
+        assert np.array_equal(played.frames(2), wave(0.04))
+        assert abs(outlet.ahead() - 0.06) < 1e-9 and outlet.heard == 0.04 and played.told == ["started"]
+        outlet.end()
+        rest = played.frames(4)
+        assert np.array_equal(rest[:2880], wave(0.1)[1920:]) and not rest[2880:].any()
+        assert outlet.heard == outlet.sent == 0.1 and played.emitted == 4800
+        assert played.told == ["started", "stopped"] and outlet.underruns == 0
+        outlet.clear()
+        assert played.told == ["started", "stopped"]
+
+    asyncio.run(body())
+
+
+def test_sound_that_is_cleared_dies_away() -> None:
+    async def body() -> None:
+        played = Played()
+        played.outlet.send(wave(0.3))
+        before = played.frames(3)
+        played.outlet.clear()
+        assert played.outlet.sent == played.outlet.heard == 0.06 and played.outlet.ahead() == 0
+        after = played.frames(2)
+        check_no_click(np.concatenate([before, after]))
+        assert after[: FADE // 2].any() and not after[FADE:].any()
+        played.outlet.send(wave(0.1))  # what comes too late
+        played.outlet.end()
+        assert not played.frames(2).any() and played.told == ["started", "cleared"]
+
+    asyncio.run(body())
+
+
+def test_what_was_never_played_is_cleared_in_silence() -> None:
+    async def body() -> None:
+        played = Played()
+        played.outlet.send(wave(0.1))
+        played.outlet.clear()
+        assert not played.frames(2).any() and played.told == [] and played.outlet.sent == 0
+
+    asyncio.run(body())
+
+
+def test_ducking_begins_with_the_next_frame_and_clicks_not() -> None:
+    async def body() -> None:
+        played = Played()
+        played.outlet.send(wave(0.3))
+        one = played.frames(2)
+        played.outlet.duck(True)
+        two = played.frames(4)
+        played.outlet.duck(False)
+        three = played.frames(4)
+        whole = wave(0.3)
+        assert np.allclose(two[FRAME:], whole[3 * FRAME : 6 * FRAME] * SOFT)
+        assert np.allclose(three[FRAME:], whole[7 * FRAME : 10 * FRAME])
+        check_no_click(np.concatenate([one, two, three]))
+
+    asyncio.run(body())
+
+
+def test_a_gap_is_counted_and_clicks_not() -> None:
+    async def body() -> None:
+        played = Played()
+        played.outlet.send(wave(0.05))
+        one = played.frames(5)
+        assert played.outlet.heard == 0.05
+        played.outlet.send(wave(0.05))
+        check_no_click(np.concatenate([one, played.frames(2)]))
+        assert played.outlet.underruns == 1 and abs(played.outlet.lateness - 0.05) < 1e-9
+        played.outlet.end()
+        played.frames(1)
+        assert played.told == ["started", "stopped"]
+
+    asyncio.run(body())
+
+
+def test_answers_are_played_one_after_another() -> None:
+    async def body() -> None:
+        first = Played()
+        second = Played(first.track)
+        first.outlet.send(wave(0.03))
+        second.outlet.send(wave(0.03))
+        first.outlet.end()
+        second.outlet.end()
+        frames = first.frames(3)
+        assert np.array_equal(frames, np.concatenate([wave(0.03), wave(0.03)]))
+        assert first.told == ["started", "stopped"] and second.told == ["started", "stopped"]
+
+    asyncio.run(body())
+
+
+def test_packets_come_in_real_time_and_silence_costs_nothing() -> None:
+    async def body() -> None:
+        played = Played()
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        packets = [await played.track.recv() for _ in range(QUIET + 6)]
+        assert abs(loop.time() - since - (QUIET + 5) * 0.02) < 0.05
+        assert [packet.pts for packet in packets] == [number * FRAME for number in range(QUIET + 6)]
+        assert {bytes(packet) for packet in packets} == {SILENCE}
+        await asyncio.sleep(0.5)  # the loop was busy: what is past is left out
+        late = await played.track.recv()
+        assert late.pts >= (QUIET + 6) * FRAME + 0.4 * RATE
+        played.track.stop()
+        try:
+            await played.track.recv()
+        except MediaStreamError:
+            return
+        raise AssertionError("a track that was stopped sends on")
+
+    asyncio.run(body())
+
+
+def test_opus_after_silence_is_as_without_it() -> None:
+    sound = np.concatenate([wave(0.2), np.zeros(FRAME * (QUIET + 20), np.float32), wave(0.2)])
+    codec: Any = CodecContext.create("libopus", "r")
+    encoder, packets = OpusEncoder(), list[bytes]()
+    decoded = []
+    for frame in sound.reshape(-1, FRAME):
+        packets.append(encoder.encode(frame))
+        for out in codec.decode(Packet(packets[-1])):
+            decoded.append(out.to_ndarray().reshape(-1, out.layout.nb_channels)[:, 0])
+    assert [packet == SILENCE for packet in packets] == [False] * (10 + QUIET) + [True] * 20 + [False] * 10
+    heard = np.concatenate(decoded)
+    heard = heard / 32768 if heard.dtype == np.int16 else heard
+    delay = 120
+    wrong = heard[delay : len(sound)] - sound[: len(sound) - delay]
+    onset = slice(len(sound) - 9600, len(sound) - delay)
+    assert np.std(wrong[onset]) < 0.05 * np.std(sound[onset])
+    assert np.abs(heard[9600 + (QUIET + 1) * FRAME : -9600 - FRAME]).max() < 1e-3
+
+
+class Given(MediaStreamTrack):
+    """Frames that a test gives."""
+
+    kind = "audio"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames: asyncio.Queue[AudioFrame | None] = asyncio.Queue()
+
+    def give(self, number: int, level: float = 0.5) -> None:
+        samples = np.full((1, 2 * FRAME), level * 32767, np.int16)
+        frame = AudioFrame.from_ndarray(samples, "s16", "stereo")
+        frame.sample_rate, frame.time_base, frame.pts = RATE, Fraction(1, RATE), number * FRAME
+        self.frames.put_nowait(frame)
+
+    async def recv(self) -> AudioFrame:
+        frame = await self.frames.get()
+        if frame is None:
+            raise MediaStreamError
+        return frame
+
+
+def test_what_was_lost_is_silence(monkeypatch: Any) -> None:
+    monkeypatch.setattr(rtc_sound, "STALL", 0.1)
+
+    async def body() -> None:
+        track = Given()
+        listener = TrackListener(track)
+        heard: list[np.ndarray] = []
+
+        async def hear(samples: np.ndarray) -> None:
+            heard.append(samples)
+
+        def seconds() -> float:
+            return sum(map(len, heard)) / 24_000
+
+        tasks = [asyncio.create_task(listener.read()), asyncio.create_task(listener.listen(hear))]
+        await asyncio.sleep(0.15)
+        assert seconds() == 0, "nothing is made up before anything came"
+        for number in (0, 1, 4, 5):
+            track.give(number)
+        await asyncio.sleep(0.05)
+        whole = np.concatenate(heard)
+        assert abs(seconds() - 0.12) < 0.003
+        assert abs(whole[480] - 0.5) < 0.02 and abs(whole[1400]) < 0.02 and abs(whole[2400] - 0.5) < 0.02
+        await asyncio.sleep(0.2)
+        stalled = seconds()
+        assert 0.2 < stalled < 0.4, "a client that sends nothing is silent"
+        track.give(6)  # it went on where it was
+        track.frames.put_nowait(None)
+        await asyncio.wait([tasks[0]], timeout=1)
+        await asyncio.sleep(0.02)
+        assert abs(seconds() - stalled - 0.02) < 0.003 and tasks[0].done()
+        tasks[1].cancel()
+
+    asyncio.run(body())
+
+
+def test_an_encoder_that_hears_nothing_makes_the_packet_of_silence() -> None:
+    codec = rtc_sound._new_codec()
+    assert {rtc_sound._encoded(codec, np.zeros(FRAME, np.float32)) for _ in range(5)} == {SILENCE}

@@ -1,0 +1,296 @@
+"""The server as its clients reach it: sockets, keys, limits, health, a crash of the engine, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from openai import AsyncOpenAI
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+from infer.serve.app import create_app
+from infer.serve.host import EngineHost
+from infer.serve.serve import configured
+from infer.serve.server import Server
+from infer.serve.settings import ServerLimits, ServeSettings
+from tests.infer.serve.conftest import MANUAL, noise, pcm
+
+KEY = "k" * 20
+
+
+@pytest.fixture
+def serve(host: EngineHost, settings: ServeSettings) -> Iterator[Callable[..., tuple[str, Server]]]:
+    """Start a server on a free port; its address without a scheme, and what its routes share."""
+    running: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def start(keys: tuple[str, ...] = (), engine: EngineHost = host, **limits: Any) -> tuple[str, Server]:
+        app = create_app(engine, replace(settings, limits=ServerLimits(**limits)), keys)
+        listening = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(configured(app))
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        running.append((server, thread))
+        while not server.started:
+            time.sleep(0.01)
+        return f"127.0.0.1:{listening.getsockname()[1]}", app.state.server
+
+    yield start
+    for server, thread in running:
+        server.should_exit = True
+        thread.join()
+
+
+@contextlib.asynccontextmanager
+async def opened(place: str, key: str | None = None, **more: Any) -> Any:
+    """A socket, and its events."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with connect(f"ws://{place}/v1/realtime", additional_headers=headers, compression=None, **more) as ws:
+        yield ws
+
+
+async def event(ws: Any, kind: str, seconds: float = 20) -> dict[str, Any]:
+    """The next event of a type."""
+
+    async def read() -> dict[str, Any]:
+        while (found := json.loads(await ws.recv()))["type"] != kind:
+            pass
+        return found
+
+    return await asyncio.wait_for(read(), seconds)
+
+
+async def closed(ws: Any, seconds: float = 10) -> tuple[list[dict[str, Any]], int]:
+    """The events until the server closes, and its code."""
+    events = []
+    try:
+        while True:
+            events.append(json.loads(await asyncio.wait_for(ws.recv(), seconds)))
+    except ConnectionClosed as error:
+        assert error.rcvd is not None
+        return events, error.rcvd.code
+
+
+def emptied(server: Server, seconds: float = 5) -> bool:
+    """Whether nothing is left of any session."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not server.sessions and not server.keys.sessions and not server.host.stats().sessions:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_the_stock_client_talks(serve: Any) -> None:
+    place, server = serve(keys=(KEY,))
+
+    async def body() -> None:
+        client = AsyncOpenAI(base_url=f"http://{place}/v1", api_key=KEY)
+        async with client.realtime.connect(model="omni") as connection:
+            await connection.session.update(session=MANUAL)  # type: ignore[arg-type]
+            await connection.input_audio_buffer.append(audio=pcm(noise(0.5)))
+            await connection.input_audio_buffer.commit()
+            await connection.response.create()
+            sound = 0
+            async for one in connection:
+                assert one.type != "error", one
+                if one.type == "response.output_audio.delta":
+                    sound += len(base64.b64decode(one.delta))
+                if one.type == "response.done":
+                    break
+            assert sound > 24_000
+
+    asyncio.run(body())
+    assert emptied(server)
+
+
+def test_keys_in_header_and_subprotocol(serve: Any) -> None:
+    place, server = serve(keys=(KEY,))
+
+    async def body() -> None:
+        async with opened(place, KEY) as ws:
+            assert json.loads(await ws.recv())["type"] == "session.created"
+        names = ["realtime", f"openai-insecure-api-key.{KEY}", "openai-agents-sdk.0.20.0"]
+        async with opened(place, subprotocols=names) as ws:
+            assert ws.subprotocol == "realtime"
+            assert json.loads(await ws.recv())["type"] == "session.created"
+        for key, code in ((None, "missing_api_key"), ("x" * 20, "invalid_api_key")):
+            async with opened(place, key) as ws:
+                events, number = await closed(ws)
+                assert events[0]["error"]["code"] == code and number == 1008
+        secret, _ = server.keys.make_secret("key-1", {"instructions": "short"}, 60)
+        async with opened(place, secret) as ws:
+            assert json.loads(await ws.recv())["session"]["instructions"] == "short"
+        expired, _ = server.keys.make_secret("key-1", {}, -1)
+        async with opened(place, expired) as ws:
+            assert (await closed(ws))[0][0]["error"]["code"] == "invalid_api_key"
+
+    asyncio.run(body())
+    assert emptied(server)
+
+
+def test_pages_of_other_origins_and_other_names_are_refused(serve: Any) -> None:
+    place, _ = serve()
+
+    async def body() -> None:
+        for headers in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Host": "evil.example"}):
+            more = {"additional_headers": headers} if "Origin" in headers else {}
+            if "Host" in headers:
+                found = httpx.get(f"http://{place}/v1/models", headers=headers)
+                assert found.status_code == 403
+                continue
+            async with connect(f"ws://{place}/v1/realtime", **more) as ws:
+                events, code = await closed(ws)
+                assert events[0]["error"]["code"] == "invalid_origin" and code == 1008
+        async with connect(f"ws://{place}/v1/realtime", origin=f"http://{place}") as ws:  # type: ignore[arg-type]
+            assert json.loads(await ws.recv())["type"] == "session.created"
+
+    asyncio.run(body())
+
+
+def test_a_full_server_sends_the_overflow_on(serve: Any) -> None:
+    place, server = serve(sessions=2)
+
+    async def body() -> None:
+        async with opened(place), opened(place):
+            assert httpx.get(f"http://{place}/ready").status_code == 503
+            async with opened(place) as ws:
+                events, code = await closed(ws)
+                assert [one["error"]["code"] for one in events] == ["session_limit_reached"] and code == 1013
+        assert emptied(server)
+        found = httpx.get(f"http://{place}/ready")
+        assert found.status_code == 200 and found.json() == {"ready": True, "reasons": []}
+
+    asyncio.run(body())
+
+
+LIMITS = {
+    "session": ({"session_seconds": 0.4}, "session_expired", 1000),
+    "idle": ({"idle_seconds": 0.4}, "session_idle_timeout", 1000),
+    "bytes": ({"session_bytes": 100_000}, "rate_limit_exceeded", 1008),
+    "events": ({"key_events": 5}, "rate_limit_exceeded", 1008),
+    "sound": ({"key_audio_seconds": 2}, "insufficient_quota", 1008),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits_end_a_session_with_the_protocols_codes(serve: Any, name: str) -> None:
+    limits, error_code, close_code = LIMITS[name]
+    place, server = serve(**limits)
+
+    async def body() -> None:
+        async with opened(place) as ws:
+            if name != "idle":
+                for _ in range(10):
+                    await ws.send(json.dumps({"type": "input_audio_buffer.append", "audio": pcm(noise(0.5))}))
+            events, code = await closed(ws)
+            assert events[-1]["error"]["code"] == error_code and code == close_code
+
+    asyncio.run(body())
+    assert emptied(server)
+
+
+def test_a_client_that_does_not_read_is_closed_and_others_are_not(serve: Any) -> None:
+    place, server = serve(unread_bytes=200_000)
+
+    async def body() -> None:
+        async with opened(place) as other, opened(place) as ws:
+            await ws.recv()
+            ws.transport.pause_reading()
+            big = {"type": "conversation.item.create", "item": {"type": "message", "role": "user"}}
+            text = "x" * 90_000
+            with contextlib.suppress(ConnectionClosed):
+                for number in range(200):
+                    content = [{"type": "input_text", "text": text}]
+                    await ws.send(json.dumps({**big, "item": {**big["item"], "id": f"i{number}", "content": content}}))  # type: ignore[dict-item]
+            until = time.monotonic() + 5
+            while len(server.sessions) > 1 and time.monotonic() < until:
+                await asyncio.sleep(0.05)
+            assert len(server.sessions) == 1
+            await other.send(json.dumps({"type": "input_audio_buffer.clear"}))
+            await event(other, "input_audio_buffer.cleared")
+            ws.transport.abort()
+
+    asyncio.run(body())
+    assert emptied(server)
+
+
+def test_a_dropped_socket_leaves_nothing(serve: Any) -> None:
+    place, server = serve()
+
+    async def body() -> None:
+        for when in ("response.created", "response.output_audio.delta", "response.done"):
+            async with opened(place) as ws:
+                await ws.send(json.dumps({"type": "session.update", "session": MANUAL}))
+                await ws.send(json.dumps({"type": "input_audio_buffer.append", "audio": pcm(noise(0.5))}))
+                await ws.send(json.dumps({"type": "input_audio_buffer.commit"}))
+                await ws.send(json.dumps({"type": "response.create"}))
+                await event(ws, when)
+                ws.transport.abort()
+            assert emptied(server)
+
+    asyncio.run(body())
+
+
+def test_health_metrics_and_headers(serve: Any) -> None:
+    place, _ = serve(keys=(KEY,))
+    found = httpx.get(f"http://{place}/health")
+    assert found.status_code == 200 and "default-src 'self'" in found.headers["content-security-policy"]
+    page = httpx.get(f"http://{place}/metrics").text
+    for name in ("omni_sessions", "omni_engine_waiting", "omni_engine_lateness_p99_seconds", "omni_first_audio_seconds_bucket"):
+        assert name in page
+    assert httpx.get(f"http://{place}/metrics", headers={"X-Forwarded-For": "10.0.0.1"}).status_code == 403
+    settings = httpx.get(f"http://{place}/page/config.json").json()
+    assert settings["needs_key"] is True and settings["voices"] == ["default"]
+    assert httpx.post(f"http://{place}/v1/chat/completions", content=b"x" * 30 * 2**20).status_code == 413
+
+
+class Flaky:
+    """An engine that can be lost, as one whose process was killed."""
+
+    def __init__(self, lm: Any) -> None:
+        self._lm, self.alive = lm, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lm, name)
+
+
+def test_a_crash_of_the_engine_is_told_and_another_is_started(serve: Any, lm: Any) -> None:
+    made: list[Flaky] = []
+
+    def start() -> Flaky:
+        made.append(Flaky(lm))
+        return made[-1]
+
+    engine = EngineHost(start)
+    engine.open()
+    place, _ = serve(engine=engine)
+
+    async def body() -> None:
+        async with opened(place) as ws:
+            await ws.send(json.dumps({"type": "session.update", "session": MANUAL}))
+            await event(ws, "session.updated")
+            made[0].alive = False
+            told = await event(ws, "error")
+            assert told["error"]["code"] == "server_error" and "started again" in told["error"]["message"]
+            while not engine.alive:
+                await asyncio.sleep(0.02)
+            await ws.send(json.dumps({"type": "input_audio_buffer.append", "audio": pcm(noise(0.5))}))
+            await ws.send(json.dumps({"type": "input_audio_buffer.commit"}))
+            await ws.send(json.dumps({"type": "response.create"}))
+            done = await event(ws, "response.done")
+            assert done["response"]["status"] in ("completed", "incomplete")
+        assert engine.restarts == 1 and len(made) == 2
+
+    asyncio.run(body())
