@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infer.given import SOUND
-from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions, QuantizeOptions, ServeOptions
+from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions, ConformanceOptions, QuantizeOptions, ServeOptions
 from infer.places import PIPE, choose_tasks, places
 from omni.checkpoint.places import CONFIG, check_folder
 from omni.errors import UserError
@@ -82,7 +82,7 @@ SERVE = {
 
 EXTRA = (
     *("fastapi", "uvicorn", "websockets", "python_multipart", "aiortc", "av"),
-    *("onnxruntime", "silero_vad", "prometheus_client", "limits"),
+    *("onnxruntime", "silero_vad", "prometheus_client", "limits", "itsdangerous"),
 )
 """Modules that the extra `serve` brings."""
 
@@ -112,6 +112,21 @@ def check_serve(options: ServeOptions) -> None:
     check_model(options.model or DEFAULT_MODEL)
 
 
+TIMEOUT = Bound(0.05, 600, "20 is the default", whole=False)
+"""Seconds that an event of a server under examination is waited for."""
+
+
+def check_conformance(options: ConformanceOptions) -> None:
+    """Checks the options of `conformance`. UserError for the first bad option."""
+    if importlib.util.find_spec("websockets") is None:
+        raise UserError('conformance needs websockets; install it: pip install "omni-speech[serve]"')
+    check_number("timeout", options.timeout, TIMEOUT, "--timeout")
+    if options.key is not None and options.key_file is not None:
+        raise UserError("--key and --key_file were given together; leave one of them out")
+    if options.sound is not None:
+        check_file(options.sound)
+
+
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -127,8 +142,17 @@ PLAYING = ("play_seconds", "nonstop", "barge_in", "rate", "bare", "plot")
 MOST_SESSIONS = 1024
 
 
+TURNS = ("manual", "server_vad", "semantic_vad")
+
+
 def check_playing(options: BenchOptions) -> None:
     """Checks the options of live sessions. UserError for the first bad one."""
+    if options.server is None and (options.key is not None or options.turns != "manual"):
+        raise UserError("--key and --turns are for a server; give its address too: --server ws://127.0.0.1:8000/v1")
+    if options.server is not None and not re.match(r"wss?://[^/]+", options.server):
+        raise UserError(f"--server {options.server!r} is no address of a server; give one such as ws://127.0.0.1:8000/v1")
+    if options.turns not in TURNS:
+        raise UserError(f"--turns {options.turns!r} is unknown; use {', '.join(TURNS)}")
     if options.sessions is None:
         usual = BenchOptions()
         for name in PLAYING:

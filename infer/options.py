@@ -104,6 +104,11 @@ class BenchOptions:
     rate: float | None = option(
         None, "with --sessions: also callers at random (Poisson), this many a second for each of the number of sessions"
     )
+    server: str | None = option(
+        None, "instead talk to this server over that many sockets, such as ws://127.0.0.1:8000/v1 (--question is what is said)"
+    )
+    key: str | None = option(None, "with --server: key of the server")
+    turns: str = option("manual", "with --server: who finds the ends of turns: manual, server_vad or semantic_vad")
     bare: bool = option(False, "with --sessions: also let a bare loop of PyTorch's own kernels answer as many people")
     plot: str | None = option(None, "with --sessions: PNG file for the curve of lateness, steps and first audio")
     gpu: bool = option(False, "instead check what differs on a GPU, up to the first failure, in eight minutes")
@@ -185,4 +190,23 @@ class ServeOptions:
     quantize: str | None = option(None, "int8: linears and tables in int8, on a CPU")
     kernels: str = option("measured", "measured: what `bench` found to be faster on this CPU; or reference")
     log: str = option("info", "least important lines of the log: debug, info, warning or error")
+    debug: bool = option(False, "show the traceback of an error")
+
+
+@dataclass(frozen=True)
+class ConformanceOptions:
+    """Examine any server of OpenAI's Realtime API: which points of it does it keep that clients rely on?
+
+    Plays traces of events against it, one session at a time, for a minute or two. With a recording of a spoken question
+    (--sound) also turns that the server ends, and interruptions.
+    """
+
+    url: str = option("ws://127.0.0.1:8000/v1", "address of the server, such as ws://127.0.0.1:8000/v1", positional=True)
+    key: str | None = option(None, "key to connect with")
+    key_file: str | None = option(None, "file with the key instead, in its first line")
+    sound: str | None = option(None, "sound file with a spoken question")
+    only: str | None = option(None, "names of points to look at, with commas between them")
+    model: str = option("gpt-realtime", "name of the model to ask for")
+    timeout: float = option(20.0, "seconds that an event is waited for")
+    json: bool = option(False, "one JSON object on standard output instead of the table")
     debug: bool = option(False, "show the traceback of an error")

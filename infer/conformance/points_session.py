@@ -1,0 +1,213 @@
+"""Points of a session's beginning and its configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infer.conformance.connection import written
+from infer.conformance.kit import SHORT, Kit
+from infer.conformance.points import PointFailed, ServerEvent, Topic, equal, field
+
+SESSION = Topic("session")
+
+DETECTION = {"type": "server_vad", "threshold": 0.5, "prefix_padding_ms": 300, "silence_duration_ms": 700}
+TOOL = {
+    "type": "function",
+    "name": "tell_time",
+    "description": "Tells the time.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+
+
+@SESSION.point(
+    "created",
+    "session.created is the first event, and comes unasked",
+    "clients that configure themselves on session.created wait for ever",
+)
+async def created(kit: Kit) -> None:
+    async with kit.connected() as client:
+        first = await client.expect()
+        if first.get("type") != "session.created":
+            raise PointFailed("the first event is another one", first)
+        field(first, "session.id", str)
+        equal(first, "session.type", "realtime")
+
+
+@SESSION.point(
+    "early-events",
+    "events that come before the client has read anything are taken, sound before session.updated too",
+    "clients send their configuration and sound at once; what is lost then is the beginning of the first question",
+)
+async def early_events(kit: Kit) -> None:
+    async with kit.connected() as client:
+        await client.append(bytes(9600))
+        await client.send("session.update", session={"type": "realtime", "audio": {"input": {"turn_detection": None}}})
+        await client.append(bytes(9600))
+        await client.send("conversation.item.create", item=written(SHORT))
+        await client.send("response.create")
+        for kind in ("session.created", "session.updated", "conversation.item.added"):
+            await client.expect(kind)
+        await client.answer()
+
+
+@SESSION.point(
+    "echo",
+    "session.updated tells the whole configuration in effect, not only what was changed",
+    "clients replace what they know by it, and lose formats, voice or tools that it leaves out",
+)
+async def echo(kit: Kit) -> None:
+    async with kit.connected() as client:
+        told = await client.update(instructions="Answer in one short sentence.")
+    for path in (
+        "type", "model", "instructions", "output_modalities", "max_output_tokens", "tools", "tool_choice",
+        "audio.input.format.type", "audio.input.turn_detection", "audio.output.format.type", "audio.output.voice",
+    ):  # fmt: skip
+        field(told, f"session.{path}")
+    equal(told, "session.instructions", "Answer in one short sentence.")
+
+
+@SESSION.point(
+    "update-parts",
+    "an update changes only the fields that it names",
+    "an update of one setting silently resets the others",
+)
+async def update_parts(kit: Kit) -> None:
+    async with kit.connected() as client:
+        before = await client.update(
+            instructions="Be brief.", audio={"input": {"turn_detection": {**DETECTION, "create_response": False}}}
+        )
+        equal(before, "session.instructions", "Be brief.")
+        after = await client.update(max_output_tokens=1234)
+        equal(after, "session.max_output_tokens", 1234)
+        same_but(before, after, ("max_output_tokens", "expires_at"))
+        last = await client.update(audio={"input": {"transcription": {"model": "whisper-1"}}})
+        field(last, "session.audio.input.transcription", dict)
+        for path in ("session.audio.input.turn_detection", "session.audio.output", "session.instructions"):
+            equal(last, path, field(after, path))
+
+
+def same_but(before: ServerEvent, after: ServerEvent, changed: tuple[str, ...]) -> None:
+    """PointFailed where two configurations differ in other fields than those."""
+    was, now = (field(event, "session", dict) for event in (before, after))
+    for name in {**was, **now}:
+        if name not in changed and was.get(name) != now.get(name):
+            raise PointFailed(f"session.{name} was changed as well", after)
+
+
+@SESSION.point(
+    "detection-echo",
+    "turn detection is told with create_response and interrupt_response spelled out",
+    "clients that see no interrupt_response cancel and truncate by themselves, beside the server",
+)
+async def detection_echo(kit: Kit) -> None:
+    for given in ({"type": "server_vad"}, {"type": "server_vad", "interrupt_response": False}):
+        async with kit.connected() as client:
+            told = await client.update(audio={"input": {"turn_detection": given}})
+        equal(told, "session.audio.input.turn_detection.type", "server_vad")
+        field(told, "session.audio.input.turn_detection.create_response", bool)
+        equal(told, "session.audio.input.turn_detection.interrupt_response", given.get("interrupt_response", True))
+
+
+@SESSION.point(
+    "detection-off",
+    "turn_detection null turns it off, and is told as null",
+    "push-to-talk clients have their turns ended by the server",
+)
+async def detection_off(kit: Kit) -> None:
+    async with kit.connected() as client:
+        told = await client.update(audio={"input": {"turn_detection": None}})
+    equal(told, "session.audio.input.turn_detection", None)
+
+
+@SESSION.point(
+    "semantic-vad",
+    "turn detection of the type semantic_vad is taken, with its eagerness",
+    "it is what agent frameworks ask for by default; their first update is refused",
+)
+async def semantic_vad(kit: Kit) -> None:
+    async with kit.connected() as client:
+        told = await client.update(audio={"input": {"turn_detection": {"type": "semantic_vad", "eagerness": "low"}}})
+    equal(told, "session.audio.input.turn_detection.type", "semantic_vad")
+    equal(told, "session.audio.input.turn_detection.eagerness", "low")
+    equal(told, "session.audio.input.turn_detection.interrupt_response", True)
+
+
+@SESSION.point(
+    "rate",
+    "audio/pcm is told with its rate, 24000",
+    "clients take 24 kHz for granted: another rate is heard too fast or too slow, and typed clients refuse the event",
+)
+async def rate(kit: Kit) -> None:
+    async with kit.connected() as client:
+        first = await client.expect("session.created")
+        pcm = {"format": {"type": "audio/pcm", "rate": 24000}}
+        told = await client.update(audio={"input": pcm, "output": pcm})
+    for event in (first, told):
+        for way in ("input", "output"):
+            equal(event, f"session.audio.{way}.format.type", "audio/pcm")
+            equal(event, f"session.audio.{way}.format.rate", 24000)
+
+
+async def taken(kit: Kit, **session: Any) -> ServerEvent:
+    """`session.updated` after settings that change nothing that must be; the session lives on."""
+    async with kit.connected() as client:
+        told = await client.update(**session)
+        await client.update(instructions="Be brief.")
+    return told
+
+
+@SESSION.point(
+    "harmless-settings",
+    "noise_reduction, tracing, speed, truncation and include are taken, whatever they do",
+    "clients send all of them in their first update, and leave when it is refused",
+)
+async def harmless_settings(kit: Kit) -> None:
+    for noise in ({"type": "near_field"}, None):
+        await taken(
+            kit,
+            audio={"input": {"noise_reduction": noise}, "output": {"speed": 1.0}},
+            tracing="auto",
+            truncation="auto",
+            include=["item.input_audio_transcription.logprobs"],
+        )
+
+
+@SESSION.point(
+    "unknown-names",
+    "names of models, voices and transcription models that it does not have are taken",
+    "clients have names of their own built in, and cannot connect where these are refused",
+)
+async def unknown_names(kit: Kit) -> None:
+    told = await taken(
+        kit,
+        model="gpt-realtime",
+        audio={
+            "input": {"transcription": {"model": "gpt-4o-mini-transcribe", "language": "en"}},
+            "output": {"voice": "marin"},
+        },
+    )
+    field(told, "session.audio.output.voice")
+
+
+@SESSION.point(
+    "tools",
+    "tools and tool_choice are taken and told",
+    "clients send both, empty or not, with every update",
+)
+async def tools(kit: Kit) -> None:
+    await taken(kit, tools=[], tool_choice="auto")
+    told = await taken(kit, tools=[TOOL], tool_choice={"type": "function", "name": "tell_time"})
+    equal(told, "session.tools.0.name", "tell_time")
+    field(told, "session.tool_choice")
+
+
+@SESSION.point(
+    "subprotocol",
+    "of a browser's subprotocols `realtime` is selected, and the key is taken from openai-insecure-api-key.KEY",
+    "browsers cannot send headers, and close a connection that selects none of their subprotocols",
+)
+async def subprotocol(kit: Kit) -> None:
+    async with kit.connected(browser=True) as client:
+        first = await client.expect("session.created")
+        if client.socket.subprotocol != "realtime":
+            raise PointFailed(f"the subprotocol {client.socket.subprotocol!r} was selected", first)

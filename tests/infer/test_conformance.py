@@ -1,0 +1,202 @@
+"""The conformance kit: a server that is right keeps every point, and for each point there is a fault that it finds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from infer.conformance.conformance import POINTS
+from infer.conformance.connection import address_of
+from infer.conformance.kit import CheckedPoint, Kit
+from infer.conformance.points import shortened
+from infer.conformance.points_wire import WIRE
+from infer.conformance.report import summary
+from omni.errors import UserError
+from tests.infer.conftest import write_question
+from tests.infer.fake_realtime import FakeServer
+from tests.infer.realtime_faults import FAULTS, before, put
+
+SPEECH = np.random.default_rng(0).normal(0, 8000, 4800).astype("<i2")
+"""A fifth of a second that the fake server takes for speech."""
+
+
+def examine(names: list[str], timeout: float, speech: np.ndarray | None = SPEECH, **bent: object) -> list[CheckedPoint]:
+    return asyncio.run(examined(names, timeout, speech, **bent))
+
+
+async def examined(names: list[str], timeout: float, speech: np.ndarray | None = SPEECH, **bent: object) -> list[CheckedPoint]:
+    async with FakeServer(**bent) as url:
+        kit = Kit(address_of(url, "any"), None, speech, timeout)
+        return await kit.examine([POINTS[name] for name in names], lambda number, name: None)
+
+
+def test_every_point_is_kept_by_a_server_that_is_right():
+    topics: dict[str, list[str]] = {}
+    for name, point in POINTS.items():
+        topics.setdefault(point.topic, []).append(name)
+    of_all = topics.pop(WIRE.name)  # alone: openai's types take seconds to import
+
+    async def side_by_side() -> list[CheckedPoint]:
+        found = await asyncio.gather(*(examined(names, 2.0) for names in topics.values()))
+        return [one for some in (*found, await examined(of_all, 2.0)) for one in some]
+
+    found = asyncio.run(side_by_side())
+    assert [one.point.name for one in found] == list(POINTS)
+    assert [(one.point.name, one.result, one.reason, shortened(one.event)) for one in found if one.result != "pass"] == []
+
+
+def test_every_point_can_fail():
+    assert list(FAULTS) == list(POINTS)
+    side_by_side = asyncio.Semaphore(8)
+
+    async def one(name: str) -> CheckedPoint:
+        bent, said = FAULTS[name]
+        async with side_by_side:
+            return (await examined([name], 1.0 if said.startswith("no ") else 5.0, **bent))[0]
+
+    async def all_of_them() -> list[CheckedPoint]:
+        return await asyncio.gather(*(one(name) for name in POINTS))
+
+    for found in asyncio.run(all_of_them()):
+        name = found.point.name
+        assert found.result == ("note" if name == "lead" else "fail"), (name, found)
+        assert FAULTS[name][1] in found.reason, (name, found)
+
+
+# --- servers that are odd -------------------------------------------------------------------------------------------------
+
+
+def test_without_a_recording_points_of_speech_are_skipped_and_counted():
+    found = examine(["created", "vad-turn", "interruption"], 4.0, speech=None)
+    assert [one.result for one in found] == ["pass", "skipped", "skipped"]
+    assert summary(found) == "3 points: 1 kept, 0 broken, 2 skipped: needs --sound FILE with speech"
+
+
+def test_points_need_no_recording_where_they_need_no_speech():
+    names = ["spoken-turn", "retrieve-spoken", "g711-in", "transcription-session", "no-nulls"]
+    assert [one.result for one in examine(names, 4.0, speech=None)] == ["pass"] * 5
+
+
+@pytest.mark.parametrize("sent", [[], {"item": 7}, {"type": 7}, {"type": "response.done", "response": "none"}])
+def test_whatever_a_server_sends_ends_a_point_and_not_the_examination(sent):
+    found = examine(["written-turn", "usage", "types", "created"], 0.3, out=lambda event: [sent, event])
+    assert [one.result for one in found][2:] == ["fail", "fail"]
+    assert ("built otherwise" in found[0].reason) == (sent == {"item": 7})
+
+
+def test_an_answer_that_never_ends_ends_a_point(monkeypatch):
+    monkeypatch.setattr("infer.conformance.kit.PATIENCE", 1)
+    endless = [{"type": "rate_limits.updated", "rate_limits": []}]
+    monkeypatch.setattr("tests.infer.fake_realtime.SAYS", ("more",) * 1000)
+    (found,) = examine(["written-turn"], 0.3, out=lambda event: [event, *endless])
+    assert found.result == "fail" and "did not end within 0.3 s" in found.reason
+
+
+def test_events_need_the_openai_package_to_be_validated(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai.types.realtime", None)
+    (found,) = examine(["types"], 4.0)
+    assert (found.result, found.reason) == ("skipped", "needs the package openai: pip install openai")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(**bent):
+    """A fake server in a thread; its address."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server = FakeServer(**bent)
+    try:
+        yield asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
+        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def test_a_server_that_is_right_gives_a_table_and_code_0(run, tmp_path):
+    sound = write_question(tmp_path / "question.wav", 0.2)
+    with serving() as url:
+        done = run("conformance", f"{url}/v1/", "--sound", sound, "--timeout", 4, "--only", "usage, created,vad-turn")
+    assert done.code == 0, done
+    assert [line.split()[:2] for line in done.text.splitlines() if " kept " in line] == [
+        ["created", "kept"], ["usage", "kept"], ["vad-turn", "kept"],
+    ]  # fmt: skip
+    assert done.text.rstrip().endswith("3 points: 3 kept, 0 broken")
+
+
+def test_a_broken_point_is_told_with_its_event_and_gives_code_1(run):
+    with serving(**put("error", "error.code", "nothing_there")) as url:
+        done = run("conformance", url, "--timeout", 4, "--only", "cancel-code,created")
+        plain = run("conformance", url, "--timeout", 4, "--only", "cancel-code,created,vad-turn", "--json")
+    assert done.code == plain.code == 1
+    assert "error.code is \"nothing_there\", not 'response_cancel_not_active'" in done.text
+    assert "why it matters: clients cancel" in done.text and '"code": "nothing_there"' in done.text
+    found = json.loads(plain.text)
+    assert found["counts"] == {"pass": 1, "fail": 1, "skipped": 1, "note": 0}
+    assert [one["point"] for one in found["points"]] == ["created", "cancel-code", "vad-turn"]
+    assert found["points"][1]["event"]["error"]["code"] == "nothing_there"
+
+
+def test_a_key_is_brought_in_the_header_and_by_browsers_in_a_subprotocol(tmp_path):
+    seen = []
+
+    class Seeing(FakeServer):
+        async def _talk(self, socket):
+            seen.append((socket.request.headers.get("Authorization"), socket.request.headers.get("Sec-WebSocket-Protocol")))
+            await super()._talk(socket)
+
+    async def both() -> None:
+        async with Seeing() as url:
+            kit = Kit(address_of(url, "any"), "secret", None, 4.0)
+            await kit.examine([POINTS["created"], POINTS["subprotocol"]], lambda number, name: None)
+
+    asyncio.run(both())
+    assert seen == [("Bearer secret", None), (None, "realtime, openai-insecure-api-key.secret")]
+
+
+def test_mistakes_are_one_line(run, tmp_path):
+    key = tmp_path / "keys"
+    key.write_text("# none\n")
+    refusing = before("session.created", {"type": "error", "error": {"message": "this key is not known"}})
+    with serving() as url, serving(**refusing) as closed:
+        for words, said in (
+            ([url, "--only", "creatd"], "there is no point 'creatd'; did you mean 'created'?"),
+            ([url, "--timeout", "0"], "--timeout"),
+            ([url, "--sound", "none.wav"], "none.wav"),
+            ([url, "--key", "a", "--key_file", key], "given together"),
+            ([url, "--key_file", key], "has no key"),
+            (["127.0.0.1:8000"], "is no address of a server"),
+            (["ws://127.0.0.1:1"], "cannot be reached"),
+            ([closed], "takes no session (this key is not known)"),
+        ):
+            done = run("conformance", *words)
+            assert done.code == 2 and said in done.err and done.err.count("\n") == 1, (words, done)
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://a:8000", "ws://a:8000/v1/realtime?model=m"),
+        ("https://a/v1/", "wss://a/v1/realtime?model=m"),
+        ("ws://a/v1/realtime", "ws://a/v1/realtime?model=m"),
+        ("wss://a/there/v1?model=mine", "wss://a/there/v1/realtime?model=mine"),
+    ],
+)
+def test_a_url_may_have_its_path_or_not(url, address):
+    assert address_of(url, "m") == address
+
+
+@pytest.mark.parametrize("url", ["", "a", "ftp://a", "ws://", "ws://a:b", "ws://[", "ws://a:99999"])
+def test_what_is_no_address_is_refused(url):
+    with pytest.raises(UserError, match="is no address of a server"):
+        address_of(url, "m")
