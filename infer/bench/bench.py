@@ -21,7 +21,7 @@ from infer.bench.streaming import first_audio, noise, rows_in_real_time, steps_a
 from infer.bench.tables import FigureRow, FigureTable, number_format, plain, show, target_of
 from infer.device import SMALL_MODEL, bytes_of, cpu_threads
 from infer.options import BenchOptions
-from omni.audio.io import SAMPLE_RATE, read_audio
+from omni.audio.io import SAMPLE_RATE, read_audio, resample
 from omni.checkpoint.int8_state import model_in_int8
 from omni.config import ModelConfig, preset
 from omni.encoder.whisper_config import EncoderMode
@@ -49,6 +49,8 @@ def bench(options: BenchOptions) -> bool:
             return check_gpu(device, dtype=find_dtype(options.dtype))
         print("not run: there is no GPU here, or --device names none")
         return True
+    if options.server is not None:
+        return _talk(options)
     given = options.preset or (SOUNDING if options.sessions else PRESETS)
     names = [] if options.model else [name.strip() for name in given.split(",") if name.strip()]
     configs = {name: preset(name) for name in names}
@@ -66,6 +68,29 @@ def bench(options: BenchOptions) -> bool:
     else:
         print(_on_a_line(device))
     return True
+
+
+def _talk(options: BenchOptions) -> bool:
+    """Talk to a server, and print what that gave; returns whether it made no mistake."""
+    from infer.bench.live.play import parse_numbers
+    from infer.bench.sockets import RATE, plain_figures, play_sockets, show_sockets
+
+    assert options.server is not None
+    sound = (
+        resample(noise(options.seconds), SAMPLE_RATE, RATE) if options.question is None else read_audio(options.question, RATE)
+    )
+    numbers = parse_numbers(options.sessions or "1")
+    url = options.server.rstrip("/")
+    barge_in = options.barge_in if options.turns != "manual" else 0.0
+    figures = play_sockets(url, options.key, sound.numpy(), numbers, options.play_seconds, options.turns, barge_in)
+    if options.json:
+        print(json.dumps({**machine(), "server": url, "sockets": plain_figures(figures)}, indent=2))
+    else:
+        show_sockets(figures, f"{url}, {options.turns}, {machine()['processor']}")
+    for one in figures:
+        if one.errors:
+            print(f"{one.people} sockets: {one.errors} errors, such as: {one.example}")
+    return not any(one.errors for one in figures)
 
 
 def _play(options: BenchOptions, device: torch.device, configs: dict[str, ModelConfig], sound: Tensor) -> None:

@@ -193,15 +193,16 @@ def show_live(table: LiveTable) -> None:
     from rich.console import Console
 
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 132)
-    console.print(_lined(table.title, COLUMNS, [cells(run) for run in table.runs]))
+    console.print(lined(table.title, COLUMNS, [cells(run) for run in table.runs]))
     if lines := [line for run in table.runs if (line := bare_cells(run))]:
-        console.print(_lined("as many people whom a bare loop of PyTorch's kernels answers", BARE_COLUMNS, lines))
+        console.print(lined("as many people whom a bare loop of PyTorch's kernels answers", BARE_COLUMNS, lines))
     console.print(
         f"a frame plays {1e3 * table.frame:.0f} ms; times are 50th, 95th and 99th percentile; CPU in shares of a core"
     )
 
 
-def _lined(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Any:
+def lined(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Any:
+    """A table for a terminal, whose cells are never wrapped."""
     from rich import box
     from rich.table import Table as RichTable
 
