@@ -75,6 +75,7 @@ SERVE = {
     "key_sessions": Bound(1, 10_000, "as many as there may be by default"),
     "key_audio_minutes": Bound(1, 1e7, "480 is the default", whole=False),
     "key_events": Bound(1, 10**9, "120,000 is the default"),
+    "padding_ms": Bound(0, 2000, "100 is the default", whole=False),
     "lead_ms": Bound(100, 500, "300 is the default", whole=False),
     "drain": Bound(0, 3600, "30 is the default", whole=False),
 }

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import FastAPI, Request, WebSocket
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -60,6 +61,14 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
     )
     app.state.server = server
     app.add_middleware(Headers)
+    if settings.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Location"],
+        )
     add_web(app, server)
     add_rest(app, server)
     calls = add_calls(app, server)

@@ -106,6 +106,7 @@ def settings_of(model: str, options: ServeOptions) -> ServeSettings:
         model=options.name or Path(model).resolve().name,
         adapters=tuple(adapters_of(options.adapter)),
         origins=options.origins,
+        padding=options.padding_ms / 1000,
         lead=options.lead_ms / 1000,
         limits=ServerLimits(
             sessions=options.sessions,

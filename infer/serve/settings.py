@@ -80,6 +80,8 @@ class ServeSettings:
         model: name of the model.
         adapters: names of the adapters that were loaded; each is a voice.
         origins: origins of pages, besides the server's own, that may connect.
+        padding: seconds of sound that a question keeps around the speech that voice activity found; models answer best where
+            they hear as much as in training.
         lead: seconds of sound that are sent ahead of what a client plays.
         open_access: nobody needs a key.
     """
@@ -87,6 +89,7 @@ class ServeSettings:
     model: str = "omni"
     adapters: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    padding: float = 0.1
     lead: float = 0.3
     open_access: bool = True
     limits: ServerLimits = field(default_factory=ServerLimits)

@@ -32,10 +32,15 @@ def decode(data: bytes, form: str) -> np.ndarray:
 def encode(samples: np.ndarray, form: str) -> bytes:
     """Raw bytes of samples [S]; what is beyond -1 to 1 is clipped."""
     if form == "audio/pcm":
-        return np.clip(np.rint(samples * 32767), -32768, 32767).astype("<i2").tobytes()
+        return to_int16(samples).astype("<i2", copy=False).tobytes()
     out = io.BytesIO()
     soundfile.write(out, np.clip(samples, -1, 1), 8000, format="RAW", subtype=SUBTYPES[form])
     return out.getvalue()
+
+
+def to_int16(samples: np.ndarray) -> np.ndarray:
+    """Samples [S] as int16; what is beyond -1 to 1 is clipped."""
+    return np.clip(np.rint(samples * 32768), -32768, 32767).astype(np.int16)
 
 
 class Resampler:

@@ -10,14 +10,11 @@ from infer.serve.realtime.owner import Owner
 from infer.serve.realtime.protocol import ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
 from infer.serve.realtime.turns import TurnDetector, TurnEvent
-from infer.serve.realtime.vad import RATE, SpeechStream, VoiceActivity
-from infer.serve.sound import Resampler
+from infer.serve.realtime.vad import SpeechStream, VoiceActivity
+from infer.serve.sound import to_int16
 
 SHORTEST = 0.1
 """Seconds of the shortest sound that can be committed, as in OpenAI's."""
-
-TAIL = 0.3
-"""Seconds after the end of speech that belong to its turn."""
 
 KEPT = 2.0
 """Seconds that are kept, while nobody speaks, besides the padding of a turn."""
@@ -35,7 +32,7 @@ class SessionInput:
         self.buffer = InputBuffer(min(max(self._longest + 10, 60.0), 600.0))
         self.uncounted = 0.0
         self._detector: TurnDetector | None = None
-        self._stream, self._rate = SpeechStream(), Resampler(PCM_RATE, RATE)
+        self._stream = SpeechStream()
         self._item = ""  # id of the item that the present turn is going to be
         self._begins = 0.0  # second at which the present turn's sound begins
         self.configure(owner.configuration)
@@ -52,7 +49,7 @@ class SessionInput:
 
     def _restart(self, detector: TurnDetector) -> None:
         self._detector = detector
-        self._stream, self._rate = SpeechStream(), Resampler(PCM_RATE, RATE)
+        self._stream = SpeechStream()
 
     def check_room(self, size: int) -> None:
         """ProtocolError where so many bytes of the session's format find no room."""
@@ -67,14 +64,14 @@ class SessionInput:
     async def take(self, samples: np.ndarray) -> None:
         """Take samples [S] at 24 kHz, which come whether anybody speaks or not: the oldest make room."""
         self.buffer.make_room(len(samples))
-        await self._follow(self.buffer.add(samples))
+        await self._follow(self.buffer.add(to_int16(samples)))
 
     async def _follow(self, samples: np.ndarray) -> None:
         """Follow the turns in new samples."""
         self.uncounted += len(samples) / PCM_RATE
         if self._detector is None or not len(samples):
             return
-        for probability in await self._vad.push(self._stream, self._rate.push(samples)):
+        for probability in await self._vad.push(self._stream, samples):
             detector = self._detector
             if detector is None:  # it was switched off meanwhile
                 return
@@ -93,8 +90,9 @@ class SessionInput:
             self._duck(event.kind == "duck")
         elif event.kind == "began":
             self._duck(False)
-            self._item, self._begins = new_id("item"), event.at
-            started = {"audio_start_ms": round(event.at * 1000), "item_id": self._item}
+            padding = 0.0 if self._detector is None else self._detector.padding
+            self._item, self._begins = new_id("item"), max(event.at - min(padding, owner.settings.padding), 0.0)
+            started = {"audio_start_ms": round(max(event.at - padding, 0.0) * 1000), "item_id": self._item}
             owner.send({"type": "input_audio_buffer.speech_started", **started})
             if detection is not None and detection.interrupt_response:
                 await self._responses.interrupt()
@@ -112,7 +110,7 @@ class SessionInput:
         """Commit the turn's sound, and have it answered."""
         owner, end = self._owner, self.buffer.end
         sound = self.buffer.take(self._begins)
-        kept = len(sound) - max(round((end - ended - TAIL) * PCM_RATE), 0)
+        kept = len(sound) - max(round((end - ended - owner.settings.padding) * PCM_RATE), 0)
         owner.metrics.endpointed(endpointing)
         owner.add_spoken(self._item, sound[: max(kept, 1)])
         detection = owner.configuration.audio.input.turn_detection

@@ -8,7 +8,7 @@ import numpy as np
 
 from infer.serve.realtime.configuration import PCM_RATE
 from infer.serve.realtime.protocol import ProtocolError
-from infer.serve.sound import Resampler, decode
+from infer.serve.sound import Resampler, decode, to_int16
 
 
 class InputBuffer:
@@ -44,7 +44,7 @@ class InputBuffer:
             )
 
     def append(self, data: bytes, form: str) -> np.ndarray:
-        """Take raw sound of a format; returns its samples [S] at 24 kHz.
+        """Take raw sound of a format; returns its samples [S] at 24 kHz, int16.
 
         Raises:
             ProtocolError: half a sample, or more sound than it holds.
@@ -56,12 +56,14 @@ class InputBuffer:
         if form != self._form:
             given = PCM_RATE if form == "audio/pcm" else 8000
             self._form, self._rate = form, Resampler(given, PCM_RATE)
-        return self.add(self._rate.push(decode(data, form)))
+        if form == "audio/pcm":
+            return self.add(np.frombuffer(data, "<i2"))
+        return self.add(to_int16(self._rate.push(decode(data, form))))
 
     def add(self, samples: np.ndarray) -> np.ndarray:
-        """Take samples [S] at 24 kHz; ProtocolError where they are too many."""
+        """Take samples [S] at 24 kHz, int16; ProtocolError where they are too many."""
         self.check_room(len(samples) / PCM_RATE)
-        self._pieces.append(np.clip(np.rint(samples * 32768), -32768, 32767).astype(np.int16))
+        self._pieces.append(samples)
         self._samples += len(samples)
         return samples
 

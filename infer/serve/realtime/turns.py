@@ -48,7 +48,7 @@ class TurnEvent:
     """What was decided.
 
     Attributes:
-        at: second of the input at which the turn's sound begins (`began`, its padding included) or speech ended (`ended`).
+        at: second of the input at which speech began or ended.
         decided: second of the input at which that was decided.
     """
 
@@ -132,7 +132,7 @@ class TurnDetector:
     def _began(self) -> TurnEvent:
         self.speaking, self._idle_since = True, None
         self._quiet = self._voiced
-        return TurnEvent("began", max(self._onset - self.padding, 0.0), self.now)
+        return TurnEvent("began", self._onset, self.now)
 
     def _end(self) -> list[TurnEvent]:
         """Whether the turn has ended."""

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from infer.serve.realtime.session import RealtimeSession
 from infer.serve.realtime.vad import VoiceActivity
 from infer.serve.settings import Answering, ServerLimits, ServeSettings
 from omni.generate.speech_lm import SpeechLM
+from tests.infer.serve.caller import calls
+
+__all__ = ["calls"]
 
 MANUAL = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
 """A session's change that leaves the ends of turns to the client."""
@@ -132,9 +136,15 @@ def settings() -> ServeSettings:
 def talk(host: EngineHost, settings: ServeSettings) -> Iterator[Callable[..., Any]]:
     """Run a coroutine function with a client whose session is closed afterwards."""
 
-    def run(body: Callable[[Client], Coroutine[Any, Any, Any]], given: dict[str, Any] | None = MANUAL, **options: Any) -> Any:
+    def run(
+        body: Callable[[Client], Coroutine[Any, Any, Any]],
+        given: dict[str, Any] | None = MANUAL,
+        seconds: float = 1.0,
+        omni: bool = False,
+    ) -> Any:
         async def whole() -> Any:
-            client = Client(host, settings, given, **options)
+            answering = replace(settings.answering, max_seconds=seconds)
+            client = Client(host, replace(settings, answering=answering), given, omni)
             try:
                 return await asyncio.wait_for(body(client), 60)
             finally:

@@ -35,8 +35,10 @@ def serve(host: EngineHost, settings: ServeSettings) -> Iterator[Callable[..., t
     """Start a server on a free port; its address without a scheme, and what its routes share."""
     running: list[tuple[uvicorn.Server, threading.Thread]] = []
 
-    def start(keys: tuple[str, ...] = (), engine: EngineHost = host, **limits: Any) -> tuple[str, Server]:
-        app = create_app(engine, replace(settings, limits=ServerLimits(**limits)), keys)
+    def start(
+        keys: tuple[str, ...] = (), engine: EngineHost = host, origins: tuple[str, ...] = (), **limits: Any
+    ) -> tuple[str, Server]:
+        app = create_app(engine, replace(settings, limits=ServerLimits(**limits), origins=origins), keys)
         listening = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(configured(app))
         thread = threading.Thread(target=server.run, args=([listening],))
@@ -157,6 +159,17 @@ def test_pages_of_other_origins_and_other_names_are_refused(serve: Any) -> None:
             assert json.loads(await ws.recv())["type"] == "session.created"
 
     asyncio.run(body())
+
+
+def test_pages_of_named_origins_may_call(serve: Any) -> None:
+    place, _ = serve(origins=("https://talk.example",))
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-openai-agents-sdk"}
+    url = f"http://{place}/v1/realtime/calls"
+    found = httpx.options(url, headers={"Origin": "https://talk.example", **asked})
+    assert found.status_code == 200 and found.headers["access-control-allow-origin"] == "https://talk.example"
+    assert httpx.options(url, headers={"Origin": "https://evil.example", **asked}).status_code == 400
+    answer = httpx.post(url, headers={"Origin": "https://talk.example"}, content="v=0")
+    assert answer.status_code == 400 and answer.headers["access-control-expose-headers"] == "Location"
 
 
 def test_a_full_server_sends_the_overflow_on(serve: Any) -> None:
