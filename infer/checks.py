@@ -82,7 +82,7 @@ SERVE = {
 """Bounds of the server's own options."""
 
 EXTRA = (
-    *("fastapi", "uvicorn", "websockets", "python_multipart", "aiortc", "av"),
+    *("fastapi", "uvicorn", "uvloop", "websockets", "python_multipart", "aiortc", "av"),
     *("onnxruntime", "silero_vad", "prometheus_client", "limits", "itsdangerous"),
 )
 """Modules that the extra `serve` brings."""

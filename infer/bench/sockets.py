@@ -154,7 +154,8 @@ class SocketPerson:
         self._silence = self._append(bytes(step))
         self._random = random.Random(seed)
         self._over, self._sounding = asyncio.Event(), asyncio.Event()
-        self._spoke = self._known = 0.0
+        self._spoke: float | None = None
+        self._known = 0.0
         self._plays: float | None = None
         self._last_sound = self._started = 0.0
 
@@ -184,6 +185,7 @@ class SocketPerson:
         detection = None if manual else {"type": self._detection}
         await ws.send(json.dumps({"type": "session.update", "session": {"audio": {"input": {"turn_detection": detection}}}}))
         while time.monotonic() < ends:
+            self._spoke = None
             await self._say(ws, self._pieces)
             self._spoke = time.monotonic()
             if manual:
@@ -219,7 +221,7 @@ class SocketPerson:
             kind = event["type"]
             if kind == "input_audio_buffer.committed":
                 self._known, self._plays = now, None
-                if self._detection != "manual":
+                if self._detection != "manual" and self._spoke is not None:  # else it ended in a pause of the question
                     noted.endpointing.append(now - self._spoke)
             elif kind == "input_audio_buffer.speech_started":
                 self._started = now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import uvicorn
+import uvloop
 
 from infer.device import SMALL_MODEL
 from infer.options import DEFAULT_MODEL, ServeOptions
@@ -50,7 +52,9 @@ def serve(options: ServeOptions) -> None:
         host.open()
         try:
             app = create_app(host, settings_of(model, options), keys)
-            asyncio.run(run(app.state.server, app, listening, options))
+            gc.collect()
+            gc.freeze()  # what is imported is not looked through again while people listen
+            uvloop.run(run(app.state.server, app, listening, options))
         finally:
             host.close()
     finally:

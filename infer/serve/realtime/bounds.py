@@ -14,7 +14,7 @@ from infer.serve.settings import ServerLimits
 EXPIRED, POLICY = 1000, 1008
 """Close codes of WebSockets: a regular end, and a limit."""
 
-LOOK = 1.0
+LOOK = 5.0
 """Seconds between two looks at a session's limits."""
 
 MANY = 500

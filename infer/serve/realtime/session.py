@@ -25,6 +25,7 @@ from infer.serve.realtime.responses import Responses
 from infer.serve.realtime.transcripts import Transcripts
 from infer.serve.realtime.vad import VoiceActivity
 from infer.serve.settings import ServeSettings
+from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.generate.question import longest
 
@@ -58,8 +59,9 @@ class RealtimeSession:
         self.wants_omni = wants_omni
         self.log = SessionLog(self.id)
         self.configuration = configuration or Configuration()
-        self.items = Items()
+        self.items = Items(kept=remembered(host.engine.config))
         self.expires_at = int(time.time() + settings.limits.session_seconds)
+        self._sent = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self.responses = Responses(self, host)
         self.hearing = SessionInput(self, self.responses, vad, longest(host.engine.config))
@@ -83,7 +85,8 @@ class RealtimeSession:
 
     def send(self, event: Event) -> None:
         """Send an event, with an id of its own."""
-        self.transport.put({"event_id": new_id("event"), **event})
+        self._sent += 1
+        self.transport.put({"event_id": f"event_{self.id[5:]}{self._sent:06x}", **event})
 
     def begin(self) -> None:
         """The first event."""
@@ -226,3 +229,8 @@ class RealtimeSession:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.responses.close()
+
+
+def remembered(config: ModelConfig) -> float:
+    """Seconds of questions that fill the model's context: older sound is never given to it again."""
+    return config.decoder.context * config.projector.stack / config.encoder.frames_per_second

@@ -37,24 +37,25 @@ GATHER = 0.008
 """Seconds for which frames of several sessions are gathered."""
 
 
-def _silence() -> np.ndarray:
-    return np.zeros(BEFORE, np.int16)
-
-
 @dataclass(eq=False)
 class SpeechStream:
     """One session's sound on its way through the model.
 
     Attributes:
-        rest: samples at 24 kHz from the context of the next frame on.
+        pieces: samples at 24 kHz from the context of the next frame on; `count`, their number.
     """
 
     state: np.ndarray = field(default_factory=lambda: np.zeros((2, 128), np.float32))
-    rest: np.ndarray = field(default_factory=_silence)
+    pieces: list[np.ndarray] = field(default_factory=lambda: [np.zeros(BEFORE, np.int16)])
+    count: int = BEFORE
 
-
-Waiting = tuple[SpeechStream, np.ndarray, "asyncio.Future[list[float]]"]
-"""A stream, its frames with what is around them [N, BEFORE + STEP + MARGIN], and whom to tell."""
+    def frames(self) -> np.ndarray:
+        """The frames that are whole, with what is around them: [N, BEFORE + STEP + MARGIN]; they are taken."""
+        sound = np.concatenate(self.pieces)
+        number = (len(sound) - BEFORE - MARGIN) // STEP
+        rest = sound[number * STEP :]
+        self.pieces, self.count = [rest], len(rest)
+        return np.stack([sound[start : start + BEFORE + STEP + MARGIN] for start in range(0, number * STEP, STEP)])
 
 
 def model_file() -> Path:
@@ -74,20 +75,18 @@ class VoiceActivity:
         self._model = onnxruntime.InferenceSession(model_file(), options, providers=["CPUExecutionProvider"])
         self._resample = Resample(PCM_RATE, RATE)
         self._thread = ThreadPoolExecutor(1, "omni-vad", lambda: torch.set_num_threads(1))
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: deque[tuple[SpeechStream, asyncio.Future[list[float]]]] = deque()
         self._task: asyncio.Task[None] | None = None
 
     async def push(self, stream: SpeechStream, samples: np.ndarray) -> list[float]:
         """Probabilities of speech of the frames that are whole after more samples [S], int16 at 24 kHz; one call of a stream at
         a time."""
-        sound = np.concatenate([stream.rest, samples])
-        count = max(len(sound) - BEFORE - MARGIN, 0) // STEP
-        stream.rest = sound[count * STEP :]
-        if not count:
+        stream.pieces.append(samples)
+        stream.count += len(samples)
+        if stream.count < BEFORE + STEP + MARGIN:
             return []
-        frames = np.lib.stride_tricks.sliding_window_view(sound, BEFORE + STEP + MARGIN)[: count * STEP : STEP]
         done: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((stream, frames, done))
+        self._waiting.append((stream, done))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._work())
         return await done
@@ -97,31 +96,33 @@ class VoiceActivity:
             await asyncio.sleep(GATHER)
             batch = list(self._waiting)
             self._waiting.clear()
-            given = [(stream, frames) for stream, frames, _ in batch]
             try:
+                given = [stream for stream, _ in batch]
                 found = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, given)
             except BaseException as error:
-                for *_, done in batch:
+                for _, done in batch:
                     if not done.done():
                         done.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
                 raise
-            for (*_, done), probabilities in zip(batch, found, strict=True):
+            for (_, done), probabilities in zip(batch, found, strict=True):
                 if not done.done():
                     done.set_result(probabilities)
 
-    def _run(self, batch: list[tuple[SpeechStream, np.ndarray]]) -> list[list[float]]:
+    def _run(self, batch: list[SpeechStream]) -> list[list[float]]:
         """Frame after frame of all streams together; a stream leaves with its last."""
-        sound = torch.from_numpy(np.concatenate([frames for _, frames in batch]).astype(np.float32) / 32768)
+        given = [stream.frames() for stream in batch]
+        counts = [len(frames) for frames in given]
+        sound = torch.from_numpy(np.concatenate(given).astype(np.float32) / 32768)
         margin = MARGIN * RATE // PCM_RATE
         heard = self._resample(sound)[:, margin : margin + CONTEXT + FRAME].numpy()
-        starts = np.cumsum([0, *(len(frames) for _, frames in batch)])
+        starts = np.cumsum([0, *counts])
         found: list[list[float]] = [[] for _ in batch]
-        for number in range(max(len(frames) for _, frames in batch)):
-            rows = [row for row, (_, frames) in enumerate(batch) if number < len(frames)]
-            streams = [batch[row][0] for row in rows]
+        for number in range(max(counts)):
+            rows = [row for row, count in enumerate(counts) if number < count]
+            streams = [batch[row] for row in rows]
             state = np.stack([stream.state for stream in streams], axis=1)
-            given = heard[[starts[row] + number for row in rows]]
-            speech, state = self._model.run(None, {"input": given, "state": state, "sr": np.array(RATE, dtype=np.int64)})
+            new = heard[[starts[row] + number for row in rows]]
+            speech, state = self._model.run(None, {"input": new, "state": state, "sr": np.array(RATE, dtype=np.int64)})
             for place, (row, stream) in enumerate(zip(rows, streams, strict=True)):
                 stream.state = state[:, place]
                 found[row].append(float(speech[place, 0]))

@@ -1,0 +1,102 @@
+"""Stock clients of the Realtime API hold a conversation with a server of the demonstration's model: spoken turns that need
+those before, one that interrupts an answer, and one more. What is not installed is skipped and said (tests/judges/setup.sh)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.infer.serve.test_proxy import answers, free_port
+from tests.judges.questions import QUESTIONS, speak
+
+ROOT = Path(__file__).parents[2]
+JUDGES = Path(os.environ.get("JUDGES", "/tmp/judges"))
+MODEL = Path(os.environ.get("OMNI_JUDGED_MODEL", ROOT / "runs/nano/model"))
+"""What is judged; by default what the demonstration left in this checkout."""
+
+PAGE = 8330
+CHROMIUM = shutil.which("chromium")
+
+ANSWERS = ("five", "ten", "ten", "one zero seven six", "eight nine", "eight nine")
+
+CLIENTS = {
+    "openai": ["venv-openai/bin/python", "judge_openai.py"],
+    "openai manual": ["venv-openai/bin/python", "judge_openai.py", "--turns", "manual"],
+    "openai semantic": ["venv-openai/bin/python", "judge_openai.py", "--turns", "semantic_vad"],
+    "openai-agents": ["venv-openai/bin/python", "judge_openai_agents.py"],
+    "pipecat": ["venv-pipecat/bin/python", "judge_pipecat.py"],
+    "livekit": ["venv-livekit/bin/python", "judge_livekit.py"],
+    "agents-js": ["node", "judge_agents.mjs"],
+    "chromium websocket": ["venv-openai/bin/python", "judge_browser.py", "--transport", "websocket"],
+    "page": ["venv-openai/bin/python", "judge_page.py"],
+    "chromium webrtc": ["venv-openai/bin/python", "judge_browser.py", "--transport", "webrtc"],
+}
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not MODEL.is_dir(), reason=f"there is no model in {MODEL}; `make demo` trains it"),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    port = free_port()
+    words = ["-m", "infer", "serve", str(MODEL), "--port", str(port), "--origins", f"http://localhost:{PAGE}"]
+    process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    answers(f"http://127.0.0.1:{port}/ready")
+    yield f"ws://127.0.0.1:{port}/v1"
+    process.terminate()
+    process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return speak(tmp_path_factory.mktemp("questions"))
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_stock_client_holds_a_conversation(name: str, server: str, questions: list[Path]) -> None:
+    program, script, *options = CLIENTS[name]
+    if program == "node":
+        found, where = shutil.which("node"), JUDGES / "node/node_modules/@openai/agents"
+    else:
+        found = where = JUDGES / program
+    if found is None or not Path(where).exists():
+        pytest.skip(f"{name} is not installed in {JUDGES}: bash tests/judges/setup.sh")
+    if ("chromium" in name or name == "page") and CHROMIUM is None:
+        pytest.skip("chromium is not installed (Debian's package chromium)")
+    words = [str(found), str(ROOT / "tests/judges" / script), server, "key-of-anyone", *map(str, questions), *options]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=180, env={**os.environ, "JUDGES": str(JUDGES)})
+    assert done.stdout.strip(), done.stderr[-2000:]
+    told = json.loads(done.stdout[done.stdout.index("{") :])
+    assert done.returncode == 0 and told["errors"] == [], told
+    (check_page if name == "page" else check)(told)
+
+
+def check_page(told: dict[str, Any]) -> None:
+    """What the visitor of the page was told and heard."""
+    assert told["statuses"] == ["completed", "cancelled", "completed", "completed"], told
+    assert told["likeness"] > 0.9 and told["struck"] and not told["outside"], told
+    assert "microphone" in told["refused"].lower(), told
+
+
+def check(told: dict[str, Any]) -> None:
+    """The turns of a judge: all were answered in sound, one was interrupted, and those that were not are right, but for one."""
+    turns = told["turns"]
+    assert len(turns) == len(QUESTIONS)
+    assert [turn["interrupted"] for turn in turns] == [number == 3 for number in range(6)], turns
+    said = [(turn["transcript"] or "").strip() for turn in turns]
+    assert all(turn["audio_seconds"] > 0.2 for turn in turns), turns
+    right = sum(one == wanted for one, wanted in zip(said, ANSWERS, strict=True))
+    if os.environ.get("OMNI_JUDGED_MODEL") is None:
+        assert right >= 4, said  # of the five that were not interrupted
+    history = [(item.get("text") or "").strip() for item in told["history"] if item["role"] == "assistant"]
+    assert history and history[-1] == said[-1], history
