@@ -107,7 +107,7 @@ def adapters_of(given: tuple[str, ...]) -> dict[str, str]:
 def settings_of(model: str, options: ServeOptions) -> ServeSettings:
     """The settings that the options give."""
     return ServeSettings(
-        model=options.name or Path(model).resolve().name,
+        model=options.name or name_of(model),
         adapters=tuple(adapters_of(options.adapter)),
         origins=options.origins,
         padding=options.padding_ms / 1000,
@@ -132,6 +132,12 @@ def settings_of(model: str, options: ServeOptions) -> ServeSettings:
             use_instructions=options.instructions == "use",
         ),
     )
+
+
+def name_of(model: str) -> str:
+    """Name of a model for clients: its folder's, or of what that is in where the folder is only called `model`."""
+    place = Path(model).resolve()
+    return place.parent.name if place.name == "model" and place.parent.name else place.name
 
 
 def listen(host: str, port: int) -> socket.socket:

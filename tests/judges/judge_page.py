@@ -38,17 +38,14 @@ navigator.mediaDevices.getUserMedia = async () => {
 """
 
 RECORDER = """
-const code = `registerProcessor('tap', class extends AudioWorkletProcessor {
-  process([input]) { if (input.length) this.port.postMessage(Array.from(input[0])); return true; } });`;
 const connect = AudioNode.prototype.connect;
 window.played = [];
 AudioNode.prototype.connect = function (to, ...rest) {
   if (to === this.context.destination) {
-    this.context.audioWorklet.addModule(URL.createObjectURL(new Blob([code], { type: 'text/javascript' }))).then(() => {
-      const tap = new AudioWorkletNode(this.context, 'tap', { numberOfOutputs: 0 });
-      tap.port.onmessage = (event) => window.played.push(...event.data);
-      connect.call(this, tap);
-    });
+    const tap = this.context.createScriptProcessor(1024, 1, 1); // the page's policy allows no worklet of others
+    tap.onaudioprocess = (event) => window.played.push(...event.inputBuffer.getChannelData(0));
+    connect.call(this, tap);
+    connect.call(tap, to);
   }
   return connect.call(this, to, ...rest);
 };
@@ -61,6 +58,9 @@ window.WebSocket = class extends Socket {
   }
 };
 """
+
+
+DELTA = "response.output_audio.delta"
 
 
 class Visitor:
@@ -85,9 +85,16 @@ class Visitor:
     def events(self) -> list[dict[str, Any]]:
         return self.page.evaluate("window.events")
 
+    def count(self, kind: str) -> int:
+        return sum(event["type"] == kind for event in self.events())
+
     def until(self, kind: str, count: int = 1) -> None:
         """Wait until so many events of a kind have come."""
-        self.page.wait_for_function(f"window.events.filter((e) => e.type === '{kind}').length >= {count}", timeout=20_000)
+        for _ in range(600):
+            if sum(event["type"] == kind for event in self.events()) >= count:
+                return
+            self.page.wait_for_timeout(33)
+        raise TimeoutError(f"{count} x {kind} did not come: {[event['type'] for event in self.events()][-20:]}")
 
     def hold(self, number: int) -> None:
         """Hold the talk button while a question is said."""
@@ -134,10 +141,9 @@ def converse(visitor: Visitor) -> dict[str, Any]:
     page.click(".switch")  # hands-free
     page.locator("#talk").click()
     page.wait_for_timeout(600)
+    count = visitor.count(DELTA)
     page.evaluate("window.say(3)")
-    visitor.until(
-        "response.output_audio.delta", len(page.evaluate("window.events.filter((e) => e.type.endsWith('audio.delta'))")) + 1
-    )
+    visitor.until(DELTA, count + 1)
     page.wait_for_timeout(300)
     page.evaluate("window.say(4)")  # interrupts
     visitor.until("conversation.item.truncated")
@@ -203,15 +209,14 @@ def draw(browser: Any, address: str, files: str, folder: Path, theme: str) -> No
     page.click(".switch")
     page.locator("#talk").click()
     page.wait_for_timeout(500)
-    count = len(page.evaluate("window.events.filter((e) => e.type.endsWith('audio.delta'))"))
+    count = visitor.count(DELTA)
     page.evaluate("window.say(3)")
-    visitor.until("response.output_audio.delta", count + 1)
-    page.wait_for_timeout(500)
+    visitor.until(DELTA, count + 1)
+    page.wait_for_timeout(150)
     page.screenshot(path=folder / f"serve-speaking-{theme}.png")
     page.evaluate("window.say(4)")
-    visitor.until("conversation.item.retrieved")
     visitor.until("response.done", 3)
-    page.wait_for_timeout(1000)
+    page.wait_for_timeout(900)
     page.screenshot(path=folder / f"serve-interrupted-{theme}.png")
     context.close()
 

@@ -90,13 +90,12 @@ def check_page(told: dict[str, Any]) -> None:
 
 def check(told: dict[str, Any]) -> None:
     """The turns of a judge: all were answered in sound, one was interrupted, and those that were not are right, but for one."""
-    turns = told["turns"]
-    assert len(turns) == len(QUESTIONS)
-    assert [turn["interrupted"] for turn in turns] == [number == 3 for number in range(6)], turns
+    turns = told["turns"][-len(QUESTIONS) :]  # some clients begin with a written one
     said = [(turn["transcript"] or "").strip() for turn in turns]
-    assert all(turn["audio_seconds"] > 0.2 for turn in turns), turns
-    right = sum(one == wanted for one, wanted in zip(said, ANSWERS, strict=True))
-    if os.environ.get("OMNI_JUDGED_MODEL") is None:
+    assert len(turns) == len(QUESTIONS) and all(turn["audio_seconds"] > 0.2 for turn in turns), turns
+    if "OMNI_JUDGED_MODEL" not in os.environ:  # another model may answer too briefly to be interrupted
+        assert [turn["interrupted"] for turn in turns] == [number == 3 for number in range(6)], turns
+        right = sum(one == wanted for one, wanted in zip(said, ANSWERS, strict=True))
         assert right >= 4, said  # of the five that were not interrupted
     history = [(item.get("text") or "").strip() for item in told["history"] if item["role"] == "assistant"]
     assert history and history[-1] == said[-1], history
