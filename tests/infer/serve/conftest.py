@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ipaddress
 import json
+import socket
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
@@ -118,6 +120,19 @@ def sound_of(events: list[dict[str, Any]]) -> np.ndarray:
 
 def deltas(events: list[dict[str, Any]], kind: str = "output_audio_transcript") -> str:
     return "".join(event["delta"] for event in events if event["type"] == f"response.{kind}.delta")
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse sockets to other machines: neither the server nor a library of it may tell anybody anything."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and not ipaddress.ip_address(address[0]).is_loopback:
+            raise AssertionError(f"a socket to {address} was opened")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
 
 
 @pytest.fixture(scope="session")
