@@ -110,7 +110,7 @@ def check_serve(options: ServeOptions) -> None:
         raise UserError(
             f"--host {options.host}: whoever reaches it could use it; give keys (--key_file FILE), or listen on 127.0.0.1"
         )
-    check_model(options.model or DEFAULT_MODEL)
+    check_model(options.model or DEFAULT_MODEL, "name one: omni-infer serve FOLDER")
 
 
 TIMEOUT = Bound(0.05, 600, "20 is the default", whole=False)
@@ -245,8 +245,8 @@ def check_file(file: str) -> None:
         raise UserError(f"{file!r}: {reason}: check the path of the sound file") from error
 
 
-def check_model(folder: str) -> None:
-    """UserError where there is no model of that name."""
+def check_model(folder: str, another: str = "give --model FOLDER") -> None:
+    """UserError where there is no model of that name; `another` says how a different one is named."""
     if folder == DEFAULT_MODEL and not Path(folder).exists():
-        raise UserError(f"there is no model in {folder} yet; `omni-train demo` trains one, or give --model FOLDER")
+        raise UserError(f"there is no model in {folder} yet; `omni-train demo` trains one, or {another}")
     check_folder(Path(folder))

@@ -61,7 +61,7 @@ def command_parser(name: str) -> InferParser:
         elif several:
             more |= {"type": str, "nargs": "*" if positional else "+", "default": []}
         else:
-            more |= {"type": _given(hints[f.name])} | ({} if positional else {"default": f.default})
+            more |= {"type": _given(hints[f.name])} | ({} if positional and "nargs" not in more else {"default": f.default})
         parser.add_argument(f.name if positional else f"--{f.name}", **more)
     return parser
 

@@ -150,7 +150,7 @@ class ServeOptions:
     The page to talk with is at the address that is printed. Who reaches it from other machines needs a key (--key_file).
     """
 
-    model: str = option("", f"model folder; {DEFAULT_MODEL} by default", positional=True)
+    model: str = option("", f"model folder; {DEFAULT_MODEL} by default", positional=True, nargs="?")
     host: str = option("127.0.0.1", "address to listen on; another one than this machine's own needs --key_file")
     port: int = option(8000, "port to listen on")
     name: str | None = option(None, "name of the model for clients; by default the folder's")

@@ -94,3 +94,25 @@ def test_help_and_mistakes_do_not_wait_for_torch():
 
 def test_the_parser_lists_the_commands():
     assert all(name in build_parser().format_help() for name in COMMANDS)
+
+
+def test_a_server_needs_no_model_and_takes_one():
+    assert parse(["serve"]).model == ""
+    assert parse(["serve", "models/mine", "--port", "9000", "--adapter", "a=b", "c=d"]).adapter == ("a=b", "c=d")
+
+
+REFUSED = {
+    ("--host", "0.0.0.0"): "--key_file",
+    ("--certificate", "x.pem"): "--private_key",
+    ("--port", "70000"): "--port",
+    ("--lead_ms", "900"): "--lead_ms",
+    ("--instructions", "maybe"): "--instructions",
+    ("--key_file", "nowhere"): "nowhere",
+    ("--log", "loud"): "--log",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_server_refuses_what_cannot_be(run, folder, words):
+    done = run("serve", folder, *words)
+    assert done.code == 2 and REFUSED[words] in done.err and "Traceback" not in done.err
