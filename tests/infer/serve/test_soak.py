@@ -169,7 +169,7 @@ def soak(serve: Any, count: int, together: int) -> None:
 
 
 def test_sockets_that_go_away_leave_nothing(serve: Any) -> None:
-    soak(serve, 60, 20)
+    soak(serve, 20, 10)
 
 
 @pytest.mark.long
