@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+LEAST_TOP_P = 1e-6
+"""Smallest `top_p` of a model; clients send 0 for it."""
+
 
 @dataclass(frozen=True)
 class ServerLimits:
@@ -58,18 +61,28 @@ class Answering:
     context: int | None = None
     use_instructions: bool = False
 
-    def keywords(self) -> dict[str, Any]:
-        """Keywords of `SpeechLM.session`."""
-        values: dict[str, Any] = {
+    def keywords(self, temperature: float | None = None, top_p: float | None = None, seed: int | None = None) -> dict[str, Any]:
+        """Keywords of `SpeechLM.session`: these settings, with what a client gives instead.
+
+        Without a temperature, here or of the client, the likeliest ids are taken, whatever `top_p` is.
+        """
+        return {
+            "temperature": self.temperature if temperature is None else temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p if top_p is None else max(top_p, LEAST_TOP_P),
+            "seed": self.seed if seed is None else seed,
             "max_seconds": self.max_seconds,
             "max_tokens": self.max_tokens,
             "text_assist": self.text_assist,
             "context": self.context,
-            "seed": self.seed,
         }
-        if self.temperature > 0:
-            values |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-        return values
+
+
+def limited(options: dict[str, Any], most: int | None, speaks: bool) -> dict[str, Any]:
+    """The options with at most that many tokens, unless the server's own limit of written answers is lower."""
+    if most is None or (not speaks and most >= options["max_tokens"]):
+        return options
+    return {**{name: value for name, value in options.items() if name != "max_tokens"}, "max_new_tokens": most}
 
 
 @dataclass(frozen=True)

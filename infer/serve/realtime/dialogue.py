@@ -8,6 +8,7 @@ the next question begins a session over a history that is made of the items.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from infer.serve.host import EngineHost
 from infer.serve.realtime.configuration import PCM_RATE
 from infer.serve.realtime.items import ContentPart, ConversationItem
+from omni.engine.wire import EngineLost
 from omni.errors import UserError
 from omni.generate.asynchronous import AsyncAnswer
 from omni.generate.messages import Message
@@ -155,9 +157,10 @@ class Dialogue:
         async with self._lock:
             last = self._marks[-1] if self._marks else None
             if self._session is not None and last is not None and last[2:] == (item.id, item.version):
-                await asyncio.to_thread(self._session.cancel, heard)
-                item.answer = await asyncio.to_thread(lambda: self._session.last_answer)
-                return
+                with contextlib.suppress(EngineLost):  # its history went with it, and is made of the items again
+                    await asyncio.to_thread(self._session.cancel, heard)
+                    item.answer = await asyncio.to_thread(lambda: self._session.last_answer)
+                    return
         item.version += 1
         if item.answer is not None:
             item.answer = cut_message(item.answer, heard, self._host.engine.frame_rate)

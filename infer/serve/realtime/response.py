@@ -21,7 +21,7 @@ from infer.serve.realtime.items import ContentPart, ConversationItem
 from infer.serve.realtime.owner import Owner
 from infer.serve.realtime.playback import Outlet, Pacer
 from infer.serve.realtime.protocol import Event, filled, new_id
-from infer.serve.settings import ServerLimits
+from infer.serve.settings import ServerLimits, limited
 from infer.serve.sound import Resampler, encode
 from omni.engine.wire import EngineLost
 from omni.errors import BusyError, UserError
@@ -183,12 +183,8 @@ class Response:
     def _options(self) -> dict[str, Any]:
         """Keywords of the engine's session."""
         wanted, answering = self.wanted.configuration, self._owner.settings.answering
-        options = answering.keywords()
-        if wanted.omni.temperature is not None:
-            options["temperature"] = wanted.omni.temperature
-        if wanted.max_output_tokens != "inf":
-            most = options.pop("max_tokens")
-            options["max_new_tokens"] = wanted.max_output_tokens if self.speaks else min(wanted.max_output_tokens, most)
+        most = None if wanted.max_output_tokens == "inf" else wanted.max_output_tokens
+        options = limited(answering.keywords(wanted.omni.temperature), most, self.speaks)
         options["adapter"] = self._owner.voices.adapter(wanted.audio.output.voice)
         options["system"] = wanted.instructions if answering.use_instructions else ""
         return options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections import deque
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from fastapi import WebSocket
-from starlette.websockets import WebSocketState
+from starlette.websockets import WebSocketDisconnect, WebSocketState
 
 from infer.serve.keys import Denied, Keys
 from infer.serve.realtime.bounds import EXPIRED, POLICY, Closed, SessionBounds
@@ -22,6 +23,9 @@ from infer.serve.settings import ServerLimits
 
 TRY_AGAIN, INTERNAL = 1013, 1011
 """Close codes of WebSockets: another server, or later; a fault."""
+
+GONE = (WebSocketDisconnect, RuntimeError, OSError, asyncio.TimeoutError)
+"""What a socket raises whose client has gone, or does not take what is sent."""
 
 CLOSING = 5.0
 """Seconds that a client has to take its last events."""
@@ -116,6 +120,8 @@ class SocketSession:
             for task in (watching, reading, sending):
                 if task in done and not task.cancelled():
                     code, reason = _end_of(task)
+                    if code == INTERNAL:
+                        session.log.error("the session's socket failed", exc_info=task.exception())
                     break
             if self._transport.overfull.is_set():
                 code, reason = POLICY, "the client reads too slowly"
@@ -130,12 +136,10 @@ class SocketSession:
     async def _close(self, sending: asyncio.Task[None], code: int, reason: str) -> None:
         """Let the last events go, and close the socket."""
         self._transport.finish()
-        try:
+        with contextlib.suppress(*GONE):
             await asyncio.wait_for(asyncio.shield(sending), CLOSING if not self._transport.overfull.is_set() else 0.01)
             if self._socket.client_state is WebSocketState.CONNECTED:
                 await asyncio.wait_for(self._socket.close(code, reason), CLOSING)
-        except Exception:  # whatever a socket that is gone raises
-            pass
 
     async def _read(self) -> None:
         """Take the client's messages, one after another."""
@@ -155,16 +159,16 @@ def _end_of(task: asyncio.Task[Any]) -> tuple[int, str]:
         return EXPIRED, ""
     if isinstance(error, Closed):
         return error.code, error.reason
+    if isinstance(error, GONE):
+        return EXPIRED, ""
     return INTERNAL, "the server failed"
 
 
 async def refuse(socket: WebSocket, error: Denied, code: int) -> None:
     """Accept a socket only to tell why it is closed: clients show events, but hide the status of a handshake."""
-    await socket.accept("realtime" if "realtime" in socket.scope.get("subprotocols", []) else None)
     kind = "invalid_request_error" if error.status < 429 else "rate_limit_exceeded"
     event = {"event_id": "event_refused", **ProtocolError(str(error), error.code, kind=kind).event()}
-    try:
+    with contextlib.suppress(*GONE):
+        await socket.accept("realtime" if "realtime" in socket.scope.get("subprotocols", []) else None)
         await asyncio.wait_for(socket.send_text(json.dumps(event)), CLOSING)
         await asyncio.wait_for(socket.close(code, str(error)[:120]), CLOSING)
-    except Exception:
-        pass

@@ -6,11 +6,10 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from infer.serve.realtime.protocol import Event
 from infer.serve.rest.errors import AGAIN, Failure
-from infer.serve.settings import Answering
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.results import Event as Output
 from omni.tasks import Turn
@@ -21,30 +20,6 @@ if TYPE_CHECKING:
 
 KEPT, KEPT_SECONDS = 1000, 3600
 """Number of spoken answers that can be referred to by their ids, and for how long."""
-
-LEAST_TOP_P = 1e-6
-"""Smallest `top_p` of the model; clients send 0 for it."""
-
-
-def sampling(answering: Answering, temperature: float | None, top_p: float | None, seed: int | None) -> dict[str, Any]:
-    """Keywords of `SpeechLM.session` for a request: the server's, with what the request gives instead.
-
-    Without a temperature, here or of the server, the likeliest ids are taken, whatever `top_p` is.
-    """
-    options = answering.keywords()
-    options["temperature"] = answering.temperature if temperature is None else temperature
-    options["top_k"] = answering.top_k
-    options["top_p"] = answering.top_p if top_p is None else max(top_p, LEAST_TOP_P)
-    if seed is not None:
-        options["seed"] = seed
-    return options
-
-
-def limited(options: dict[str, Any], most: int | None, speaks: bool) -> dict[str, Any]:
-    """The options with at most that many tokens, unless the server's own limit of written answers is lower."""
-    if most is None or (not speaks and most >= options["max_tokens"]):
-        return options
-    return {**{name: value for name, value in options.items() if name != "max_tokens"}, "max_new_tokens": most}
 
 
 async def begun(answer: AsyncAnswer) -> AsyncIterator[Output]:

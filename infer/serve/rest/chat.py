@@ -13,10 +13,11 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, Field
 
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
-from infer.serve.rest.answers import KeptAnswers, begun, chat_usage, limited, sampling, used, whole
+from infer.serve.rest.answers import KeptAnswers, begun, chat_usage, used, whole
 from infer.serve.rest.formats import Sounding, encoded, joined
 from infer.serve.rest.jobs import Job, event_stream
 from infer.serve.rest.messages import MOST_MESSAGES, Chat, MessageReader
+from infer.serve.settings import limited
 from infer.serve.sound import encode
 from omni.generate.question import longest
 from omni.generate.results import AudioChunk, Ended, TextDelta
@@ -105,7 +106,7 @@ class Completion:
 
     async def _ask(self) -> Any:
         body, chat, server = self._body, self._chat, self._job.server
-        options = sampling(server.settings.answering, body.temperature, body.top_p, body.seed)
+        options = server.settings.answering.keywords(body.temperature, body.top_p, body.seed)
         options = limited(options, body.max_completion_tokens or body.max_tokens, body.speaks)
         options["stop"] = body.stop or None
         options["system"] = chat.system if server.settings.answering.use_instructions else ""

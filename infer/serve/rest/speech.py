@@ -11,7 +11,7 @@ from fastapi import Response
 from pydantic import BaseModel, Field
 
 from infer.serve.realtime.protocol import Event, ProtocolError
-from infer.serve.rest.answers import begun, sampling, used, whole
+from infer.serve.rest.answers import begun, used, whole
 from infer.serve.rest.formats import MEDIA, encoded, joined, raw, wav_header
 from infer.serve.rest.jobs import Job, StreamedResponse, event_stream
 from omni.generate.results import Event as Output
@@ -62,7 +62,7 @@ async def speak(job: Job) -> Response:
 
 async def _ask(job: Job, body: SpeechRequest, pace: Any) -> Any:
     server = job.server
-    options = sampling(server.settings.answering, None, None, None)
+    options = server.settings.answering.keywords()
     return await job.ask(body.input, TASK, pace, adapter=server.voices.adapter(body.voice), **options)
 
 
