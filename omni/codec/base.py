@@ -158,9 +158,13 @@ class AudioCodec(ABC):
 
     @contextlib.contextmanager
     def _plain(self) -> Iterator[None]:
-        """Turns gradients off, and full precision on, whatever precision the caller's model runs in."""
+        """Turns gradients off, and full precision on, whatever precision the caller's model runs in.
+
+        What a stream keeps is not made as a tensor of inference mode, even where the caller is in it: the stream's next call
+        may come from a thread that is not, where PyTorch would refuse to change it.
+        """
         exact = _EXACT if self.device.type == "cuda" else contextlib.nullcontext()
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False), exact:
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False), exact:
             yield
 
     @abstractmethod

@@ -96,6 +96,16 @@ def test_a_batch_of_one_is_a_stream_bit_for_bit(codec: AudioCodec) -> None:
         assert torch.equal(torch.cat(parts), codec.decode(codes, seed=3))
 
 
+def test_a_stream_opened_in_inference_mode_goes_on_outside_of_it(codec: AudioCodec) -> None:
+    """As where an engine opens it in one thread and decodes in another, for which the mode does not hold."""
+    codes = torch.stack([torch.arange(3) % size for size in codec.codebook_sizes])[None]
+    batch = codec.batch()
+    with torch.inference_mode():
+        numbers, alone = [batch.open(), batch.open()], codec.stream()
+    sounds, alone_sound = batch.push(numbers, codes.expand(2, -1, -1)), alone.push(codes[0])
+    torch.testing.assert_close(sounds, [alone_sound, alone_sound])
+
+
 def test_codes_that_do_not_fit_end_their_own_stream_only(codec: AudioCodec) -> None:
     batch, lines = codec.batch(), [random_codes(codec, 6, seed=n) for n in range(4)]
     streams = [batch.open(seed=n) for n in range(4)]
