@@ -69,14 +69,17 @@ def kernels(device: torch.device, real: bool, dtype: torch.dtype = HALF) -> Line
 
 
 def shapes(device: torch.device, real: bool, dtype: torch.dtype = HALF) -> Lines:
-    """Checks that attention of a new length costs no plan, and is right where cuDNN's was not a number."""
-    for length in (64, 192, 703, 704, 705) if real else (64,):
+    """Checks that attention of a new length costs no plan, and is right where cuDNN's was not a number.
+
+    The first two load the kernels of even and of odd lengths.
+    """
+    for number, length in enumerate((64, 65, 192, 703, 704, 705) if real else (64,)):
         q = torch.full((2, 14, length, 64), 4.0, device=device, dtype=dtype)
         mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         work = partial(attention, q, -q, q, mask)
         first, later, out = seconds_of(work, device), timed(work, device, 5), work()
         right = bool(((out - 4).abs() < 0.1).all())
-        yield f"{length}: {first * 1e3:.1f} ms, then {later * 1e3:.2f}", right and first < later + 0.02
+        yield f"{length}: {first * 1e3:.1f} ms, then {later * 1e3:.2f}", right and (number < 2 or first < later + 0.02)
 
 
 def without_waits(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -83,9 +83,9 @@ def test_a_model_on_a_second_gpu() -> None:
     assert answers(lms(LAYOUTS["pad"], "cuda:1")[0]) == wanted
 
 
-@pytest.fixture
-def compiled() -> Iterator[Runner]:
-    model = make_model(LAYOUTS["pad"], context=4096).cuda().requires_grad_(False)
+@pytest.fixture(params=[8, 64])
+def compiled(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    model = make_model(LAYOUTS["pad"], context=4096, layers=6, head_dim=request.param).cuda().requires_grad_(False)
     yield Runner(model, 64, 4096, graph=False, compile=True)
     torch._dynamo.reset()
 
@@ -100,4 +100,4 @@ def test_a_compiled_step_takes_no_memory_of_the_cache_s_size(compiled: Runner) -
     torch.cuda.reset_peak_memory_stats()
     compiled.step()
     layer = compiled.cache.keys[0].nbytes
-    assert torch.cuda.max_memory_allocated() - before < layer
+    assert torch.cuda.max_memory_allocated() - before < 3 * layer  # attention in fp32 copies keys and values of one layer
