@@ -1,15 +1,20 @@
 """The attention function that every part of the model calls, and the choice of its kernels on a GPU.
 
-Dimensions: B batch, H heads, G key/value heads, T queries, S keys, D size of a head.
+Dimensions: B batch, H heads, G key/value heads, T queries, S keys, D size of a head, N sequences.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 _chosen = False
+_OLD = torch.__version__.startswith("2.11.")
+"""Its `varlen_attn` takes groups without being told."""
 
 
 def choose_kernels() -> None:
@@ -24,8 +29,38 @@ def choose_kernels() -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+class PackedRows(NamedTuple):
+    """Where the sequences lie that rows of a batch are packed with, for causal attention inside each of them.
+
+    Attributes:
+        ends: int32 [N + 1], the first position of each sequence in the rows one after another, and the end of the last.
+        longest: no sequence has more positions.
+        window: keys that a query sees, itself included; None for all before it.
+    """
+
+    ends: Tensor
+    longest: int
+    window: int | None = None
+
+
+def takes_packed(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether `attention` takes `PackedRows` in place of a mask: flash attention's sizes, half precision, Ampere or later."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return half and device.type == "cuda" and head_size % 8 == 0 and head_size <= 256 and _ampere(device.index or 0)
+
+
+@lru_cache
+def _ampere(device: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, causal: bool = False, grouped: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | PackedRows | None = None,
+    causal: bool = False,
+    grouped: bool = False,
 ) -> Tensor:
     """`F.scaled_dot_product_attention` with `attn_mask`, `is_causal` and `enable_gqa`; [B, H, T, D].
 
@@ -36,8 +71,11 @@ def attention(
         query: [B, H, T, D].
         key, value: [B, H, S, D], or [B, G, S, D] where `grouped`.
         mask: bool (True: is seen) or added to the scores, broadcastable to [B, H, T, S]. A floating one is converted to the
-            queries' format: CUDA's kernels read another one as if it were theirs (pytorch/pytorch#191612).
+            queries' format: CUDA's kernels read another one as if it were theirs (pytorch/pytorch#191612). Or `PackedRows`,
+            where `takes_packed`: costs what the sequences cost, not the square of the row.
     """
+    if isinstance(mask, PackedRows):
+        return _packed_attention(query, key, value, mask)
     if mask is not None and mask.dtype != torch.bool and mask.dtype != query.dtype:
         mask = mask.to(query.dtype)
     if query.is_cuda:
@@ -57,3 +95,16 @@ def attention(
         query, key, value = query.float(), key.float(), value.float()
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     return out.to(torch.bfloat16)
+
+
+def _packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
+    """Flash attention over sequences of different lengths; a causal window keeps `varlen_attn` from cuDNN's kernels."""
+    from torch.nn.attention.varlen import varlen_attn  # takes a second
+
+    b, _, t, _ = query.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    options: Any = {"enable_gqa": True} if not _OLD and q.shape[1] != k.shape[1] else {}
+    window = (-1 if packed.window is None else packed.window - 1, 0)
+    ends, longest = packed.ends, packed.longest
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=window, **options)
+    return out.unflatten(0, (b, t)).transpose(1, 2)  # type: ignore[union-attr]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
-from omni.attention import attention
+from omni.attention import PackedRows, _ampere, attention, takes_packed
 from omni.config import preset
+from omni.model.decoder import causal_mask
 from omni.model.speech_model import SpeechModel
 
 ROOT = Path(__file__).parent.parent
@@ -115,6 +118,76 @@ def test_groups_with_a_mask_are_spread_over_the_heads_on_a_gpu(masked: bool, mon
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     torch.testing.assert_close(attention(q, k, v, mask, not masked, True), plain)
     assert asked == [not masked]
+
+
+def varlen_reference(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int,
+    window_size: tuple[int, int], enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """`torch.nn.attention.varlen.varlen_attn` on any device: each sequence alone, under its window's mask."""
+    assert ends is ends_k and longest == longest_k >= int(ends.diff().max()) and ends.dtype == torch.int32
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    out = []
+    for low, high in pairwise(ends.tolist()):
+        one = [x[low:high].transpose(0, 1)[None] for x in (q, k, v)]
+        index = torch.arange(high - low)
+        before = index[:, None] - index
+        seen = (before >= -window_size[1]) & ((before <= window_size[0]) if window_size[0] >= 0 else True)
+        out.append(F.scaled_dot_product_attention(*one, attn_mask=seen, enable_gqa=enable_gqa)[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("groups", [6, 2])
+def test_packed_attention_is_that_under_a_mask(groups: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_reference)
+    g = torch.Generator().manual_seed(0)
+    segments = torch.tensor([[0] * 7 + [1] * 12 + [2] * 5, [0] * 1 + [1] * 23])
+    ends = torch.tensor([0, 7, 19, 24, 25, 48], dtype=torch.int32)
+    mask = causal_mask(24, segments, window, torch.device("cpu"))
+    found = []
+    for how in (mask, PackedRows(ends, 64, window)):
+        g.manual_seed(0)
+        q, k, v = (torch.randn(2, 24, n, 8, generator=g).requires_grad_() for n in (6, groups, groups))
+        out = attention(*(x.transpose(1, 2) for x in (q, k, v)), how, grouped=groups < 6)
+        out.square().sum().backward()
+        found.append((out, q.grad, k.grad, v.grad))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+def test_packed_attention_is_for_half_precision_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device == 0 else (7, 5))
+    _ampere.cache_clear()
+    for device, dtype, size, wanted in (
+        ("cuda:0", torch.bfloat16, 64, True),
+        ("cuda", torch.float16, 256, True),
+        ("cuda:1", torch.float16, 64, False),
+        ("cuda:0", torch.float32, 64, False),
+        ("cuda:0", torch.bfloat16, 20, False),
+        ("cuda:0", torch.bfloat16, 264, False),
+        ("cpu", torch.bfloat16, 64, False),
+    ):
+        assert takes_packed(torch.device(device), dtype, size) == wanted, (device, dtype, size)
+    _ampere.cache_clear()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("window", [None, 100])
+def test_packed_attention_on_a_gpu(window: int | None) -> None:
+    segments = (torch.arange(512) // torch.tensor([[37], [200]])).cuda()
+    starts = torch.cat([torch.arange(0, 512, 37), torch.arange(512, 1024, 200), torch.tensor([1024])])
+    mask = causal_mask(512, segments, window, segments.device)
+    found, half = [], torch.bfloat16
+    for how, dtype in ((mask, torch.float32), (PackedRows(starts.int().cuda(), 256, window), half), (mask, half)):
+        g = torch.Generator("cuda").manual_seed(0)
+        drawn = (torch.randn(2, 512, n, 64, generator=g, device="cuda").to(half).to(dtype) for n in (14, 2, 2))
+        q, k, v = (x.requires_grad_() for x in drawn)
+        out = attention(*(x.transpose(1, 2) for x in (q, k, v)), how, grouped=True)
+        out.float().square().sum().backward()
+        found.append((out, q.grad, k.grad, v.grad))
+    for exact, ours, masked in zip(*found, strict=True):
+        far, allowed = (float((x.float() - exact).norm() / exact.norm()) for x in (ours, masked))
+        assert far < max(0.01, 1.5 * allowed)
 
 
 @pytest.mark.cuda

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omni.attention import attention
+from omni.attention import PackedRows, attention
 from omni.config import DecoderConfig
 from omni.kernels import Kernels, apply
 from omni.kv_cache import Cache
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(d, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(
-        self, x: Tensor | Normed, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int
+        self, x: Tensor | Normed, rope: tuple[Tensor, Tensor], mask: Tensor | PackedRows | None, cache: Cache | None, layer: int
     ) -> Tensor:
         whole, many = _side_by_side(x, self.q, self.k, self.v), self.heads + self.kv_heads
         if whole is None:
@@ -115,10 +115,10 @@ class Attention(nn.Module):
             k, v = cache.update(layer, k.to(v.dtype), v)  # under autocast a norm's keys are fp32
         if q.dtype != v.dtype:
             q, k = q.to(v.dtype), k.to(v.dtype)
-        if mask is not None and mask.dtype != q.dtype:
+        if isinstance(mask, Tensor) and mask.dtype != q.dtype:
             mask = mask.to(q.dtype)
         group = self.heads // self.kv_heads
-        if t == 1 and group > 1 and mask is not None:
+        if t == 1 and group > 1 and isinstance(mask, Tensor):
             # One query per head: the heads of a group take the time dimension, so keys are read once and never copied.
             q = q.view(b, self.kv_heads, group, self.head_dim)
             y = attention(q, k, v, mask)
@@ -173,7 +173,9 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = SwiGLU(config.width, config.mlp_width)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | PackedRows | None, cache: Cache | None, layer: int
+    ) -> Tensor:
         part, mlp = self.attention, self.mlp
         x = x + part(normed(x, self.attention_norm, part.q, part.k, part.v), rope, mask, cache, layer)
         return x + mlp(normed(x, self.mlp_norm, mlp.gate, mlp.up))

@@ -11,9 +11,11 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from omni.attention import PackedRows, takes_packed
 from omni.config import DecoderConfig
 from omni.kernels import Kernels, StepShape, apply, multiply
 from omni.kv_cache import Cache, KVCache
@@ -100,7 +102,11 @@ class Decoder(nn.Module):
         text = self.text_embedding(tokens[:, a])
         if features is not None and feature_index is not None:
             here = (feature_index >= 0)[..., None]
-            given = features[feature_index.clamp_min(0)].to(audio.dtype)
+            # Columns without a feature take a row that has no gradient: summed up at one of the features, theirs would be added
+            # one after another on a GPU (6 ms of 0.35 in 8192 columns).
+            padded = torch.cat([features, features.new_zeros(1, features.shape[1])])
+            index = torch.where(feature_index >= 0, feature_index, len(features))
+            given = F.embedding(index, padded, padding_idx=len(features)).to(audio.dtype)
             if self.layout.features == "replace":
                 x = self._combine(torch.where(here, a * given, audio) + text)
             else:
@@ -119,6 +125,7 @@ class Decoder(nn.Module):
         *,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
+        packed: PackedRows | None = None,
         input_pos: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Hidden:
@@ -131,16 +138,20 @@ class Decoder(nn.Module):
             if stepped is not None:
                 return Hidden(*stepped)
         x = self.embed(tokens, features, feature_index)
+        mask: Tensor | PackedRows | None
         if input_pos is not None and cache is not None:
-            mask: Tensor | None = cache.attend_to(input_pos)
+            mask = cache.attend_to(input_pos)
             if positions is None:
                 positions = input_pos.clamp_min(0)
         else:
-            mask = causal_mask(tokens.shape[2], segments, self.config.window, tokens.device)
+            if packed is not None and takes_packed(x.device, _product_type(x), self.config.head_size):
+                mask = packed._replace(window=self.config.window)
+            else:
+                mask = causal_mask(tokens.shape[2], segments, self.config.window, tokens.device)
             if positions is None:
                 positions = default_positions(tokens.shape[0], tokens.shape[2], segments, tokens.device)
         rope = rope_table(self.rope, positions)
-        if mask is not None:  # converted once, instead of in the attention of every layer
+        if isinstance(mask, Tensor):  # converted once, instead of in the attention of every layer
             mask = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill(~mask, float("-inf"))
         for layer, block in enumerate(self.blocks):
             x = self._run(block, x, rope, mask, cache, layer)
@@ -156,7 +167,7 @@ class Decoder(nn.Module):
         block: nn.Module,
         x: Tensor,
         rope: tuple[Tensor, Tensor],
-        mask: Tensor | None,
+        mask: Tensor | PackedRows | None,
         cache: Cache | None,
         layer: int,
     ) -> Tensor:
@@ -212,6 +223,12 @@ class Decoder(nn.Module):
     def logits(self, hidden: Hidden) -> list[Tensor]:
         """Logits of every stream, [..., V of the stream] each, in the layout's order."""
         return [*self.split_audio(self.audio_logits(hidden)), self.text_logits(hidden)]
+
+
+def _product_type(x: Tensor) -> torch.dtype:
+    """In which x is multiplied by a weight of its own precision."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _weight(head: nn.Linear) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from omni.attention import choose_kernels
+from omni.attention import PackedRows, choose_kernels
 from omni.config import ModelConfig
 from omni.encoder import whisper  # noqa: F401 (registers it)
 from omni.encoder.base import build_encoder
@@ -87,6 +87,7 @@ class SpeechModel(nn.Module):
         *,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
+        packed: PackedRows | None = None,
         input_pos: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Hidden:
@@ -101,6 +102,7 @@ class SpeechModel(nn.Module):
             feature_index: [B, T] index of the feature that a column takes, -1 for none.
             positions: [B, T] rotary positions; by default counted from 0 (again in each segment), or `input_pos`.
             segments: [B, T] number of the example a packed column belongs to.
+            packed: the bounds of `segments`, where the host knows them: spares a GPU in half precision the mask.
             input_pos: [B, T] positions of the columns in each row of the cache; -1 writes nothing.
             cache: a `KVCache` (in place, no gradients) or `FunctionalKVCache`.
 
@@ -113,6 +115,7 @@ class SpeechModel(nn.Module):
             feature_index,
             positions=positions,
             segments=segments,
+            packed=packed,
             input_pos=input_pos,
             cache=cache,
         )

@@ -162,7 +162,7 @@ class EditObjective:
             features = model.encode(batch.inputs, batch.input_lengths, batch.frames) if batch.frames else None
         else:
             features = torch.cat(heard) if heard else None
-        hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments)
+        hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments, packed=batch.packed)
         text, audio = hidden.text.flatten(0, 1), hidden.audio.flatten(0, 1)
         *spoken, written = batch.supervised
         out = []

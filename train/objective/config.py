@@ -38,7 +38,7 @@ class ObjectiveConfig:
         ctc_words: what a word or letter counts beside a sound, where questions are spelt by both (`data.sounds`).
         align_first: share of the budget in which only the encoder is trained, by the alignment loss alone: recognising speech
             takes longest to train, and a step is cheapest while nothing else runs.
-        chunk: largest number of logits held at once.
+        chunk: largest number of logits held at once; None for 2^28 on a GPU (1.5 GB in half precision) and 2^25 on a CPU.
     """
 
     stream_weights: tuple[float, ...] | None = None
@@ -46,9 +46,13 @@ class ObjectiveConfig:
     ctc_final: float | None = ranged(None, 0)
     ctc_words: float = ranged(1.0, above=0, below=math.inf)
     align_first: float = ranged(0.0, 0, below=1)
-    chunk: int = ranged(1 << 25, 1)
+    chunk: int | None = ranged(None, 1)
 
     def __post_init__(self) -> None:
         check_fields(self, "objective")
         if self.align_first > 0 and self.ctc_weight == 0:
             raise UserError("objective.align_first trains by the alignment loss alone, but objective.ctc_weight is 0")
+
+    def chunk_on(self, cuda: bool) -> int:
+        """The largest number of logits held at once on a GPU, or on a CPU."""
+        return self.chunk if self.chunk is not None else 1 << (28 if cuda else 25)

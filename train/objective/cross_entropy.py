@@ -5,8 +5,9 @@ Dimensions: R rows, T columns, K streams, A audio streams, W width, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ class HeadTargets:
         scale: factor of each stream's losses, [K].
         chunk: most logits at a time.
         ratio: factor of each target besides, [N] per stream; None for 1.
+        compiled: reads the logits twice and writes their gradient once, by torch.compile.
     """
 
     offsets: Sequence[int]
@@ -52,6 +54,7 @@ class HeadTargets:
     scale: Tensor
     chunk: int
     ratio: Sequence[Tensor] | None = None
+    compiled: bool = False
 
 
 def linear_cross_entropy(heads: Heads, targets: HeadTargets) -> tuple[Tensor, Tensor]:
@@ -122,6 +125,7 @@ class _TaskCrossEntropy(torch.autograd.Function):
         losses = each.new_zeros(tasks).index_add_(0, torch.cat(list(task)), each * factors)
         ctx.save_for_backward(*heads, targets.scale, *targets.index, *targets.ids, *ratio, *task)
         ctx.same, ctx.offsets, ctx.chunk = heads.audio is heads.text, targets.offsets, targets.chunk
+        ctx.compiled = targets.compiled
         ctx.streams = len(targets.index)
         ctx.mark_non_differentiable(each)
         return losses, each
@@ -136,7 +140,7 @@ class _TaskCrossEntropy(torch.autograd.Function):
         index, ids, share = ([x[k] for x, k in zip(of, kept, strict=True)] for of in (index, ids, share))
         if ctx.same:
             heads = heads._replace(audio=heads.text)
-        targets = HeadTargets(ctx.offsets, index, ids, scale, ctx.chunk, share)
+        targets = HeadTargets(ctx.offsets, index, ids, scale, ctx.chunk, share, ctx.compiled)
         _, _, found = _losses_and_gradients(heads, _needs(heads, ctx.needs_input_grad[3:]), targets, ctx.dtype)
         gradients = [
             None if g is None or t is None else g.mul_(size.to(g.dtype)).to(t.dtype) for g, t in zip(found, heads, strict=True)
@@ -202,23 +206,16 @@ def _losses_and_gradients(
                 if low_all is not None and up is not None:
                     z = low_all[at].to(dtype)
                     logits.addmm_(z, up.T)
-                logits = logits.float()
-                logits -= logits.amax(1, keepdim=True)
-                right = logits.gather(1, goal)
-                norm = logits.exp_().sum(1, keepdim=True)
-                loss = (norm.log() - right).squeeze(1)
-                losses.append(loss)
-                if ratio is None:
-                    total += loss.sum() * scale[k]
-                else:
+                if ratio is not None:
                     part = ratio[k][low : low + step]
-                    total += (loss * part).sum() * scale[k]
                     inside = inside * part[:, None]
-                if d_hidden is None and d_weight is None and d_up is None:
+                differentiated = not (d_hidden is None and d_weight is None and d_up is None)
+                softmax = _softmax_compiled if targets.compiled else _softmax
+                loss, d_logits = softmax(logits, goal, inside.expand_as(goal), differentiated)
+                losses.append(loss)
+                total += (loss if ratio is None else loss * part).sum() * scale[k]
+                if d_logits is None:
                     continue
-                d_logits = logits.mul_(inside / norm)
-                d_logits.scatter_add_(1, goal, -inside.expand_as(goal).to(d_logits.dtype))
-                d_logits = d_logits.to(dtype)
                 for d_rows, matrix in ((d_hidden, weight), (d_low, up)):
                     if d_rows is not None and matrix is not None:
                         d_h = _product(d_logits, matrix).mul_(scale[k]) if half else d_logits @ matrix
@@ -228,6 +225,8 @@ def _losses_and_gradients(
                         continue
                     if d_matrix.dtype == dtype:
                         d_matrix.addmm_(d_logits.T, given)
+                    elif half and d_matrix.is_cuda:
+                        torch.ops.aten.addmm.dtype_out(d_matrix, d_logits.T, given, torch.float32, out=d_matrix)
                     else:
                         d_matrix.add_(_product(d_logits.T, given) if half else d_logits.T @ given)
                 del d_logits, logits
@@ -237,6 +236,44 @@ def _losses_and_gradients(
                         d_matrix.mul_(scale[k])
     each = torch.cat(losses) if losses else total.new_zeros(0)
     return total, each, [d_text, None if same else d_audio, d_text_weight, d_audio_weight, *d_pairs]
+
+
+def _softmax(logits: Tensor, goal: Tensor, inside: Tensor, differentiated: bool) -> tuple[Tensor, Tensor | None]:
+    """Losses [N] of logits [N, V], and their gradient times `inside` [N, 1] in the logits' type; overwrites fp32 logits."""
+    dtype, logits = logits.dtype, logits.float()
+    logits -= logits.amax(1, keepdim=True)
+    right = logits.gather(1, goal)
+    norm = logits.exp_().sum(1, keepdim=True)
+    loss = (norm.log() - right).squeeze(1)
+    if not differentiated:
+        return loss, None
+    d_logits = logits.mul_(inside / norm)
+    d_logits.scatter_add_(1, goal, -inside.to(d_logits.dtype))
+    return loss, d_logits.to(dtype)
+
+
+def _softmax_compiled(logits: Tensor, goal: Tensor, inside: Tensor, differentiated: bool) -> tuple[Tensor, Tensor | None]:
+    """`_softmax` in one kernel; one is compiled for each vocabulary, whatever the number of rows."""
+    for x in (logits, goal, inside):
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        torch._dynamo.mark_static(x, 1)
+    return _compiled()(logits, goal, inside, differentiated)  # type: ignore[no-any-return]
+
+
+@lru_cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(_softmax_without_writes)
+
+
+def _softmax_without_writes(logits: Tensor, goal: Tensor, inside: Tensor, differentiated: bool) -> tuple[Tensor, Tensor | None]:
+    x = logits.float()
+    x = x - x.amax(1, keepdim=True)
+    norm = x.exp().sum(1, keepdim=True)
+    loss = (norm.log() - x.gather(1, goal)).squeeze(1)
+    if not differentiated:
+        return loss, None
+    here = torch.arange(x.shape[1], device=x.device) == goal
+    return loss, (x.exp() * (inside / norm) - torch.where(here, inside, 0)).to(logits.dtype)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from omni.model.quantize import numels
@@ -33,8 +32,7 @@ class StepFlops:
     def __call__(self, batch: Batch, targets: Tensor) -> float:
         """FLOPs of a batch; targets: supervised positions of each stream, [K + 1] (the last entry is not used)."""
         heads = sum(6.0 * w * n for w, n in zip(self.widths, targets.tolist(), strict=False))
-        _, lengths = torch.unique_consecutive(batch.segments.flatten(), return_counts=True)
-        pairs = float((lengths.double() ** 2).sum()) / 2
+        pairs = float((batch.lengths.double() ** 2).sum()) / 2
         frames = float(sum(batch.frames))
         frame_pairs = float(sum(n * n for n in batch.frames))
         decoder = 6.0 * self.per_position * batch.positions + 12.0 * self.per_pair * pairs

@@ -89,7 +89,11 @@ def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[
 
 
 class Objective(nn.Module):
-    """Model and losses as one module. `forward(batch, denominators)` is the only entry (Fabric, DDP and FSDP wrap it alone)."""
+    """Model and losses as one module. `forward(batch, denominators)` is the only entry (Fabric, DDP and FSDP wrap it alone).
+
+    Attributes:
+        compiled: compute the losses of a GPU's logits in one compiled kernel.
+    """
 
     def __init__(self, model: SpeechModel, config: ObjectiveConfig | None = None) -> None:
         super().__init__()
@@ -100,6 +104,7 @@ class Objective(nn.Module):
         check_stream_weights(weights, streams)
         if self.config.ctc_weight > 0 and model.alignment_head is None:
             raise UserError(no_alignment_head(self.config.ctc_weight))
+        self.compiled = False
         # Not a buffer: a module in bf16 has its buffers rounded, and with them the weights of the losses.
         self.stream_weights = torch.tensor(weights, dtype=torch.float32)
 
@@ -137,7 +142,7 @@ class Objective(nn.Module):
             total = weighted + 0 * (features.sum() + unused_sum)
             return Losses(total, none, none, ctc.detach(), aligned, task_losses.silent(weighted))
         features = task_losses.at_features(batch, features)
-        hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments)
+        hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments, packed=batch.packed)
         text = hidden.text.flatten(0, 1)
         audio = text if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
         index: Sequence[Tensor] = [at.to(text.device, non_blocking=True) for at in batch.supervised]
@@ -149,7 +154,8 @@ class Objective(nn.Module):
         heads = Heads(text, audio, decoder.text_weight, decoder.audio_weight, *low_ranks)
         index, ratio = task_losses.split(batch, index)
         ids = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
-        goals = HeadTargets(decoder.audio_offsets, index, ids, scale, self.config.chunk, ratio)
+        chunk = self.config.chunk_on(text.is_cuda)
+        goals = HeadTargets(decoder.audio_offsets, index, ids, scale, chunk, ratio, self.compiled and text.is_cuda)
         total, sums, counts, by_task = task_losses.sum(batch, heads, goals, weighted)
         return Losses(total, sums, counts, ctc.detach(), aligned, by_task)
 

@@ -41,7 +41,7 @@ class KnobEffect:
 
 def _chunk(config: FitConfig) -> Knob | None:
     small = 1 << 22
-    if config.objective.chunk <= small:
+    if config.objective.chunk_on(False) <= small:
         return None
     changed = replace(config, objective=replace(config.objective, chunk=small))
     return Knob(f"--objective.chunk {small}", "nothing but more, smaller products", changed)

@@ -135,12 +135,13 @@ def trace(config: FitConfig, shape: ModelConfig, batch: Batch, micro_batches: in
         micro_batches: of a step in this process; from the second on gradients are there already.
         cuda: with the kernels of a GPU where they keep something else than those of a CPU.
     """
+    config = replace(config, objective=replace(config.objective, chunk=config.objective.chunk_on(cuda)))
     fake, ledger, counts = FakeTensorMode(), Ledger(), targets(batch)  # counted while tensors have values
+    given = [batch.moved(fake.from_tensor) for _ in range(micro_batches_of(config, micro_batches))]
     with fake:
         bench = build_workbench(config, shape, fake=True)
         if cuda:
             _as_on_cuda(bench.objective)
-        given = [_faked(batch, fake) for _ in range(micro_batches_of(config, micro_batches))]
         wanted = fake.from_tensor(counts)
         answering = _answering(config, shape, cuda)
     for tensor in [*bench.objective.parameters(), *bench.objective.buffers()]:
@@ -219,13 +220,6 @@ def _balance(bench: Workbench, ledger: Ledger, streams: int) -> None:
         add_feature_hook(bench.objective.model.projector)
     fake.prepare()
     bench.balance = lambda batches, wanted, forward, backward: fake.take(batches, forward, backward)
-
-
-def _faked(batch: Batch, fake: FakeTensorMode) -> Batch:
-    tensors: dict[str, Any] = {name: fake.from_tensor(getattr(batch, name)) for name in Batch.TENSORS}
-    made = replace(batch, **tensors)
-    made.__dict__["supervised"] = [fake.from_tensor(at) for at in batch.supervised]
-    return made
 
 
 def _watch(bench: Workbench, ledger: Ledger) -> None:

@@ -250,6 +250,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     held_out = build_held_out(found, config.data.packing, pipeline.maker, rank, world, broken)
     _check_metric(config, held_out)
     objective = Objective(model, config.objective)
+    objective.compiled = config.fabric.compile
     sizes = enumerate(source.size for source in pipeline.mixture.sources)
     fixed = {f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None}
     if base is not None:

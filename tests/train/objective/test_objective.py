@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
+import dataclasses
+from itertools import accumulate
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from omni.lora.config import LoRAConfig
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example
 from tests.close import assert_near
+from tests.test_attention import varlen_reference
+from train.data.batching.batch import Batch
 from train.objective.config import ObjectiveConfig
-from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
+from train.objective.cross_entropy import Heads, HeadTargets, _softmax, _softmax_without_writes, linear_cross_entropy
 from train.objective.objective import Objective, targets
 
 MODELS = {
@@ -91,10 +94,9 @@ def pack(model: SpeechModel, rows: list[list], width: int):
     padded = torch.zeros(len(mels), model.config.encoder.n_mels, longest)
     for i, m in enumerate(mels):
         padded[i, :, : m.shape[1]] = m
-    return SimpleNamespace(
-        tokens=tokens, targets=goals, feature_index=index, segments=segments, task=task, inputs=padded,
-        input_lengths=[m.shape[1] for m in mels], frames=frames, transcripts=transcripts,
-        supervised=[(goals[:, s].reshape(-1) != IGNORE).nonzero().squeeze(1) for s in range(k)],
+    return Batch(
+        tokens, goals, index, segments, task, padded, [m.shape[1] for m in mels], frames, transcripts,
+        sum(map(len, rows)), int((task >= 0).sum()), {},
     )  # fmt: skip
 
 
@@ -132,6 +134,67 @@ def test_loss_and_gradients_equal_the_plain_objective(model, chunk):
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6, msg=name)
     assert float(losses.counts.sum()) == float(counts[:-1].sum())
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_sequences_without_a_mask_give_the_same_loss_and_gradients(model, window, monkeypatch):
+    """As a GPU computes them, with a stand-in for its kernel."""
+    model.decoder.config = dataclasses.replace(model.decoder.config, window=window)
+    batch = pack(model, [make_examples(model, ALL[:3]), make_examples(model, ALL[3:])], 96)
+    twin, asked = copy.deepcopy(model), []
+    Objective(twin)(batch, targets(batch)).total.backward()
+    monkeypatch.setattr("omni.model.decoder.takes_packed", lambda *of: True)
+    monkeypatch.setattr("omni.model.decoder.causal_mask", None)
+
+    def watched(*args, **options):
+        asked.append(args)
+        return varlen_reference(*args, **options)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", watched)
+    Objective(model)(batch, targets(batch)).total.backward()
+    ours, theirs = gradients(model), gradients(twin)
+    assert len(asked) == len(model.decoder.blocks) + len(model.decoder.post_blocks)
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_bounds_of_sequences(model):
+    rows = [make_examples(model, ALL[:3]), make_examples(model, ALL[3:])]
+    batch = pack(model, rows, 96)
+    lengths = [len(example[0]) for row in rows for example in row]
+    assert batch.lengths.tolist() == lengths
+    used = sum(lengths[:3])
+    wanted = [0, *accumulate([*lengths[:3], 96 - used, *lengths[3:], 96 - sum(lengths[3:])])]
+    assert batch.packed.ends.tolist() == wanted and batch.packed.longest == 128
+    moved = batch.to("cpu")
+    assert moved.packed.ends.tolist() == wanted and moved.lengths.tolist() == lengths
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_softmax_that_is_compiled_is_the_plain_one(dtype):
+    logits = torch.randn(5, 33, generator=torch.Generator().manual_seed(0)).mul_(4).to(dtype)
+    goal, inside = torch.tensor([[0], [32], [7], [7], [1]]), torch.tensor([[1.0], [0.5], [0.0], [2.0], [1.0]])
+    for differentiated in (True, False):
+        loss, grad = _softmax_without_writes(logits, goal, inside, differentiated)
+        wanted, wanted_grad = _softmax(logits.clone(), goal, inside, differentiated)
+        torch.testing.assert_close(loss, wanted)
+        torch.testing.assert_close(grad, wanted_grad)
+
+
+@pytest.mark.cuda
+def test_compiled_losses_on_a_gpu():
+    """Of several vocabularies and chunks, also one with a single row."""
+    g, found = torch.Generator().manual_seed(0), []
+    x, w = torch.randn(65, 32, generator=g), torch.randn(1000, 32, generator=g)
+    goals = [torch.randint(n, (65,), generator=g).cuda() for n in (200, 200, 600)]
+    for compiled in (False, True):
+        h, audio, text = (t.bfloat16().cuda().requires_grad_() for t in (x, w[:400], w[400:]))
+        at = torch.arange(65, device="cuda")
+        wanted = HeadTargets((0, 200, 400), [at] * 3, goals, torch.ones(3, device="cuda"), 600 * 32, None, compiled)
+        total, each = linear_cross_entropy(Heads(h, h, text, audio), wanted)
+        total.backward()
+        found.append((total, each, h.grad, audio.grad, text.grad))
+    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -250,9 +250,7 @@ def test_the_doctor_names_streams_whose_ends_are_masked(monkeypatch: pytest.Monk
 
 
 def some_batch(model: SpeechModel, *tasks: str) -> Batch:
-    packed = vars(pack(model, [make_examples(model, list(tasks))], 96))
-    del packed["supervised"]  # computed again
-    return Batch(**packed, examples=len(tasks), positions=96, state={})
+    return pack(model, [make_examples(model, list(tasks))], 96)
 
 
 def looks(targets: Targets, batch: Batch, steps: int) -> list[str]:
@@ -347,9 +345,7 @@ def of_turns(model: SpeechModel, *tasks: str) -> Batch:
     codes = torch.zeros(layout.n_audio, 3, dtype=torch.long)
     columns = example(layout, [Turn(task, features=4, question=[1, 2], text=[3, 4, 5], codes=codes) for task in tasks])
     piece = (columns, None, 0, [], list(TASKS).index(tasks[0]))
-    packed = vars(pack(model, [[piece, piece], [piece]], 2 * len(columns) + 3))
-    del packed["supervised"]
-    return Batch(**packed, examples=3, positions=3 * len(columns), state={})
+    return pack(model, [[piece, piece], [piece]], 2 * len(columns) + 3)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -5,7 +5,7 @@ Dimensions: R rows, K streams, T columns, N clips, M values of a feature frame.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omni.attention import PackedRows
 from omni.layout import IGNORE, Layout
 from train.data.batching.examples import Example
 
@@ -60,18 +61,47 @@ class Batch:
         """Flat positions [n] in [R * T] with a target, for each stream."""
         return [(self.targets[:, k].reshape(-1) != IGNORE).nonzero().squeeze(1) for k in range(self.targets.shape[1])]
 
+    @cached_property
+    def packed(self) -> PackedRows:
+        """Bounds of the segments. The longest is rounded up to a power of two: compiled blocks see few values of it."""
+        starts, lengths = self._segments
+        longest = int(lengths.amax()) if len(lengths) else 1
+        ends = torch.cat([starts, starts.new_tensor([self.segments.numel()])])
+        return PackedRows(ends.int(), max(128, 1 << (longest - 1).bit_length()))
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Columns of each example, [examples] (on the CPU)."""
+        starts, lengths = self._segments
+        return lengths[self.task.flatten()[starts] >= 0]
+
+    @property
+    def _segments(self) -> tuple[Tensor, Tensor]:
+        """First column of every segment, in the rows one after another, and its columns."""
+        first = torch.ones_like(self.segments, dtype=torch.bool)
+        first[:, 1:] = self.segments[:, 1:] != self.segments[:, :-1]
+        starts = first.flatten().nonzero().squeeze(1)
+        return starts, torch.diff(starts, append=starts.new_tensor([first.numel()]))
+
     def to(self, device: torch.device | str) -> Batch:
-        """Move the tensors to `device`. What the host needs (`supervised`) is computed before."""
-        index = [i.to(device, non_blocking=True) for i in self.supervised]
-        moved = replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in self.TENSORS})
-        moved.__dict__["supervised"] = index
-        return moved
+        """Move the tensors to `device`."""
+        return self.moved(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """Copy the batch to page-locked memory, from which copies to a GPU do not block (the loader calls this)."""
-        pinned = replace(self, **{name: getattr(self, name).pin_memory() for name in self.TENSORS})
-        pinned.__dict__["supervised"] = [i.pin_memory() for i in self.supervised]
-        return pinned
+        return self.moved(lambda tensor: tensor.pin_memory())
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with its tensors moved. What the host needs (`supervised`, `packed`, `lengths`) is found before."""
+        found: dict[str, Any] = {
+            "supervised": [move(index) for index in self.supervised],
+            "packed": self.packed._replace(ends=move(self.packed.ends)),
+            "lengths": self.lengths,
+        }
+        tensors: dict[str, Any] = {name: move(getattr(self, name)) for name in self.TENSORS}
+        moved = replace(self, **tensors)
+        moved.__dict__.update(found)
+        return moved
 
 
 def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, bands: int, state: dict[str, Any]) -> Batch:

@@ -203,6 +203,6 @@ def test_what_the_host_has_found_is_pinned_too(monkeypatch):
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.clone()) or pinned[-1])
     there = batch.pin_memory()
-    held = [getattr(there, name) for name in there.TENSORS] + there.supervised
+    held = [getattr(there, name) for name in there.TENSORS] + there.supervised + [there.packed.ends]
     assert {id(t) for t in held} == {id(t) for t in pinned}
     assert all(torch.equal(a, b) for a, b in zip(there.supervised, batch.supervised, strict=True))
