@@ -211,7 +211,7 @@ async def run(server: Server, app: object, listening: socket.socket, options: Se
 async def drain(server: Server, web: uvicorn.Server, seconds: float) -> None:
     """Take no new session, and wait for the answers under way, for at most that many seconds."""
     server.draining = True
-    under_way = sum(session.responses.active is not None for session in server.sessions.values())
+    under_way = server.answering
     LOG.info("draining", extra={"fields": {"sessions": len(server.sessions), "answers": under_way}})
     if under_way:
         print(
@@ -219,7 +219,7 @@ async def drain(server: Server, web: uvicorn.Server, seconds: float) -> None:
         )
     until = asyncio.get_running_loop().time() + seconds
     while not web.should_exit and asyncio.get_running_loop().time() < until:
-        if not any(session.responses.playing for session in server.sessions.values()):
+        if not server.answering:
             break
         await asyncio.sleep(DRAIN_LOOK)
     for session in list(server.sessions.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ class Server:
 
     Attributes:
         sessions: the open Realtime sessions, by their ids.
+        requests: how many HTTP requests with an answer are under way, by the owners of their keys.
         draining: no new session is taken.
     """
 
@@ -30,6 +32,7 @@ class Server:
     metrics: Metrics = field(default_factory=Metrics)
     vad: VoiceActivity = field(default_factory=VoiceActivity)
     sessions: dict[str, RealtimeSession] = field(default_factory=dict)
+    requests: Counter[str] = field(default_factory=Counter)
     draining: bool = False
 
     def admit(self, headers: Any, protocols: list[str]) -> tuple[str, Any]:
@@ -38,6 +41,11 @@ class Server:
         owner, session = self.keys.owner(key_of(headers, protocols))
         self.keys.use_events(owner)
         return owner, session
+
+    @property
+    def answering(self) -> int:
+        """Answers that somebody hears or waits for."""
+        return self.requests.total() + sum(session.responses.playing for session in self.sessions.values())
 
     @property
     def full(self) -> bool:

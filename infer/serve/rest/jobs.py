@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,7 +52,6 @@ class Jobs:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.under_way: Counter[str] = Counter()  # by owner
 
     def add(self, app: FastAPI, path: str, handle: Handler) -> None:
         """Answer POST requests of a path.
@@ -95,14 +93,14 @@ class Jobs:
         limits = self.server.settings.limits
         if self.server.draining:
             raise Failure(503, "this server ends; ask again later", "server_shutting_down", "server_error", again=AGAIN)
-        if self.under_way.total() >= limits.sessions:
+        if self.server.requests.total() >= limits.sessions:
             most = limits.sessions
             message = f"{most} requests are under way, as many as this server takes at once; ask again"
             raise Failure(503, message, "server_overloaded", "server_error", again=AGAIN)
-        if self.under_way[owner] >= limits.key_sessions:
+        if self.server.requests[owner] >= limits.key_sessions:
             message = f"{limits.key_sessions} requests of this key are under way, as many as it may have; wait for one"
             raise Failure(429, message, "rate_limit_exceeded", "rate_limit_exceeded", again=AGAIN)
-        self.under_way[owner] += 1
+        self.server.requests[owner] += 1
         return Job(self, request, owner)
 
 
@@ -118,7 +116,7 @@ class Job:
         self.server, self.owner = jobs.server, owner
         self.key = key_of(request.headers) or ""
         self.session: Any = None
-        self._jobs, self._request, self._over = jobs, request, False
+        self._request, self._over = request, False
 
     # --- its body -----------------------------------------------------------------------------------------------------
 
@@ -198,7 +196,7 @@ class Job:
         if self._over:
             return
         self._over = True
-        self._jobs.under_way[self.owner] -= 1
+        self.server.requests[self.owner] -= 1
         if self.session is not None:
             asyncio.get_running_loop().run_in_executor(None, _close, self.session)
 

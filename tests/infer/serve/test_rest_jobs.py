@@ -12,11 +12,13 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+import uvicorn
 from fastapi import FastAPI
 
 from infer.serve.app import create_app
 from infer.serve.host import EngineHost
 from infer.serve.rest.jobs import Job
+from infer.serve.serve import drain
 from infer.serve.settings import ServerLimits, ServeSettings
 
 KEYS = ("the-first-key-of-two", "the-other-key-of-two")
@@ -119,8 +121,9 @@ def test_sound_counts_for_its_key(host: EngineHost, settings: ServeSettings, mon
 # --- how many at once -------------------------------------------------------------------------------------------------
 
 
-def test_no_more_requests_than_the_limit(host: EngineHost, settings: ServeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = limited(host, settings, KEYS, sessions=2, key_sessions=1)
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Before which every request waits for its answer."""
     gate, held = asyncio.Event(), Job.ask
 
     async def ask(self: Job, *args: Any, **options: Any) -> Any:
@@ -128,6 +131,11 @@ def test_no_more_requests_than_the_limit(host: EngineHost, settings: ServeSettin
         return await held(self, *args, **options)
 
     monkeypatch.setattr(Job, "ask", ask)
+    return gate
+
+
+def test_no_more_requests_than_the_limit(host: EngineHost, settings: ServeSettings, gate: asyncio.Event) -> None:
+    small = limited(host, settings, KEYS, sessions=2, key_sessions=1)
 
     async def body(client: openai.AsyncOpenAI) -> None:
         async def one(key: str) -> httpx2.Response:
@@ -147,6 +155,26 @@ def test_no_more_requests_than_the_limit(host: EngineHost, settings: ServeSettin
         assert (await one(KEYS[0])).status_code == 200
 
     use(small, body)
+
+
+def test_a_server_that_ends_waits_for_the_answers_under_way(
+    host: EngineHost, settings: ServeSettings, gate: asyncio.Event
+) -> None:
+    app = create_app(host, settings)
+    server, web = app.state.server, uvicorn.Server(uvicorn.Config(app))
+
+    async def body(client: openai.AsyncOpenAI) -> None:
+        asked = asyncio.create_task(client._client.post(f"http://localhost{CHAT}", json=QUESTION))
+        while not server.answering:
+            await asyncio.sleep(0.01)
+        ended = asyncio.create_task(drain(server, web, 20))
+        await asyncio.sleep(0.3)
+        assert server.draining and not ended.done()
+        gate.set()
+        assert (await asked).status_code == 200
+        await asyncio.wait_for(ended, 2)
+
+    use(app, body)
 
 
 def test_a_server_that_ends_takes_nothing_new(host: EngineHost, settings: ServeSettings) -> None:

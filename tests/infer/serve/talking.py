@@ -1,0 +1,289 @@
+"""Teaches a tiny speech language model six spoken questions, and to say again what was heard of its last answer.
+
+It is trained on the very sounds and columns that the server makes of them, until every answer of `cases` is right.
+
+Dimensions: A audio streams, F frames, S samples.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import tokenizers
+import torch
+import torch.nn.functional as F
+from tokenizers import models, pre_tokenizers
+from torch import Tensor, nn
+
+from omni.audio.io import resample
+from omni.codec.codec2 import Codec2Codec
+from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
+from omni.encoder.base import collate
+from omni.encoder.whisper_config import WhisperConfig
+from omni.generate.heard import Loudness, heard_characters
+from omni.generate.question import read_question
+from omni.generate.speech_lm import SpeechLM
+from omni.generate.speech_time import SpeechTime
+from omni.layout import Layout
+from omni.model.speech_model import SpeechModel
+from omni.tasks import TASKS, Turn
+from omni.tasks import example as columns_of
+from omni.text import Tokenizer
+from train.config.sections import OptimizerConfig
+from train.data.batching.batch import Batch, assemble
+from train.data.batching.examples import Clip, Example
+from train.data.tts.espeak import SAMPLE_RATE, synthesise
+from train.objective.config import ObjectiveConfig
+from train.objective.objective import Objective, targets
+from train.optim.optimizer import build_optimizer, set_learning_rate
+
+COUNT, AGAIN = "count to ten", "say it again"
+ANSWERS = {
+    "what is two plus three": "five",
+    "what colour is the sky": "blue",
+    "who are you": "a small model",
+    "where is the cat": "on the roof",
+    "when do we eat": "at noon",
+    COUNT: "one two three four five six seven eight nine ten",
+}
+RATE = 24_000
+"""Samples per second of what a client sends."""
+
+ROWS, LENGTH = 6, 256
+STEPS, LOOK, DECAY = 240, 20, 0.5
+"""Steps at most before the learning rate stays low; steps between two looks; share of the steps with the full rate."""
+
+SURE = 1.0
+"""Least distance of a right id's logit from the others', so that sums in another order change no answer."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """One turn: its question, and of an answer that was cut the words and frames that were heard."""
+
+    question: str
+    heard: tuple[int, int] | None = None
+    task: str = "A1A2"
+
+
+CONVERSATIONS = (
+    ("what is two plus three", AGAIN, "who are you"),
+    ("where is the cat", "what colour is the sky", AGAIN),
+    (COUNT, "when do we eat", AGAIN),
+)
+"""Questions of whole conversations."""
+
+
+@lru_cache
+def ask_aloud(question: str) -> np.ndarray:
+    """The question as a client sends it, [S] at 24 kHz, int16."""
+    sound = resample(synthesise(question, "en-us+f2", rate=190)[0], SAMPLE_RATE, RATE)
+    return (sound * (16_000 / sound.abs().max())).numpy().astype(np.int16)
+
+
+def split_tokenizer() -> Tokenizer:
+    """A tokenizer with one id for each word of questions and answers."""
+    said = sorted({word for text in (*ANSWERS, *ANSWERS.values(), AGAIN) for word in text.split()})
+    inner = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(["?", *said])}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return Tokenizer(inner)
+
+
+class Lessons:
+    """Makes examples of conversations for one model."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.codec, self.tokenizer = Codec2Codec(), split_tokenizer()
+        layout = Layout.build(self.codec.codebook_sizes, len(self.tokenizer), specials=8)
+        self.config = ModelConfig(
+            layout=layout,
+            encoder=WhisperConfig(width=64, heads=2, layers=1, hop=320, window_seconds=8),
+            projector=ProjectorConfig("mlp", hidden=128, stack=4),
+            decoder=DecoderConfig(
+                width=96, layers=3, heads=4, kv_heads=4, head_dim=24, mlp_width=256, context=1024, qk_norm=True
+            ),
+        )
+        self.model = SpeechModel(self.config)
+        self.clips = {question: self._clips(question) for question in (*ANSWERS, AGAIN)}
+        self.words = {word: self._say(word) for text in ANSWERS.values() for word in text.split()}
+        codes = self.codes(ANSWERS[COUNT])
+        self.heard = [self._heard(codes, frames) for frames in range(codes.shape[1])]
+
+    def _clips(self, question: str) -> list[Clip]:
+        """The question as it is, and with silence around it and noise over it."""
+        sound, made = ask_aloud(question), []
+        for before, after, level in ((0.0, 0.0, 0), (0.1, 0.1, 20), (0.06, 0.12, 0), (0.15, 0.05, 60)):
+            around = np.pad(sound, (round(before * RATE), round(after * RATE))).astype(np.float32)
+            noise = np.random.default_rng(len(made)).normal(0, 1, len(around))
+            heard = read_question((around + level * noise).astype(np.int16), "A1A2", self.model, self.tokenizer, RATE).clip
+            assert heard is not None
+            made.append(Clip(self.config.encoder.features(heard), self.config.encoder.frames(len(heard))))
+        return made
+
+    def _say(self, word: str) -> Tensor:
+        """Frames [A, F] of a word."""
+        return self.codec.encode(resample(synthesise(word, "en-us", rate=450)[0], SAMPLE_RATE, self.codec.sample_rate))
+
+    def codes(self, text: str) -> Tensor:
+        """Frames [A, F] of an answer."""
+        return torch.cat([self.words[word] for word in text.split()], dim=1)
+
+    def _heard(self, codes: Tensor, frames: int) -> int:
+        """Number of words of the count that are heard in its first frames, as sessions have it."""
+        loudness = Loudness(self.codec.sample_rate)
+        loudness.push(self.codec.decode(codes))
+        speech, played = loudness.speech(), (frames + 0.5) / self.codec.frame_rate
+        count = heard_characters(ANSWERS[COUNT], SpeechTime(), played, speech, speech[-1][1])
+        return len(ANSWERS[COUNT][:count].split())
+
+    # --- examples -------------------------------------------------------------------------------------------------
+
+    def example(self, turns: Sequence[Said], plain: bool = False) -> Example:
+        """The example of a conversation; `plain` with the questions as clients send them."""
+        last, made, clips = "", list[Turn](), list[Clip]()
+        for one in turns:
+            known = self.clips[one.question]
+            clip = known[0] if plain or self.dice.random() < 0.5 else self.dice.choice(known)
+            text = one.question if one.task == "A1T1" else last if one.question == AGAIN else ANSWERS[one.question]
+            codes = None if one.task == "A1T1" else self.codes(text)
+            if one.heard is not None and codes is not None:
+                text, codes = " ".join(text.split()[: one.heard[0]]), codes[:, : one.heard[1]]
+            features, ids = -(-clip.frames // self.config.projector.stack), self.tokenizer.encode(text)
+            made.append(Turn(one.task, features=features, text=ids, codes=codes, cut=one.heard is not None))
+            clips.append(clip)
+            last = text
+        columns = columns_of(self.config.layout, made)
+        task = torch.full((len(columns),), list(TASKS).index(turns[0].task))
+        return Example(0, columns, task, tuple(clips), " / ".join(one.question for one in turns))
+
+    def draw(self) -> Example:
+        """A random example."""
+        dice, share = self.dice, self.dice.random()
+        if share < 0.1:
+            return self.example([Said(dice.choice([*ANSWERS, AGAIN]), task="A1T1")])
+        asked = [Said(dice.choice(list(ANSWERS)))] if dice.random() < (0.25 if share < 0.6 else 1.0) else []
+        if share < 0.6:
+            return self.example([*asked, self._cut(), Said(AGAIN)])
+        while len(asked) < 3 and dice.random() < 0.8:
+            asked.append(Said(AGAIN if dice.random() < 0.5 else dice.choice(list(ANSWERS))))
+        for number, one in enumerate(asked[:-1]):
+            if one.question == COUNT and dice.random() < 0.5:
+                asked[number] = self._cut()
+        return self.example(asked)
+
+    def _cut(self) -> Said:
+        """A count of which any number of words was heard, with about as many frames as belong to them."""
+        words = self.dice.randint(1, self.heard[-1])
+        about = [frames for frames, count in enumerate(self.heard) if count == words]
+        return Said(COUNT, (words, min(max(self.dice.randint(about[0] - 2, about[-1] + 2), 1), len(self.heard) - 1)))
+
+    def cases(self) -> list[Example]:
+        """What must be answered right: each question, each conversation, and the repetition after each cut."""
+        talks = [[Said(question) for question in talk] for talk in CONVERSATIONS]
+        talks += [[Said(question), Said(AGAIN)] for question in ANSWERS]
+        talks += [[Said(COUNT, (n, frames)), Said(AGAIN)] for frames, n in enumerate(self.heard) if n]
+        talks += [[Said(question, task="A1T1")] for question in (*ANSWERS, AGAIN)]
+        return [self.example(talk, plain=True) for talk in talks]
+
+    def batch(self) -> Batch:
+        """A batch of rows that are filled with random examples."""
+        rows: list[list[Example]] = [[]]
+        while True:
+            one = self.draw()
+            if sum(len(other.columns) for other in rows[-1]) + len(one.columns) <= LENGTH:
+                rows[-1].append(one)
+            elif len(rows) == ROWS:
+                return self.pack(rows)
+            elif rows[-1]:
+                rows.append([one] if len(one.columns) <= LENGTH else [])
+
+    def pack(self, rows: Sequence[Sequence[Example]]) -> Batch:
+        length = max(sum(len(one.columns) for one in row) for row in rows)
+        return assemble(rows, length, self.config.layout, self.config.encoder.bands, {})
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def learn_to_hear(lessons: Lessons, steps: int = 60) -> float:
+    """Train encoder and projector to tell the questions apart; returns the last loss."""
+    clips = [(number, clip) for number, known in enumerate(lessons.clips.values()) for clip in known]
+    inputs, lengths = collate([clip.inputs for _, clip in clips])
+    frames = [clip.frames for _, clip in clips]
+    counts = [-(-n // lessons.config.projector.stack) for n in frames]
+    wanted = torch.tensor([number for number, _ in clips])
+    model = lessons.model
+    head = nn.Linear(lessons.config.decoder.width, len(lessons.clips))
+    params = [*model.encoder.parameters(), *model.projector.parameters(), *head.parameters()]
+    optimizer = torch.optim.AdamW(params, lr=2e-3)
+    loss = torch.zeros(())
+    for _ in range(steps):
+        features = model.encode(inputs, lengths, frames).split(counts)
+        loss = F.cross_entropy(head(torch.stack([part.mean(0) for part in features])), wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach())
+
+
+@torch.no_grad()
+def surest(model: SpeechModel, batches: Iterable[Batch]) -> float:
+    """Least distance by which a right id of the batches is ahead of all others; negative where one is behind."""
+    least = float("inf")
+    for batch in batches:
+        features = model.encode(batch.inputs, batch.input_lengths, batch.frames)
+        hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments, packed=batch.packed)
+        for k, (logits, at) in enumerate(zip(model.decoder.logits(hidden), batch.supervised, strict=True)):
+            rows, ids = logits.flatten(0, 1)[at], batch.targets[:, k].flatten()[at][:, None]
+            others = rows.scatter(1, ids, float("-inf")).amax(1)
+            least = min(least, float((rows.gather(1, ids)[:, 0] - others).min()))
+    return least
+
+
+def teach(seed: int = 0, limit: float = 45.0, tell: Callable[[str], None] = lambda line: None) -> SpeechLM:
+    """A model that answers all `Lessons.cases` right.
+
+    Raises:
+        AssertionError: it does not after `limit` seconds.
+    """
+    start = time.perf_counter()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        lessons = Lessons(seed)
+        tell(f"prepared in {time.perf_counter() - start:.1f} s, words {[c.shape[1] for c in lessons.words.values()]}")
+        loss = learn_to_hear(lessons)
+        tell(f"hearing {loss:.4f} after {time.perf_counter() - start:.1f} s")
+        _learn_to_talk(lessons, start, limit, tell)
+    return SpeechLM(lessons.model.eval().requires_grad_(False), lessons.tokenizer, lessons.codec)
+
+
+def _learn_to_talk(lessons: Lessons, start: float, limit: float, tell: Callable[[str], None]) -> None:
+    model = lessons.model
+    model.encoder.requires_grad_(False)
+    objective = Objective(model, ObjectiveConfig(stream_weights=(0.25, 0.25, 0.25, 0.25, 1.0)))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = build_optimizer(trained, OptimizerConfig(name="muon", lr=4e-3, muon_lr=0.02, weight_decay=0.0))
+    rest = lessons.cases()
+    cases = [lessons.pack([[one] for one in rest[i : i + 16]]) for i in range(0, len(rest), 16)]
+    step, sure = 0, float("-inf")
+    while time.perf_counter() - start < limit:
+        left = 1 - step / STEPS
+        set_learning_rate(optimizer, max(min(1.0, left / (1 - DECAY), (step + 1) / 10), 0.05))
+        batch = lessons.batch()
+        losses = objective(batch, targets(batch))
+        optimizer.zero_grad(set_to_none=True)
+        losses.total.backward()
+        optimizer.step()
+        step += 1
+        if step % LOOK == 0 and step >= STEPS / 2:
+            sure = surest(model, cases)
+            tell(f"step {step}: loss {float(losses.total.detach()):.4f}, sure {sure:.2f}, {time.perf_counter() - start:.1f} s")
+            if sure >= SURE:
+                return
+    raise AssertionError(f"after {step} steps in {limit:g} s a right id is {-sure:.2f} behind another: train for longer")
