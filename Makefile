@@ -9,7 +9,10 @@ READY := $(VENV)/.ready
 # What is compiled once need not be compiled in each process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long test-gpu lint clean
+# Where stock clients of the Realtime API have environments of their own.
+JUDGES ?= $(CURDIR)/.judges
+
+.PHONY: demo test test-long test-gpu judges lint clean
 
 demo: $(READY)
 	$(RUN) -m train demo
@@ -23,6 +26,10 @@ test-long: $(READY)
 test-gpu: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m cuda -rs
 
+judges: demo
+	-bash tests/judges/setup.sh $(JUDGES)
+	OMP_NUM_THREADS=1 JUDGES=$(JUDGES) $(RUN) -m pytest -n 0 -m long -rs tests/judges
+
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -34,4 +41,4 @@ $(READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .judges build *.egg-info

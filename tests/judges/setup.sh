@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Install the judges: clients of OpenAI's Realtime API that other people wrote, in environments of their own under a folder.
 #
-#     bash tests/judges/setup.sh [FOLDER]        # /tmp/judges by default; name another one in $JUDGES when the judges run
-#     apt-get install --no-install-recommends chromium      # for judge_browser.py
+#     bash tests/judges/setup.sh [FOLDER]        # .judges by default; name another one in $JUDGES when the judges run
+#     apt-get install --no-install-recommends chromium      # for judge_browser.py and judge_page.py
 #
 # Then, with a server at port 8000 and questions spoken by `python -m tests.judges.questions FOLDER/questions`:
 #
@@ -12,7 +12,7 @@
 # judge_livekit.py in venv-livekit, and judge_agents.mjs in Node 20 or newer.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-folder=${1:-/tmp/judges}
+folder=${1:-$here/../../.judges}
 mkdir -p "$folder/node"
 for name in openai pipecat livekit; do
     python3 -m venv "$folder/venv-$name"

@@ -1,5 +1,5 @@
 """Stock clients of the Realtime API hold a conversation with a server of the demonstration's model: spoken turns that need
-those before, one that interrupts an answer, and one more. What is not installed is skipped and said (tests/judges/setup.sh)."""
+those before, one that interrupts an answer, and one more. What is not installed is skipped and said (`make judges`)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from tests.infer.serve.test_proxy import answers, free_port
 from tests.judges.questions import QUESTIONS, speak
 
 ROOT = Path(__file__).parents[2]
-JUDGES = Path(os.environ.get("JUDGES", "/tmp/judges"))
+JUDGES = Path(os.environ.get("JUDGES", ROOT / ".judges"))
 MODEL = Path(os.environ.get("OMNI_JUDGED_MODEL", ROOT / "runs/nano/model"))
 """What is judged; by default what the demonstration left in this checkout."""
+
+GOOD = 0.9
+"""Share of right answers in the demonstration's report from which on answers are judged: it trains for ten minutes, however
+slow the machine is."""
 
 PAGE = 8330
 CHROMIUM = shutil.which("chromium")
 
-ANSWERS = ("five", "ten", "ten", "one zero seven six", "eight nine", "eight nine")
+ANSWERS = ("five", "twice five is ten", "twice five is ten", "one zero seven six", "eight nine", "eight nine")
 
 CLIENTS = {
     "openai": ["venv-openai/bin/python", "judge_openai.py"],
@@ -64,21 +68,39 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_stock_client_holds_a_conversation(name: str, server: str, questions: list[Path]) -> None:
+    words = command(name, server, questions)
+    try:
+        hold(name, words)
+    except (AssertionError, subprocess.TimeoutExpired) as error:  # people talk in real time: other work on the machine may have come between
+        print(f"{name} is asked once more: {error}", file=sys.stderr)
+        hold(name, words)
+
+
+def command(name: str, server: str, questions: list[Path]) -> list[str]:
+    """The command of a judge; skips what is not installed."""
     program, script, *options = CLIENTS[name]
     if program == "node":
         found, where = shutil.which("node"), JUDGES / "node/node_modules/@openai/agents"
     else:
         found = where = JUDGES / program
     if found is None or not Path(where).exists():
-        pytest.skip(f"{name} is not installed in {JUDGES}: bash tests/judges/setup.sh")
+        pytest.skip(f"{name} is not installed in {JUDGES}: make judges")
     if ("chromium" in name or name == "page") and CHROMIUM is None:
         pytest.skip("chromium is not installed (Debian's package chromium)")
-    words = [str(found), str(ROOT / "tests/judges" / script), server, "key-of-anyone", *map(str, questions), *options]
+    return [str(found), str(ROOT / "tests/judges" / script), server, "key-of-anyone", *map(str, questions), *options]
+
+
+def hold(name: str, words: list[str]) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=180, env={**os.environ, "JUDGES": str(JUDGES)})
     assert done.stdout.strip(), done.stderr[-2000:]
     told = json.loads(done.stdout[done.stdout.index("{") :])
     assert done.returncode == 0 and told["errors"] == [], told
     (check_page if name == "page" else check)(told)
+
+
+def is_good() -> bool:
+    report = MODEL.parent / "report.json"
+    return report.is_file() and json.loads(report.read_text())["figures"]["exact_match"] >= GOOD
 
 
 def check_page(told: dict[str, Any]) -> None:
@@ -93,7 +115,7 @@ def check(told: dict[str, Any]) -> None:
     turns = told["turns"][-len(QUESTIONS) :]  # some clients begin with a written one
     said = [(turn["transcript"] or "").strip() for turn in turns]
     assert len(turns) == len(QUESTIONS) and all(turn["audio_seconds"] > 0.2 for turn in turns), turns
-    if "OMNI_JUDGED_MODEL" not in os.environ:  # another model may answer too briefly to be interrupted
+    if is_good():  # another model may answer too briefly to be interrupted
         assert [turn["interrupted"] for turn in turns] == [number == 3 for number in range(6)], turns
         right = sum(one == wanted for one, wanted in zip(said, ANSWERS, strict=True))
         assert right >= 4, said  # of the five that were not interrupted

@@ -28,7 +28,7 @@ from omni.encoder.whisper_config import WhisperConfig
 from omni.generate.heard import Loudness, heard_characters
 from omni.generate.question import read_question
 from omni.generate.speech_lm import SpeechLM
-from omni.generate.speech_time import SpeechTime
+from omni.generate.speech_time import SpeechTime, estimate
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn
@@ -54,9 +54,12 @@ ANSWERS = {
 RATE = 24_000
 """Samples per second of what a client sends."""
 
-ROWS, LENGTH = 6, 256
-STEPS, LOOK, DECAY = 240, 20, 0.5
+ROWS, LENGTH = 8, 160
+STEPS, LOOK, DECAY = 120, 10, 0.5
 """Steps at most before the learning rate stays low; steps between two looks; share of the steps with the full rate."""
+
+ABOUT = 4
+"""Frames by which the words that were heard may be off: while an answer is made, their times are estimates."""
 
 SURE = 1.0
 """Least distance of a right id's logit from the others', so that sums in another order change no answer."""
@@ -112,6 +115,8 @@ class Lessons:
         self.model = SpeechModel(self.config)
         self.clips = {question: self._clips(question) for question in (*ANSWERS, AGAIN)}
         self.words = {word: self._say(word) for text in ANSWERS.values() for word in text.split()}
+        lengths = [(text, self.codes(text).shape[1] / self.codec.frame_rate) for text in (*self.words, *ANSWERS.values())]
+        self.time = estimate(lengths) or SpeechTime()
         codes = self.codes(ANSWERS[COUNT])
         self.heard = [self._heard(codes, frames) for frames in range(codes.shape[1])]
 
@@ -139,7 +144,7 @@ class Lessons:
         loudness = Loudness(self.codec.sample_rate)
         loudness.push(self.codec.decode(codes))
         speech, played = loudness.speech(), (frames + 0.5) / self.codec.frame_rate
-        count = heard_characters(ANSWERS[COUNT], SpeechTime(), played, speech, speech[-1][1])
+        count = heard_characters(ANSWERS[COUNT], self.time, played, speech, speech[-1][1])
         return len(ANSWERS[COUNT][:count].split())
 
     # --- examples -------------------------------------------------------------------------------------------------
@@ -181,13 +186,15 @@ class Lessons:
         """A count of which any number of words was heard, with about as many frames as belong to them."""
         words = self.dice.randint(1, self.heard[-1])
         about = [frames for frames, count in enumerate(self.heard) if count == words]
-        return Said(COUNT, (words, min(max(self.dice.randint(about[0] - 2, about[-1] + 2), 1), len(self.heard) - 1)))
+        return Said(COUNT, (words, min(max(self.dice.randint(about[0] - ABOUT, about[-1] + ABOUT), 1), len(self.heard) - 1)))
 
     def cases(self) -> list[Example]:
         """What must be answered right: each question, each conversation, and the repetition after each cut."""
         talks = [[Said(question) for question in talk] for talk in CONVERSATIONS]
         talks += [[Said(question), Said(AGAIN)] for question in ANSWERS]
-        talks += [[Said(COUNT, (n, frames)), Said(AGAIN)] for frames, n in enumerate(self.heard) if n]
+        for frames, count in enumerate(self.heard[2:], 2):
+            around = {count} | {n for n in (count - 1, count + 1) if (n + frames) % 2}
+            talks += [[Said(COUNT, (n, frames)), Said(AGAIN)] for n in around if 1 <= n <= self.heard[-1]]
         talks += [[Said(question, task="A1T1")] for question in (*ANSWERS, AGAIN)]
         return [self.example(talk, plain=True) for talk in talks]
 
@@ -256,11 +263,12 @@ def teach(seed: int = 0, limit: float = 45.0, tell: Callable[[str], None] = lamb
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         lessons = Lessons(seed)
+        tell(f"heard {lessons.heard}; {lessons.time}")
         tell(f"prepared in {time.perf_counter() - start:.1f} s, words {[c.shape[1] for c in lessons.words.values()]}")
         loss = learn_to_hear(lessons)
         tell(f"hearing {loss:.4f} after {time.perf_counter() - start:.1f} s")
         _learn_to_talk(lessons, start, limit, tell)
-    return SpeechLM(lessons.model.eval().requires_grad_(False), lessons.tokenizer, lessons.codec)
+    return SpeechLM(lessons.model.eval().requires_grad_(False), lessons.tokenizer, lessons.codec, speech_time=lessons.time)
 
 
 def _learn_to_talk(lessons: Lessons, start: float, limit: float, tell: Callable[[str], None]) -> None:
