@@ -6,8 +6,11 @@ import importlib.util
 import ipaddress
 import os
 import re
+import socket
+import ssl
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from infer.given import SOUND
 from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions, ConformanceOptions, QuantizeOptions, ServeOptions
@@ -78,6 +81,8 @@ SERVE = {
     "padding_ms": Bound(0, 2000, "100 is the default", whole=False),
     "lead_ms": Bound(100, 500, "300 is the default", whole=False),
     "drain": Bound(0, 3600, "30 is the default", whole=False),
+    "slots": Bound(1, 65_536, "as many as there are conversations by default"),
+    "queue": Bound(0, 10**6, "any number by default"),
 }
 """Bounds of the server's own options."""
 
@@ -103,10 +108,16 @@ def check_serve(options: ServeOptions) -> None:
             raise UserError(f"--{name} {getattr(options, name)!r} is unknown; use {', '.join(known)}")
     if (options.certificate is None) != (options.private_key is None):
         raise UserError("--certificate and --private_key belong together; give both, or neither")
-    for given in (options.key_file, options.certificate, options.private_key):
-        if given is not None and not os.path.isfile(given):
-            raise UserError(f"there is no file {given!r}")
-    if options.key_file is None and not _is_loopback(options.host):
+    for name in ("key_file", "certificate", "private_key"):
+        given = getattr(options, name)
+        if given is not None and (not os.path.exists(given) or os.path.isdir(given)):
+            raise UserError(f"--{name} {given!r} {'is a folder; name a file' if os.path.isdir(given) else 'does not exist'}")
+    if options.certificate is not None and options.private_key is not None:
+        _check_certificate(options.certificate, options.private_key)
+    for origin in options.origins:
+        _check_origin(origin)
+    read_adapters(options.adapter)
+    if not _is_loopback(options.host) and options.key_file is None:
         raise UserError(
             f"--host {options.host}: whoever reaches it could use it; give keys (--key_file FILE), or listen on 127.0.0.1"
         )
@@ -128,13 +139,62 @@ def check_conformance(options: ConformanceOptions) -> None:
         check_file(options.sound)
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
+def read_adapters(given: Sequence[str]) -> dict[str, str]:
+    """Folders of adapters by name, of `NAME=FOLDER` or `FOLDER`.
+
+    Raises:
+        UserError: a name that is empty, comes twice or is taken, or a folder that does not exist.
+    """
+    found: dict[str, str] = {}
+    for one in given:
+        name, sign, folder = one.partition("=")
+        if not sign:
+            name, folder = Path(one).resolve().name, one
+        if not name or not folder:
+            raise UserError(f"--adapter {one!r} lacks its {'folder' if name else 'name'}; give NAME=FOLDER")
+        if not os.path.isdir(folder):
+            raise UserError(f"--adapter {one!r}: there is no folder {folder!r}; give NAME=FOLDER")
+        if name in found or name == "default":
+            raise UserError(f"--adapter {one!r}: the name {name!r} is taken; give another one, as NAME=FOLDER")
+        found[name] = folder
+    return found
+
+
+def _check_certificate(certificate: str, private_key: str) -> None:
+    def refuse() -> str:
+        raise UserError(f"--private_key {private_key!r} is encrypted; give a key without a pass phrase")
+
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, private_key, password=refuse)
+    except OSError as error:  # ssl's errors are some
+        raise UserError(
+            f"--certificate {certificate!r} and --private_key {private_key!r} cannot be used: "
+            f"{getattr(error, 'reason', None) or error.strerror or error}; give PEM files of a certificate and of its own key"
+        ) from error
+
+
+def _check_origin(origin: str) -> None:
+    """UserError for one that no browser sends."""
+    parts = urlsplit(origin)
+    usual = {"http": 80, "https": 443}
+    try:
+        port = parts.port
     except ValueError:
-        return False
+        port = -1
+    plain = f"{parts.scheme}://{parts.hostname or ''}{'' if port is None else f':{port}'}"
+    if parts.scheme not in usual or not parts.hostname or origin != plain or port == usual[parts.scheme]:
+        raise UserError(
+            f"--origins {origin!r} is no origin that a browser sends; give http:// or https:// and the host, in small letters, "
+            "with the port where it is not the usual one, and nothing after it"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found = {str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--host {host!r} is no address here: {getattr(error, 'strerror', None) or error}") from error
+    return all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found)
 
 
 PLAYING = ("play_seconds", "nonstop", "barge_in", "rate", "bare", "plot")

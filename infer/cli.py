@@ -60,6 +60,7 @@ def command_parser(name: str) -> InferParser:
             more["action"] = "store_true"
         elif several:
             more |= {"type": str, "nargs": "*" if positional else "+", "default": []}
+            more |= {} if positional else {"action": "extend"}
         else:
             more |= {"type": _given(hints[f.name])} | ({} if positional and "nargs" not in more else {"default": f.default})
         parser.add_argument(f.name if positional else f"--{f.name}", **more)

@@ -153,7 +153,7 @@ class ServeOptions:
     model: str = option("", f"model folder; {DEFAULT_MODEL} by default", positional=True, nargs="?")
     host: str = option("127.0.0.1", "address to listen on; another one than this machine's own needs --key_file")
     port: int = option(8000, "port to listen on")
-    name: str | None = option(None, "name of the model for clients; by default the folder's")
+    name: str | None = option(None, "name of the model for clients; by default the folder's, or of the one above `model`")
     adapter: tuple[str, ...] = option((), "LoRAs that clients choose as voices, as NAME=FOLDER", metavar="ADAPTER")
     codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
     key_file: str | None = option(None, "file with the keys of those who may connect, one a line")

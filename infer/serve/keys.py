@@ -12,6 +12,8 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,6 +33,16 @@ LONGEST_SECRET = 7200
 """Seconds for which a client secret may be valid at most; 600 by default, as OpenAI's."""
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def is_local(host: str) -> bool:
+    """Whether a `Host` header names this machine by its loopback interface."""
+    name = ""
+    with suppress(ValueError):
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+        return ip_address(name).is_loopback
+    return name == "localhost"
+
 
 LONGEST_TOKEN = 4096
 """Characters of a client secret, which travels in a header."""
@@ -71,7 +83,7 @@ def read_keys(path: str | Path) -> tuple[str, ...]:
             continue
         if len(key) < 16 or not key.isascii() or any(c.isspace() or c == "," for c in key):
             raise UserError(
-                f"--key_file {str(path)!r}: line {number} is no key; use 16 characters or more, without spaces or commas"
+                f"--key_file {str(path)!r}: line {number} is no key; use 16 ASCII characters or more, without spaces or commas"
             )
         found.append(key)
     if not found:
@@ -187,7 +199,7 @@ def check_origin(headers: Mapping[str, str], allowed: Sequence[str], open_access
         Denied: with status 403.
     """
     host = headers.get("host", "")
-    if open_access and (urlsplit(f"//{host}").hostname or "") not in LOOPBACK:
+    if open_access and not is_local(host):
         raise Denied(403, "invalid_host", "without keys this server answers to localhost alone")
     origin = headers.get("origin")
     if origin is None or origin in allowed:

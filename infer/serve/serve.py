@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import signal
 import socket
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 import uvicorn
 import uvloop
 
+from infer.checks import read_adapters
 from infer.device import SMALL_MODEL
 from infer.options import DEFAULT_MODEL, ServeOptions
 from infer.serve.app import create_app
@@ -33,6 +34,9 @@ from omni.process import say
 LARGEST_MESSAGE = 21 * 2**20
 """Bytes of a WebSocket's message: 15 MiB of sound in base64, and some more."""
 
+LAST_WORDS = 2.0
+"""Seconds in which sockets that end are told so."""
+
 DRAIN_LOOK = 0.1
 """Seconds between two looks whether answers are still under way."""
 
@@ -47,7 +51,7 @@ def serve(options: ServeOptions) -> None:
     try:
         write_logs(options.log)
         warnings.simplefilter("ignore", SoundWarning)  # they tell what was said
-        host = EngineHost(lambda: start_engine(model, options), adapters_of(options.adapter))
+        host = EngineHost(lambda: start_engine(model, options), read_adapters(options.adapter))
         say(f"loading {model} in a process of its own, and measuring what a step of it costs")
         host.open()
         try:
@@ -91,24 +95,11 @@ def warm_up(engine: EngineProcess) -> None:
         session.answer(noise, task)
 
 
-def adapters_of(given: tuple[str, ...]) -> dict[str, str]:
-    """Folders of adapters by name, of `NAME=FOLDER` or `FOLDER`; UserError for a name that comes twice or is taken."""
-    found: dict[str, str] = {}
-    for one in given:
-        name, sign, folder = one.partition("=")
-        if not sign:
-            name, folder = Path(one).resolve().name, one
-        if name in found or name == "default" or not name:
-            raise UserError(f"--adapter {one!r}: the name {name!r} is taken; give another one, as NAME=FOLDER")
-        found[name] = folder
-    return found
-
-
 def settings_of(model: str, options: ServeOptions) -> ServeSettings:
     """The settings that the options give."""
     return ServeSettings(
         model=options.name or name_of(model),
-        adapters=tuple(adapters_of(options.adapter)),
+        adapters=tuple(read_adapters(options.adapter)),
         origins=options.origins,
         padding=options.padding_ms / 1000,
         lead=options.lead_ms / 1000,
@@ -182,46 +173,58 @@ def configured(app: Any, certificate: str | None = None, private_key: str | None
 
 
 async def run(server: Server, app: object, listening: socket.socket, options: ServeOptions) -> None:
-    """Serve, and drain on SIGTERM, SIGHUP or Ctrl-C; a second one ends it at once."""
+    """Serve, and drain on SIGTERM, SIGHUP or Ctrl-C; a second one ends the answers at once."""
     tls = options.certificate is not None
     web = Uvicorn(configured(app, options.certificate, options.private_key))
-    ending = asyncio.Event()
+    ending, hurry = asyncio.Event(), asyncio.Event()
 
     def end() -> None:
-        if ending.is_set():
-            web.should_exit = True
-        ending.set()
+        (hurry if ending.is_set() else ending).set()
 
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(name, end)
     serving = asyncio.create_task(web.serve([listening]))
-    host, port = listening.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    print(f"talk to it at http{'s' * tls}://{shown}:{port}/   (API: ws{'s' * tls}://{shown}:{port}/v1/realtime)", flush=True)
     waiting = asyncio.create_task(ending.wait())
-    await asyncio.wait([serving, waiting], return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    if not serving.done():
-        await drain(server, web, options.drain)
-    web.should_exit = True
-    await serving
+    try:
+        while not web.started and not serving.done():
+            await asyncio.sleep(0.01)
+        tell_address(listening, tls)
+        await asyncio.wait([serving, waiting], return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            await drain(server, hurry, options.drain)
+    finally:
+        waiting.cancel()
+        web.should_exit = True
+        await serving
 
 
-async def drain(server: Server, web: uvicorn.Server, seconds: float) -> None:
-    """Take no new session, and wait for the answers under way, for at most that many seconds."""
+def tell_address(listening: socket.socket, tls: bool) -> None:
+    """Print where the server is reached."""
+    host, port = listening.getsockname()[:2]
+    address = ipaddress.ip_address(host)
+    if not tls and not address.is_loopback:
+        say("keys and speech travel unencrypted: give --certificate and --private_key, or put a proxy with TLS before it")
+    shown = "localhost" if address.is_unspecified else f"[{host}]" if address.version == 6 else host
+    more = ", and at this machine's other names" if address.is_unspecified else ""
+    place = f"{'s' * tls}://{shown}:{port}/"
+    print(f"talk to it at http{place}   (API: ws{place}v1/realtime){more}", flush=True)
+
+
+async def drain(server: Server, hurry: asyncio.Event, seconds: float) -> None:
+    """Take no new session, wait for the answers under way, for at most that many seconds or until `hurry`, and end sessions."""
     server.draining = True
     under_way = server.answering
     LOG.info("draining", extra={"fields": {"sessions": len(server.sessions), "answers": under_way}})
     if under_way:
-        print(
-            f"ending: {under_way} answers may end within {seconds:g} s (once more to end at once)", file=sys.stderr, flush=True
-        )
-    until = asyncio.get_running_loop().time() + seconds
-    while not web.should_exit and asyncio.get_running_loop().time() < until:
-        if not server.answering:
-            break
+        say(f"ending: {under_way} answers may end within {seconds:g} s (once more to end at once)")
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while server.answering and not hurry.is_set() and loop.time() < until:
         await asyncio.sleep(DRAIN_LOOK)
     for session in list(server.sessions.values()):
         session.tell_error("this server ends; connect again", "server_shutting_down")
         session.end("the server ends")
+    until = loop.time() + LAST_WORDS
+    while server.sessions and loop.time() < until:  # else uvicorn closes their sockets before these were sent
+        await asyncio.sleep(0.01)

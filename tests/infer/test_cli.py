@@ -99,6 +99,11 @@ def test_the_parser_lists_the_commands():
 def test_a_server_needs_no_model_and_takes_one():
     assert parse(["serve"]).model == ""
     assert parse(["serve", "models/mine", "--port", "9000", "--adapter", "a=b", "c=d"]).adapter == ("a=b", "c=d")
+    for _ in range(2):  # nothing stays of an earlier parse
+        options = parse(
+            ["serve", "--adapter", "a=b", "--origins", "http://x", "http://y", "--adapter", "c=d", "--origins", "http://z"]
+        )
+        assert options.adapter == ("a=b", "c=d") and options.origins == ("http://x", "http://y", "http://z")
 
 
 REFUSED = {
@@ -107,8 +112,22 @@ REFUSED = {
     ("--port", "70000"): "--port",
     ("--lead_ms", "900"): "--lead_ms",
     ("--instructions", "maybe"): "--instructions",
-    ("--key_file", "nowhere"): "nowhere",
+    ("--key_file", "nowhere"): "--key_file 'nowhere' does not exist",
+    ("--key_file", "."): "--key_file '.' is a folder",
     ("--log", "loud"): "--log",
+    ("--slots", "0"): "--slots",
+    ("--queue", "-1"): "--queue",
+    ("--host", "nohost.invalid"): "--host 'nohost.invalid'",
+    ("--adapter", "soft"): "NAME=FOLDER",
+    ("--adapter", "soft="): "lacks its folder",
+    ("--adapter", "=."): "lacks its name",
+    ("--adapter", "a=.", "--adapter", "a=."): "'a' is taken",
+    ("--adapter", "default=."): "'default' is taken",
+    ("--certificate", "README.md", "--private_key", "README.md"): "--certificate 'README.md'",
+    **{
+        ("--origins", origin): "--origins"
+        for origin in ("example.com", "*", "https://c.example/x", "http://D.example", "https://c.example:443")
+    },
 }
 
 
