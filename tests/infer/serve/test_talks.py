@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from infer.serve.host import EngineHost
 from infer.serve.settings import Answering, ServerLimits, ServeSettings
 from omni.generate.speech_lm import SpeechLM
 from tests.infer.serve.conftest import MANUAL
-from tests.infer.serve.talking import AGAIN, ANSWERS, CONVERSATIONS, COUNT, RATE, ask_aloud, teach
+from tests.infer.serve.talking import AGAIN, ANSWERS, CONVERSATIONS, COUNT, RATE, ask_aloud, spoken, teach
 from tests.infer.serve.test_server import serve  # noqa: F401
 
 AT_ONCE = 60.0
@@ -32,10 +32,11 @@ def taught() -> SpeechLM:
 
 
 @pytest.fixture(scope="module")
-def host(taught: SpeechLM) -> EngineHost:
+def host(taught: SpeechLM) -> Iterator[EngineHost]:
     made = EngineHost(lambda: taught)
     made.open()
-    return made
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def settings(request: pytest.FixtureRequest) -> ServeSettings:
 
 
 @dataclass(frozen=True)
-class Heard:
+class StockAnswer:
     """An answer as its client has it: the item's id, the words, and the seconds of its sound."""
 
     item: str
@@ -55,7 +56,7 @@ class Heard:
     status: str
 
 
-class Caller:
+class StockCaller:
     """Talks over one connection of the OpenAI library."""
 
     def __init__(self, connection: Any) -> None:
@@ -71,19 +72,19 @@ class Caller:
         await self.connection.input_audio_buffer.commit()
         await self.connection.response.create()
 
-    async def ask(self, question: str) -> Heard:
+    async def ask(self, question: str) -> StockAnswer:
         """Ask aloud, and hear the whole answer."""
         await self.say(question)
         return await self.hear()
 
-    async def hear(self) -> Heard:
+    async def hear(self) -> StockAnswer:
         """The next answer, up to its end."""
         sound = 0
         while True:
             event = await self.next("response.output_audio.delta", "response.done")
             if event.type == "response.done":
                 item = event.response.output[0]
-                return Heard(item.id, item.content[0].transcript, sound / 2 / RATE, event.response.status)
+                return StockAnswer(item.id, item.content[0].transcript, sound / 2 / RATE, event.response.status)
             sound += len(base64.b64decode(event.delta))
 
     async def next(self, *types: str) -> Any:
@@ -96,9 +97,12 @@ class Caller:
 
     async def cut(self, item: str, seconds: float) -> str:
         """Say that only the first seconds of an answer were heard; the words that the conversation keeps of it."""
-        await self.connection.conversation.item.truncate(item_id=item, content_index=0, audio_end_ms=round(1000 * seconds))
+        await self.truncate(item, seconds)
         await self.next("conversation.item.truncated")
         return await self.kept(item)
+
+    async def truncate(self, item: str, seconds: float) -> None:
+        await self.connection.conversation.item.truncate(item_id=item, content_index=0, audio_end_ms=round(1000 * seconds))
 
     async def kept(self, item: str) -> str:
         """The transcript of an item as the server has it now."""
@@ -107,7 +111,7 @@ class Caller:
 
 
 @asynccontextmanager
-async def microphone(caller: Caller) -> AsyncIterator[Callable[[str], None]]:
+async def microphone(caller: StockCaller) -> AsyncIterator[Callable[[str], None]]:
     """Send sound as it is spoken, silence where nobody speaks; what it gives says a question."""
     said = np.zeros(0, np.int16)
 
@@ -135,9 +139,9 @@ def listening(detection: Any, **more: Any) -> Any:
 
 
 @asynccontextmanager
-async def called(place: str, session: Any = MANUAL) -> AsyncIterator[Caller]:
+async def called(place: str, session: Any = MANUAL) -> AsyncIterator[StockCaller]:
     async with AsyncOpenAI(base_url=f"http://{place}/v1", api_key="none").realtime.connect(model="omni") as connection:
-        caller = Caller(connection)
+        caller = StockCaller(connection)
         await connection.session.update(session=session)
         await caller.next("session.updated")
         yield caller
@@ -145,57 +149,62 @@ async def called(place: str, session: Any = MANUAL) -> AsyncIterator[Caller]:
 
 @pytest.fixture
 def talk(serve: Any) -> Callable[..., Any]:  # noqa: F811
-    """Run a coroutine function with a caller of a server of its own."""
+    """Run coroutine functions side by side, each with a caller of one server; what they return."""
 
-    def run(body: Callable[[Caller], Coroutine[Any, Any, Any]], session: Any = MANUAL) -> Any:
+    def run(*bodies: Callable[[StockCaller], Coroutine[Any, Any, Any]], session: Any = MANUAL) -> list[Any]:
         place, _ = serve()
 
-        async def whole() -> Any:
+        async def one(body: Callable[[StockCaller], Coroutine[Any, Any, Any]]) -> Any:
             async with called(place, session) as caller:
                 return await asyncio.wait_for(body(caller), 60)
+
+        async def whole() -> list[Any]:
+            return await asyncio.gather(*map(one, bodies))
 
         return asyncio.run(whole())
 
     return run
 
 
-@pytest.mark.parametrize("questions", CONVERSATIONS, ids=" / ".join)
-def test_three_spoken_turns_are_answered_right(talk: Any, questions: tuple[str, ...]) -> None:
-    async def body(caller: Caller) -> None:
+def test_spoken_turns_are_answered_right_one_after_another(talk: Any) -> None:
+    async def body(caller: StockCaller, questions: tuple[str, ...]) -> None:
         said = ""
         for question in questions:
             said = ANSWERS.get(question, said)
             answer = await caller.ask(question)
             assert (answer.text, answer.status) == (said, "completed")
-            assert len(said.split()) * 0.1 < answer.seconds < len(said.split()) * 0.4
+            assert answer.seconds == pytest.approx(spoken(said).shape[1] / 25, abs=0.01)
 
-    talk(body)
+    talk(*(partial(body, questions=questions) for questions in CONVERSATIONS))
+    assert {*ANSWERS, AGAIN} == {question for questions in CONVERSATIONS for question in questions}
 
 
-@pytest.mark.parametrize("seconds", [(0.7, 1.5)])
-def test_what_was_heard_of_a_cut_answer_is_said_again(talk: Any, seconds: tuple[float, ...]) -> None:
-    async def body(caller: Caller, until: float) -> str:
+def test_what_was_heard_of_a_cut_answer_is_said_again(talk: Any) -> None:
+    async def body(caller: StockCaller, seconds: float) -> str:
         whole = await caller.ask(COUNT)
-        assert whole.text == ANSWERS[COUNT] and whole.seconds > until
-        heard = await caller.cut(whole.item, until)
+        assert whole.text == ANSWERS[COUNT] and whole.seconds > seconds
+        heard = await caller.cut(whole.item, seconds)
         assert (await caller.ask(AGAIN)).text == heard
         assert (await caller.ask("who are you")).text == ANSWERS["who are you"]
         return heard
 
-    few, more = (talk(partial(body, until=one)) for one in seconds)
+    few, more = talk(partial(body, seconds=0.5), partial(body, seconds=1.1))
     assert 0 < len(few) < len(more) < len(ANSWERS[COUNT])
     assert ANSWERS[COUNT].startswith(more) and more.startswith(few)
 
 
 @pytest.mark.parametrize("settings", [0.3], indirect=True)
 def test_an_answer_is_cut_while_it_is_sent(talk: Any) -> None:
-    async def body(caller: Caller) -> None:
+    async def body(caller: StockCaller) -> None:
         await caller.say(COUNT)
         sent, item = 0.0, ""
-        while sent < 1.3:
+        while sent < 0.8:
             event = await caller.next("response.output_audio.delta")
             sent, item = sent + len(base64.b64decode(event.delta)) / 2 / RATE, event.item_id
-        heard = await caller.cut(item, sent - 0.4)
+        await caller.truncate(item, sent - 0.4)
+        assert (await caller.hear()).status == "cancelled"
+        await caller.next("conversation.item.truncated")
+        heard = await caller.kept(item)
         assert 0 < len(heard) < len(ANSWERS[COUNT]) and ANSWERS[COUNT].startswith(heard)
         assert (await caller.ask(AGAIN)).text == heard
 
@@ -204,11 +213,11 @@ def test_an_answer_is_cut_while_it_is_sent(talk: Any) -> None:
 
 @pytest.mark.parametrize("settings", [0.3], indirect=True)
 def test_a_spoken_question_interrupts(talk: Any) -> None:
-    async def body(caller: Caller) -> None:
+    async def body(caller: StockCaller) -> None:
         async with microphone(caller) as say:
             say(COUNT)
             item = (await caller.next("response.output_audio.delta")).item_id
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(0.4)
             say(AGAIN)
             cut = await caller.hear()
             assert (cut.item, cut.status) == (item, "cancelled")
@@ -217,15 +226,15 @@ def test_a_spoken_question_interrupts(talk: Any) -> None:
         assert 0 < len(heard) < len(ANSWERS[COUNT]) and ANSWERS[COUNT].startswith(heard)
         assert (answer.text, cut.text) == (heard, heard)
 
-    talk(body, listening({"type": "server_vad", "silence_duration_ms": 300}))
+    talk(body, session=listening({"type": "server_vad", "silence_duration_ms": 300}))
 
 
 def test_questions_are_written_down(talk: Any) -> None:
-    async def body(caller: Caller) -> None:
+    async def body(caller: StockCaller) -> None:
         for question in ("who are you", AGAIN):
             await caller.say(question)
             ends = ("conversation.item.input_audio_transcription.completed", "response.done")
             found = [await caller.next(*ends), await caller.next(*ends)]
             assert [event.transcript for event in found if event.type == ends[0]] == [question]
 
-    talk(body, listening(None, transcription={"model": "whisper-1"}))
+    talk(body, session=listening(None, transcription={"model": "whisper-1"}))
