@@ -10,6 +10,7 @@ from infer.serve.host import EngineHost
 from infer.serve.keys import Keys, check_origin, key_of
 from infer.serve.metrics import Metrics
 from infer.serve.realtime.configuration import Configuration, Voices, updated
+from infer.serve.realtime.protocol import LOST
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.realtime.vad import VoiceActivity
 from infer.serve.settings import ServeSettings
@@ -61,6 +62,6 @@ class Server:
         return session
 
     def lost(self, reason: str) -> None:
-        """Tell every session that the engine was lost."""
+        """Tell every session that the engine was lost; the reason is for the log alone."""
         for session in list(self.sessions.values()):
-            session.tell_error(f"the engine was lost and is started again; ask again in some seconds ({reason})")
+            session.tell_error(LOST)

@@ -20,6 +20,8 @@ const REPLAY = 'replay'; // the player's name of a turn that is heard again
 const KEY = 'omni.key'; // in sessionStorage
 const NO_CONNECTION = 'The server cannot be reached now.';
 const NO_RECORDING = 'A microphone works only on https or localhost. You can type and listen here.';
+const LONGEST = 30; // seconds of a turn, where the server names none
+const SPARE = 1; // seconds by which a held turn is shorter than what the server takes
 const RESUMING = 2000; // milliseconds that the sound has to start
 
 const byId = (id) => document.getElementById(id);
@@ -57,7 +59,7 @@ function start() {
   byId('model').textContent = config.model;
   byId('version').textContent = `Omni ${config.version}, model ${config.model}`;
   byId('speaker-field').hidden = !('setSinkId' in AudioContext.prototype);
-  input.longest = config.max_seconds;
+  input.longest = (config.max_seconds ?? LONGEST) - SPARE;
   byId('mute').addEventListener('click', toggleMute);
   byId('stop').addEventListener('click', stop);
   byId('composer').addEventListener('submit', type);
@@ -228,6 +230,7 @@ function showConnection({ name, reason, attempt }) {
     byId('key-label').textContent = isMissing ? 'This server needs a key.' : 'The server refused this key. Give another.';
     byId('key').focus();
   }
+  if (name === 'open' && byId('notice-text').textContent === NO_CONNECTION) notice('');
   if (name === 'open') captions.divide('A new session: the model does not know what was said before.');
   if (name !== 'connecting') {
     conversation.reset();

@@ -19,7 +19,7 @@ export class VoiceInput {
     this.onNotice = onNotice;
     this.handsFree = false;
     this.isActive = false; // held, or hands-free
-    this.longest = Infinity; // seconds of a held turn
+    this.longest = Infinity; // seconds of a held turn, with the pieces before it
     this.before = [];
     this.reset();
   }
@@ -54,12 +54,19 @@ export class VoiceInput {
   take(piece) {
     if (this.isActive) {
       this.append(piece);
-      const seconds = (this.sent - this.pressed) / RATE;
-      if (!this.handsFree && (this.isReleased || seconds > this.longest)) this.commit(seconds);
+      if (!this.handsFree) this.commitWhole();
     } else {
       this.before.push(piece);
       if (this.before.length > PIECES_BEFORE) this.before.shift();
     }
+  }
+
+  /** Commit a held turn that was released, or is as long as one may be. */
+  commitWhole() {
+    const isFull = (this.sent - this.start) / RATE > this.longest;
+    if (!this.isReleased && !isFull) return;
+    this.commit((this.sent - this.pressed) / RATE);
+    if (isFull) this.onNotice(`A turn takes at most ${Math.floor(this.longest)} seconds. It was sent.`);
   }
 
   append(piece) {

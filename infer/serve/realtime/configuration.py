@@ -182,7 +182,7 @@ def updated(now: Configuration, change: Event, started: bool) -> Configuration:
     try:
         found = Configuration.model_validate(merged)
     except ValidationError as error:
-        raise ProtocolError(*first_mistake(error, under="session")) from None
+        raise ProtocolError(*first_mistake(error, merged, "session")) from None
     check_modalities(found.output_modalities, "session.output_modalities")
     _check_rates(found)
     return found
@@ -233,21 +233,24 @@ def _merged(now: Event, change: Event) -> Event:
 
 
 def shown(now: Configuration, voices: Voices, session_id: str, expires_at: int) -> Event:
-    """The `session` object of events: the whole configuration as in effect, turn detection spelled out."""
+    """The `session` object of events: the whole configuration as in effect, turn detection spelled out.
+
+    Tools are kept for clients that look for them; what else changes nothing here is told as if it had not been given.
+    """
     heard = now.audio.input
     detection = None if heard.turn_detection is None else heard.turn_detection.model_dump(exclude_none=True)
     listens: Event = {
         "format": heard.format.shown(),
-        "noise_reduction": heard.noise_reduction,
+        "noise_reduction": None,
         "transcription": None if heard.transcription is None else heard.transcription.model_dump(exclude_none=True),
         "turn_detection": detection,
     }
     common: Event = {"id": session_id, "object": "realtime.session", "type": now.type, "expires_at": expires_at}
     if now.type == "transcription":
-        return {**common, "audio": {"input": listens}, "include": now.include}
+        return {**common, "audio": {"input": listens}, "include": None}
     return {
         **common,
-        "model": now.model or voices.model,
+        "model": voices.model,
         "instructions": now.instructions,
         "output_modalities": list(now.output_modalities) if voices.speaks else ["text"],
         "audio": {
@@ -260,10 +263,10 @@ def shown(now: Configuration, voices: Voices, session_id: str, expires_at: int) 
         },
         "max_output_tokens": now.max_output_tokens,
         "tools": now.tools,
-        "tool_choice": now.tool_choice,
-        "tracing": now.tracing,
-        "truncation": now.truncation,
-        "include": now.include,
-        "prompt": now.prompt,
+        "tool_choice": "auto",
+        "tracing": None,
+        "truncation": "auto",
+        "include": None,
+        "prompt": None,
         "omni": now.omni.model_dump(exclude_none=True),
     }

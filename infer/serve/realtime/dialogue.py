@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,9 @@ from omni.engine.wire import EngineLost
 from omni.errors import UserError
 from omni.generate.asynchronous import AsyncAnswer
 from omni.generate.messages import Message
+
+BAD_MESSAGE = re.compile(r"history: message (\d+)\b")
+"""What the engine says of a history: the number of the message that it cannot take."""
 
 Mark = tuple[str, int, str | None, int]
 """Identifies a turn: the question's item and part, and its answer's item and version (None and 0 for one without)."""
@@ -54,7 +58,8 @@ class DialogueTurn:
 def turns_of(items: Iterable[ConversationItem]) -> tuple[list[DialogueTurn], DialogueTurn | None]:
     """The turns that were answered, or left without an answer, and the last question where it has none yet.
 
-    System messages and function calls are no turns; an answer without a question before it is none either.
+    System messages and function calls are no turns; nor is an answer without a question before it, or a question that the model
+    cannot take, with its answer.
     """
     turns: list[DialogueTurn] = []
     for item in items:
@@ -65,6 +70,7 @@ def turns_of(items: Iterable[ConversationItem]) -> tuple[list[DialogueTurn], Dia
         elif item.role == "assistant" and turns and turns[-1].answer is None:
             last = turns[-1]
             turns[-1] = replace(last, mark=(*last.mark[:2], item.id, item.version), answer=item)
+    turns = [turn for turn in turns if not turn.part.refused]
     if turns and turns[-1].answer is None:
         return turns[:-1], turns[-1]
     return turns, None
@@ -75,12 +81,15 @@ class Dialogue:
 
     Args:
         host: of the engine.
+
+    Attributes:
+        engine: that was asked last.
     """
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._session: Any = None
-        self._engine: Any = None  # whose session it is
+        self.engine: Any = None
         self._options: dict[str, Any] = {}
         self._marks: list[Mark] = []
         self._lock = asyncio.Lock()
@@ -103,21 +112,31 @@ class Dialogue:
             UserError: of the engine, also `omni.engine.wire.EngineLost`.
         """
         async with self._lock:
-            session = await self._session_for(before, options)
+            session, before = await self._session_for(before, options)
             self._marks = [turn.mark for turn in before] + [(*question.mark[:2], answer.id, answer.version)]
             given: Any = question.part.text if question.part.sound is None else question.part.sound
             return session.ask_async(given, task, sample_rate=PCM_RATE)
 
-    async def _session_for(self, before: Sequence[DialogueTurn], options: dict[str, Any]) -> Any:
+    async def _session_for(self, before: Sequence[DialogueTurn], options: dict[str, Any]) -> tuple[Any, Sequence[DialogueTurn]]:
+        """The session that has these turns as its history, and those of them that the model can take."""
         engine = self._host.engine
-        wanted = [turn.mark for turn in before]
-        if self._session is not None and self._engine is engine and self._options == options and self._marks == wanted:
-            return self._session
+        turns = [turn for turn in before if not turn.part.refused]
+        wanted = [turn.mark for turn in turns]
+        if self._session is not None and self.engine is engine and self._options == options and self._marks == wanted:
+            return self._session, turns
         await self._drop()
-        history = [message for turn in before for message in turn.messages()]
-        self._session = await opened(engine, history=history or None, pace="live", overflow="forget", **options)
-        self._engine, self._options = engine, options
-        return self._session
+        while True:
+            history = [message for turn in turns for message in turn.messages()]
+            try:
+                self._session = await opened(engine, history=history or None, pace="live", overflow="forget", **options)
+                break
+            except UserError as error:
+                bad = BAD_MESSAGE.match(str(error))
+                if bad is None:
+                    raise
+                turns.pop((int(bad[1]) - 1) // 2).part.refused = True  # or no later question would be answered
+        self.engine, self._options = engine, options
+        return self._session, turns
 
     @property
     def sample_rate(self) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 
 from infer.serve.realtime.configuration import PCM_RATE, Configuration
 from infer.serve.realtime.input_buffer import InputBuffer
+from infer.serve.realtime.items import check_length
 from infer.serve.realtime.owner import Owner
 from infer.serve.realtime.protocol import ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
@@ -27,9 +28,9 @@ class SessionInput:
         uncounted: seconds of sound that came and were not yet counted for the client's key.
     """
 
-    def __init__(self, owner: Owner, responses: Responses, vad: VoiceActivity, longest: float) -> None:
-        self._owner, self._responses, self._vad, self._longest = owner, responses, vad, longest
-        self.buffer = InputBuffer(min(max(self._longest + 10, 60.0), 600.0))
+    def __init__(self, owner: Owner, responses: Responses, vad: VoiceActivity) -> None:
+        self._owner, self._responses, self._vad = owner, responses, vad
+        self.buffer = InputBuffer(min(max(owner.longest + 10, 60.0), 600.0))
         self.uncounted = 0.0
         self._detector: TurnDetector | None = None
         self._stream = SpeechStream()
@@ -77,7 +78,7 @@ class SessionInput:
                 return
             for event in detector.push(probability, self._responses.playing):
                 await self._act(event)
-            if detector.speaking and detector.now - self._begins >= self._longest - 0.5:
+            if detector.speaking and detector.now - self._begins >= self._owner.longest - 0.5:
                 detector.stop()
                 await self._act(TurnEvent("ended", detector.now, detector.now))
             if not detector.speaking:
@@ -112,7 +113,7 @@ class SessionInput:
         sound = self.buffer.take(self._begins)
         kept = len(sound) - max(round((end - ended - owner.settings.padding) * PCM_RATE), 0)
         owner.metrics.endpointed(endpointing)
-        owner.add_spoken(self._item, sound[: max(kept, 1)])
+        owner.add_spoken(self._item, sound[: max(min(kept, int(owner.longest * PCM_RATE)), 1)])
         detection = owner.configuration.audio.input.turn_detection
         if owner.configuration.type == "realtime" and detection is not None and detection.create_response:
             self._responses.respond_to_turn(endpointing)
@@ -121,18 +122,22 @@ class SessionInput:
         self._responses.duck(on)
 
     def commit(self) -> None:
-        """Make an item of the whole buffer, as the client asks; ProtocolError where there is next to nothing in it."""
+        """Make an item of the whole buffer, as the client asks; ProtocolError where it has too little, or too much, which is
+        kept."""
         if self.buffer.seconds < SHORTEST:
             found, least = self.buffer.seconds * 1000, SHORTEST * 1000
             raise ProtocolError(
                 f"the input buffer has {found:.0f} ms of sound; at least {least:.0f} ms can be committed",
                 "input_audio_buffer_commit_empty",
             )
-        first = None
-        item = new_id("item")
-        if self._detector is not None and self._detector.speaking:
+        speaking = self._detector is not None and self._detector.speaking
+        first = self._begins if speaking else None
+        length = self.buffer.end - max(self.buffer.start, first or 0.0)
+        way = "send input_audio_buffer.clear, and commit shorter pieces"
+        check_length(length * PCM_RATE, self._owner.longest, "the input buffer", way, "audio")
+        item = self._item if speaking else new_id("item")
+        if self._detector is not None and speaking:
             self._detector.stop()
-            first, item = self._begins, self._item
         self._owner.add_spoken(item, self.buffer.take(first))
 
     def clear(self) -> None:

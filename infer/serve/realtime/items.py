@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +30,13 @@ CONTENT = {
 OLD_NAMES = {"text": "output_text", "audio": "output_audio"}
 """Names that content of assistants had before, which clients still send."""
 
+HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which no text can have that a model reads."""
+
 KINDS = ("message", "function_call", "function_call_output")
 
 LONGEST_ITEM_SECONDS = 300.0
-"""Seconds of one item's sound; the model's own limit may be lower."""
+"""Seconds of one item's sound; each part of it is a question, and may be as long as the model takes."""
 
 
 @dataclass(eq=False)
@@ -41,11 +46,13 @@ class ContentPart:
     Attributes:
         sound: samples [S] at 24 kHz, int16, of a spoken question.
         text: the text, or the transcript of sound; None where that is not known.
+        refused: the model cannot take it as a question: it is left out of the history.
     """
 
     type: str
     text: str | None = None
     sound: np.ndarray | None = None
+    refused: bool = False
 
     def shown(self) -> Event:
         if self.type == "input_audio":
@@ -63,6 +70,7 @@ class ConversationItem:
         answer: an assistant's message as the model's history has it; None for one that the client wrote.
         version: counts the changes of its answer.
         sent: seconds of its sound that were sent; `heard`, of which were heard, None for all.
+        cut_ms: milliseconds to which the client has cut it at the least; None where it has not.
     """
 
     type: str
@@ -75,6 +83,7 @@ class ConversationItem:
     version: int = 0
     sent: float = 0.0
     heard: float | None = None
+    cut_ms: int | None = None
 
     def shown(self) -> Event:
         """The item for the client."""
@@ -89,11 +98,14 @@ class ConversationItem:
         return sum(len(part.sound) for part in self.content if part.sound is not None) / PCM_RATE
 
 
-def read_item(given: Event, place: str = "item") -> ConversationItem:
+def read_item(given: Event, longest: float, place: str = "item") -> ConversationItem:
     """Read an item of a client.
 
+    Args:
+        longest: seconds of the longest question that the model takes.
+
     Raises:
-        ProtocolError: an unknown type or role, content that does not fit it, no base64.
+        ProtocolError: an unknown type or role, content that does not fit it, no base64, a question that no model takes.
     """
     if not isinstance(given, dict):
         raise ProtocolError(f"{place} is a {type(given).__name__}; give an object", param=place)
@@ -120,7 +132,7 @@ def read_item(given: Event, place: str = "item") -> ConversationItem:
     if not isinstance(content, list) or not content:
         raise ProtocolError(f"{place}.content must be a list of one part or more", param=f"{place}.content")
     item.role = role
-    item.content = [_part(part, role, f"{place}.content.{number}") for number, part in enumerate(content)]
+    item.content = [_part(part, role, longest, f"{place}.content.{number}") for number, part in enumerate(content)]
     if item.seconds > LONGEST_ITEM_SECONDS:
         raise ProtocolError(
             f"{place} has {item.seconds:.0f} s of sound; at most {LONGEST_ITEM_SECONDS:g} s are taken", param=place
@@ -128,7 +140,7 @@ def read_item(given: Event, place: str = "item") -> ConversationItem:
     return item
 
 
-def _part(given: Any, role: str, place: str) -> ContentPart:
+def _part(given: Any, role: str, longest: float, place: str) -> ContentPart:
     if not isinstance(given, dict):
         raise ProtocolError(f"{place} is a {type(given).__name__}; give an object with a type", param=place)
     kind = given.get("type")
@@ -147,7 +159,27 @@ def _part(given: Any, role: str, place: str) -> ContentPart:
     sound = from_base64(given.get("audio"), f"{place}.audio")
     if len(sound) % 2:
         raise ProtocolError(f"{place}.audio has {len(sound)} bytes; a sample of audio/pcm takes two", param=f"{place}.audio")
+    if not sound:
+        raise ProtocolError(f"{place}.audio has no samples; leave it out, or send sound", param=f"{place}.audio")
+    check_length(len(sound) / 2, longest, f"{place}.audio", "send it in pieces", f"{place}.audio")
     return ContentPart(kind, transcript, (decode(sound, "audio/pcm") * 32768).astype(np.int16))
+
+
+def check_length(samples: float, longest: float, name: str, way: str, param: str) -> None:
+    """ProtocolError where samples at 24 kHz last longer than a question may.
+
+    Args:
+        name: of the sound, for the message.
+        way: what to do.
+    """
+    seconds = samples / PCM_RATE
+    if seconds > longest:
+        raise ProtocolError(f"{name} has {_seconds(seconds)} of sound; at most {longest:g} s are taken: {way}", param=param)
+
+
+def _seconds(seconds: float) -> str:
+    """Seconds as a text, rounded up: never the limit that they exceed."""
+    return f"{math.ceil(seconds * 10 - 1e-6) / 10:.1f} s"
 
 
 def from_base64(given: Any, place: str) -> bytes:
@@ -171,11 +203,12 @@ def _text(given: Any, place: str, optional: bool = False) -> Any:
         )
     if len(given) > LONGEST_TEXT:
         raise ProtocolError(f"{place} has {len(given):,} characters; at most {LONGEST_TEXT:,} are taken", param=place)
+    half = HALF.search(given)
+    if half:
+        raise ProtocolError(
+            f"character {half.start()} of {place} is {half[0]!a}, half of a surrogate pair; send whole characters", param=place
+        )
     return given
-
-
-def _code(given: Any) -> str:
-    return "missing_required_parameter" if given is None else "invalid_value"
 
 
 class Items:
@@ -196,12 +229,12 @@ class Items:
     def __len__(self) -> int:
         return len(self._items)
 
-    def find(self, item_id: str, code: str) -> ConversationItem:
-        """The item of that id; ProtocolError with this code where there is none."""
+    def find(self, item_id: str, code: str, param: str = "item_id") -> ConversationItem:
+        """The item of that id; ProtocolError with this code, and the field that has the id, where there is none."""
         for item in reversed(self._items):
             if item.id == item_id:
                 return item
-        raise ProtocolError(f"there is no item {item_id[:80]!r} in the conversation", code, "item_id")
+        raise ProtocolError(f"there is no item {item_id[:80]!r} in the conversation", code, param)
 
     def before(self, item: ConversationItem) -> str | None:
         """Id of the item before it; None for the first."""
@@ -222,7 +255,7 @@ class Items:
         if after == "root":
             place = 0
         elif after is not None:
-            place = self._items.index(self.find(after, "item_create_invalid_previous_item_id")) + 1
+            place = self._items.index(self.find(after, "item_create_invalid_previous_item_id", "previous_item_id")) + 1
         self._items.insert(place, item)
         self._forget_sound()
 
@@ -231,10 +264,10 @@ class Items:
         self._items = [one for one in self._items if one is not item]
 
     def _forget_sound(self) -> None:
-        """Drop the samples of the oldest questions, which are beyond what any model remembers."""
+        """Drop the samples of the oldest questions, which are beyond what any model remembers; the newest stays."""
         total = 0.0
         for item in reversed(self._items):
-            total += item.seconds
-            if total > self.kept:
+            newest, total = not total, total + item.seconds
+            if total > self.kept and not newest:
                 for part in item.content:
                     part.sound = None

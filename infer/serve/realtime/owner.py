@@ -45,6 +45,7 @@ class Owner(Protocol):
     transport: Transport
     configuration: Configuration
     wants_omni: bool
+    longest: float
     items: Items
     log: SessionLog
 

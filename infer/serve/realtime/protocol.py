@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
@@ -17,6 +18,10 @@ Event = dict[str, Any]
 
 LONGEST_APPEND = 15 * 2**20
 """Bytes of one append, as OpenAI limits it; in base64 they take a third more."""
+
+
+LOST = "the engine was lost and is started again; ask again in some seconds"
+"""What clients are told where the engine's process has ended; the log has the rest."""
 
 
 class ProtocolError(Exception):
@@ -143,7 +148,7 @@ def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
     try:
         return _READER.validate_python(given), event_id
     except ValidationError as error:
-        raise Refused(*first_mistake(error, skip=1), event_id) from None
+        raise Refused(*first_mistake(error, given), event_id) from None
 
 
 class Refused(ProtocolError):
@@ -154,18 +159,31 @@ class Refused(ProtocolError):
         self.event_id = event_id
 
 
-def first_mistake(error: ValidationError, skip: int = 0, under: str = "") -> tuple[str, str, str]:
+def first_mistake(error: ValidationError, given: Any = None, under: str = "") -> tuple[str, str, str]:
     """Message, code and field of the first mistake that pydantic found.
 
     Args:
-        skip: parts of the place that are pydantic's own (the type of the event).
+        given: what was read: of the place, only what it has is told, and no names of pydantic's own; None for all.
         under: name of what was read.
     """
     found = error.errors(include_url=False, include_input=True)[0]
-    place = ".".join([under] * bool(under) + [str(part) for part in found["loc"][skip:]])
     missing = found["type"] == "missing"
+    parts = found["loc"] if given is None else _own(found["loc"], given, missing)
+    place = ".".join([under] * bool(under) + [str(part) for part in parts])
     shown = "" if missing else f" (it is {repr(found['input'])[:80]})"
     return f"{place}: {found['msg']}{shown}", "missing_required_parameter" if missing else "invalid_value", place
+
+
+def _own(parts: Sequence[int | str], given: Any, missing: bool) -> list[int | str]:
+    """The parts of a place that lead through what was given, and the field that is missing there; not those of unions."""
+    own: list[int | str] = []
+    for number, part in enumerate(parts, 1):
+        if (isinstance(given, dict) and part in given) or (isinstance(given, list) and isinstance(part, int)):
+            given = given[part]  # type: ignore[index]
+            own.append(part)
+        elif missing and number == len(parts):
+            own.append(part)
+    return own
 
 
 def new_id(prefix: str) -> str:

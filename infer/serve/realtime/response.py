@@ -17,14 +17,14 @@ import numpy as np
 
 from infer.serve.realtime.configuration import Configuration
 from infer.serve.realtime.dialogue import Dialogue, DialogueTurn
+from infer.serve.realtime.failures import broken, is_of_the_question, told_of
 from infer.serve.realtime.items import ContentPart, ConversationItem
 from infer.serve.realtime.owner import Owner
 from infer.serve.realtime.playback import Outlet, Pacer
 from infer.serve.realtime.protocol import Event, filled, new_id
 from infer.serve.settings import ServerLimits, limited
 from infer.serve.sound import Resampler, encode
-from omni.engine.wire import EngineLost
-from omni.errors import BusyError, UserError
+from omni.errors import UserError
 from omni.generate.asynchronous import AsyncAnswer
 from omni.generate.results import AudioChunk, Ended, TextDelta
 
@@ -98,7 +98,7 @@ class Response:
 
     async def run(self) -> None:
         """Answer, up to `response.done`."""
-        error: UserError | None = None
+        error: Exception | None = None
         ended = Ended("cancelled", None)  # type: ignore[arg-type]
         try:
             if self.wanted.question is None:
@@ -108,7 +108,7 @@ class Response:
             error = raised
         except Exception as raised:
             self._owner.log.exception("response failed")
-            error = UserError(f"the server failed ({type(raised).__name__})")
+            error = raised
         try:
             await self._finish(ended, error)
         finally:
@@ -261,11 +261,16 @@ class Response:
         """Seconds from the question to the first sound that was sent."""
         return self._first_audio
 
-    async def _finish(self, ended: Ended, error: UserError | None) -> None:
+    async def _finish(self, ended: Ended, error: Exception | None) -> None:
         """Settle the history and send the events of the end."""
+        if error is None and ended.reason == "error":
+            error = broken(ended.error, self._dialogue.engine)
         status, details = self._outcome(ended, error)
         self.status = status
-        if self._events is not None and error is None and ended.reason != "error":
+        unread = self._events is not None and self._events.running is None
+        if unread and self.wanted.question is not None and is_of_the_question(error):
+            self.wanted.question.part.refused = True
+        if self._events is not None and error is None:
             await self._settle()
         elif self.wanted.conversation:
             self._dialogue.broke()
@@ -305,19 +310,13 @@ class Response:
             self.item.heard = self._heard
             self._part.text = self.item.answer.text or ""
 
-    def _outcome(self, ended: Ended, error: UserError | None) -> tuple[str, Event | None]:
+    def _outcome(self, ended: Ended, error: Exception | None) -> tuple[str, Event | None]:
         """Status of the response, and its details."""
         if self._why is not None:
             return "cancelled", {"type": "cancelled", "reason": self._why}
-        if error is None and ended.reason == "error":
-            error = UserError(ended.error or "the answer broke")
         if error is not None:
-            code, kind = "invalid_request", "invalid_request_error"
-            if isinstance(error, BusyError):
-                code, kind = "rate_limit_exceeded", "rate_limit_exceeded"
-            elif isinstance(error, EngineLost) or self._events is not None:
-                code, kind = "server_error", "server_error"
-            return "failed", {"type": "failed", "error": {"type": kind, "code": code, "message": str(error)}}
+            told = told_of(error)
+            return "failed", {"type": "failed", "error": {"type": told.kind, "code": told.code, "message": str(told)}}
         if ended.reason in ("length", "cache"):
             return "incomplete", {"type": "incomplete", "reason": "max_output_tokens"}
         return "completed", None

@@ -88,9 +88,10 @@ class Responses:
         found = []
         for number, one in enumerate(given):
             if isinstance(one, dict) and one.get("type") == "item_reference":
-                found.append(self._owner.items.find(str(one.get("id")), "item_reference_invalid_item_id"))
+                place = f"response.input.{number}.id"
+                found.append(self._owner.items.find(str(one.get("id")), "item_reference_invalid_item_id", place))
             else:
-                found.append(read_item(one, f"response.input.{number}"))
+                found.append(read_item(one, self._owner.longest, f"response.input.{number}"))
         return found
 
     def respond(self, wanted: Wanted) -> None:

@@ -17,6 +17,7 @@ from infer.serve.logs import SessionLog
 from infer.serve.metrics import Metrics
 from infer.serve.realtime import protocol
 from infer.serve.realtime.configuration import Configuration, Voices, shown, updated
+from infer.serve.realtime.failures import told_of
 from infer.serve.realtime.hearing import SessionInput
 from infer.serve.realtime.items import ContentPart, ConversationItem, Items, from_base64, read_item
 from infer.serve.realtime.owner import Transport
@@ -40,6 +41,7 @@ class RealtimeSession:
 
     Attributes:
         items: the conversation.
+        longest: seconds of the longest question that the model takes.
         responses: its answers; `hearing`, its input.
     """
 
@@ -56,7 +58,7 @@ class RealtimeSession:
     ) -> None:
         self.id, self.conversation_id = new_id("sess"), new_id("conv")
         self.settings, self.voices, self.transport, self.metrics = settings, voices, transport, metrics
-        self.wants_omni = wants_omni
+        self.wants_omni, self.longest = wants_omni, longest(host.engine.config)
         self.log = SessionLog(self.id)
         self.configuration = configuration or Configuration()
         self.items = Items(kept=remembered(host.engine.config))
@@ -64,7 +66,7 @@ class RealtimeSession:
         self._sent = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self.responses = Responses(self, host)
-        self.hearing = SessionInput(self, self.responses, vad, longest(host.engine.config))
+        self.hearing = SessionInput(self, self.responses, vad)
         self.responses.on_answered = self.hearing.answered
         self.transcripts = Transcripts(self, self.responses, host)
         self._handlers: dict[str, Callable[[Any], Any]] = {
@@ -109,15 +111,10 @@ class RealtimeSession:
             await self._handlers[event.type](event)
         except ProtocolError as error:
             self.send(error.event(getattr(error, "event_id", None) or event_id))
-        except UserError as error:
-            self.send(ProtocolError(str(error), "server_error", kind="server_error").event(event_id))
         except Exception as error:
-            self.log.exception("an event failed")
-            self.send(
-                ProtocolError(f"the server failed ({type(error).__name__})", "server_error", kind="server_error").event(
-                    event_id
-                )
-            )
+            if not isinstance(error, UserError):
+                self.log.exception("an event failed")
+            self.send(told_of(error).event(event_id))
 
     async def _update(self, event: protocol.SessionUpdate) -> None:
         found = updated(self.configuration, event.session, started=bool(self.items) or self.responses.last is not None)
@@ -166,7 +163,7 @@ class RealtimeSession:
         return item
 
     async def _create_item(self, event: protocol.ItemCreate) -> None:
-        self.add_item(read_item(event.item), event.previous_item_id)
+        self.add_item(read_item(event.item, self.longest), event.previous_item_id)
 
     async def _delete_item(self, event: protocol.ItemDelete) -> None:
         item = self.items.find(event.item_id, "item_delete_invalid_item_id")
@@ -182,10 +179,12 @@ class RealtimeSession:
 
     async def _truncate_item(self, event: protocol.ItemTruncate) -> None:
         item = self.items.find(event.item_id, "item_truncate_invalid_item_id")
-        if item.role != "assistant" or not item.content or item.content[0].type != "output_audio" or event.content_index:
-            raise ProtocolError(
-                "only the sound of an assistant's message can be cut, content_index 0", "invalid_value", "item_id"
-            )
+        if item.role != "assistant" or not item.content or item.content[0].type != "output_audio":
+            told = f"item {item.id[:80]!r} is no assistant's message with sound, and only those can be cut"
+            raise ProtocolError(told, param="item_id")
+        if event.content_index:
+            told = f"content_index is {event.content_index}, but the sound of a message is its content 0"
+            raise ProtocolError(told, param="content_index")
         last = self.responses.last
         response = last if last is not None and last.item is item else None
         sent = response.outlet.sent if response is not None else item.sent
@@ -202,7 +201,8 @@ class RealtimeSession:
             await response.stop("client_cancelled")
             response.outlet.clear()
         await self.responses.cut(item, end_ms / 1000)
-        cut = {"item_id": item.id, "content_index": 0, "audio_end_ms": end_ms}
+        item.cut_ms = end_ms if item.cut_ms is None else min(item.cut_ms, end_ms)
+        cut = {"item_id": item.id, "content_index": 0, "audio_end_ms": item.cut_ms}
         self.send({"type": "conversation.item.truncated", **cut})
 
     # --- the end ------------------------------------------------------------------------------------------------------

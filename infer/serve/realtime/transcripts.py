@@ -8,8 +8,10 @@ import contextlib
 from infer.serve.host import EngineHost
 from infer.serve.realtime.configuration import PCM_RATE
 from infer.serve.realtime.dialogue import closed, opened
+from infer.serve.realtime.failures import broken, told_of
 from infer.serve.realtime.items import ConversationItem
 from infer.serve.realtime.owner import Owner
+from infer.serve.realtime.protocol import ProtocolError
 from infer.serve.realtime.responses import Responses
 from omni.errors import UserError
 from omni.generate.results import Ended, TextDelta
@@ -42,8 +44,9 @@ class Transcripts:
             where = {"item_id": item.id, "content_index": 0}
             try:
                 item.content[0].text = await self._text(item, name, where)
-            except UserError as error:
-                told = {"type": "server_error", "code": "transcription_failed", "message": str(error)}
+            except (UserError, ProtocolError) as error:
+                found = told_of(error)
+                told = {"type": found.kind, "code": "transcription_failed", "message": str(found)}
                 self._owner.send({"type": f"{name}.failed", **where, "error": told})
                 return
             usage = {"type": "duration", "seconds": round(item.seconds, 3)}
@@ -61,7 +64,7 @@ class Transcripts:
                         text += event.text
                         self._owner.send({"type": f"{name}.delta", **where, "delta": event.text})
                     elif isinstance(event, Ended) and event.reason == "error":
-                        raise UserError(event.error or "the transcript broke")
+                        raise broken(event.error, engine)
         finally:
             await closed(session)
         return text.strip()

@@ -1,0 +1,285 @@
+"""Mistakes of clients: what is refused, by which name, and that the conversation goes on afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infer.serve.host import EngineHost
+from infer.serve.realtime.items import ContentPart, ConversationItem
+from infer.serve.realtime.response import Response
+from infer.serve.settings import ServeSettings
+from omni.engine.wire import EngineLost
+from omni.generate.question import longest
+from omni.generate.results import Ended, Timings
+from omni.generate.speech_lm import SpeechLM
+from tests.infer.serve.conftest import MANUAL, Client, noise, pcm
+from tests.infer.serve.test_events import check_known
+
+GOOD = ("completed", "incomplete")
+
+
+def spoken(audio: str) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": [{"type": "input_audio", "audio": audio}]}
+
+
+def written(text: str, role: str = "user", kind: str = "input_text") -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+
+# --- questions that no answer can have --------------------------------------------------------------------------------
+
+
+def test_sound_that_is_too_long_is_refused_at_its_commit_and_kept(talk: Any, lm: SpeechLM) -> None:
+    most = longest(lm.config)
+
+    async def body(client: Client) -> None:
+        await client.send("input_audio_buffer.append", audio=pcm(noise(most + 1)))
+        (came,) = await client.send("input_audio_buffer.commit", event_id="mine")
+        error = came["error"]
+        assert (error["type"], error["code"], error["event_id"]) == ("invalid_request_error", "invalid_value", "mine")
+        assert error["param"] == "audio" and f"{most + 1:g}.0 s" in error["message"] and f"{most:g} s" in error["message"]
+        assert "input_audio_buffer.clear" in error["message"]
+        assert not len(client.session.items) and client.session.hearing.buffer.seconds == most + 1
+        await client.send("input_audio_buffer.clear")
+        await client.send("input_audio_buffer.append", audio=pcm(noise(most)))
+        await client.send("input_audio_buffer.commit")
+        error = (await client.ask())["status_details"]["error"]  # more than the tiny model's context, but not of its encoder
+        assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
+        assert (await client.ask("and now?"))["status"] in GOOD
+        check_known(client.events)
+
+    talk(body)
+
+
+def test_sound_that_is_too_long_for_a_turn_of_the_server_is_cut(talk: Any, lm: SpeechLM) -> None:
+    most = longest(lm.config)
+
+    async def body(client: Client) -> None:
+        hearing = client.session.hearing
+        hearing.buffer.add(np.zeros(round((most + 3) * 24_000), np.int16))
+        hearing._item = "item_1"
+        hearing._end_turn(most + 3, None)
+        (item,) = client.session.items
+        assert item.seconds == most
+
+    talk(body)
+
+
+BAD_ITEMS = {
+    "long": (spoken(pcm(np.zeros(31 * 24_000))), "audio", "31.0 s"),
+    "empty": (spoken(""), "audio", "no samples"),
+    "surrogate": (written("a \ud800"), "text", "surrogate"),
+    "assistant's": (written("\udfff", "assistant", "output_text"), "text", "surrogate"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ITEMS)
+def test_an_item_that_no_question_can_be_is_refused(talk: Any, name: str) -> None:
+    item, field, told = BAD_ITEMS[name]
+
+    async def body(client: Client) -> None:
+        (came,) = await client.send("conversation.item.create", item=item, event_id="mine")
+        error = came["error"]
+        assert (error["type"], error["code"], error["event_id"]) == ("invalid_request_error", "invalid_value", "mine")
+        assert error["param"] == f"item.content.0.{field}" and told in error["message"]
+        assert not len(client.session.items)
+        (came,) = await client.send("response.create", response={"input": [item]})
+        assert came["error"]["param"] == f"response.input.0.content.0.{field}"
+        assert (await client.ask("and now?"))["status"] in GOOD
+        check_known(client.events)
+
+    talk(body)
+
+
+POISON = {
+    "long": ContentPart("input_audio", None, np.zeros(31 * 24_000, np.int16)),
+    "empty": ContentPart("input_audio", None, np.zeros(0, np.int16)),
+    "surrogate": ContentPart("input_text", "\ud800"),
+}
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["asked", "not asked"])
+@pytest.mark.parametrize("name", POISON)
+def test_what_got_in_all_the_same_is_left_out_of_later_questions(talk: Any, lm: SpeechLM, name: str, asked: bool) -> None:
+    async def body(client: Client) -> None:
+        await client.ask("one")
+        part = replace(POISON[name])
+        client.session.add_item(ConversationItem("message", "user", content=[part]))
+        if asked:
+            done = await client.ask()
+            error = done["status_details"]["error"]
+            assert (done["status"], error["type"], error["code"]) == ("failed", "invalid_request_error", "invalid_value")
+        assert (await client.ask("two"))["status"] in GOOD
+        session = client.session.responses._dialogue._session
+        assert (await client.ask("three"))["status"] in GOOD
+        assert client.session.responses._dialogue._session is session  # it goes on, and is not made again
+        assert [turn.question for turn in session.turns] == [tuple(lm.tokenizer.encode(t)) for t in ("one", "two", "three")]
+
+    talk(body)
+
+
+# --- whose mistake it is ----------------------------------------------------------------------------------------------
+
+
+def of(lm: SpeechLM, settings: ServeSettings, body: Any, **answering: Any) -> None:
+    """Run a body with a client of a server whose answers have other settings."""
+
+    async def whole() -> None:
+        host = EngineHost(lambda: lm)
+        host.open()
+        client = Client(host, replace(settings, answering=replace(settings.answering, **answering)), MANUAL)
+        try:
+            await asyncio.wait_for(body(client), 60)
+        finally:
+            await client.session.close()
+
+    asyncio.run(whole())
+
+
+def test_what_does_not_fit_into_the_context_is_the_clients_mistake(lm: SpeechLM, settings: ServeSettings) -> None:
+    async def body(client: Client) -> None:
+        error = (await client.ask("who? " * 100))["status_details"]["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
+        assert "shorten instructions, history or question" in error["message"] and "overflow" not in error["message"]
+        assert (await client.ask("who?"))["status"] in GOOD
+        assert (await client.ask("you?"))["status"] in GOOD
+        await client.send("session.update", session={"instructions": "be brief " * 40})
+        error = (await client.ask("we?"))["status_details"]["error"]
+        assert error["code"] == "context_length_exceeded"
+        await client.send("session.update", session={"instructions": ""})
+        assert (await client.ask())["status"] in GOOD  # the same question
+        check_known(client.events)
+
+    of(lm, settings, body, context=200, use_instructions=True)
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "code", "told"),
+    [
+        (
+            EngineLost("the engine's process 32168 was ended by SIGKILL; start another one"),
+            "server_error",
+            "engine_lost",
+            "again",
+        ),
+        (KeyError("secret"), "server_error", "server_error", "KeyError"),
+    ],
+)
+def test_what_is_the_servers_fault(talk: Any, monkeypatch: Any, raised: Exception, kind: str, code: str, told: str) -> None:
+    async def body(client: Client) -> None:
+        async def broken(*_: Any) -> None:
+            raise raised
+
+        monkeypatch.setattr(client.session.responses._dialogue, "ask", broken)
+        error = (await client.ask("who?"))["status_details"]["error"]
+        assert (error["type"], error["code"]) == (kind, code) and told in error["message"]
+        assert not any(word in error["message"] for word in ("32168", "SIGKILL", "another one", "secret"))
+
+    talk(body)
+
+
+def test_an_engine_that_is_lost_in_an_answer_is_told_without_its_process(talk: Any, monkeypatch: Any) -> None:
+    async def body(client: Client) -> None:
+        async def ended(*_: Any) -> Ended:
+            client.session.responses._dialogue.engine = SimpleNamespace(alive=False)
+            return Ended("error", Timings(), "the engine's process 32168 was ended by SIGKILL; start another one")
+
+        monkeypatch.setattr(Response, "_answer", ended)
+        error = (await client.ask("who?"))["status_details"]["error"]
+        assert (error["type"], error["code"]) == ("server_error", "engine_lost") and "32168" not in error["message"]
+
+    talk(body)
+
+
+# --- names of fields --------------------------------------------------------------------------------------------------
+
+VAD = {"type": "server_vad", "threshold": 7}
+
+PLACES = {
+    "max_output_tokens": ({"max_output_tokens": 0}, "max_output_tokens"),
+    "voice": ({"audio": {"output": {"voice": 3}}}, "audio.output.voice"),
+    "threshold": ({"audio": {"input": {"turn_detection": VAD}}}, "audio.input.turn_detection.threshold"),
+    "detection": ({"audio": {"input": {"turn_detection": {"type": "none"}}}}, "audio.input.turn_detection"),
+    "tool_choice": ({"tool_choice": 7}, "tool_choice"),
+    "tools": ({"tools": [3]}, "tools.0"),
+    "surrogate": ({"instructions": "\ud800"}, "instructions"),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_mistake_in_the_configuration_is_named_by_its_place(talk: Any, name: str) -> None:
+    given, place = PLACES[name]
+
+    async def body(client: Client) -> None:
+        error = (await client.send("session.update", session=given))[0]["error"]
+        assert error["param"] == f"session.{place}" and error["message"].startswith(f"session.{place}: ")
+        if "input" not in given.get("audio", {}):
+            error = (await client.send("response.create", response=given))[0]["error"]
+            assert error["param"] == f"response.{place}"
+
+    talk(body)
+
+
+def test_a_mistake_in_an_event_is_named_by_its_place(talk: Any) -> None:
+    async def body(client: Client) -> None:
+        item = (await client.ask("who?"))["output"][0]["id"]
+        cut = {"item_id": item, "content_index": 1, "audio_end_ms": 0}
+        own = [{"type": "item_reference", "id": "x"}]
+        for kind, values, place in (
+            ("conversation.item.create", {"item": written("a"), "previous_item_id": "x"}, "previous_item_id"),
+            ("conversation.item.create", {"item": 3}, "item"),
+            ("conversation.item.create", {}, "item"),
+            ("conversation.item.truncate", cut, "content_index"),
+            ("conversation.item.truncate", {**cut, "content_index": 0, "item_id": "x"}, "item_id"),
+            ("conversation.item.truncate", {**cut, "audio_end_ms": "x"}, "audio_end_ms"),
+            ("response.create", {"response": {"input": own}}, "response.input.0.id"),
+        ):
+            error = (await client.send(kind, **values))[0]["error"]
+            assert error["param"] == place, (kind, error)
+            assert place != "content_index" or "content_index is 1" in error["message"]
+
+    talk(body)
+
+
+# --- what is in effect ------------------------------------------------------------------------------------------------
+
+
+def test_what_has_no_effect_is_not_told_as_if_it_had(talk: Any) -> None:
+    tools = [{"type": "function", "name": "f"}]
+    given = {
+        "model": "gpt-x",
+        "tools": tools,
+        "tool_choice": {"type": "function", "name": "f"},
+        "tracing": "auto",
+        "prompt": {"id": "p"},
+        "include": ["item.input_audio_transcription.logprobs"],
+        "truncation": "disabled",
+        "audio": {"input": {"noise_reduction": {"type": "near_field"}}},
+    }
+
+    async def body(client: Client) -> None:
+        told = (await client.send("session.update", session=given))[0]["session"]
+        assert told["model"] == "tiny" and told["tools"] == tools
+        assert (told["tool_choice"], told["truncation"]) == ("auto", "auto")
+        for name in ("tracing", "prompt", "include"):
+            assert told[name] is None
+        assert told["audio"]["input"]["noise_reduction"] is None
+        check_known(client.events)
+
+    talk(body)
+
+
+def test_a_cut_tells_what_is_heard_in_the_end(talk: Any) -> None:
+    async def body(client: Client) -> None:
+        item = (await client.ask("who?"))["output"][0]["id"]
+        for given, heard in ((600, 600), (330, 330), (500, 330), (0, 0), (700, 0)):
+            (came,) = await client.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=given)
+            assert came["type"] == "conversation.item.truncated" and came["audio_end_ms"] == heard
+
+    talk(body)
