@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from infer.given import SOUND
 from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions, ConformanceOptions, QuantizeOptions, ServeOptions
 from infer.places import PIPE, choose_tasks, places
+from infer.tls import trusting
 from omni.checkpoint.places import CONFIG, check_folder
 from omni.errors import UserError
 from omni.files import real_place, replaceable
@@ -135,8 +136,18 @@ def check_conformance(options: ConformanceOptions) -> None:
     check_number("timeout", options.timeout, TIMEOUT, "--timeout")
     if options.key is not None and options.key_file is not None:
         raise UserError("--key and --key_file were given together; leave one of them out")
+    _check_trust(options.certificate, options.url)
     if options.sound is not None:
         check_file(options.sound)
+
+
+def _check_trust(certificate: str | None, address: str) -> None:
+    """UserError for a certificate to trust that cannot be read, or at an address without TLS."""
+    if certificate is None:
+        return
+    if not address.startswith(("wss:", "https:")):
+        raise UserError(f"--certificate {certificate!r} is for an address that begins with wss://, not {address!r}")
+    trusting(certificate)
 
 
 def read_adapters(given: Sequence[str]) -> dict[str, str]:
@@ -208,12 +219,18 @@ TURNS = ("manual", "server_vad", "semantic_vad")
 
 def check_playing(options: BenchOptions) -> None:
     """Checks the options of live sessions. UserError for the first bad one."""
-    if options.server is None and (options.key is not None or options.turns != "manual"):
-        raise UserError("--key and --turns are for a server; give its address too: --server ws://127.0.0.1:8000/v1")
+    if options.server is None and ((options.key or options.certificate) is not None or options.turns != "manual"):
+        raise UserError(
+            "--key, --certificate and --turns are for a server; give its address too: --server ws://127.0.0.1:8000/v1"
+        )
     if options.server is not None and not re.match(r"wss?://[^/]+", options.server):
         raise UserError(f"--server {options.server!r} is no address of a server; give one such as ws://127.0.0.1:8000/v1")
     if options.turns not in TURNS:
         raise UserError(f"--turns {options.turns!r} is unknown; use {', '.join(TURNS)}")
+    if options.turns != "manual" and options.question is None:
+        raise UserError(f"--turns {options.turns} needs speech, which noise is not; give a recording: --question FILE")
+    if options.server is not None:
+        _check_trust(options.certificate, options.server)
     if options.sessions is None:
         usual = BenchOptions()
         for name in PLAYING:
@@ -255,6 +272,9 @@ def check_quantizing(options: QuantizeOptions) -> None:
     """Checks the options of `quantize`. UserError for the first bad option, or a place that would lose something."""
     if options.format not in QUANTIZED:
         raise UserError(f"--format {options.format!r} is unknown; there is {' and '.join(QUANTIZED)}")
+    for name in ("model", "out"):
+        if not getattr(options, name):
+            raise UserError(f"{name.upper()} is empty; give the folder {'to write' if name == 'out' else 'of a model'}")
     model, out = Path(options.model), Path(options.out)
     check_model(options.model)
     source, place = model.resolve(), real_place(out)
@@ -268,6 +288,14 @@ def check_quantizing(options: QuantizeOptions) -> None:
         raise UserError(f"{out} exists; give another name, or --overwrite to replace it")
     if not (place / CONFIG).is_file():
         raise UserError(f"{out} is no model folder; only such a one is overwritten")
+    from omni.checkpoint.folder import foreign_file  # PyTorch, which only overwriting needs this early
+
+    try:
+        foreign = foreign_file(place)
+    except UserError as error:
+        raise UserError(f"{out} is no model folder of a known version; only such a one is overwritten") from error
+    if foreign is not None:
+        raise UserError(f"{out} holds {foreign}, which is none of its model's files; move that away, or give another name")
 
 
 def _check_numbers(options: AskOptions | BenchOptions | ServeOptions, bounds: Mapping[str, Bound]) -> None:

@@ -108,6 +108,7 @@ class BenchOptions:
         None, "instead talk to this server over that many sockets, such as ws://127.0.0.1:8000/v1 (--question is what is said)"
     )
     key: str | None = option(None, "with --server: key of the server")
+    certificate: str | None = option(None, "with --server wss://...: certificate to trust, where it is no public one (PEM)")
     turns: str = option("manual", "with --server: who finds the ends of turns: manual, server_vad or semantic_vad")
     bare: bool = option(False, "with --sessions: also let a bare loop of PyTorch's own kernels answer as many people")
     plot: str | None = option(None, "with --sessions: PNG file for the curve of lateness, steps and first audio")
@@ -205,6 +206,7 @@ class ConformanceOptions:
     url: str = option("ws://127.0.0.1:8000/v1", "address of the server, such as ws://127.0.0.1:8000/v1", positional=True)
     key: str | None = option(None, "key to connect with")
     key_file: str | None = option(None, "file with the key instead, in its first line")
+    certificate: str | None = option(None, "of a wss server: certificate to trust, where it is no public one (PEM)")
     sound: str | None = option(None, "sound file with a spoken question")
     only: str | None = option(None, "names of points to look at, with commas between them")
     model: str = option("gpt-realtime", "name of the model to ask for")

@@ -27,6 +27,10 @@ class BusyError(UserError):
         self.waiting = waiting
 
 
+class RoomError(UserError):
+    """A question, or a history, that takes more positions than a conversation has."""
+
+
 class SoundWarning(UserWarning):
     """Warning about sound that is accepted but doubtful: silent, very short, or perhaps cut; one line that names it.
 

@@ -21,6 +21,7 @@ from infer.bench.streaming import first_audio, noise, rows_in_real_time, steps_a
 from infer.bench.tables import FigureRow, FigureTable, number_format, plain, show, target_of
 from infer.device import SMALL_MODEL, bytes_of, cpu_threads
 from infer.options import BenchOptions
+from infer.tls import trusting
 from omni.audio.io import SAMPLE_RATE, read_audio, resample
 from omni.checkpoint.int8_state import model_in_int8
 from omni.config import ModelConfig, preset
@@ -82,7 +83,8 @@ def _talk(options: BenchOptions) -> bool:
     numbers = parse_numbers(options.sessions or "1")
     url = options.server.rstrip("/")
     barge_in = options.barge_in if options.turns != "manual" else 0.0
-    figures = play_sockets(url, options.key, sound.numpy(), numbers, options.play_seconds, options.turns, barge_in)
+    trust = None if options.certificate is None else trusting(options.certificate)
+    figures = play_sockets(url, options.key, sound.numpy(), numbers, options.play_seconds, options.turns, barge_in, trust)
     if options.json:
         print(json.dumps({**machine(), "server": url, "sockets": plain_figures(figures)}, indent=2))
     else:

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import json
 import random
+import ssl
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from rich.console import Console
 
 from infer.bench.live.figures import lined
 from infer.progress import WorkBar
+from infer.tls import connection_error
 from omni.errors import UserError
 
 RATE, PIECE = 24_000, 0.04
@@ -100,7 +102,14 @@ def _percentiles(values: Sequence[float]) -> tuple[float, float, float] | None:
 
 
 def play_sockets(
-    url: str, key: str | None, sound: np.ndarray, numbers: Sequence[int], seconds: float, detection: str, barge_in: float
+    url: str,
+    key: str | None,
+    sound: np.ndarray,
+    numbers: Sequence[int],
+    seconds: float,
+    detection: str,
+    barge_in: float,
+    trust: ssl.SSLContext | None = None,
 ) -> list[SocketFigures]:
     """Play all numbers of people.
 
@@ -109,6 +118,7 @@ def play_sockets(
         sound: the question [S] at 24 kHz.
         detection: `manual`, `server_vad` or `semantic_vad`.
         barge_in: share of the answers that the next question interrupts; only where the server finds the ends of turns.
+        trust: TLS for a certificate that is no public one.
 
     Raises:
         UserError: the server cannot be reached, or refuses a session.
@@ -117,7 +127,7 @@ def play_sockets(
     with WorkBar("talking", unit="s") as bar:
         for number in numbers:
             noted, done = Noted(), len(found) * seconds
-            people = [SocketPerson(url, key, sound, detection, barge_in, noted, seed) for seed in range(number)]
+            people = [SocketPerson(url, key, sound, detection, barge_in, noted, seed, trust) for seed in range(number)]
             tell = partial(_tell, bar, done, len(numbers) * seconds, f"{number} sockets")
             asyncio.run(_play(people, seconds, tell))
             found.append(SocketFigures.of(number, noted))
@@ -145,8 +155,17 @@ class SocketPerson:
     """One socket, and who talks over it."""
 
     def __init__(
-        self, url: str, key: str | None, sound: np.ndarray, detection: str, barge_in: float, noted: Noted, seed: int
+        self,
+        url: str,
+        key: str | None,
+        sound: np.ndarray,
+        detection: str,
+        barge_in: float,
+        noted: Noted,
+        seed: int,
+        trust: ssl.SSLContext | None = None,
     ) -> None:
+        self._trust: dict[str, Any] = {} if trust is None else {"ssl": trust}
         self._url, self._key, self._detection, self._barge_in, self._noted = url, key, detection, barge_in, noted
         pcm = (np.clip(sound, -1, 1) * 32767).astype("<i2").tobytes()
         step = round(PIECE * RATE) * 2
@@ -166,19 +185,24 @@ class SocketPerson:
     async def talk(self, ends: float) -> None:
         """Ask until a time by `time.monotonic`."""
         from websockets.asyncio.client import connect
-        from websockets.exceptions import WebSocketException
+        from websockets.exceptions import ConnectionClosed, WebSocketException
 
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        ways: dict[str, Any] = {"additional_headers": headers, "compression": None, "max_size": None}
         await asyncio.sleep(self._random.uniform(0, min(2.0, (ends - time.monotonic()) / 4)))
         try:
-            async with connect(f"{self._url}/realtime", additional_headers=headers, compression=None, max_size=None) as ws:
+            async with connect(f"{self._url}/realtime", **ways, **self._trust) as ws:
                 reading = asyncio.create_task(self._read(ws))
                 try:
                     await self._converse(ws, ends)
                 finally:
                     reading.cancel()
+        except ConnectionClosed as error:
+            code, reason = (1006, "") if error.rcvd is None else (error.rcvd.code, error.rcvd.reason)
+            raise UserError(f"{self._url} closed a session (code {code}): {reason or 'it gave no reason'}") from error
         except (OSError, WebSocketException) as error:
-            raise UserError(f"{self._url}: {error}; is a server there, with room for another session?") from error
+            way = "" if isinstance(error, ssl.SSLCertVerificationError) else "; is a server there?"
+            raise UserError(f"{self._url}: {connection_error(error)}{way}") from error
 
     async def _converse(self, ws: Any, ends: float) -> None:
         manual = self._detection == "manual"

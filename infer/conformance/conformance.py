@@ -21,6 +21,7 @@ from infer.conformance.report import plain, show
 from infer.conformance.sounds import read_question
 from infer.options import ConformanceOptions
 from infer.progress import WorkBar
+from infer.tls import trusting
 from omni.errors import UserError, closest
 
 POINTS = {
@@ -41,6 +42,7 @@ def conformance(options: ConformanceOptions) -> bool:
         options.key if options.key_file is None else read_key(options.key_file),
         None if options.sound is None else read_question(options.sound),
         options.timeout,
+        None if options.certificate is None else trusting(options.certificate),
     )
     findings = asyncio.run(examined(kit, points))
     if options.json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from websockets.typing import Subprotocol
 from infer.conformance.connection import Came, Played, RealtimeClient
 from infer.conformance.points import NEEDS_SPEECH, Point, PointEnded, PointFailed, Result, ServerEvent, field
 from infer.conformance.sounds import made_question
+from infer.tls import connection_error
 from omni.errors import in_one_line
 
 SHORT, WORDS, LONG = (
@@ -71,6 +73,7 @@ class Kit:
         address: of its WebSocket.
         speech: a recording [S] of a spoken question, int16 at 24 kHz; None for none.
         timeout: seconds that an event is waited for.
+        trust: TLS for a certificate that is no public one.
 
     Attributes:
         clients: all sessions that were opened.
@@ -78,8 +81,16 @@ class Kit:
         sound: the recording, or a buzz in its place.
     """
 
-    def __init__(self, address: str, key: str | None = None, speech: np.ndarray | None = None, timeout: float = 20.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        key: str | None = None,
+        speech: np.ndarray | None = None,
+        timeout: float = 20.0,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
         self.address, self.key, self.timeout = address, key, timeout
+        self.trust: dict[str, Any] = {} if trust is None else {"ssl": trust}
         self.quiet = min(LONGEST_QUIET, timeout / 10)
         self.clients: list[RealtimeClient] = []
         self.sound = made_question() if speech is None else speech
@@ -103,13 +114,14 @@ class Kit:
                 self.address + query,
                 subprotocols=protocols,
                 additional_headers=None if browser else headers,
+                **self.trust,
                 compression=None,
                 max_size=None,
                 open_timeout=self.timeout,
                 close_timeout=1,
             )
         except (OSError, asyncio.TimeoutError, WebSocketException) as error:
-            raise PointFailed(f"no connection: {str(error) or type(error).__name__}") from None
+            raise PointFailed(f"no connection: {connection_error(error)}") from None
         client = RealtimeClient(socket, self.timeout)
         self.clients.append(client)
         try:

@@ -23,7 +23,7 @@ from infer.serve.realtime.websocket import INTERNAL, POLICY, TRY_AGAIN, SocketSe
 from infer.serve.rest.routes import add_rest
 from infer.serve.server import Server
 from infer.serve.settings import ServeSettings
-from infer.serve.web import Headers, add_web
+from infer.serve.web import REALTIME, Gate, Headers, add_web, told_error, too_large
 
 THREADS = 64
 """Threads for what waits for the engine's process."""
@@ -56,10 +56,10 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
         redoc_url=None,
         openapi_url=None,
         lifespan=life,
-        max_body_size=settings.limits.body_bytes,
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False},
     )
     app.state.server = server
+    app.add_middleware(Gate, most=settings.limits.body_bytes)
     app.add_middleware(Headers)
     if settings.origins:
         app.add_middleware(
@@ -82,10 +82,13 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
 
     @app.exception_handler(HTTPException)
     async def failed(request: Request, error: HTTPException) -> JSONResponse:
-        told = {"message": str(error.detail), "type": "invalid_request_error", "code": None, "param": None}
-        return JSONResponse({"error": told}, error.status_code, headers=error.headers)
+        if error.status_code == 413:
+            return told_error(too_large(settings.limits.body_bytes), 413, "too_large")
+        told = told_error(str(error.detail), error.status_code)
+        told.headers.update(error.headers or {})
+        return told
 
-    @app.websocket("/v1/realtime")
+    @app.websocket(REALTIME)
     async def realtime(socket: WebSocket) -> None:
         await _serve_socket(server, socket)
 

@@ -40,6 +40,19 @@ class SessionLog(logging.LoggerAdapter[logging.Logger]):
         return msg, {**kwargs, "extra": {"fields": fields}}
 
 
+def quieted(record: logging.LogRecord) -> bool:
+    """Whether a record of uvicorn's is worth a line, which it makes short: any client can cause some of its errors at will.
+
+    A text that is no UTF-8 is a warning without a traceback; a WebSocket that was refused with a status of HTTP, which uvicorn
+    takes for one that was forgotten, is nothing.
+    """
+    text = record.getMessage()
+    if text.startswith("Invalid UTF-8"):
+        record.msg, record.args, record.exc_info = "a client sent a text that is no UTF-8", (), None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+    return not text.startswith("ASGI callable returned without completing handshake")
+
+
 def write_logs(level: str = "info") -> None:
     """Have the server's logs, and warnings of its libraries, written to standard error."""
     handler = logging.StreamHandler(sys.stderr)
@@ -48,4 +61,5 @@ def write_logs(level: str = "info") -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     LOG.setLevel(level.upper())
+    logging.getLogger("uvicorn.error").addFilter(quieted)
     logging.getLogger("omni").setLevel(logging.WARNING)

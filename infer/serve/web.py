@@ -11,8 +11,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 
-from infer.serve.keys import LOOPBACK
+from infer.serve.keys import LOOPBACK, is_local
 from omni.errors import UserError
 from omni.generate.question import longest
 
@@ -37,6 +38,9 @@ HEADERS = (
     (b"cache-control", b"no-cache"),
 )
 
+REALTIME = "/v1/realtime"
+"""Path of the server's only WebSockets."""
+
 STATS_WAIT = 2.0
 """Seconds that the engine has to tell its figures before it counts as stuck."""
 
@@ -56,6 +60,59 @@ class Headers:
         await self._app(scope, receive, with_headers if scope["type"] == "http" else send)
 
 
+class Gate:
+    """Refuses what no route of an ASGI application takes: WebSockets at other places, and bodies that are too large (announced
+    ones before they come).
+
+    Args:
+        most: bytes of a body.
+    """
+
+    def __init__(self, app: Any, most: int) -> None:
+        self._app, self._most = app, most
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket" and scope["path"] != REALTIME:
+            told = told_error(f"there is no WebSocket at {scope['path'][:80]!r}; connect to {REALTIME}", 404)
+            if "websocket.http.response" in scope.get("extensions", {}):
+                await told(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1008, "reason": f"connect to {REALTIME}"})
+        elif scope["type"] == "http" and length_of(scope) > self._most:
+            await told_error(too_large(self._most), 413, "too_large")(scope, receive, send)
+        else:
+            await self._app(scope, self._counted(receive) if scope["type"] == "http" else receive, send)
+
+    def _counted(self, receive: Any) -> Any:
+        came = 0
+
+        async def counted() -> Any:
+            nonlocal came
+            message = await receive()
+            came += len(message.get("body", b""))
+            if came > self._most:
+                raise HTTPException(413)
+            return message
+
+        return counted
+
+
+def length_of(scope: Any) -> int:
+    """Bytes of the body that a request announces; 0 for none."""
+    announced = dict(scope["headers"]).get(b"content-length", b"")
+    return int(announced) if announced.isdigit() else 0
+
+
+def too_large(most: int) -> str:
+    """What is told of a body that has more bytes."""
+    return f"the body is larger than {most / 2**20:g} MiB, the most that is taken; send less, or sound in a smaller format"
+
+
+def told_error(message: str, status: int, code: str | None = None) -> JSONResponse:
+    """An error of a request in OpenAI's form."""
+    return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": code, "param": None}}, status)
+
+
 def add_web(app: FastAPI, server: Server) -> None:
     """Add the routes of this file to an application."""
 
@@ -72,18 +129,18 @@ def add_web(app: FastAPI, server: Server) -> None:
             "version": VERSION,
         }
 
-    @app.get("/")
+    @app.api_route("/", methods=["GET", "HEAD"])
     async def page() -> FileResponse:
         return FileResponse(PAGE / "index.html")
 
     app.mount("/page", StaticFiles(directory=PAGE), name="page")
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> dict[str, str]:
         """The server's process answers."""
         return {"status": "ok"}
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> JSONResponse:
         """Whether a new session would be served: 503 with the reasons where it would not."""
         reasons = await unready(server)
@@ -92,9 +149,8 @@ def add_web(app: FastAPI, server: Server) -> None:
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Figures for Prometheus, for this machine alone."""
-        near = request.client is not None and request.client.host in LOOPBACK
-        if not near or "x-forwarded-for" in request.headers or "forwarded" in request.headers:
-            return JSONResponse({"error": {"message": "metrics are for this machine", "type": "invalid_request_error"}}, 403)
+        if not _is_near(request):
+            return told_error("metrics are for this machine, by the name of localhost", 403)
         try:
             stats = await asyncio.wait_for(asyncio.to_thread(server.host.stats), STATS_WAIT)
         except (UserError, asyncio.TimeoutError):
@@ -102,11 +158,22 @@ def add_web(app: FastAPI, server: Server) -> None:
         return Response(server.metrics.page(stats, server.host.restarts), media_type=CONTENT_TYPE_LATEST)
 
 
+def _is_near(request: Request) -> bool:
+    """Whether a request comes from this machine, by a name of its own, and is no proxy's and no page's of another origin."""
+    headers = request.headers
+    near = request.client is not None and request.client.host in LOOPBACK and is_local(headers.get("host", ""))
+    if not near or "x-forwarded-for" in headers or "forwarded" in headers:
+        return False
+    return "origin" not in headers or headers["origin"].partition("://")[2] == headers["host"]
+
+
 async def unready(server: Server) -> list[str]:
     """Why no new session would be served."""
     reasons = ["draining"] if server.draining else []
     if len(server.sessions) >= server.settings.limits.sessions:
         reasons.append("full")
+    if server.requests.total() >= server.settings.limits.sessions:
+        reasons.append("full of requests")
     if not server.host.alive:
         return [*reasons, "the engine is being started"]
     try:

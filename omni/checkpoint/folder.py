@@ -269,6 +269,17 @@ def listed_files(data: Mapping[str, Any], place: Path) -> dict[str, tuple[int, i
     return out
 
 
+def foreign_file(folder: str | os.PathLike[str]) -> str | None:
+    """Name of the first file, or link, in a model folder that is none of its model's; UserError where it is no such folder."""
+    path = Path(folder)
+    own = {CONFIG, *listed_files(_read(path), path / CONFIG)}
+    found = []
+    for place, folders, files in os.walk(path):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        found += [Path(place, name).relative_to(path).as_posix() for name in [*files, *links]]
+    return min((name for name in found if name not in own), default=None)
+
+
 def check_sizes(folder: str | os.PathLike[str]) -> None:
     """Refuse a model folder one of whose files is missing or has another size (UserError); none of them is read."""
     path = Path(folder)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from omni.config import ModelConfig
-from omni.errors import BusyError, UserError
+from omni.errors import BusyError, RoomError, UserError
 from omni.generate.results import AudioChunk
 
 LARGEST = 1 << 28
@@ -124,7 +124,7 @@ def unpack_error(kind: str, text: str) -> BaseException:
 
 
 _KINDS: dict[str, type[BaseException]] = {
-    "EngineLost": EngineLost, "BusyError": BusyError, "UserError": UserError, "TypeError": TypeError,
+    "EngineLost": EngineLost, "BusyError": BusyError, "RoomError": RoomError, "UserError": UserError, "TypeError": TypeError,
     "MemoryError": MemoryError, "OutOfMemoryError": torch.OutOfMemoryError,
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from omni.encoder.config import PreparedSound
-from omni.errors import UserError
+from omni.errors import RoomError
 from omni.generate.question import Asked
 from omni.kv_cache import KVCache
 from omni.layout import Layout
@@ -112,7 +112,7 @@ def fit(
         the turns that were kept, the columns and their keys.
 
     Raises:
-        UserError: there is no room for an answer.
+        RoomError: there is no room for an answer.
     """
     dropped = 0
     if forget:
@@ -124,7 +124,7 @@ def fit(
     columns, keys = lay_out(layout, past, asked, system)
     if len(keys) >= length:
         way = "use overflow='forget', or start a new session" if past else "shorten the question"
-        raise UserError(
+        raise RoomError(
             f"history and question take {len(keys)} positions, but the session's cache has {length} and an "
             f"answer needs some: {way}{_or_larger(length, most)}"
         )
@@ -167,11 +167,11 @@ def _or_larger(length: int, most: int) -> str:
 
 
 def check_room(layout: Layout, past: Sequence[Exchange], system: Sequence[int], length: int, most: int) -> None:
-    """Refuse turns that fill a cache of `length` positions by themselves (UserError); `most` as for `fit`."""
+    """Refuse turns that fill a cache of `length` positions by themselves (RoomError); `most` as for `fit`."""
     taken = len(system_message(layout, system)) if past else 0
     taken += sum(_size(layout, e) for e in past)
     if taken >= length:
-        raise UserError(
+        raise RoomError(
             f"the history takes {taken} positions, but the session's cache has {length}: leave its oldest turns out, or use "
             f"overflow='forget'{_or_larger(length, most)}"
         )

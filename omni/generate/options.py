@@ -75,8 +75,8 @@ class AnswerOptions:
         sampling: one `Sampling`, or one per stream or kind.
         seed: of the random draws; the turns of a conversation draw differently.
         max_seconds: longest spoken answer.
-        max_tokens: longest answer of a task that only writes (and, without a codec, most frames of a spoken
-            one).
+        max_tokens: most tokens of the answer of a task that only writes, its end included (and, without a codec, most frames of
+            a spoken one).
         max_new_tokens: most time steps of any answer, its end included. A step writes one token of text and one of each code
             stream; a spoken answer ends at the lesser of this and `max_seconds`, a written one at this alone.
         stop: texts that end an answer which writes: its text ends before the first of them, its sound with the time step that
@@ -146,11 +146,11 @@ class AnswerOptions:
         return self.stop if callable(self.stop) else None
 
     def limits(self, task: Task, codec: AudioCodec | None, max_delay: int) -> tuple[int, int]:
-        """Most frames and most time steps of an answer; one time step is for the end. Without a codec, which knows a frame's
-        length, `max_new_tokens` limits the frames, or else `max_tokens`."""
+        """Most frames and most time steps of an answer; of a spoken one, a time step more than its frames need is for the end.
+        Without a codec, which knows a frame's length, `max_new_tokens` limits the frames, or else `max_tokens`."""
         frames = self.max_tokens if codec is None else max(1, ceil(self.max_seconds * codec.frame_rate - 1e-9))
         if self.max_new_tokens is None:
-            return frames, (frames + max_delay if task.audio else self.max_tokens) + 1
+            return frames, (frames + max_delay + 1 if task.audio else self.max_tokens)
         if not task.audio:
             return frames, self.max_new_tokens
         if codec is None:

@@ -62,6 +62,16 @@ def test_most_new_tokens_are_the_steps_of_any_answer(lm: SpeechLM) -> None:
     assert long.ended in ("end", "cache")  # not cut at 512, the default of max_tokens
 
 
+def test_most_tokens_are_those_of_a_written_answer(lm: SpeechLM) -> None:
+    whole = lm.generate("hello", "T1T2", max_tokens=30, top_k=3).tokens
+    for most in (1, 3, len(whole)):
+        for answer in (
+            lm.generate("hello", "T1T2", max_tokens=most, top_k=3),
+            *lm.generate_batch(["hello"], ["T1T2"], max_tokens=most, top_k=3),
+        ):
+            assert answer.tokens == whole[:most] and answer.ended == "length" and answer.timings.steps == most
+
+
 async def coroutine(_: object) -> bool:
     return False
 

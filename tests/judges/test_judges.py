@@ -71,7 +71,7 @@ def test_a_stock_client_holds_a_conversation(name: str, server: str, questions: 
     words = command(name, server, questions)
     try:
         hold(name, words)
-    except (AssertionError, subprocess.TimeoutExpired) as error:  # people talk in real time: other work on the machine may have come between
+    except (AssertionError, subprocess.TimeoutExpired) as error:  # in real time: other work may have come between
         print(f"{name} is asked once more: {error}", file=sys.stderr)
         hold(name, words)
 

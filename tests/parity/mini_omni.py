@@ -288,7 +288,7 @@ def our_answer(s: Setting, lm: SpeechLM, task: str, prefix: str = "") -> Iterato
 def write(s: Setting, lm: SpeechLM, task: str) -> tuple[list[tuple[int, ...]], Tensor, bool]:
     """The columns of an answer, at most `steps`, its frames [7, F], and whether it ended."""
     question: Any = QUESTION if task[0] == "T" else s.question
-    most = s.steps - (LAYOUT.max_delay + 1 if task in SPOKEN else 1)  # so that the limit is `steps` columns
+    most = s.steps - (LAYOUT.max_delay + 1 if task in SPOKEN else 0)  # so that the limit is `steps` columns
     with lm.session(max_tokens=most, text_assist=task == "batch of two") as session:
         for _ in session.ask(question, "A1A2" if task == "batch of two" else task):
             pass

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi.responses import JSONResponse
 
 from infer.serve.logs import LOG
-from infer.serve.realtime.protocol import Event, ProtocolError
+from infer.serve.realtime.protocol import LOST, Event, ProtocolError
 from omni.engine.wire import EngineLost
-from omni.errors import BusyError, UserError
+from omni.errors import BusyError, RoomError, UserError
 
 AGAIN = 2
 """Seconds after which a request that found no room may come again."""
@@ -54,7 +54,9 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, BusyError):
         return Failure(429, str(error), "rate_limit_exceeded", "rate_limit_exceeded", again=AGAIN)
     if isinstance(error, EngineLost):
-        return Failure(503, str(error), "engine_lost", "server_error", again=AGAIN)
+        return Failure(503, LOST, "engine_lost", "server_error", again=AGAIN)
+    if isinstance(error, RoomError):
+        return Failure(400, f"{str(error).partition(':')[0]}: send less", "context_length_exceeded")
     if isinstance(error, UserError):
         return Failure(400, str(error), "invalid_value")
     LOG.error("a request failed", exc_info=error)

@@ -1,6 +1,8 @@
 """Requests under way: whom they are from, how many there are, and what ends with them.
 
-admit --> begin --> read the body --> ask --> a whole response, or a stream --> end: the engine's session is closed
+admit --> begin --> read the body --> enter --> ask --> a whole response, or a stream --> end: the engine's session is closed
+
+Only a request whose body has come takes one of the server's places; those whose bodies are coming are counted apart.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +26,7 @@ from infer.serve.keys import Denied, key_of
 from infer.serve.logs import LOG
 from infer.serve.realtime.protocol import Event, ProtocolError, first_mistake
 from infer.serve.rest.errors import AGAIN, Failure, failure_of
+from infer.serve.rest.values import kind_of, read_json
 from omni.engine.client import Pace
 from omni.errors import UserError
 from omni.generate.asynchronous import AsyncAnswer
@@ -35,8 +39,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
-BODY_SECONDS = 120.0
-"""Seconds in which a request's body has to come."""
+BODY_SECONDS, BODY_PAUSE = 120.0, 30.0
+"""Seconds in which a request's body has to come, and those in which more of it has to."""
 
 FIELDS = 64
 """Most fields of a form, besides its file."""
@@ -48,10 +52,15 @@ Handler = Callable[["Job"], Awaitable[Response]]
 
 
 class Jobs:
-    """The requests under way of one server."""
+    """The requests under way of one server.
+
+    Attributes:
+        coming: how many requests there are whose bodies are still coming, by the owners of their keys.
+    """
 
     def __init__(self, server: Server) -> None:
         self.server = server
+        self.coming: Counter[str] = Counter()
 
     def add(self, app: FastAPI, path: str, handle: Handler) -> None:
         """Answer POST requests of a path.
@@ -89,7 +98,16 @@ class Jobs:
         return response
 
     def _begin(self, request: Request, owner: str) -> Job:
-        """Count a request; Failure where there are too many."""
+        """A request whose body is still coming; Failure where there are too many, or no place for it."""
+        self.check_room(owner)
+        most = self.server.settings.limits.key_sessions
+        if self.coming[owner] >= most:
+            message = f"the bodies of {most} requests of this key are coming, as many as it may have; send one to its end"
+            raise Failure(429, message, "rate_limit_exceeded", "rate_limit_exceeded", again=AGAIN)
+        return Job(self, request, owner)
+
+    def check_room(self, owner: str) -> None:
+        """Failure where as many requests are answered as may be."""
         limits = self.server.settings.limits
         if self.server.draining:
             raise Failure(503, "this server ends; ask again later", "server_shutting_down", "server_error", again=AGAIN)
@@ -100,8 +118,6 @@ class Jobs:
         if self.server.requests[owner] >= limits.key_sessions:
             message = f"{limits.key_sessions} requests of this key are under way, as many as it may have; wait for one"
             raise Failure(429, message, "rate_limit_exceeded", "rate_limit_exceeded", again=AGAIN)
-        self.server.requests[owner] += 1
-        return Job(self, request, owner)
 
 
 class Job:
@@ -116,7 +132,10 @@ class Job:
         self.server, self.owner = jobs.server, owner
         self.key = key_of(request.headers) or ""
         self.session: Any = None
-        self._request, self._over = request, False
+        self._jobs, self._over, self._counted = jobs, False, jobs.coming
+        self._request = Request(request.scope, self._receive)
+        self._came = request.receive
+        self._counted[owner] += 1
 
     # --- its body -----------------------------------------------------------------------------------------------------
 
@@ -132,11 +151,7 @@ class Job:
         body = await self._within(self._request.body())
         if most is not None and len(body) > most:
             raise Failure(413, f"the body has {len(body):,} bytes; at most {most:,} are taken here", "too_large")
-        try:
-            given = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"the body is no JSON: {type(error).__name__}", "invalid_json") from None
-        return validated(kind, given)
+        return validated(kind, read_json(body))
 
     @contextlib.asynccontextmanager
     async def form(self) -> AsyncIterator[FormData]:
@@ -153,10 +168,33 @@ class Job:
             await form.close()
 
     async def _within(self, reading: Awaitable[T]) -> T:
+        """What is read of the body; the request then takes a place, or Failure where there is none."""
         try:
-            return await asyncio.wait_for(reading, BODY_SECONDS)
+            found = await asyncio.wait_for(reading, BODY_SECONDS)
         except asyncio.TimeoutError:
             raise Failure(408, f"the body did not come within {BODY_SECONDS:g} s", "request_timeout") from None
+        self._jobs.check_room(self.owner)
+        self._count(self.server.requests)
+        return found
+
+    async def _receive(self) -> Any:
+        if self._counted is not self._jobs.coming:
+            return await self._came()
+        try:
+            return await asyncio.wait_for(self._came(), BODY_PAUSE)
+        except asyncio.TimeoutError:
+            raise Failure(408, f"nothing of the body came for {BODY_PAUSE:g} s", "request_timeout") from None
+
+    def _count(self, among: Counter[str]) -> None:
+        """Count it there from now on."""
+        self._leave()
+        self._counted = among
+        among[self.owner] += 1
+
+    def _leave(self) -> None:
+        self._counted[self.owner] -= 1
+        if self._counted[self.owner] <= 0:
+            del self._counted[self.owner]
 
     # --- its answer ---------------------------------------------------------------------------------------------------
 
@@ -196,7 +234,7 @@ class Job:
         if self._over:
             return
         self._over = True
-        self.server.requests[self.owner] -= 1
+        self._leave()
         if self.session is not None:
             asyncio.get_running_loop().run_in_executor(None, _close, self.session)
 
@@ -209,11 +247,11 @@ def _close(session: Any) -> None:
 def validated(kind: type[M], given: Any) -> M:
     """Values as a model has them; ProtocolError with the place of the first mistake."""
     if not isinstance(given, dict):
-        raise ProtocolError(f"the body is a {type(given).__name__}; send an object")
+        raise ProtocolError(f"the body is {kind_of(given)}; send an object")
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise ProtocolError(*first_mistake(error)) from None
+        raise ProtocolError(*first_mistake(error, given)) from None
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from torch import Tensor
 from infer.serve.realtime.configuration import LONGEST_TEXT
 from infer.serve.realtime.items import from_base64
 from infer.serve.realtime.protocol import ProtocolError
-from omni.audio.io import SAMPLE_RATE
+from infer.serve.rest.values import kind_of, shown
+from omni.audio.io import SAMPLE_RATE, audio_info
 from omni.audio.waveform import read_sound
 from omni.errors import UserError
 from omni.generate.messages import Message
@@ -24,6 +25,11 @@ MOST_MESSAGES = 4096
 
 MOST_SECONDS = 600.0
 """Seconds of sound of all messages together; one question's may be less, as the model says."""
+
+MOST_CHANNELS = 2
+
+SHORTEST = 0.1
+"""Seconds of a sound at least, as OpenAI's: what is shorter is answered with anything at all."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -87,6 +93,7 @@ class MessageReader:
         self._turns: list[ChatTurn] = []
         self._system: list[str] = []
         self._characters, self._seconds = 0, 0.0
+        self._empty = self._mixed = ""  # place of the user's last message where it has nothing, or text and sound
 
     def read(self, messages: Sequence[Any]) -> Chat:
         """What the messages say. Each sound, and the text of each message, is a turn; answers without a question, and messages
@@ -98,16 +105,25 @@ class MessageReader:
         for number, given in enumerate(messages):
             self._message(given, f"messages.{number}")
         if not self._turns or self._turns[-1].answer is not None:
+            if self._empty:
+                raise ProtocolError(f"{self._empty} is empty; send a question", param=self._empty)
             raise ProtocolError("the last message that is no tool's must be the user's question", param="messages")
+        if self._mixed:
+            raise ProtocolError(f"{self._mixed} has text and sound; a question is either text or sound", param=self._mixed)
         return Chat(self._turns[:-1], self._turns[-1].question, "\n".join(self._system), self._seconds)
 
     def _message(self, given: Any, place: str) -> None:
-        role = given.get("role") if isinstance(given, dict) else None
-        if role not in ROLES:
-            raise ProtocolError(f"{place}.role is {repr(role)[:60]}; use one of {', '.join(ROLES)}", param=f"{place}.role")
+        if not isinstance(given, dict):
+            raise ProtocolError(f"{place} is {kind_of(given)}; send an object", param=place)
+        role = _named(given, "role", place, f"use one of {', '.join(ROLES)}", ROLES)
         content = given.get("content")
+        if role in ("user", "assistant"):
+            self._empty = self._mixed = ""
         if role == "user":
-            self._turns += [ChatTurn(part) for part in self._parts(content, place, sounds=True)]
+            parts = self._parts(content, place, sounds=True)
+            self._empty = "" if parts else f"{place}.content"
+            self._mixed = f"{place}.content" if len({isinstance(part, str) for part in parts}) > 1 else ""
+            self._turns += [ChatTurn(part) for part in parts]
         elif role in ("system", "developer"):
             self._system += self._parts(content, place)
         elif role == "assistant":
@@ -141,18 +157,18 @@ class MessageReader:
         found: list[Any] = []
         for number, part in enumerate(content):
             at = f"{place}.{number}"
-            kind = part.get("type") if isinstance(part, dict) else None
+            if not isinstance(part, dict):
+                raise ProtocolError(f"{at} is {kind_of(part)}; send an object", param=at)
+            kinds = ("text", "input_audio") if sounds else ("text",)
+            kind = _named(part, "type", at, f"this model takes {' and '.join(kinds)} here", kinds)
             if kind == "text":
                 text = self._text(part.get("text"), f"{at}.text")
                 if found and isinstance(found[-1], str):
                     found[-1] += f"\n{text}"
                 else:
                     found.append(text)
-            elif kind == "input_audio" and sounds:
-                found.append(self._sound(part.get("input_audio"), f"{at}.input_audio"))
             else:
-                takes = "text and input_audio" if sounds else "text"
-                raise ProtocolError(f"{at}.type is {repr(kind)[:60]}; this model takes {takes} here", param=f"{at}.type")
+                found.append(self._sound(part.get("input_audio"), f"{at}.input_audio"))
         return [part for part in found if not isinstance(part, str) or part.strip()]
 
     def _text(self, given: Any, place: str) -> str:
@@ -174,13 +190,35 @@ class MessageReader:
         return clip
 
 
+def _named(given: dict[str, Any], name: str, place: str, way: str, known: Sequence[str]) -> str:
+    """A name of an object, one of those that are known."""
+    place, found = f"{place}.{name}", given.get(name)
+    if isinstance(found, str) and found in known:
+        return found
+    if name not in given:
+        raise ProtocolError(f"{place} is missing; {way}", "missing_required_parameter", place)
+    raise ProtocolError(f"{place} is {shown(found)}; {way}", param=place)
+
+
 def decoded(data: bytes, longest: float, place: str) -> Tensor:
     """Samples [S] at 16 kHz of a sound file's bytes.
 
     Raises:
-        ProtocolError: with the place: no sound file that is read here, one that is cut, or longer than `longest` seconds.
+        ProtocolError: with the place: no sound file that is read here, one that is cut, of more than two channels, shorter than
+            `SHORTEST` seconds or longer than `longest`.
     """
+    if not data:
+        raise ProtocolError(f"{place} is empty; send a sound file", "invalid_audio", place)
     try:
-        return read_sound(data, SAMPLE_RATE, max_seconds=longest)
+        channels = audio_info(data).channels
+        if channels > MOST_CHANNELS:
+            raise ProtocolError(f"{place} has {channels} channels; send mono or stereo", "invalid_audio", place)
+        clip = read_sound(data, SAMPLE_RATE, max_seconds=longest)
     except UserError as error:
         raise ProtocolError(f"{place}: {error}", "invalid_audio", place) from None
+    if len(clip) < SHORTEST * SAMPLE_RATE:
+        seconds = len(clip) / SAMPLE_RATE
+        raise ProtocolError(
+            f"{place} is too short: {seconds:.3g} s of sound; send {SHORTEST:g} s or more", "audio_too_short", place
+        )
+    return clip

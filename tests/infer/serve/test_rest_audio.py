@@ -106,7 +106,12 @@ def test_transcriptions_that_cannot_be(app: FastAPI) -> None:
     assert "30 s" in refused({"file": ("a.flac", wav(31.0, form="FLAC"))}, {}, "file")
     assert "truncated" in refused({"file": ("a.wav", wav()[:5000])}, {}, "file")
     assert "text" in refused({"file": ("a.wav", b"no sound at all")}, {}, "file")
-    assert "empty" in refused({"file": ("a.wav", b"")}, {}, "file")
+    assert refused({"file": ("a.wav", b"")}, {}, "file") == "file is empty; send a sound file"
+    assert "0.05 s of sound; send 0.1 s" in refused({"file": ("a.wav", wav(0.05))}, {}, "file")
+    assert "too short" in refused({"file": ("a.wav", wav(1 / 16_000))}, {}, "file")
+    many = io.BytesIO()
+    soundfile.write(many, np.zeros((8_000, 6)), 16_000, format="WAV")
+    assert refused({"file": ("a.wav", many.getvalue())}, {}, "file") == "file has 6 channels; send mono or stereo"
     broken = post(app, TRANSCRIPTIONS, b"no form", headers={"content-type": "multipart/form-data"})
     assert error_of(broken, 400)["code"] == "invalid_form"
 

@@ -100,7 +100,7 @@ def test_an_answer_ends_where_it_is_told_to(app: FastAPI, lm: SpeechLM) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         found = complete(app, [text_of(TEXT)], **{name: 5})
         assert found.usage.completion_tokens == 5 and found.choices[0].finish_reason == "length"
-    assert complete(app, [text_of(TEXT)], max_tokens=100_000).usage.completion_tokens == 13  # the server's own limit
+    assert complete(app, [text_of(TEXT)], max_tokens=100_000).usage.completion_tokens == 12  # the server's own limit
     spoken = complete(app, [text_of(TEXT)], max_tokens=10, **SPEAK)
     assert spoken.usage.completion_tokens_details.audio_tokens < 10 and spoken.choices[0].finish_reason == "length"
 
@@ -236,6 +236,10 @@ def test_system_messages_where_the_server_uses_them(
 # --- requests that cannot be ------------------------------------------------------------------------------------------
 
 
+def text_part(text: str) -> list[Any]:
+    return [{"type": "text", "text": text}]
+
+
 def audio(**values: Any) -> list[Any]:
     return [{"role": "user", "content": [{"type": "input_audio", "input_audio": values}]}]
 
@@ -246,9 +250,15 @@ def audio(**values: Any) -> list[Any]:
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
-        ({"messages": ["x"]}, "messages.0.role"),
+        ({"messages": ["x"]}, "messages.0"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
         ({"messages": [text_of("x"), text_of("y", "assistant")]}, "messages"),
-        ({"messages": [text_of(" ")]}, "messages"),
+        ({"messages": [text_of(" ")]}, "messages.0.content"),
+        ({"messages": [text_of("")]}, "messages.0.content"),
+        ({"messages": [text_of("x"), text_of("y", "assistant"), text_of("")]}, "messages.2.content"),
+        ({"messages": [{"role": "user", "content": [7]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user", "content": [*text_part("x"), *sound_of(wav())["content"]]}]}, "messages.0.content"),
+        ({"messages": audio(data=base64.b64encode(wav(0.09)).decode())}, "messages.0.content.0.input_audio.data"),
         ({"messages": [text_of("x", "system")]}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content"),
@@ -280,6 +290,22 @@ def audio(**values: Any) -> list[Any]:
 def test_requests_that_cannot_be(app: FastAPI, change: Any, param: str | None) -> None:
     error = error_of(post(app, CHAT, {"messages": [text_of(TEXT)], **change}), 400)
     assert error["param"] == param and error["type"] == "invalid_request_error"
+
+
+def test_errors_are_told_in_the_words_of_json(app: FastAPI) -> None:
+    def told(messages: Any) -> str:
+        return str(error_of(post(app, CHAT, {"messages": messages}), 400)["message"])
+
+    assert told([1]) == "messages.0 is a number; send an object"
+    assert told([{"role": None}]).startswith("messages.0.role is null; use one of system")
+    assert told([{"role": "user", "content": ""}]) == "messages.0.content is empty; send a question"
+    assert "text or sound" in told([{"role": "user", "content": [*text_part("x"), *sound_of(wav())["content"]]}])
+
+
+@pytest.mark.parametrize("length", [600, 3_200, 100_001])
+def test_a_question_that_is_too_long_has_one_code(app: FastAPI, length: int) -> None:
+    error = error_of(post(app, CHAT, {"messages": [text_of("x" * length)]}), 400)
+    assert error["code"] == "context_length_exceeded" and "overflow" not in error["message"] and "None" not in error["message"]
 
 
 def test_sounds_of_a_request_have_a_length_together(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import time
 from typing import Any
 
@@ -12,6 +15,7 @@ from fastapi import FastAPI
 
 from infer.serve.app import create_app
 from infer.serve.host import EngineHost
+from infer.serve.logs import JsonFormatter, quieted
 from infer.serve.rest.errors import Failure
 from infer.serve.rest.jobs import Job
 from infer.serve.settings import ServeSettings
@@ -39,6 +43,64 @@ def test_the_model_is_listed_and_others_are_not_found(app: FastAPI) -> None:
 def test_unknown_paths_and_methods_in_the_same_form(app: FastAPI) -> None:
     assert error_of(post(app, "/v1/embeddings", {}), 404)["type"] == "invalid_request_error"
     assert error_of(post(app, "/v1/models", {}), 405)["type"] == "invalid_request_error"
+
+
+def test_heads_are_answered(app: FastAPI) -> None:
+    async def body(client: openai.AsyncOpenAI) -> None:
+        for path in ("/", "/health", "/ready"):
+            assert (await client._client.head(f"http://localhost{path}")).status_code == 200
+
+    use(app, body)
+
+
+METRICS: list[tuple[dict[str, str], int]] = [
+    ({}, 200),
+    ({"host": "127.0.0.1:8000"}, 200),
+    ({"host": "[::1]:8000"}, 200),
+    ({"host": "localhost:8000", "origin": "http://localhost:8000"}, 200),
+    ({"host": "rebound.example:8000"}, 403),
+    ({"host": ""}, 403),
+    ({"host": "localhost:8000", "origin": "http://localhost:9000"}, 403),
+    ({"origin": "https://elsewhere.example"}, 403),
+    ({"origin": "null"}, 403),
+    ({"x-forwarded-for": "10.0.0.1"}, 403),
+]
+
+
+@pytest.mark.parametrize(("headers", "status"), METRICS, ids=str)
+def test_metrics_are_for_this_machine(app: FastAPI, headers: dict[str, str], status: int) -> None:
+    found = use(app, lambda client: client._client.get("http://localhost/metrics", headers=headers))
+    assert found.status_code == status
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/realtime/", "/page/index.html"])
+@pytest.mark.parametrize("able", [True, False])
+def test_a_websocket_elsewhere_is_told_where_to_connect(app: FastAPI, path: str, able: bool) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": path, "headers": [], "extensions": {"websocket.http.response": {}} if able else {}}
+    asyncio.run(app(scope, None, send))  # type: ignore[arg-type]
+    if able:
+        assert sent[0]["status"] == 404 and b"connect to /v1/realtime" in sent[1]["body"]
+    else:
+        assert sent == [{"type": "websocket.close", "code": 1008, "reason": "connect to /v1/realtime"}]
+
+
+def test_what_any_client_can_cause_takes_little_of_the_log() -> None:
+    try:
+        b"\xff".decode()
+    except UnicodeDecodeError as error:
+        found = (type(error), error, error.__traceback__)
+    text = "Invalid UTF-8 sequence received from client."
+    record = logging.LogRecord("uvicorn.error", logging.ERROR, "impl.py", 300, text, (), found)
+    assert quieted(record)
+    line = json.loads(JsonFormatter().format(record))
+    assert line.pop("time") and line == {"level": "warning", "event": "a client sent a text that is no UTF-8"}
+    text = "ASGI callable returned without completing handshake."
+    assert not quieted(logging.LogRecord("uvicorn.error", logging.ERROR, "impl.py", 417, text, (), None))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -115,6 +177,28 @@ def test_bodies_that_are_no_request(app: FastAPI, given: bytes) -> None:
     for path in (CHAT, "/v1/audio/speech", "/v1/realtime/client_secrets"):
         if path == CHAT or b"messages" not in given:
             assert error_of(post(app, path, given), 400)["type"] == "invalid_request_error"
+
+
+BROKEN = {
+    b"": "it is empty",
+    b'{"messages": }': "Expecting value at line 1, column 14",
+    b'{"a": "\xff"}': "it is not UTF-8 at byte 7",
+    b"[" * 100_000: "it is nested too deep",
+    b"1" * 5_000: "a number in it has too many digits",
+}
+
+
+@pytest.mark.parametrize("given", BROKEN, ids=lambda given: repr(given[:9]))
+def test_a_body_that_is_no_json_is_told_with_its_place(app: FastAPI, given: bytes) -> None:
+    error = error_of(post(app, CHAT, given), 400)
+    assert error["message"] == f"the body is no JSON: {BROKEN[given]}" and error["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("null", "null"), ("[]", "a list"), ("7", "a number"), ('"x"', "a text"), ("true", "true")]
+)
+def test_a_body_that_is_no_object_is_told_as_json_names_it(app: FastAPI, given: str, said: str) -> None:
+    assert error_of(post(app, CHAT, given.encode()), 400)["message"] == f"the body is {said}; send an object"
 
 
 # --- client secrets ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from infer.serve.app import create_app
@@ -161,13 +160,13 @@ def test_a_server_that_ends_waits_for_the_answers_under_way(
     host: EngineHost, settings: ServeSettings, gate: asyncio.Event
 ) -> None:
     app = create_app(host, settings)
-    server, web = app.state.server, uvicorn.Server(uvicorn.Config(app))
+    server = app.state.server
 
     async def body(client: openai.AsyncOpenAI) -> None:
         asked = asyncio.create_task(client._client.post(f"http://localhost{CHAT}", json=QUESTION))
         while not server.answering:
             await asyncio.sleep(0.01)
-        ended = asyncio.create_task(drain(server, web, 20))
+        ended = asyncio.create_task(drain(server, asyncio.Event(), 20))
         await asyncio.sleep(0.3)
         assert server.draining and not ended.done()
         gate.set()
@@ -194,7 +193,51 @@ def test_a_body_that_is_too_large_is_refused_while_it_comes(host: EngineHost, se
     async def body(client: openai.AsyncOpenAI) -> httpx2.Response:
         return await client._client.post(f"http://localhost{CHAT}", content=pieces())
 
-    assert error_of(use(small, body), 413)["type"] == "invalid_request_error"
+    error = error_of(use(small, body), 413)
+    assert error["code"] == "too_large" and "0.000953674 MiB" in error["message"]
+    assert error_of(post(small, CHAT, b" " * 1001), 413) == error  # announced
+
+
+def test_bodies_that_do_not_come_take_no_place(
+    host: EngineHost, settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer.serve.rest.jobs.BODY_PAUSE", 0.5)
+    small = limited(host, settings, KEYS, sessions=2, key_sessions=2)
+
+    async def slow() -> Any:
+        yield b"{"
+        await asyncio.sleep(60)
+
+    async def body(client: openai.AsyncOpenAI) -> None:
+        async def one(key: str, **content: Any) -> httpx2.Response:
+            headers = {"authorization": f"Bearer {key}"}
+            return await client._client.post(f"http://localhost{CHAT}", headers=headers, **content)
+
+        held = [asyncio.create_task(one(KEYS[0], content=slow())) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert error_of(await one(KEYS[0], json=QUESTION), 429)["code"] == "rate_limit_exceeded"
+        assert (await one(KEYS[1], json=QUESTION)).status_code == 200 and not small.state.server.requests
+        for task in held:
+            assert "nothing of the body came for 0.5 s" in error_of(await task, 408)["message"]
+        assert (await one(KEYS[0], json=QUESTION)).status_code == 200
+
+    use(small, body)
+
+
+def test_a_server_full_of_requests_is_not_ready(host: EngineHost, settings: ServeSettings, gate: asyncio.Event) -> None:
+    small = limited(host, settings, sessions=1)
+
+    async def body(client: openai.AsyncOpenAI) -> None:
+        asked = asyncio.create_task(client._client.post(f"http://localhost{CHAT}", json=QUESTION))
+        while not small.state.server.requests:
+            await asyncio.sleep(0.01)
+        found = await client._client.get("http://localhost/ready")
+        assert found.status_code == 503 and found.json()["reasons"] == ["full of requests"]
+        gate.set()
+        assert (await asked).status_code == 200
+        assert (await client._client.get("http://localhost/ready")).status_code == 200
+
+    use(small, body)
 
 
 # --- clients that go away ---------------------------------------------------------------------------------------------
