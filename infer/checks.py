@@ -77,7 +77,7 @@ SERVE = {
     "session_minutes": Bound(0.01, 1e6, "60 is the default", whole=False),
     "idle_minutes": Bound(0.01, 1e6, "15 is the default", whole=False),
     "key_sessions": Bound(1, 10_000, "as many as there may be by default"),
-    "key_audio_minutes": Bound(1, 1e7, "480 is the default", whole=False),
+    "key_audio_minutes": Bound(1, 1e7, "an hour for each of its sessions by default", whole=False),
     "key_events": Bound(1, 10**9, "120,000 is the default"),
     "padding_ms": Bound(0, 2000, "100 is the default", whole=False),
     "lead_ms": Bound(100, 500, "300 is the default", whole=False),

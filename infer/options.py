@@ -168,7 +168,9 @@ class ServeOptions:
     session_minutes: float = option(60.0, "longest session")
     idle_minutes: float = option(15.0, "minutes in which nothing comes or goes, after which a session ends")
     key_sessions: int | None = option(None, "sessions of one key at once; by default as many as there may be")
-    key_audio_minutes: float = option(480.0, "minutes of sound that one key may send in an hour")
+    key_audio_minutes: float | None = option(
+        None, "minutes of sound that one key may send in an hour; by default an hour for each of its sessions"
+    )
     key_events: int = option(120_000, "events and requests that one key may send in a minute")
     padding_ms: float = option(100.0, "milliseconds of sound around speech that questions keep, where the server ends turns")
     lead_ms: float = option(300.0, "milliseconds of sound that are sent ahead of what is heard; at most 500")

@@ -97,6 +97,7 @@ def warm_up(engine: EngineProcess) -> None:
 
 def settings_of(model: str, options: ServeOptions) -> ServeSettings:
     """The settings that the options give."""
+    key_sessions = options.key_sessions or options.sessions
     return ServeSettings(
         model=options.name or name_of(model),
         adapters=tuple(read_adapters(options.adapter)),
@@ -105,10 +106,10 @@ def settings_of(model: str, options: ServeOptions) -> ServeSettings:
         lead=options.lead_ms / 1000,
         limits=ServerLimits(
             sessions=options.sessions,
-            key_sessions=options.key_sessions or options.sessions,
+            key_sessions=key_sessions,
             session_seconds=options.session_minutes * 60,
             idle_seconds=options.idle_minutes * 60,
-            key_audio_seconds=options.key_audio_minutes * 60,
+            key_audio_seconds=60 * (options.key_audio_minutes or 60 * key_sessions),
             key_events=options.key_events,
         ),
         answering=Answering(

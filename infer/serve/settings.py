@@ -30,7 +30,7 @@ class ServerLimits:
     key_sessions: int = 64
     session_seconds: float = 3600.0
     idle_seconds: float = 900.0
-    key_audio_seconds: float = 8 * 3600.0
+    key_audio_seconds: float = 64 * 3600.0
     key_events: int = 120_000
     session_bytes: int = 64 * 2**20
     unread_bytes: int = 4 * 2**20

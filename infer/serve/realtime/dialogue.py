@@ -65,13 +65,13 @@ def turns_of(items: Iterable[ConversationItem]) -> tuple[list[DialogueTurn], Dia
     for item in items:
         if item.role == "user":
             for number, part in enumerate(item.content):
-                if part.sound is not None or (part.type == "input_text" and (part.text or "").strip()):
+                if part.sound is not None or part.forgotten or (part.type == "input_text" and (part.text or "").strip()):
                     turns.append(DialogueTurn(part, (item.id, number, None, 0)))
         elif item.role == "assistant" and turns and turns[-1].answer is None:
             last = turns[-1]
             turns[-1] = replace(last, mark=(*last.mark[:2], item.id, item.version), answer=item)
     turns = [turn for turn in turns if not turn.part.refused]
-    if turns and turns[-1].answer is None:
+    if turns and turns[-1].answer is None and not turns[-1].part.forgotten:
         return turns[:-1], turns[-1]
     return turns, None
 
@@ -118,15 +118,19 @@ class Dialogue:
             return session.ask_async(given, task, sample_rate=PCM_RATE)
 
     async def _session_for(self, before: Sequence[DialogueTurn], options: dict[str, Any]) -> tuple[Any, Sequence[DialogueTurn]]:
-        """The session that has these turns as its history, and those of them that the model can take."""
+        """The session that has these turns as its history, and those of them that the model can take.
+
+        One that has answered the turns before is kept: it has those whose sound is forgotten here, or has dropped them itself.
+        """
         engine = self._host.engine
         turns = [turn for turn in before if not turn.part.refused]
         wanted = [turn.mark for turn in turns]
         if self._session is not None and self.engine is engine and self._options == options and self._marks == wanted:
             return self._session, turns
         await self._drop()
+        known = [turn for turn in turns if not turn.part.forgotten]
         while True:
-            history = [message for turn in turns for message in turn.messages()]
+            history = [message for turn in known for message in turn.messages()]
             try:
                 self._session = await opened(engine, history=history or None, pace="live", overflow="forget", **options)
                 break
@@ -134,7 +138,9 @@ class Dialogue:
                 bad = BAD_MESSAGE.match(str(error))
                 if bad is None:
                     raise
-                turns.pop((int(bad[1]) - 1) // 2).part.refused = True  # or no later question would be answered
+                refused = known.pop((int(bad[1]) - 1) // 2)  # or no later question would be answered
+                refused.part.refused = True
+                turns.remove(refused)
         self.engine, self._options = engine, options
         return self._session, turns
 

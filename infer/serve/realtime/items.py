@@ -47,12 +47,14 @@ class ContentPart:
         sound: samples [S] at 24 kHz, int16, of a spoken question.
         text: the text, or the transcript of sound; None where that is not known.
         refused: the model cannot take it as a question: it is left out of the history.
+        forgotten: its samples were dropped, long after the model has forgotten them.
     """
 
     type: str
     text: str | None = None
     sound: np.ndarray | None = None
     refused: bool = False
+    forgotten: bool = False
 
     def shown(self) -> Event:
         if self.type == "input_audio":
@@ -270,4 +272,4 @@ class Items:
             newest, total = not total, total + item.seconds
             if total > self.kept and not newest:
                 for part in item.content:
-                    part.sound = None
+                    part.sound, part.forgotten = None, part.forgotten or part.sound is not None

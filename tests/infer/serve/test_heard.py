@@ -93,6 +93,30 @@ def test_the_cache_is_that_of_a_conversation_in_which_only_what_was_heard_was_sa
     talk(body)
 
 
+def test_a_long_conversation_is_not_told_to_the_engine_again(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples of its oldest questions are dropped, which the engine's session had, or has forgotten itself."""
+
+    async def body(client: Client) -> int:
+        engine, made = client.session.responses._dialogue._host.engine, []
+        session = engine.session
+        monkeypatch.setattr(engine, "session", lambda **options: made.append(options) or session(**options))
+        client.session.items.kept = 1.2
+        for seed in range(6):
+            await speak(client, seed)
+            assert (await client.ask())["status"] in ("completed", "incomplete")
+        held = [part.sound is not None for item in client.session.items if item.role == "user" for part in item.content]
+        assert held == [False] * 4 + [True] * 2
+        told = len(made)
+        first = next(iter(client.session.items)).id  # one that is deleted is forgotten at once, by a new session without it
+        await client.send("conversation.item.delete", item_id=first)
+        await speak(client, 7)
+        assert (await client.ask())["status"] in ("completed", "incomplete")
+        assert len(made) == told + 1 and len(made[-1]["history"]) == 2  # the newest turn, whose sound is there
+        return told
+
+    assert talk(body) == 1
+
+
 def test_a_cut_longer_than_the_answer_is_refused(talk: Any) -> None:
     async def body(client: Client) -> None:
         done = await client.ask("who?")
