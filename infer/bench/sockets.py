@@ -218,8 +218,7 @@ class SocketPerson:
             else:
                 await self._say(ws, [self._silence] * round(AFTER / PIECE))
             interrupts = not manual and self._random.random() < self._barge_in
-            wanted = self._sounding if interrupts else self._over
-            waiting = asyncio.create_task(asyncio.wait_for(wanted.wait(), PATIENCE))
+            waiting = asyncio.create_task(asyncio.wait_for(self._answered(interrupts), PATIENCE))
             while not waiting.done():
                 await self._say(ws, [self._silence])
             if waiting.exception() is not None:
@@ -229,6 +228,15 @@ class SocketPerson:
             await self._say(ws, [self._silence] * round(pause / PIECE))
             if manual:
                 await ws.send('{"type": "input_audio_buffer.clear"}')
+
+    async def _answered(self, sounding: bool) -> None:
+        """Wait for the end of an answer, or until it sounds; a short one may have ended by then."""
+        waits = [asyncio.create_task(event.wait()) for event in (self._over, *[self._sounding] * sounding)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def _say(self, ws: Any, pieces: Sequence[str]) -> None:
         """Send pieces of sound in real time."""

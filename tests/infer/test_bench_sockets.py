@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from websockets.asyncio.server import serve
 
+from infer.bench.sockets import Noted, SocketPerson
 from tests.infer.conftest import write_question
 from tests.infer.fake_realtime import FakeServer
 
@@ -103,3 +105,18 @@ def test_a_certificate_that_cannot_be_is_refused(run, tmp_path: Path, name: str)
     (tmp_path / "text").write_text("no certificate")
     done = run(*words)
     assert done.code == 2 and said in done.err and done.err.count("\n") == 1
+
+
+def test_an_answer_that_has_ended_is_not_waited_for():
+    """Nor is its sound, which may all have come while its listener was silent."""
+
+    async def body() -> None:
+        person = SocketPerson("ws://nowhere", None, np.zeros(2400, np.float32), "server_vad", 1.0, Noted(), 0)
+        person._over.set()
+        await asyncio.wait_for(person._answered(True), 5)
+        await asyncio.wait_for(person._answered(False), 5)
+        person._over.clear()
+        person._sounding.set()
+        await asyncio.wait_for(person._answered(True), 5)
+
+    asyncio.run(body())
