@@ -103,7 +103,7 @@ class Decoder(nn.Module):
         if features is not None and feature_index is not None:
             here = (feature_index >= 0)[..., None]
             # Columns without a feature take a row that has no gradient: summed up at one of the features, theirs would be added
-            # one after another on a GPU (6 ms of 0.35 in 8192 columns).
+            # one after another on a GPU (6.2 ms instead of 0.35 in 8,192 columns on an H200).
             padded = torch.cat([features, features.new_zeros(1, features.shape[1])])
             index = torch.where(feature_index >= 0, feature_index, len(features))
             given = F.embedding(index, padded, padding_idx=len(features)).to(audio.dtype)
@@ -144,7 +144,7 @@ class Decoder(nn.Module):
             if positions is None:
                 positions = input_pos.clamp_min(0)
         else:
-            if packed is not None and takes_packed(x.device, _product_type(x), self.config.head_size):
+            if packed is not None and takes_packed(x.device, multiplied_in(x), self.config.head_size):
                 mask = packed._replace(window=self.config.window)
             else:
                 mask = causal_mask(tokens.shape[2], segments, self.config.window, tokens.device)
@@ -225,8 +225,8 @@ class Decoder(nn.Module):
         return [*self.split_audio(self.audio_logits(hidden)), self.text_logits(hidden)]
 
 
-def _product_type(x: Tensor) -> torch.dtype:
-    """In which x is multiplied by a weight of its own precision."""
+def multiplied_in(x: Tensor) -> torch.dtype:
+    """The number format of products of x with weights: autocast's, where it is on, or x's own."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

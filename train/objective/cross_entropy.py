@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from omni.model.decoder import multiplied_in
+
 
 class Heads(NamedTuple):
     """Hidden states and the weights of both heads, whose products are the logits.
@@ -92,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         heads = Heads(*states)  # type: ignore[arg-type]
         ctx.dtypes = [None if t is None else t.dtype for t in heads]
         total, each, ctx.gradients = _losses_and_gradients(
-            heads, _needs(heads, ctx.needs_input_grad[1:]), targets, _product_type(heads.text)
+            heads, _needs(heads, ctx.needs_input_grad[1:]), targets, multiplied_in(heads.text)
         )
         ctx.mark_non_differentiable(each)
         return total, each
@@ -119,7 +121,7 @@ class _TaskCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         heads, ratio = Heads(*states), targets.ratio  # type: ignore[arg-type]
         assert ratio is not None
-        ctx.dtype = _product_type(heads.text)
+        ctx.dtype = multiplied_in(heads.text)
         _, each, _ = _losses_and_gradients(heads, (False,) * 8, replace(targets, ratio=None), ctx.dtype)
         factors = torch.cat([targets.scale[k] * part for k, part in enumerate(ratio)])
         losses = each.new_zeros(tasks).index_add_(0, torch.cat(list(task)), each * factors)
@@ -151,11 +153,6 @@ class _TaskCrossEntropy(torch.autograd.Function):
 def _needs(heads: Heads, wanted: Sequence[bool]) -> tuple[bool, ...]:
     """Which of the heads' tensors need a gradient: all factors of low-rank products do."""
     return (*wanted[:4], *(t is not None for t in heads[4:]))
-
-
-def _product_type(text: Tensor) -> torch.dtype:
-    kind = text.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else text.dtype
 
 
 def _losses_and_gradients(

@@ -75,7 +75,7 @@ class Batch:
         starts, lengths = self._segments
         return lengths[self.task.flatten()[starts] >= 0]
 
-    @property
+    @cached_property
     def _segments(self) -> tuple[Tensor, Tensor]:
         """First column of every segment, in the rows one after another, and its columns."""
         first = torch.ones_like(self.segments, dtype=torch.bool)
