@@ -49,10 +49,16 @@ class SpeechModel(nn.Module):
         Raises:
             UserError: a tensor is missing, of another shape, or not part of the configuration.
         """
-        with Unfilled():
-            model = cls(config)
+        model = cls.unfilled(config)
         check_state(state, model.state_dict(), where)
         model.load_state_dict(state, assign=True)
+        return model
+
+    @classmethod
+    def unfilled(cls, config: ModelConfig) -> SpeechModel:
+        """Makes a model whose parameters are on the meta device; its buffers are not."""
+        with Unfilled():
+            model = cls(config)
         model.decoder.reset_buffers()
         return model
 

@@ -86,10 +86,22 @@ class FitConfig:
         if self.balance is not None:
             streams = self.model.streams if self.balance.tasks == "streams" else None
             check_balance(self.balance, self.data, self.fabric.precision, self.fabric.processes, streams)
+        self._check_tensor_parallel()
         if self.model.preset is not None:
             preset(self.model.preset)  # raises where there is none of that name
         self._check_streams()
         object.__setattr__(self, "fabric", self.fabric.decided())  # last: PyTorch takes seconds to import
+
+    def _check_tensor_parallel(self) -> None:
+        """Refuses what slices of the decoder's matrices do not go with."""
+        given = {
+            "lora": self.lora is not None,
+            "balance": self.balance is not None,
+            "guard": self.guard,
+            "fabric.precision 16-mixed": self.fabric.precision == "16-mixed",
+        }
+        for name in (name for name, there in given.items() if there and self.fabric.tensor_parallel > 1):
+            raise UserError(f"fabric.tensor_parallel does not go with {name}; leave one of them out")
 
     def _check_streams(self) -> None:
         """Refuses weights and metrics of streams that the model lacks, as far as no model folder needs to be read."""

@@ -59,7 +59,10 @@ class FabricConfig:
         accelerator: `auto`, `cpu`, `gpu`, or another of Fabric's.
         devices: processes per node; a number, a list such as "0,1", or `auto`.
         num_nodes: machines; under torchrun or srun they are counted from the environment.
-        strategy: `auto` (one process, or ddp), `ddp`, or `fsdp` (parameters sharded over all processes).
+        strategy: `auto` (one process, or ddp), `ddp`, or `fsdp` (parameters sharded over processes).
+        replicas: groups of processes that each hold all parameters, sharded within the group (fsdp alone): as many as nodes
+            keeps the gathering of parameters inside a node.
+        tensor_parallel: neighbouring processes that share each matrix of the decoder and compute the same batch (fsdp alone).
         precision: `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed`, or `auto`: `bf16-mixed` where the device multiplies bf16
             by itself (see `omni.hardware.multiplies_bf16`), else `32-true`; decided when the whole configuration is read. Under
             `bf16-true` adapters, and what is trained beside them, stay in fp32 (see `train.distributed.precision`).
@@ -71,6 +74,8 @@ class FabricConfig:
     devices: int | str = "auto"
     num_nodes: int = 1
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    replicas: int = ranged(1, 1)
+    tensor_parallel: int = ranged(1, 1)
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"] = "32-true"
     checkpointing: bool = False
     compile: bool = False
@@ -81,6 +86,13 @@ class FabricConfig:
             bool(listed) and (all(device.isdecimal() for device in listed) or listed in (["auto"], ["-1"])),
             f"fabric.devices is {self.devices!r}; give a number, a list such as '0,1', or auto",
         )
+        check_fields(self, "fabric")
+        for name in ("replicas", "tensor_parallel"):
+            _need(
+                getattr(self, name) == 1 or self.strategy == "fsdp",
+                f"fabric.{name} is {getattr(self, name)}, but fabric.strategy is {self.strategy}; set it to fsdp, or leave "
+                f"{name} out",
+            )
 
     def decided(self) -> FabricConfig:
         """Replaces precision `auto` by that of this machine, for which PyTorch is imported."""

@@ -22,7 +22,7 @@ from omni.lora.attach import low_rank
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head
-from train.objective.cross_entropy import Heads, HeadTargets
+from train.objective.cross_entropy import Heads, HeadTargets, vocabulary_shards
 from train.objective.task_losses import PlainLosses, feature_tasks
 
 if TYPE_CHECKING:
@@ -151,11 +151,15 @@ class Objective(nn.Module):
             *(low_rank(decoder.text_head, text) or (None, None)),
             *(low_rank(decoder.audio_head, audio) or (None, None)),
         )
-        heads = Heads(text, audio, decoder.text_weight, decoder.audio_weight, *low_ranks)
+        text_weight, audio_weight, shards = decoder.text_weight, decoder.audio_weight, None
+        if isinstance(text_weight, DTensor) and isinstance(audio_weight, DTensor):
+            shards = vocabulary_shards(text_weight, audio_weight)
+            text_weight, audio_weight = text_weight.to_local(), audio_weight.to_local()
+        heads = Heads(text, audio, text_weight, audio_weight, *low_ranks)
         index, ratio = task_losses.split(batch, index)
         ids = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
         chunk = self.config.chunk_on(text.is_cuda)
-        goals = HeadTargets(decoder.audio_offsets, index, ids, scale, chunk, ratio, self.compiled and text.is_cuda)
+        goals = HeadTargets(decoder.audio_offsets, index, ids, scale, chunk, ratio, self.compiled and text.is_cuda, shards)
         total, sums, counts, by_task = task_losses.sum(batch, heads, goals, weighted)
         return Losses(total, sums, counts, ctc.detach(), aligned, by_task)
 

@@ -30,8 +30,9 @@ from train.data.batching.pipeline import Pipeline
 from train.data.build import build_alignment, build_pipeline, held_out_by_source
 from train.data.sources.recorded_digits import speak_ahead
 from train.data.speech_time import estimate_speech_time
-from train.distributed.fabric import ProcessGroup, build_fabric, compile_blocks, launch, leave
+from train.distributed.fabric import ProcessGroup, build_fabric, compile_blocks, launch, leave, sends_values, setup
 from train.distributed.precision import quantized_type
+from train.distributed.sharding import ParallelDims
 from train.objective.flops import StepFlops
 from train.objective.objective import Objective, cells, targets
 from train.optim.ema import Average
@@ -84,7 +85,7 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
     fabric = build_fabric(config.fabric)
     launch(fabric)
     try:
-        group = ProcessGroup(fabric)
+        group = process_group(config, fabric)
         with ExitStack() as stack:
             group.run_on_first(lambda: stack.enter_context(locked(folder)))
             say = announce.speaker(config, group.first)
@@ -105,14 +106,23 @@ def prepare(
     say = announce.speaker(config, fabric.global_rank == 0)
     for line in announce.start_lines(config, fabric):
         say(line)
-    initial = build_initial(with_alignment(config).model, config.seed)
+    group = group or process_group(config, fabric)
+    quantized = config.lora is not None and config.lora.quantize is not None
+    valued = group.first or not sends_values(group.world, quantized)
+    initial = group.together(lambda: build_initial(with_alignment(config).model, config.seed, valued))
     say(announce.parameters_line("model", initial.model.parameters()))
     plain = plain_config(config)
-    loop = build_loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder, group, callbacks)
+    parts = group.together(lambda: build_parts(config, initial, fabric, folder, group))
+    loop = build_loop(config, plain, parts, fabric, folder, group, callbacks)
     loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, _yaml(plain)))
     for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.trainable], loop.position, loop.saved):
         say(line)
     return loop
+
+
+def process_group(config: FitConfig, fabric: Fabric) -> ProcessGroup:
+    """The process group of a run that was launched."""
+    return ProcessGroup(fabric, ParallelDims.of(config.fabric, fabric.world_size).tensor)
 
 
 def build_loop(
@@ -131,12 +141,12 @@ def build_loop(
         folder: where everything of the run is written.
         callbacks: see `fit`.
     """
-    group, objective = group or ProcessGroup(fabric), parts.objective
-    shards = process_shards(parts.micro_batches, group.rank, group.world)
+    group, objective = group or process_group(config, fabric), parts.objective
+    shards = process_shards(parts.micro_batches, group.data_rank, group.data_world)
     also = set_trainable(objective.get_submodule("model"), config.trainable_patterns)
     if config.fabric.compile:
         compile_blocks(objective)
-    module = fabric.setup_module(objective)
+    module = setup(fabric, objective, config.fabric)
     learning = [(name, p) for name, p in objective.named_parameters() if p.requires_grad]
     trainable = [(name.removeprefix("model."), p) for name, p in learning]
     optimizer = build_optimizer(trainable, config.optimizer, config.fabric.precision, also)
@@ -149,7 +159,7 @@ def build_loop(
     meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group)
     built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip)
     step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, config.objective.align_first)
-    torch.manual_seed(config.seed + 1 + group.rank)
+    torch.manual_seed(config.seed + 1 + group.data_rank)
     checkpointer = Checkpointer(
         config, plain, folder, fabric, group, objective=objective, optimizer=optimizer, average=average, balance=balance,
         meter=meter, packer_shards=shards, rows=parts.rows,
@@ -206,10 +216,11 @@ def build_balance(
     )  # fmt: skip
 
 
-def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path) -> Parts:
+def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path, group: ProcessGroup | None = None) -> Parts:
     """Builds the parts of a run: model, objective, data, validation and export."""
-    model, lora = initial.model, config.lora
+    model, lora, group = initial.model, config.lora, group or process_group(config, fabric)
     base = adapters.apply(model, lora, quantized_type(config.fabric.precision)) if lora is not None else None
+    base = group.broadcast(base)  # others may have no values yet
     model.set_checkpointing(config.fabric.checkpointing)
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
     questions, broken = config.validation.questions, dict[str, str]() if config.data.broken == "skip" else None
@@ -246,8 +257,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         assert validator is not None
         return validator(merged_state(model, weights), step)
 
-    rank, world = fabric.global_rank, fabric.world_size
-    held_out = build_held_out(found, config.data.packing, pipeline.maker, rank, world, broken)
+    held_out = build_held_out(found, config.data.packing, pipeline.maker, group.data_rank, group.data_world, broken)
     _check_metric(config, held_out)
     objective = Objective(model, config.objective)
     objective.compiled = config.fabric.compile

@@ -1,0 +1,108 @@
+"""Laws of the layouts of processes (gloo, CPU), on a small model of our own: each learns what one process learns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from omni.errors import UserError
+from tests.processes import several
+from tests.train.toys import final_tensors
+from train.config.sections import FabricConfig
+from train.distributed.sharding import ParallelDims
+from train.trainer.logs import METRICS, read_table
+
+TWO = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp"},
+    "replicas": {"strategy": "fsdp", "replicas": 2},
+    "tensor": {"strategy": "fsdp", "tensor_parallel": 2},
+}
+FOUR = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp"},
+    "replicas": {"strategy": "fsdp", "replicas": 2},
+    "tensor": {"strategy": "fsdp", "tensor_parallel": 2},
+    "replicas-tensor": {"strategy": "fsdp", "replicas": 2, "tensor_parallel": 2},
+}
+ADAPTED = {1: [("one", {})], 2: [("ddp", TWO["ddp"]), ("replicas", TWO["replicas"])]}
+MOVES = [
+    ("4-tensor-to-4-tensor", (4, FOUR["replicas-tensor"]), (4, FOUR["replicas-tensor"])),
+    ("4-tensor-to-2-fsdp", (4, FOUR["tensor"]), (2, TWO["fsdp"])),
+    ("4-replicas-to-2-tensor", (4, FOUR["replicas"]), (2, TWO["tensor"])),
+    ("4-ddp-to-2-ddp", (4, FOUR["ddp"]), (2, TWO["ddp"])),
+]
+"""Runs that go on elsewhere: processes and layout before and after."""
+
+RUN = {"balance": None, "micro": 4, "steps": 4, "ctc": True, "ema": 0.9}
+
+
+def run_of(folder: Path, count: int, fabric: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"folder": str(folder), "fabric": {"devices": count, **fabric}, **RUN, **more}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of runs of four steps of four micro-batches; all of two processes, and all of four, share one process group."""
+    top = tmp_path_factory.mktemp("layouts")
+    mixed = {"precision": "bf16-mixed"}
+    for count, layouts in ((1, {"one": {}, "mixed": mixed}), (4, FOUR), (2, {**TWO, "mixed": {**TWO["fsdp"], **mixed}})):
+        listed = [run_of(top / f"{count}-{name}", count, fabric) for name, fabric in layouts.items()]
+        listed += [run_of(top / f"{count}-lora-{name}", count, fabric, lora=True) for name, fabric in ADAPTED.get(count, {})]
+        for name, before, after in MOVES:  # the first two steps there, the others here
+            listed += [run_of(top / name, count, fabric, steps=2) for n, fabric in [before] if n == count]
+            listed += [run_of(top / name, count, fabric, resume="extend") for n, fabric in [after] if n == count]
+        for ended in several(count, "tests.train.balance.toys", json.dumps({"runs": listed})):
+            assert ended.code == 0, ended.said
+    return top
+
+
+@pytest.mark.parametrize("name", [*(f"2-{name}" for name in TWO), *(f"4-{name}" for name in FOUR), *(m[0] for m in MOVES)])
+def test_each_layout_learns_what_one_process_learns(runs: Path, name: str) -> None:
+    check_learnt(runs, "1-one", name)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ADAPTED[2]])
+def test_each_layout_learns_the_adapters_that_one_process_learns(runs: Path, name: str) -> None:
+    check_learnt(runs, "1-lora-one", f"2-lora-{name}")
+
+
+def check_learnt(runs: Path, alone: str, name: str) -> None:
+    """The losses of every row, and the final state, are those of the run of one process."""
+    one, found = (read_table(runs / folder / METRICS) for folder in (alone, name))
+    assert len(one) == len(found) == 4
+    for ours, theirs in zip(found, one, strict=True):
+        for column in (c for c in theirs if c.startswith("loss") or c == "gradient_norm"):
+            assert ours[column] == pytest.approx(theirs[column], rel=2e-4), column
+    expected, tensors = final_tensors(runs / alone), final_tensors(runs / name)
+    assert tensors.keys() == expected.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(tensors[key], tensor, rtol=1e-3, atol=2e-4, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_a_run_that_goes_on_in_its_layout_ends_bitwise_as_an_undisturbed_one(runs: Path) -> None:
+    whole, moved = final_tensors(runs / "4-replicas-tensor"), final_tensors(runs / "4-tensor-to-4-tensor")
+    assert whole.keys() == moved.keys()
+    for key, tensor in whole.items():
+        assert tensor.equal(moved[key]), key
+
+
+def test_parameters_gathered_in_half_precision_learn_nearly_the_same(runs: Path) -> None:
+    one, found = (read_table(runs / folder / METRICS) for folder in ("1-mixed", "2-mixed"))
+    for ours, theirs in zip(found, one, strict=True):
+        for column in ("loss", "loss/text", "loss/audio"):
+            assert ours[column] == pytest.approx(theirs[column], rel=0.02), column
+
+
+def test_dimensions_follow_from_the_number_of_processes() -> None:
+    fsdp = {"strategy": "fsdp", "accelerator": "cpu"}
+    assert ParallelDims.of(FabricConfig(accelerator="cpu"), 4) == ParallelDims(replicas=4)
+    assert ParallelDims.of(FabricConfig(**fsdp), 8) == ParallelDims(shards=8)
+    found = ParallelDims.of(FabricConfig(**fsdp, replicas=2, tensor_parallel=2), 16)
+    assert found == ParallelDims(2, 4, 2) and found.data == 8
+    with pytest.raises(UserError, match=r"2 x 3, which does not divide the 8 processes"):
+        ParallelDims.of(FabricConfig(**fsdp, replicas=2, tensor_parallel=3), 8)
