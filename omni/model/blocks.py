@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,11 +67,16 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and self.weight.dtype == torch.float32:
+        weight: Any = self.weight
+        if hasattr(weight, "to_local"):  # a DTensor: of heads that processes share, each of which has its own heads' gradient
+            from torch.distributed.tensor import Partial
+
+            weight = weight.to_local(grad_placements=[Partial()])
+        if x.device.type == "cpu" and weight.dtype == torch.float32:
             x = x.float()  # as autocast has it on a GPU
         if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
-            return super().forward(x)
-        return _rms_norm(x, self.weight, self.eps or 0.0)
+            return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return _rms_norm(x, weight, self.eps or 0.0)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from omni.config import from_dict, preset
@@ -114,6 +114,20 @@ class FitConfig:
                 int(named[1]) < streams - 1,
                 f"checkpoint.metric is {metric}, but the model has {streams - 1} audio streams, counted from 0; name one",
             )
+
+    def shared_by(self, processes: int) -> tuple[FitConfig, str | None]:
+        """The configuration with micro-batches that so many processes share evenly, more than given where they must be, and a
+        line about the larger batch, or None. A balance of tasks leaves their number alone."""
+        given = self.data.micro_batches
+        count = -(-given // processes) * processes
+        if count == given or self.balance is not None:
+            return self, None
+        line = (
+            f"the batch is {count} micro-batches a step instead of {given}, as {processes} processes share them: "
+            f"{count / given:.3g} times as large; by optimizer.batch_rule {self.optimizer.batch_rule} that would go with "
+            f"{self.optimizer.rates(count / given)}"
+        )
+        return replace(self, data=replace(self.data, micro_batches=count)), line
 
     def check_head(self) -> None:
         """Refuses an alignment loss on a model without a head for it, as far as no model folder needs to be read."""

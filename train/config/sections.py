@@ -206,6 +206,8 @@ class OptimizerConfig:
             learning rates fit).
         muon_exclude: names of matrices that AdamW trains: tables and heads.
         groups: parameters with settings of their own; the first matching pattern decides.
+        batch_rule: how learning rates follow the batch where more processes make it larger: `sqrt` (of Adam's, Malladi et al.
+            2022) or `linear`. The rates are only told, not changed.
     """
 
     name: Rule = "adamw"
@@ -219,9 +221,16 @@ class OptimizerConfig:
     muon_scale: Literal["original", "match_rms_adamw"] = "original"
     muon_exclude: tuple[str, ...] = ("*embedding*", "*_head.*")
     groups: tuple[GroupConfig, ...] = ()
+    batch_rule: Literal["sqrt", "linear"] = "sqrt"
 
     def __post_init__(self) -> None:
         check_fields(self, "optimizer")
+
+    def rates(self, ratio: float) -> str:
+        """The options that set the learning rates of a batch `ratio` times as large by `batch_rule`."""
+        factor = ratio if self.batch_rule == "linear" else math.sqrt(ratio)
+        names = ("lr", "muon_lr") if self.name == "muon" else ("lr",)
+        return " ".join(f"--optimizer.{name} {getattr(self, name) * factor:.3g}" for name in names)
 
 
 @dataclass(frozen=True)

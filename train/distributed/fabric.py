@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import os
 import time
@@ -17,6 +18,7 @@ from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from omni.errors import UserError
 from omni.model.quantize import is_quantized
@@ -71,8 +73,10 @@ def build_fabric(config: FabricConfig) -> Fabric:
         ) from error
     if half is not None:
         half.device = fabric.device.type
-    if isinstance(fabric.strategy, DDPStrategy):  # values are the first process's from the start (`setup`)
-        fabric.strategy._ddp_kwargs.update(broadcast_buffers=False, init_sync=False)
+    if isinstance(fabric.strategy, DDPStrategy):  # no buffer changes while it trains
+        name = "forward_sync_buffers"
+        known = inspect.signature(DistributedDataParallel).parameters
+        fabric.strategy._ddp_kwargs[name if name in known else "broadcast_buffers"] = False
     return fabric
 
 
@@ -168,6 +172,21 @@ def clip(fabric: Fabric, module: Any, stepper: Any, limit: float) -> Tensor:
     norm = fabric.clip_gradients(module, stepper, max_norm=limit, error_if_nonfinite=False)
     assert norm is not None
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def count_processes(config: FabricConfig, environ: Mapping[str, str]) -> int:
+    """Number of processes that a run on this machine, or one that torchrun or srun has started, is going to have.
+
+    Raises:
+        UserError: as `placement`.
+    """
+    devices, nodes = placement(config, environ)
+    if isinstance(devices, str) and "," in devices:
+        devices = len([device for device in devices.split(",") if device.strip()])
+    if isinstance(devices, str) or devices < 0:
+        on_gpu = config.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
+        devices = torch.cuda.device_count() if on_gpu else 1
+    return max(1, devices) * nodes
 
 
 class ProcessGroup:

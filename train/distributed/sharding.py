@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_module
 
 from omni.errors import UserError
 from omni.model.blocks import Attention, SwiGLU
@@ -182,6 +182,9 @@ def distribute_decoder(decoder: Any, mesh: DeviceMesh) -> None:
                 "mlp.down": RowwiseParallel(),
             },
         )
+        for norm in (block.attention.q_norm, block.attention.k_norm):
+            if norm is not None:
+                distribute_module(norm, mesh)
         block.attention.heads //= mesh.size()
         block.attention.kv_heads //= mesh.size()
     plan: dict[str, Any] = {
@@ -201,8 +204,6 @@ def check_divides(config: Any, tensor: int) -> None:
             raise UserError(
                 f"fabric.tensor_parallel is {tensor}, which does not divide the decoder's {name}, {size}; take a divisor of it"
             )
-    if tensor > 1 and config.qk_norm:
-        raise UserError("fabric.tensor_parallel does not go with decoder.qk_norm; leave it out, and use fsdp alone")
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from train.config.run import FitConfig
 from train.data.batching.loader import process_shards
+from train.distributed.sharding import ParallelDims
 from train.plan.balanced import micro_batches_of
 from train.plan.parameters import meta_model
 from train.plan.phases import OUTSIDE, STEADY, Outside
@@ -77,7 +78,7 @@ class Estimate:
 
 
 def devices_of(config: FitConfig) -> int:
-    """Processes of a run over all nodes; UserError where they are left open or the micro-batches cannot be shared."""
+    """Processes of a run over all nodes; UserError where they are left open."""
     devices = config.fabric.devices
     if isinstance(devices, str):
         listed = [part for part in devices.split(",") if part.strip().isdigit()]
@@ -87,7 +88,6 @@ def devices_of(config: FitConfig) -> int:
     world = devices * config.fabric.num_nodes
     if world < 1:
         raise UserError(f"fabric.devices is {config.fabric.devices} on {config.fabric.num_nodes} nodes; give --devices N")
-    process_shards(config.data.micro_batches, 0, world)
     return world
 
 
@@ -95,19 +95,22 @@ def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Estim
     """Estimates the memory of a run of worst batches on each device, under the configuration's strategy and precision.
 
     Raises:
-        UserError: settings that do not fit each other, such as Muon with fsdp.
+        UserError: settings that do not fit each other, such as Muon with fsdp, or micro-batches that processes cannot share.
     """
     world = devices_of(config)
     strategy = config.fabric.strategy
     rules = {config.optimizer.name, *(group.rule for group in config.optimizer.groups)}
     if strategy == "fsdp" and "muon" in rules:
         raise UserError("optimizer muon with fabric.strategy fsdp: use optimizer.name adamw, or strategy ddp")
-    phases = phases_of(config, shape, config.data.micro_batches // world, cuda)
+    dims = ParallelDims.of(config.fabric, world)
+    process_shards(config.data.micro_batches, 0, dims.data)
+    phases = phases_of(config, shape, config.data.micro_batches // dims.data, cuda)
     model = meta_model(config, shape)
     if world > 1 or strategy == "fsdp":
         share = sharded if strategy == "fsdp" else replicated
         size, learning = _bytes_each(config)
-        phases = {name: share(name, parts, model, world, size, learning) for name, parts in phases.items()}
+        parts_of_all = dims.shards * dims.tensor
+        phases = {name: share(name, parts, model, parts_of_all, size, learning) for name, parts in phases.items()}
     steady = {part: size * (part in STEADY) for part, size in phases["optimizer"].items()}
     around = Outside(config, shape, model, steady, world, cuda)
     return Estimate(around.phases(phases), around.host(), around.files())

@@ -15,6 +15,7 @@ from omni.hardware import peak_flops
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
 from train.distributed.fabric import build_fabric
+from train.distributed.sharding import ParallelDims
 from train.plan.estimate import Estimate, devices_of, estimate
 from train.plan.knobs import KnobEffect, try_knobs
 from train.plan.options import check_options
@@ -125,6 +126,7 @@ def make_plan(
     cuda = place == "cuda"
     config = _placed(config, devices, cuda)
     world, here = devices_of(config), cuda and torch.cuda.is_available()
+    config, larger = config.shared_by(ParallelDims.of(config.fabric, world).data)
     words, limit = _room(place, gpu_gib, gpu, world)
     model = meta_model(config, shape)
     whole = estimate(config, shape, cuda)
@@ -134,6 +136,7 @@ def make_plan(
     measured = list(attempts.values())[-1].seconds if attempts else None  # the one with memory as a run has it
     mine = (here or place == "cpu" or torch.backends.mps.is_available()) and devices is None and gpu_gib is None and gpu is None
     refused, notes = _refused(given, config, mine)
+    notes += [larger] if larger is not None else []
     batch = worst_batch(config.data, shape)
     found: tuple[list[Batch], str]
     try:

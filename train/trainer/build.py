@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,7 +31,16 @@ from train.data.batching.pipeline import Pipeline
 from train.data.build import build_alignment, build_pipeline, held_out_by_source
 from train.data.sources.recorded_digits import speak_ahead
 from train.data.speech_time import estimate_speech_time
-from train.distributed.fabric import ProcessGroup, build_fabric, compile_blocks, launch, leave, sends_values, setup
+from train.distributed.fabric import (
+    ProcessGroup,
+    build_fabric,
+    compile_blocks,
+    count_processes,
+    launch,
+    leave,
+    sends_values,
+    setup,
+)
 from train.distributed.precision import quantized_type
 from train.distributed.sharding import ParallelDims
 from train.objective.flops import StepFlops
@@ -77,8 +87,9 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
         raise UserError("run_folder is missing: name a folder for the run")
     refuse_remote(config.run_folder, "run_folder", write=True)
     folder = Path(config.run_folder)
+    config, larger = shared(config)
     check_resume(config)
-    notes = check_start(with_alignment(config))
+    notes = [*([] if larger is None else [larger]), *check_start(with_alignment(config))]
     check_devices(config.fabric)
     check_packages(config)
     own = build_callbacks([CALLBACKS[name] for name in config.callbacks], folder)
@@ -97,6 +108,11 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
         return outcome if group.first else None
     finally:
         leave()
+
+
+def shared(config: FitConfig) -> tuple[FitConfig, str | None]:
+    """The configuration with as many micro-batches as its processes can share; see `FitConfig.shared_by`."""
+    return config.shared_by(ParallelDims.of(config.fabric, count_processes(config.fabric, os.environ)).data)
 
 
 def prepare(

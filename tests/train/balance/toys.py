@@ -200,7 +200,7 @@ def slow_run(config: FitConfig, step: Callable[[SpeechModel, Sequence[Batch], Te
 
 def main(options: dict[str, Any]) -> None:
     """Runs one after another in the same processes: folder, balance (its fields), fabric, ctc, lora, micro, steps, every,
-    resume, ema. The first process alone has the model's values at the start."""
+    resume, ema, decoder (fields that change). The first process alone has the model's values at the start."""
     for run in options["runs"]:
         lora = (
             LoRASection(targets=("decoder.blocks.*", "encoder.*"), rank=2, trainable=("projector.*",))
@@ -215,7 +215,9 @@ def main(options: dict[str, Any]) -> None:
             checkpoint=CheckpointConfig(every_steps=run.get("every"), every_minutes=None), resume=run.get("resume", "auto"),
             ema=run.get("ema"),
         )  # fmt: skip
-        toy_fit(config, balanced_parts(config, outers=run.get("outers", 2), valued=os.environ.get("RANK", "0") == "0"))
+        model = tiny(run.get("ctc", False))
+        model = replace(model, decoder=replace(model.decoder, **run.get("decoder", {})))
+        toy_fit(config, balanced_parts(config, model, outers=run.get("outers", 2), valued=os.environ.get("RANK", "0") == "0"))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,14 @@ MOVES = [
 ]
 """Runs that go on elsewhere: processes and layout before and after."""
 
-RUN = {"balance": None, "micro": 4, "steps": 4, "ctc": True, "ema": 0.9}
+RUN = {
+    "balance": None,
+    "micro": 4,
+    "steps": 4,
+    "ctc": True,
+    "ema": 0.9,
+    "decoder": {"qk_norm": True, "qkv_bias": True, "post_layers": 1},
+}
 
 
 def run_of(folder: Path, count: int, fabric: dict[str, Any], **more: Any) -> dict[str, Any]:
