@@ -13,7 +13,7 @@ that no other holds the whole model.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -121,14 +121,14 @@ def to_meta(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fill(module: nn.Module, values: Mapping[str, Tensor], device: torch.device) -> None:
+def fill(module: nn.Module, values: dict[str, Tensor], device: torch.device) -> None:
     """Allocate a module of the meta device on `device`, sharded or not, with the first process's values; all processes call it.
 
-    One tensor at a time is whole on the others.
+    One tensor at a time is whole on the others, and the first one's are let go as they are sent.
     """
     module.to_empty(device=device)
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        given = values.get(name)
+        given = values.pop(name, None)
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if dist.get_rank() == 0:
             assert given is not None, name

@@ -108,15 +108,15 @@ def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Estim
     model = meta_model(config, shape)
     if world > 1 or strategy == "fsdp":
         share = sharded if strategy == "fsdp" else replicated
-        size, learning = _bytes_each(config)
-        parts_of_all = dims.shards * dims.tensor
-        phases = {name: share(name, parts, model, parts_of_all, size, learning) for name, parts in phases.items()}
+        size, learning = bytes_each(config)
+        count, half = dims.shards * dims.tensor, config.fabric.precision == "bf16-mixed"
+        phases = {name: share(name, parts, model, count, (size, learning, half)) for name, parts in phases.items()}
     steady = {part: size * (part in STEADY) for part, size in phases["optimizer"].items()}
     around = Outside(config, shape, model, steady, world, cuda)
     return Estimate(around.phases(phases), around.host(), around.files())
 
 
-def _bytes_each(config: FitConfig) -> tuple[int, int]:
+def bytes_each(config: FitConfig) -> tuple[int, int]:
     """Bytes of a frozen value, and of a trainable one (see `train.distributed.precision.AdapterPrecision`)."""
     size = 2 if config.fabric.precision == "bf16-true" else 4
     return size, size if config.lora is None else 4
@@ -128,7 +128,7 @@ def phases_of(config: FitConfig, shape: ModelConfig, micro_batches: int, cuda: b
     alone = replace(
         config,
         run_folder="",
-        fabric=replace(config.fabric, strategy="auto", devices=1, num_nodes=1),
+        fabric=replace(config.fabric, strategy="auto", replicas=1, tensor_parallel=1, devices=1, num_nodes=1),
         data=replace(config.data, micro_batches=micro_batches_of(config, micro_batches)),
     )
     return _phases_of(_TraceKey(repr((alone, shape, cuda)), alone, shape, cuda))
@@ -174,13 +174,15 @@ def _phases_of(question: _TraceKey) -> dict[str, Snapshot]:
 # --- what processes share -----------------------------------------------------------------------------------------------
 
 
-def replicated(phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, size: int, learning: int) -> Snapshot:
+def replicated(
+    phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, sizes: tuple[int, int, bool]
+) -> Snapshot:
     """DDP: every process holds everything, and its gradients once more in the buckets that are exchanged."""
-    return {**parts, "communication": float(sum(p.numel() for p in model.parameters() if p.requires_grad) * learning)}
+    return {**parts, "communication": float(sum(p.numel() for p in model.parameters() if p.requires_grad) * sizes[1])}
 
 
-def sharded(phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, size: int, learning: int) -> Snapshot:
-    """FSDP2 as `train.distributed.fabric.shard` sets it up: weights, gradients, optimizer and average in equal parts, but
+def sharded(phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, sizes: tuple[int, int, bool]) -> Snapshot:
+    """FSDP2 as `train.distributed.sharding.shard` sets it up: weights, gradients, optimizer and average in equal parts, but
     quantised weights whole in every process.
 
     Beside its part a process holds gathered weights: of the root (tables, heads, convolutions, projector), which are not freed
@@ -188,22 +190,23 @@ def sharded(phase: str, parts: Mapping[str, float], model: SpeechModel, world: i
     gradients and one block's whole.
 
     Args:
-        size, learning: bytes of a frozen value, and of a trainable one.
+        sizes: bytes of a frozen value, and of a trainable one, and whether they are gathered in half precision.
     """
+    size, learning, half = sizes
     blocks = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
 
     def gathered(part: nn.Module) -> int:
         floating = [p for p in part.parameters() if p.is_floating_point()]
-        return sum(p.numel() * (learning if p.requires_grad else size) for p in floating)
+        return sum(p.numel() * (2 if half else learning if p.requires_grad else size) for p in floating)
 
     def gradients(part: nn.Module) -> int:
         return sum(p.numel() * learning for p in part.parameters() if p.requires_grad)
 
-    sizes = [gathered(block) for block in blocks]
-    root, largest = gathered(model) - sum(sizes), max(sizes)
+    each = [gathered(block) for block in blocks]
+    root, largest = gathered(model) - sum(each), max(each)
     extra = 0.0
     if phase not in ("optimizer", "average", "balance", ANSWERS):
-        extra = float(root + min(2 * largest, sum(sizes)))
+        extra = float(root + min(2 * largest, sum(each)))
     if phase.startswith("backward"):
         found = [gradients(block) for block in blocks]
         extra += gradients(model) - sum(found) + max(found)

@@ -16,8 +16,9 @@ from train.config.run import FitConfig
 from train.data.batching.batch import Batch
 from train.distributed.fabric import build_fabric
 from train.distributed.sharding import ParallelDims
-from train.plan.estimate import Estimate, devices_of, estimate
+from train.plan.estimate import Estimate, bytes_each, devices_of, estimate
 from train.plan.knobs import KnobEffect, try_knobs
+from train.plan.network import Traffic, traffic
 from train.plan.options import check_options
 from train.plan.pace import Pace, flops_of, pace, sample
 from train.plan.parameters import Count, count_parameters, meta_model
@@ -53,6 +54,7 @@ class Plan:
         device: in words.
         process: bytes that Python and its libraries take in each process of the machine; no part of the estimate.
         workers: bytes of a machine's data workers, with the batches that they make ahead.
+        traffic: what each process sends in a step; None for one process.
         kept: bytes that its C library keeps besides, about: freed blocks that it cannot use again; 0 on a GPU.
         attempts: measurements on this machine, by the way in which memory was measured.
         untried: why there are none.
@@ -72,6 +74,7 @@ class Plan:
     workers: float
     kept: float
     pace: Pace
+    traffic: Traffic | None
     attempts: dict[str, Attempt]
     untried: str
     knobs: list[KnobEffect]
@@ -163,6 +166,7 @@ def make_plan(
         workers=workers_bytes(config, shape, world),
         kept=whole.kept(config.fabric.checkpointing) if place == "cpu" else 0.0,
         pace=run,
+        traffic=traffic(config, model, ParallelDims.of(config.fabric, world), *bytes_each(config)) if world > 1 else None,
         attempts=attempts,
         untried=untried,
         knobs=knobs,
@@ -279,6 +283,7 @@ def plain(plan: Plan) -> dict[str, Any]:
         "measured": {how: asdict(one) for how, one in plan.attempts.items()},
         "not_measured": plan.untried,
         "pace": asdict(plan.pace),
+        "network": None if plan.traffic is None else asdict(plan.traffic),
         "to_budget": {"tokens": plan.pace.to_budget(plan.pace.columns), "targets": plan.pace.to_budget(plan.pace.targets)},
         "knobs": [turned(one) for one in plan.knobs],
         "together": [turned(one) for one in plan.row],
