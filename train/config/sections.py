@@ -63,8 +63,10 @@ class FabricConfig:
         precision: `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed`, or `auto`: `bf16-mixed` where the device multiplies bf16
             by itself (see `omni.hardware.multiplies_bf16`), else `32-true`; decided when the whole configuration is read. Under
             `bf16-true` adapters, and what is trained beside them, stay in fp32 (see `train.distributed.precision`).
-        checkpointing: recompute activations in the backward pass (less memory, about a third more work).
+        checkpointing: what the backward pass computes again instead of keeping it: nothing (`false`), the blocks (`true`;
+            least memory, about a third more work), or all in them but products and attention (`selective`).
         compile: compile the transformer blocks with torch.compile.
+        deterministic: on a GPU, add in the same order every time, so that a run repeats bit for bit; slower.
     """
 
     accelerator: str = "auto"
@@ -72,8 +74,9 @@ class FabricConfig:
     num_nodes: int = 1
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"] = "32-true"
-    checkpointing: bool = False
+    checkpointing: bool | Literal["selective"] = False
     compile: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         listed = [device.strip() for device in str(self.devices).split(",") if device.strip()]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from omni.model.decoder import multiplied_in
+from omni.attention import multiplied_in
 
 
 class Heads(NamedTuple):
@@ -124,7 +124,7 @@ class _TaskCrossEntropy(torch.autograd.Function):
         ctx.dtype = multiplied_in(heads.text)
         _, each, _ = _losses_and_gradients(heads, (False,) * 8, replace(targets, ratio=None), ctx.dtype)
         factors = torch.cat([targets.scale[k] * part for k, part in enumerate(ratio)])
-        losses = each.new_zeros(tasks).index_add_(0, torch.cat(list(task)), each * factors)
+        losses = sum_by(torch.cat(list(task)), each * factors, tasks)
         ctx.save_for_backward(*heads, targets.scale, *targets.index, *targets.ids, *ratio, *task)
         ctx.same, ctx.offsets, ctx.chunk = heads.audio is heads.text, targets.offsets, targets.chunk
         ctx.compiled = targets.compiled
@@ -148,6 +148,11 @@ class _TaskCrossEntropy(torch.autograd.Function):
             None if g is None or t is None else g.mul_(size.to(g.dtype)).to(t.dtype) for g, t in zip(found, heads, strict=True)
         ]
         return (None, None, None, *gradients)
+
+
+def sum_by(cell: Tensor, values: Tensor, cells: int) -> Tensor:
+    """Sums of values [N] by their cells [N], [cells]; a GPU adds them in the same order every time, unlike `index_add_`."""
+    return torch.where(cell == torch.arange(cells, device=cell.device)[:, None], values, 0).sum(1)
 
 
 def _needs(heads: Heads, wanted: Sequence[bool]) -> tuple[bool, ...]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from omni.tasks import TASKS
-from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy, task_cross_entropy
+from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy, sum_by, task_cross_entropy
 
 if TYPE_CHECKING:
     from train.balance.feature_hook import FeatureHook
@@ -157,8 +157,7 @@ class TaskLosses(PlainLosses):
             scale: of the objective, by stream, [K].
         """
         each = sums * scale if self.ratio is None else sums * scale * self.ratio.to(sums.device, non_blocking=True)
-        found = each.new_zeros(len(self) + 1)
-        return found.index_add_(0, self.cell.to(sums.device, non_blocking=True).flatten(), each.flatten())
+        return sum_by(self.cell.to(sums.device, non_blocking=True).flatten(), each.flatten(), len(self) + 1)
 
     def tasks_of_features(self, batch: Batch, features: int) -> Tensor:
         """Index of each feature's balanced task, [N] long, -1 for none."""
@@ -190,14 +189,11 @@ def sums_by_task(batch: Batch, index: Sequence[Tensor], each: Tensor) -> tuple[T
         index: positions with a target, [N] per stream.
         each: their losses, streams one after another, [sum of N].
     """
-    streams = len(index)
-    sums = each.new_zeros(len(TASKS) * streams)
-    counts = each.new_zeros(len(TASKS) * streams)
-    task = batch.task.reshape(-1)
-    cell = torch.cat([task[at] * streams + k for k, at in enumerate(index)])
-    sums.index_add_(0, cell, each.detach())
-    counts.index_add_(0, cell, torch.ones_like(each))
-    return sums.view(-1, streams), counts.view(-1, streams)
+    task, sizes = batch.task.reshape(-1), [len(at) for at in index]
+    here = torch.cat([task[at] for at in index]) == torch.arange(len(TASKS), device=each.device)[:, None]
+    losses = torch.where(here, each.detach(), 0)
+    sums = torch.stack([own.sum(1) for own in losses.split(sizes, 1)], 1)
+    return sums, torch.stack([own.sum(1) for own in here.split(sizes, 1)], 1).to(each.dtype)
 
 
 def feature_tasks(batch: Batch, features: int) -> Tensor:

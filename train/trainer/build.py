@@ -30,6 +30,7 @@ from train.data.batching.pipeline import Pipeline
 from train.data.build import build_alignment, build_pipeline, held_out_by_source
 from train.data.sources.recorded_digits import speak_ahead
 from train.data.speech_time import estimate_speech_time
+from train.distributed.deterministic import deterministic
 from train.distributed.fabric import ProcessGroup, build_fabric, compile_blocks, launch, leave
 from train.distributed.precision import quantized_type
 from train.objective.flops import StepFlops
@@ -81,21 +82,22 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
     check_devices(config.fabric)
     check_packages(config)
     own = build_callbacks([CALLBACKS[name] for name in config.callbacks], folder)
-    fabric = build_fabric(config.fabric)
-    launch(fabric)
-    try:
-        group = ProcessGroup(fabric)
-        with ExitStack() as stack:
-            group.run_on_first(lambda: stack.enter_context(locked(folder)))
-            say = announce.speaker(config, group.first)
-            for note in notes:
-                say(note)
-            loop = prepare(config, fabric, folder, group, [*callbacks, *own])
-            group.run_on_first(lambda: _synthesise_ahead(config))
-            outcome = loop.run()
-        return outcome if group.first else None
-    finally:
-        leave()
+    with deterministic(config.fabric.deterministic):
+        fabric = build_fabric(config.fabric)
+        launch(fabric)
+        try:
+            group = ProcessGroup(fabric)
+            with ExitStack() as stack:
+                group.run_on_first(lambda: stack.enter_context(locked(folder)))
+                say = announce.speaker(config, group.first)
+                for note in notes:
+                    say(note)
+                loop = prepare(config, fabric, folder, group, [*callbacks, *own])
+                group.run_on_first(lambda: _synthesise_ahead(config))
+                outcome = loop.run()
+            return outcome if group.first else None
+        finally:
+            leave()
 
 
 def prepare(
