@@ -97,6 +97,16 @@ class Optimizers(torch.optim.Optimizer):
         self._share()
 
     @torch.no_grad()
+    def allocate(self, p: nn.Parameter) -> None:
+        """Make the state of a parameter as its rule does at a first step, where the rule can be asked to (bitsandbytes')."""
+        for inner in self.inner.values():
+            init: Callable[..., None] | None = getattr(inner, "init_state", None)
+            for number, group in enumerate(inner.param_groups if init is not None else ()):
+                place = next((i for i, own in enumerate(group["params"]) if own is p), None)
+                if place is not None and init is not None:
+                    init(group, p, number, place)
+
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         for inner in self.inner.values():
             inner.found_inf = self.skip  # type: ignore[attr-defined]  # torch's fused optimizers read this attribute

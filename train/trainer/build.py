@@ -265,7 +265,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     return Parts(
         objective=objective,
         micro_batches=config.data.micro_batches,
-        steps=lambda shards, start, states: _steps(pipeline, config, shards, start, states),
+        steps=lambda shards, start, states: _steps(pipeline, config, shards, start, states, fabric.device.type == "cuda"),
         targets=targets,
         streams=model.layout.names,
         tasks=tuple(TASKS),
@@ -302,10 +302,12 @@ def _check_metric(config: FitConfig, held_out: HeldOut) -> None:
 
 
 def _steps(
-    pipeline: Pipeline, config: FitConfig, shards: range, start: int, states: Mapping[str, Any]
+    pipeline: Pipeline, config: FitConfig, shards: range, start: int, states: Mapping[str, Any], pin: bool
 ) -> Iterator[list[Batch]]:
     data = config.data
-    return iter(StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch))
+    return iter(
+        StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch, pin=pin)
+    )
 
 
 def with_alignment(config: FitConfig) -> FitConfig:

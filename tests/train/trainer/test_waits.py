@@ -1,0 +1,158 @@
+"""A whole training step on a GPU that is not there: nothing in it makes the host wait, and how much it launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from omni.config import ModelConfig, preset
+from omni.model.speech_model import SpeechModel
+from omni.recompute import Recompute
+from omni.tasks import TASKS
+from tests import waits
+from tests.test_recompute import EVERY, gradients_of, made
+from tests.waits import FakeGPU
+from train.config.parse import read_fit_config
+from train.data.config import PackingConfig
+from train.objective.config import ObjectiveConfig
+from train.objective.objective import Losses, Objective, targets
+from train.optim.ema import Average
+from train.optim.optimizer import build_optimizer
+from train.plan.worst_batch import worst_batch
+from train.trainer.feed import StepBatches
+from train.trainer.metrics import StepMetrics
+from train.trainer.step import PlainStep
+
+GPU = torch.device("cuda")
+HALF_B = replace(preset("qwen2-0.5b-omni"), ctc=30)
+LAYERS = HALF_B.decoder.layers, HALF_B.encoder.layers
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: True)
+    monkeypatch.setattr("omni.attention._ampere", lambda device: True)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr("torch.nn.functional.ctc_loss", ctc_loss)
+    monkeypatch.setattr("torch.utils._foreach_utils._foreach_supported_types", [Tensor, nn.Parameter, FakeTensor])
+    with FakeGPU() as mode:
+        yield mode
+
+
+def ctc_loss(scores: Tensor, ids: Tensor, frames: Tensor, lengths: Tensor, **options: Any) -> Tensor:
+    """A stand-in: torch's has no form without values."""
+    assert scores.is_cuda and ids.is_cuda and not frames.is_cuda and not lengths.is_cuda
+    return scores.sum()
+
+
+class OnGPU:
+    """What a step asks of Fabric."""
+
+    device = GPU
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+
+    def backward(self, loss: Tensor) -> None:
+        waits.backward(loss, self.monkeypatch)
+
+    def clip_gradients(self, module: nn.Module, optimizer: Any, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+        return nn.utils.clip_grad_norm_(module.parameters(), max_norm, error_if_nonfinite=error_if_nonfinite)
+
+    def no_backward_sync(self, module: Any) -> Any:
+        return nullcontext()
+
+
+class InHalf(nn.Module):
+    """An objective in bf16-mixed, as Fabric wraps it."""
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__()
+        self.objective = objective
+
+    def forward(self, *given: Any) -> Losses:
+        with torch.autocast("cuda", torch.bfloat16):
+            losses: Losses = self.objective(*given)
+        return losses
+
+
+class Steps:
+    """A run of mini-omni's last stage over the fullest batches of 2 x 2,048 columns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, shape: ModelConfig, rule: str, recompute: Recompute) -> None:
+        config = read_fit_config(["mini-omni/stage3"])[0]
+        data = replace(config.data, packing=PackingConfig(rows=2, length=2048), alignment="letters")
+        self.batch = worst_batch(data, shape)
+        with GPU:
+            model = SpeechModel(shape)
+        model.set_checkpointing(recompute)
+        named = list(model.named_parameters())
+        optimizer = build_optimizer(named, replace(config.optimizer, name=rule), "bf16-mixed")
+        self.average = Average(named, 0.99)
+        module = InHalf(Objective(model, ObjectiveConfig(ctc_weight=0.2)))
+        group: Any = SimpleNamespace(world=1, rank=0)
+        meter = StepMetrics(tuple(TASKS), shape.layout.names, GPU, group)
+        fabric: Any = OnGPU(monkeypatch)
+        self.step = PlainStep(fabric, module, optimizer, optimizer, group, meter, lambda progress: (), 1.0)
+
+    def take(self, micro_batches: int) -> None:
+        counts = targets(self.batch).long() * micro_batches
+        self.step(StepBatches([self.batch] * micro_batches, counts, 1.0, 1.0, 0.0, 0), 1.0)
+        self.average.update(1)
+
+
+def shallow(decoder: int, encoder: int) -> ModelConfig:
+    return replace(HALF_B, decoder=replace(HALF_B.decoder, layers=decoder), encoder=HALF_B.encoder.with_layers(encoder))
+
+
+@pytest.mark.parametrize(
+    ("rule", "recompute", "layers"),
+    [
+        ("adamw", False, (2, 1)),
+        *(pytest.param("muon", recompute, (2, 1), marks=pytest.mark.long) for recompute in EVERY),
+        pytest.param("adamw", False, LAYERS, marks=pytest.mark.long),
+    ],
+)
+def test_nothing_in_a_step_waits_for_the_gpu(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, rule: str, recompute: Recompute, layers: tuple[int, int]
+) -> None:
+    steps, launched = Steps(monkeypatch, shallow(*layers), rule, recompute), []
+    for micro_batches in (1, 1, 2):  # the first step also makes the optimizer's state
+        with gpu.counting() as (found, copies):
+            steps.take(micro_batches)
+        launched.append(gpu.launched.total())
+        assert found == []
+        assert len(copies) < 40 * micro_batches
+    _, one, two = launched
+    print(f"{rule}, recompute {recompute}, {layers} blocks: {two - one} operators a micro-batch, {2 * one - two} besides")
+    if layers == LAYERS:
+        assert two - one == pytest.approx(4000, rel=0.1)  # docs/training.md
+
+
+def test_a_copy_that_waits_is_found(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, shallow(1, 1), "adamw", False)
+    add = StepMetrics.add
+    monkeypatch.setattr(StepMetrics, "add", lambda self, losses: add(self, losses) or losses.sums.cpu())
+    with gpu.counting() as (found, _):
+        steps.take(1)  # a value that is read would be an error
+    assert found == ["aten._to_copy.default"]
+
+
+@pytest.mark.parametrize("recompute", EVERY)
+def test_backward_without_an_engine_is_autograd_s(recompute: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
+    objective, batch = made()
+    wanted = gradients_of(objective, batch, recompute)
+    objective.zero_grad()
+    loss = objective(batch, targets(batch)).total
+    waits.backward(loss, monkeypatch)
+    found = [p.grad for p in objective.parameters() if p.grad is not None]
+    assert len(found) == len(wanted) - 1 and all(map(torch.equal, found, wanted[1:]))
