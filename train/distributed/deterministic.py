@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -22,7 +23,8 @@ def deterministic(on: bool) -> Iterator[None]:
     if not on:
         yield
         return
-    cudnn, memory = torch.backends.cudnn, torch.utils.deterministic
+    cudnn: Any = torch.backends.cudnn
+    memory: Any = torch.utils.deterministic
     before = torch.get_deterministic_debug_mode()
     kept = cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory, os.environ.get(WORKSPACE)
     os.environ[WORKSPACE] = ":4096:8"

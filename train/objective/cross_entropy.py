@@ -138,8 +138,6 @@ class _TaskCrossEntropy(torch.autograd.Function):
         index, ids, ratio, task = (rest[i * ctx.streams : (i + 1) * ctx.streams] for i in range(4))
         size = grad.abs().amax().clamp_min(1e-30)  # a loss scaler's factor would overflow fp16 inside the products
         share = [r * (grad / size)[t] for r, t in zip(ratio, task, strict=True)]
-        kept = [part != 0 for part in share]  # the loss of a task that takes no part may be nan
-        index, ids, share = ([x[k] for x, k in zip(of, kept, strict=True)] for of in (index, ids, share))
         if ctx.same:
             heads = heads._replace(audio=heads.text)
         targets = HeadTargets(ctx.offsets, index, ids, scale, ctx.chunk, share, ctx.compiled)
@@ -204,13 +202,16 @@ def _losses_and_gradients(
                 at, goal = where[low : low + step], target[low : low + step, None]
                 inside = torch.ones_like(scale[k]) if half else scale[k]
                 h = hidden[at].to(dtype)
-                logits = h @ weight.T
-                if low_all is not None and up is not None:
-                    z = low_all[at].to(dtype)
-                    logits.addmm_(z, up.T)
+                z = None if low_all is None else low_all[at].to(dtype)
                 if ratio is not None:
                     part = ratio[k][low : low + step]
                     inside = inside * part[:, None]
+                    # A target of factor 0 takes no part: its state may be nan. To leave it out would make the host wait.
+                    h = torch.where(part[:, None] != 0, h, 0)
+                    z = None if z is None else torch.where(part[:, None] != 0, z, 0)
+                logits = h @ weight.T
+                if z is not None and up is not None:
+                    logits.addmm_(z, up.T)
                 differentiated = not (d_hidden is None and d_weight is None and d_up is None)
                 softmax = _softmax_compiled if targets.compiled else _softmax
                 loss, d_logits = softmax(logits, goal, inside.expand_as(goal), differentiated)

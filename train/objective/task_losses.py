@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from omni.hardware import to_device
 from omni.tasks import TASKS
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy, sum_by, task_cross_entropy
 
@@ -134,9 +135,9 @@ class TaskLosses(PlainLosses):
         self, batch: Batch, index: Sequence[Tensor], factors: Tensor
     ) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
         """Select the targets whose factor, of [T, K], is not 0."""
-        task, table = batch.task.reshape(-1), factors.to(batch.task.device, non_blocking=True)
+        task, table = batch.task.reshape(-1), to_device(factors, batch.task.device)
         if bool((factors == 0).any()):
-            index = [at[table[task[at], k] != 0] for k, at in enumerate(index)]
+            index = [to_device(at[factors[own, k] != 0], task.device) for k, (at, own) in enumerate(batch.places)]
         if bool((factors[factors != 0] == 1).all()):
             return index, None
         return index, [table[task[at], k] for k, at in enumerate(index)]
@@ -178,7 +179,7 @@ class GraphLosses(TaskLosses):
         place = [cell[task[at], k] for k, at in enumerate(targets.index)]
         by_task, each = task_cross_entropy(heads, targets, place, len(self) + 1)
         by_task = torch.cat([by_task[:-1], by_task[-1:] + alignment])
-        total = (by_task * self.weights.to(by_task)).sum()
+        total = (by_task * to_device(self.weights, by_task.device)).sum()
         return Summed(total, *sums_by_task(batch, targets.index, each), by_task)
 
 

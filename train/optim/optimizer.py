@@ -24,8 +24,16 @@ from train.optim.muon import BatchedMuon
 Params = list[tuple[str, nn.Parameter]]
 
 
+class UncapturedAdamW(torch.optim.AdamW):
+    """AdamW that does not ask whether a CUDA graph is captured: the question opens a GPU beside a run on the CPU."""
+
+    def _accelerator_graph_capture_health_check(self) -> None: ...
+
+    _cuda_graph_capture_health_check = _accelerator_graph_capture_health_check  # in torch 2.11
+
+
 def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return UncapturedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -305,9 +305,7 @@ def _steps(
     pipeline: Pipeline, config: FitConfig, shards: range, start: int, states: Mapping[str, Any], pin: bool
 ) -> Iterator[list[Batch]]:
     data = config.data
-    return iter(
-        StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch, pin=pin)
-    )
+    return iter(StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch, pin=pin))
 
 
 def with_alignment(config: FitConfig) -> FitConfig:

@@ -93,7 +93,9 @@ def test_the_alignment_loss_is_the_same_where_it_is_taken_on_the_cpu(monkeypatch
     plain = alignment_loss(logits, frames, [[1, 2], [], [3]])
     devices = []
     real = F.ctc_loss
-    monkeypatch.setattr(F, "ctc_loss", lambda scores, *more, **options: devices.append(scores.device) or real(scores, *more, **options))
+    monkeypatch.setattr(
+        F, "ctc_loss", lambda scores, *more, **options: devices.append(scores.device) or real(scores, *more, **options)
+    )
     with deterministic(True):
         assert alignment_loss(logits, frames, [[1, 2], [], [3]]).equal(plain)
     assert devices == [torch.device("cpu")]

@@ -24,6 +24,7 @@ from train.config.parse import read_fit_config
 from train.data.config import PackingConfig
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Losses, Objective, targets
+from train.objective.task_losses import GraphLosses, TaskLosses, cells_by_task
 from train.optim.ema import Average
 from train.optim.optimizer import build_optimizer
 from train.plan.worst_batch import worst_batch
@@ -33,6 +34,8 @@ from train.trainer.step import PlainStep
 
 GPU = torch.device("cuda")
 HALF_B = replace(preset("qwen2-0.5b-omni"), ctc=30)
+LACKING = {"cumsum", "put_", "histc", "kthvalue", "median", "scatter_reduce", "_ctc_loss", "_ctc_loss_backward", "bincount"}
+"""Operators without a deterministic form on a GPU (`torch.use_deterministic_algorithms`), errors in deterministic runs."""
 LAYERS = HALF_B.decoder.layers, HALF_B.encoder.layers
 
 
@@ -117,8 +120,8 @@ def shallow(decoder: int, encoder: int) -> ModelConfig:
 @pytest.mark.parametrize(
     ("rule", "recompute", "layers"),
     [
-        ("adamw", False, (2, 1)),
-        *(pytest.param("muon", recompute, (2, 1), marks=pytest.mark.long) for recompute in EVERY),
+        ("adamw", False, (1, 1)),
+        *(pytest.param("muon", recompute, (1, 1), marks=pytest.mark.long) for recompute in EVERY),
         pytest.param("adamw", False, LAYERS, marks=pytest.mark.long),
     ],
 )
@@ -131,11 +134,26 @@ def test_nothing_in_a_step_waits_for_the_gpu(
             steps.take(micro_batches)
         launched.append(gpu.launched.total())
         assert found == []
-        assert len(copies) < 40 * micro_batches
+        assert len(copies) < 40 * micro_batches and not LACKING & set(gpu.launched)
     _, one, two = launched
     print(f"{rule}, recompute {recompute}, {layers} blocks: {two - one} operators a micro-batch, {2 * one - two} besides")
     if layers == LAYERS:
         assert two - one == pytest.approx(4000, rel=0.1)  # docs/training.md
+
+
+@pytest.mark.parametrize("losses", ["of one task", "by mean", "with graphs"])
+def test_nothing_in_a_balanced_pass_waits(losses: str, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method itself reads losses or gradients; what it is given must not wait once more."""
+    steps = Steps(monkeypatch, shallow(1, 1), "adamw", False)
+    cell, ratio = cells_by_task(["A1A2", "A1T1"], list(TASKS), len(HALF_B.layout)), None
+    if losses == "by mean":
+        ratio = torch.full(cell.shape, 0.5)
+    weights = torch.tensor([0.0, 1.0, 1.0]) if losses == "of one task" else torch.ones(3)
+    of_tasks = (GraphLosses if losses == "with graphs" else TaskLosses)(cell, weights, ratio)
+    with gpu.counting() as (found, _):
+        out = steps.step.module(steps.batch.to(GPU), targets(steps.batch).to(GPU, non_blocking=True), 1.0, of_tasks)
+        waits.backward(out.total, monkeypatch)
+    assert found == []
 
 
 def test_a_copy_that_waits_is_found(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
