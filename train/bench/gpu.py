@@ -19,6 +19,7 @@ from omni.config import preset
 from omni.encoder.base import build_encoder
 from omni.hardware import peak_flops
 from omni.profiling import seconds_of, timed
+from omni.recompute import Recompute
 from train.bench.child import commands, repeat
 from train.config.parse import read_fit_config
 from train.distributed.deterministic import deterministic
@@ -93,7 +94,8 @@ def training(device: torch.device, real: bool) -> Lines:
     if real:
         compile_blocks(bench.objective)
         bench.objective.compiled = True
-    for rows, again in ((2, True), (8, "selective"), (8, False), (16, False))[: None if real else 1]:
+    sizes: list[tuple[int, Recompute]] = [(2, True), (8, "selective"), (8, False), (16, False)]
+    for rows, again in sizes[: None if real else 1]:
         packing = replace(config.data.packing, rows=rows, length=2048 if real else 64)
         batch = worst_batch(replace(config.data, packing=packing), shape).to(device)
         bench.objective.model.set_checkpointing(again)

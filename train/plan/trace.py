@@ -266,7 +266,7 @@ def _real_packing(fake: FakeTensorMode, cuda: bool) -> Iterator[None]:
     speech_encoder.pack = pack  # type: ignore[assignment]
     blocks._constant = constant.__wrapped__  # type: ignore[assignment]
     if cuda:
-        decoder.takes_packed = speech_encoder.takes_packed = lambda device, dtype, size: packs(dtype, size)
+        decoder.takes_packed = speech_encoder.takes_packed = lambda device, dtype, head_size: packs(dtype, head_size)
     try:
         yield
     finally:
