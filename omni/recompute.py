@@ -22,9 +22,10 @@ def run_block(block: nn.Module, recompute: Recompute, *args: Any) -> Tensor:
 
     A selective one recomputes from within, so that torch.compile sees what is kept; a whole one around what is compiled.
     """
-    if recompute is True and torch.is_grad_enabled():
+    again, selective = bool(recompute) and torch.is_grad_enabled(), recompute == "selective"
+    if again and not selective:
         return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=draws(block))  # type: ignore[no-any-return]
-    out: Tensor = block(*args, recompute == "selective" and torch.is_grad_enabled())
+    out: Tensor = block(*args, again)
     return out
 
 

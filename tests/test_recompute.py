@@ -137,6 +137,6 @@ def test_on_a_gpu(compiled: bool) -> None:
         held.append(torch.cuda.memory_allocated())
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in objective.parameters() if p.grad is not None)])
-    assert held[0] > held[2] > held[1]
+    assert min(held[0], held[2]) > held[1] and (compiled or held[0] > held[2])  # the compiler recomputes by itself
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=2e-2, atol=1e-3)

@@ -276,7 +276,7 @@ def test_attention_by_bounds_on_a_gpu() -> None:
         out.sin().sum().backward()
         found.append((out, encoder.whisper.blocks[0].attn.query.weight.grad))
     for exact, ours in zip(*found, strict=True):
-        assert_near(ours.float(), exact, relative=0.03)
+        assert_near(ours.float(), exact, relative=0.05)
 
 
 @CONFIGS
