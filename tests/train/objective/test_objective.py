@@ -23,7 +23,6 @@ from tests.test_attention import varlen_reference
 from train.data.batching.batch import Batch
 from train.objective.config import ObjectiveConfig
 from train.objective.cross_entropy import Heads, HeadTargets, _softmax, _softmax_without_writes, linear_cross_entropy
-from train.objective.flops import StepFlops
 from train.objective.objective import Objective, targets
 
 MODELS = {
@@ -135,19 +134,6 @@ def test_loss_and_gradients_equal_the_plain_objective(model, chunk):
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6, msg=name)
     assert float(losses.counts.sum()) == float(counts[:-1].sum())
-
-
-def test_flops_of_a_batch_are_those_of_its_rows(model):
-    """Also where an example fills its row: it does not see the next one."""
-    rows = [[made] for made in make_examples(model, ["A1A2", "A1T1"])]
-    width = max(len(columns) for ((columns, *_),) in rows)
-    full = [[max(rows, key=lambda row: len(row[0][0]))[0]]] * 2
-    count = StepFlops(model)
-    for given in (rows, full):
-        whole, parts = pack(model, given, width), [pack(model, [row], width) for row in given]
-        assert count(whole, targets(whole)) == pytest.approx(sum(count(part, targets(part)) for part in parts))
-    longer = pack(model, full[:1], width + 9)  # an unused end is no work
-    assert count(longer, targets(longer)) == pytest.approx(count(parts[0], targets(parts[0])))
 
 
 @pytest.mark.parametrize("window", [None, 7])
