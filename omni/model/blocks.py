@@ -22,6 +22,7 @@ from omni.kernels import Kernels, apply
 from omni.kv_cache import Cache
 from omni.model.fused import fused_product
 from omni.model.int8 import Normed, normed, together
+from omni.recompute import selectively
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
@@ -180,8 +181,17 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.width, config.mlp_width)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | PackedRows | None, cache: Cache | None, layer: int
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        mask: Tensor | PackedRows | None,
+        cache: Cache | None,
+        layer: int,
+        selective: bool = False,
     ) -> Tensor:
+        """[B, T, W] to [B, T, W]; `selective`: see `omni.recompute`."""
+        if selective:
+            return selectively(self, self.forward, x, rope, mask, cache, layer)
         part, mlp = self.attention, self.mlp
         x = x + part(normed(x, self.attention_norm, part.q, part.k, part.v), rope, mask, cache, layer)
         return x + mlp(normed(x, self.mlp_norm, mlp.gate, mlp.up))

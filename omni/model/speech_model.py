@@ -19,6 +19,7 @@ from omni.layout import Layout
 from omni.model.decoder import Decoder, Hidden
 from omni.model.projector import Projector
 from omni.old_names import MODULES
+from omni.recompute import Recompute
 
 
 class SpeechModel(nn.Module):
@@ -70,10 +71,10 @@ class SpeechModel(nn.Module):
     def device(self) -> torch.device:
         return self.decoder.norm.weight.device
 
-    def set_checkpointing(self, on: bool) -> None:
-        """Switch activation checkpointing (non-reentrant) of the blocks of encoder and decoder on or off."""
-        self.encoder.checkpointing = on
-        self.decoder.checkpointing = on
+    def set_checkpointing(self, recompute: Recompute) -> None:
+        """Set what the blocks of encoder and decoder compute again in the backward pass (non-reentrant checkpointing)."""
+        self.encoder.checkpointing = recompute
+        self.decoder.checkpointing = recompute
 
     def encode_frames(self, inputs: Tensor, input_lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
         """Encoder frames [sum(frames), C] of clips: features [N, M, F] with their true lengths; see `Encoder.run`."""

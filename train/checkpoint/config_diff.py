@@ -10,7 +10,8 @@ from omni.errors import UserError
 
 IGNORED_KEYS = (
     "run_folder", "resume", "fabric.accelerator", "fabric.devices", "fabric.num_nodes", "fabric.strategy", "fabric.replicas",
-    "fabric.tensor_parallel", "fabric.checkpointing", "fabric.compile", "checkpoint", "validation", "log", "data.workers",
+    "fabric.tensor_parallel", "fabric.checkpointing", "fabric.compile", "fabric.deterministic", "checkpoint", "validation",
+    "log", "data.workers",
     "data.prefetch", "data.cache", "data.broken_limit", "guard", "objective.chunk", "model.tokenizer", "model.codec_folder",
     "model.init_from",
 )  # fmt: skip

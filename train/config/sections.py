@@ -66,8 +66,10 @@ class FabricConfig:
         precision: `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed`, or `auto`: `bf16-mixed` where the device multiplies bf16
             by itself (see `omni.hardware.multiplies_bf16`), else `32-true`; decided when the whole configuration is read. Under
             `bf16-true` adapters, and what is trained beside them, stay in fp32 (see `train.distributed.precision`).
-        checkpointing: recompute activations in the backward pass (less memory, about a third more work).
+        checkpointing: what the backward pass computes again instead of keeping it: nothing (`false`), the blocks (`true`;
+            least memory, about a third more work), or all in them but products and attention (`selective`).
         compile: compile the transformer blocks with torch.compile.
+        deterministic: on a GPU, add in the same order every time, so that a run repeats bit for bit; slower.
     """
 
     accelerator: str = "auto"
@@ -77,8 +79,9 @@ class FabricConfig:
     replicas: int = ranged(1, 1)
     tensor_parallel: int = ranged(1, 1)
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"] = "32-true"
-    checkpointing: bool = False
+    checkpointing: bool | Literal["selective"] = False
     compile: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         listed = [device.strip() for device in str(self.devices).split(",") if device.strip()]
@@ -93,6 +96,10 @@ class FabricConfig:
                 f"fabric.{name} is {getattr(self, name)}, but fabric.strategy is {self.strategy}; set it to fsdp, or leave "
                 f"{name} out",
             )
+        _need(
+            self.checkpointing in (True, False, "selective"),
+            f"fabric.checkpointing is {self.checkpointing!r}; give true, false or selective",
+        )
 
     def decided(self) -> FabricConfig:
         """Replaces precision `auto` by that of this machine, for which PyTorch is imported."""

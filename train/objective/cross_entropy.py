@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from omni.model.decoder import multiplied_in
+from omni.attention import multiplied_in
 
 
 class Heads(NamedTuple):
@@ -168,7 +168,7 @@ class _TaskCrossEntropy(torch.autograd.Function):
         ctx.dtype = multiplied_in(heads.text)
         _, each, _ = _losses_and_gradients(heads, (False,) * 8, replace(targets, ratio=None), ctx.dtype)
         factors = torch.cat([targets.scale[k] * part for k, part in enumerate(ratio)])
-        losses = each.new_zeros(tasks).index_add_(0, torch.cat(list(task)), each * factors)
+        losses = sum_by(torch.cat(list(task)), each * factors, tasks)
         ctx.save_for_backward(*heads, targets.scale, *targets.index, *targets.ids, *ratio, *task)
         ctx.same, ctx.offsets, ctx.chunk = heads.audio is heads.text, targets.offsets, targets.chunk
         ctx.compiled = targets.compiled
@@ -182,8 +182,6 @@ class _TaskCrossEntropy(torch.autograd.Function):
         index, ids, ratio, task = (rest[i * ctx.streams : (i + 1) * ctx.streams] for i in range(4))
         size = grad.abs().amax().clamp_min(1e-30)  # a loss scaler's factor would overflow fp16 inside the products
         share = [r * (grad / size)[t] for r, t in zip(ratio, task, strict=True)]
-        kept = [part != 0 for part in share]  # the loss of a task that takes no part may be nan
-        index, ids, share = ([x[k] for x, k in zip(of, kept, strict=True)] for of in (index, ids, share))
         if ctx.same:
             heads = heads._replace(audio=heads.text)
         targets = HeadTargets(ctx.offsets, index, ids, scale, ctx.chunk, share, ctx.compiled)
@@ -192,6 +190,11 @@ class _TaskCrossEntropy(torch.autograd.Function):
             None if g is None or t is None else g.mul_(size.to(g.dtype)).to(t.dtype) for g, t in zip(found, heads, strict=True)
         ]
         return (None, None, None, *gradients)
+
+
+def sum_by(cell: Tensor, values: Tensor, cells: int) -> Tensor:
+    """Sums of values [N] by their cells [N], [cells]; a GPU adds them in the same order every time, unlike `index_add_`."""
+    return torch.where(cell == torch.arange(cells, device=cell.device)[:, None], values, 0).sum(1)
 
 
 def _needs(heads: Heads, wanted: Sequence[bool]) -> tuple[bool, ...]:
@@ -244,13 +247,16 @@ def _losses_and_gradients(
                 at, goal = where[low : low + step], target[low : low + step, None]
                 inside = torch.ones_like(scale[k]) if half else scale[k]
                 h = hidden[at].to(dtype)
-                logits = h @ weight.T
-                if low_all is not None and up is not None:
-                    z = low_all[at].to(dtype)
-                    logits.addmm_(z, up.T)
+                z = None if low_all is None else low_all[at].to(dtype)
                 if ratio is not None:
                     part = ratio[k][low : low + step]
                     inside = inside * part[:, None]
+                    # A target of factor 0 takes no part: its state may be nan. To leave it out would make the host wait.
+                    h = torch.where(part[:, None] != 0, h, 0)
+                    z = None if z is None else torch.where(part[:, None] != 0, z, 0)
+                logits = h @ weight.T
+                if z is not None and up is not None:
+                    logits.addmm_(z, up.T)
                 differentiated = not (d_hidden is None and d_weight is None and d_up is None)
                 if targets.shards is not None:
                     loss, d_logits = _softmax_sharded(logits, goal - first, inside, differentiated, targets.shards)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
+from omni.hardware import to_device
 from omni.lora.attach import low_rank
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
@@ -68,6 +69,8 @@ def targets(batch: Batch) -> Tensor:
 def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[Sequence[int]]) -> Tensor:
     """The CTC loss (Graves et al. 2006) summed over the clips with a transcript; 0 without any, and for a clip too short.
 
+    Under `fabric.deterministic` it is computed on the CPU: on a GPU its backward pass adds in any order.
+
     Args:
         logits: of all clips, one after the other, [sum of frames, ids], the blank being 0.
         frames: of each clip.
@@ -77,15 +80,12 @@ def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[
     if not spelt:
         return logits.sum() * 0
     clips = logits.split(list(frames))
-    ids = torch.tensor([i for ids in transcripts for i in ids])
-    return F.ctc_loss(
-        nn.utils.rnn.pad_sequence([clips[i] for i in spelt]).log_softmax(-1),
-        ids.to(logits.device, non_blocking=True),
-        torch.tensor([frames[i] for i in spelt]),
-        torch.tensor([len(transcripts[i]) for i in spelt]),
-        reduction="sum",
-        zero_infinity=True,
-    )
+    scores = nn.utils.rnn.pad_sequence([clips[i] for i in spelt]).log_softmax(-1)
+    device = torch.device("cpu") if torch.are_deterministic_algorithms_enabled() else logits.device
+    ids = to_device(torch.tensor([i for ids in transcripts for i in ids]), device)
+    sizes = torch.tensor([frames[i] for i in spelt]), torch.tensor([len(transcripts[i]) for i in spelt])
+    loss = F.ctc_loss(scores.to(device), ids, *sizes, reduction="sum", zero_infinity=True)
+    return loss.to(logits.device)
 
 
 class Objective(nn.Module):

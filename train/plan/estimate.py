@@ -11,6 +11,7 @@ from torch import nn
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
+from omni.recompute import Recompute
 from train.config.run import FitConfig
 from train.data.batching.loader import process_shards
 from train.distributed.sharding import ParallelDims
@@ -26,11 +27,11 @@ FEW = 2
 
 PERSISTENT = ("weights", "gradients", "optimizer", "average", "copies")
 
-KEPT_SHARE = {False: 0.2, True: 1.15}
+KEPT_SHARE = {False: 0.2, True: 1.15, "selective": 1.15}
 """Memory that glibc keeps in freed blocks as a process trains on a CPU, as a share of all that a step allocates and frees;
 without checkpointing, and with it, where blocks are freed between ones that stay. Measured with nano at rows of 4 x 128,
-10 x 256 and 16 x 512: 0.41, 0.19 and 0.14, with checkpointing 0.42, 1.46 and 1.00. Blocks above 32 MiB are
-always given back."""
+10 x 256 and 16 x 512: 0.41, 0.19 and 0.14, with checkpointing 0.42, 1.46 and 1.00; selective is taken for the same. Blocks
+above 32 MiB are always given back."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Estimate:
         """Bytes of a device at the peak of a step."""
         return max(size for name, size in self.totals.items() if name not in OUTSIDE)
 
-    def kept(self, checkpointing: bool) -> float:
+    def kept(self, checkpointing: Recompute) -> float:
         """Estimates the bytes that a process on a CPU holds besides: freed blocks that the C library (glibc) keeps."""
         return KEPT_SHARE[checkpointing] * sum(size for part, size in self.parts.items() if part not in PERSISTENT)
 

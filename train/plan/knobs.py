@@ -77,8 +77,15 @@ def _mixed(config: FitConfig) -> Knob | None:
     return Knob("--fabric.precision bf16-mixed", "rounded products; faster on a GPU", changed)
 
 
-def _checkpointing(config: FitConfig) -> Knob | None:
+def _selective(config: FitConfig) -> Knob | None:
     if config.fabric.checkpointing:
+        return None
+    changed = replace(config, fabric=replace(config.fabric, checkpointing="selective"))
+    return Knob("--fabric.checkpointing selective", "norms, activations and the like computed twice", changed)
+
+
+def _checkpointing(config: FitConfig) -> Knob | None:
+    if config.fabric.checkpointing is True:
         return None
     changed = replace(config, fabric=replace(config.fabric, checkpointing=True))
     return Knob("--fabric.checkpointing true", "about a third more work", changed)
@@ -119,7 +126,7 @@ def try_knobs(config: FitConfig, shape: ModelConfig, limit: float, cuda: bool) -
     world = devices_of(config)
     many = [world] if world > 1 else []
     many += [n for n in MANY if n > world] if cuda else []
-    first = [_chunk, _asked, _rows, *([_mixed] if cuda else []), _checkpointing]
+    first = [_chunk, _asked, _rows, *([_mixed] if cuda else []), _selective, _checkpointing]
     alone = list(_alone(config, shape, limit, cuda, start, [*first, *map(_fsdp, many), _true]))
     if any(turned.fits for turned in alone):
         return alone, []

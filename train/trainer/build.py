@@ -31,6 +31,7 @@ from train.data.batching.pipeline import Pipeline
 from train.data.build import build_alignment, build_pipeline, held_out_by_source
 from train.data.sources.recorded_digits import speak_ahead
 from train.data.speech_time import estimate_speech_time
+from train.distributed.deterministic import deterministic
 from train.distributed.fabric import (
     ProcessGroup,
     build_fabric,
@@ -93,6 +94,12 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
     check_devices(config.fabric)
     check_packages(config)
     own = build_callbacks([CALLBACKS[name] for name in config.callbacks], folder)
+    with deterministic(config.fabric.deterministic):
+        return _fit(config, folder, notes, [*callbacks, *own])
+
+
+def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Sequence[Callback]) -> Outcome | None:
+    """Trains after the checks; see `fit`."""
     fabric = build_fabric(config.fabric)
     launch(fabric)
     try:
@@ -102,7 +109,7 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
             say = announce.speaker(config, group.first)
             for note in notes:
                 say(note)
-            loop = prepare(config, fabric, folder, group, [*callbacks, *own])
+            loop = prepare(config, fabric, folder, group, callbacks)
             group.run_on_first(lambda: _synthesise_ahead(config))
             outcome = loop.run()
         return outcome if group.first else None
@@ -289,7 +296,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     return Parts(
         objective=objective,
         micro_batches=config.data.micro_batches,
-        steps=lambda shards, start, states: _steps(pipeline, config, shards, start, states),
+        steps=lambda shards, start, states: _steps(pipeline, config, shards, start, states, fabric.device.type == "cuda"),
         targets=targets,
         streams=model.layout.names,
         tasks=tuple(TASKS),
@@ -326,10 +333,10 @@ def _check_metric(config: FitConfig, held_out: HeldOut) -> None:
 
 
 def _steps(
-    pipeline: Pipeline, config: FitConfig, shards: range, start: int, states: Mapping[str, Any]
+    pipeline: Pipeline, config: FitConfig, shards: range, start: int, states: Mapping[str, Any], pin: bool
 ) -> Iterator[list[Batch]]:
     data = config.data
-    return iter(StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch))
+    return iter(StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch, pin=pin))
 
 
 def with_alignment(config: FitConfig) -> FitConfig:

@@ -119,6 +119,14 @@ def test_the_good_values_of_a_metric_follow_from_its_name() -> None:
         CheckpointConfig(metric="loss/audio", mode="max")
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("true", True), ("false", False), ("selective", "selective")])
+def test_blocks_are_recomputed_whole_selectively_or_not(typed: str, meant: bool | str) -> None:
+    config, _ = read_fit_config(["nano", "--fabric.checkpointing", typed])
+    assert config.fabric.checkpointing is meant or config.fabric.checkpointing == meant == "selective"
+    with pytest.raises(UserError, match="checkpointing is 'some'; give true, false or selective"):
+        FabricConfig(checkpointing="some")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["lora", "qlora"])
 def test_the_mistral_recipes_are_the_well_known_one(name: str) -> None:
     """Rank 8, alpha 16, dropout 0.05 on q, k, v, o, gate, up, down and the head; 2.5e-5, batches of 2 x 4, length 512."""
