@@ -89,6 +89,10 @@ class FabricConfig:
             bool(listed) and (all(device.isdecimal() for device in listed) or listed in (["auto"], ["-1"])),
             f"fabric.devices is {self.devices!r}; give a number, a list such as '0,1', or auto",
         )
+        _need(
+            self.checkpointing in (True, False, "selective"),
+            f"fabric.checkpointing is {self.checkpointing!r}; give true, false or selective",
+        )
         check_fields(self, "fabric")
         for name in ("replicas", "tensor_parallel"):
             _need(
@@ -96,10 +100,6 @@ class FabricConfig:
                 f"fabric.{name} is {getattr(self, name)}, but fabric.strategy is {self.strategy}; set it to fsdp, or leave "
                 f"{name} out",
             )
-        _need(
-            self.checkpointing in (True, False, "selective"),
-            f"fabric.checkpointing is {self.checkpointing!r}; give true, false or selective",
-        )
 
     def decided(self) -> FabricConfig:
         """Replaces precision `auto` by that of this machine, for which PyTorch is imported."""
