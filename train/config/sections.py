@@ -65,6 +65,9 @@ class FabricConfig:
             `bf16-true` adapters, and what is trained beside them, stay in fp32 (see `train.distributed.precision`).
         checkpointing: recompute activations in the backward pass (less memory, about a third more work).
         compile: compile the transformer blocks with torch.compile.
+        patience_seconds: of several processes: waiting for others after which a line says for whom, and what that one does.
+        give_up_seconds: waiting after which the run ends (exit code 75), null for never. Validation, saving and the start may
+            take any time.
     """
 
     accelerator: str = "auto"
@@ -74,8 +77,15 @@ class FabricConfig:
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"] = "32-true"
     checkpointing: bool = False
     compile: bool = False
+    patience_seconds: float = ranged(300.0, above=0)
+    give_up_seconds: float | None = ranged(3600.0, above=0, way=", or null for never")
 
     def __post_init__(self) -> None:
+        check_fields(self, "fabric")
+        _need(
+            self.give_up_seconds is None or self.give_up_seconds >= self.patience_seconds,
+            f"fabric.give_up_seconds is {self.give_up_seconds}, less than patience_seconds, {self.patience_seconds}; give more",
+        )
         listed = [device.strip() for device in str(self.devices).split(",") if device.strip()]
         _need(
             bool(listed) and (all(device.isdecimal() for device in listed) or listed in (["auto"], ["-1"])),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ from omni.errors import UserError
 from omni.model.quantize import is_quantized
 from train.config.sections import FabricConfig
 from train.distributed.precision import AdapterPrecision
+from train.distributed.store import fresh, outlives
+from train.distributed.watchdog import Activity
 
 T = TypeVar("T")
 
@@ -74,7 +77,20 @@ def build_fabric(config: FabricConfig) -> Fabric:
 
 
 def launch(fabric: Fabric) -> None:
-    """Start the run's other processes; under `fabric run` they are there already."""
+    """Start the run's other processes; under `fabric run` they are there already.
+
+    Under torchrun the process group is made here, over a part of torchrun's store that is new at each restart (see `fresh`).
+    """
+    if outlives(os.environ) and fabric.world_size > 1:
+        device, wait = fabric.device, getattr(fabric.strategy, "_timeout", None)
+        dist.init_process_group(
+            dist.get_default_backend_for_device(device),
+            store=fresh(int(os.environ["RANK"]), fabric.world_size),
+            rank=int(os.environ["RANK"]),
+            world_size=fabric.world_size,
+            timeout=wait,
+            device_id=None if device.type == "cpu" else device,
+        )
     if not _by_fabric_run():
         fabric.launch()
 
@@ -170,11 +186,35 @@ def accumulating(fabric: Fabric, module: Any, more: bool) -> AbstractContextMana
     return fabric.no_backward_sync(module) if more else nullcontext()
 
 
+def restarted(environ: Mapping[str, str]) -> bool:
+    """True where torchrun has started the processes again, or Slurm has requeued their job."""
+    return any(int(environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
+def launch_names(environ: Mapping[str, str]) -> set[str]:
+    """Names of a launch: they stay where it starts its processes again, and the next launch has others; empty where none would
+    start them again.
+
+    Under torchrun on one node torchrun's own process id is part of the name; on several it is `--rdzv-id`.
+    """
+    names = {f"slurm {environ['SLURM_JOB_ID']}"} if "SLURM_JOB_ID" in environ else set()
+    if "TORCHELASTIC_RUN_ID" in environ:
+        here = f" {socket.gethostname()} {os.getppid()}" if environ.get("GROUP_WORLD_SIZE", "1") == "1" else ""
+        names.add(f"torchrun {environ['TORCHELASTIC_RUN_ID']}{here}")
+    return names
+
+
 class ProcessGroup:
-    """Exchanges small values between the processes of a run, on the CPU (gloo), without waiting for a device."""
+    """Exchanges small values between the processes of a run, on the CPU (gloo), without waiting for a device.
+
+    Attributes:
+        activity: what this process is doing, for `train.distributed.watchdog`.
+        step: of the training.
+    """
 
     def __init__(self, fabric: Fabric) -> None:
         self.rank, self.world = fabric.global_rank, fabric.world_size
+        self.activity, self.step = Activity(since=time.monotonic()), 0
         self.group: Any = None
         if self.world > 1:
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -184,11 +224,28 @@ class ProcessGroup:
         """True for the process of rank 0, which writes files and shows progress."""
         return self.rank == 0
 
+    def enter_phase(self, name: str, long: bool = False) -> None:
+        """Note what this process does from now on; all processes must call it alike.
+
+        Args:
+            long: it may take any time, as what the first process does alone.
+        """
+        self.activity = self.activity.phased(name, long, self.step)
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Notes that this process waits for the others."""
+        phase = self.activity
+        self.activity = phase.exchanging()
+        yield
+        self.activity = self.activity.phased(phase.phase, phase.long, phase.step)
+
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor over processes, in float64 on the CPU."""
         values = values.detach().to("cpu", torch.float64)
         if self.world > 1:
-            dist.all_reduce(values, group=self.group)
+            with self._exchange():
+                dist.all_reduce(values, group=self.group)
         return values
 
     def broadcast(self, value: T) -> T:
@@ -196,7 +253,8 @@ class ProcessGroup:
         if self.world == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        with self._exchange():
+            dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
@@ -204,12 +262,14 @@ class ProcessGroup:
         if self.world == 1:
             return [value]
         box: list[Any] = [None] * self.world
-        dist.all_gather_object(box, value, group=self.group)
+        with self._exchange():
+            dist.all_gather_object(box, value, group=self.group)
         return box
 
     def wait(self) -> None:
         if self.world > 1:
-            dist.barrier(group=self.group)
+            with self._exchange():
+                dist.barrier(group=self.group)
 
     def raise_if_any_failed(self, error: UserError | None) -> None:
         """Raise a UserError in all processes where one has failed: a process's own error, or else that of the lowest rank."""

@@ -32,6 +32,7 @@ from train.data.sources.recorded_digits import speak_ahead
 from train.data.speech_time import estimate_speech_time
 from train.distributed.fabric import ProcessGroup, build_fabric, compile_blocks, launch, leave
 from train.distributed.precision import quantized_type
+from train.distributed.watchdog import watched
 from train.objective.flops import StepFlops
 from train.objective.objective import Objective, cells, targets
 from train.optim.ema import Average
@@ -85,7 +86,7 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
     launch(fabric)
     try:
         group = ProcessGroup(fabric)
-        with ExitStack() as stack:
+        with watched(group, config.fabric), ExitStack() as stack:
             group.run_on_first(lambda: stack.enter_context(locked(folder)))
             say = announce.speaker(config, group.first)
             for note in notes:

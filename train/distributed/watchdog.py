@@ -1,0 +1,393 @@
+"""Watches the processes of a run: says which one holds the others up, or was lost, and ends what does not go on.
+
+Each process notes what it is doing (`Activity`). A thread sends the note to the run's key-value store once a second. Where this
+process has been in one phase for too long, it reads the notes of the others, and a second thread judges them: the process that
+is furthest behind in the program, which all processes run alike, or that sends no notes, holds up the others.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+
+from omni.errors import LostError, in_one_line
+from omni.process import say
+from train.config.sections import FabricConfig
+from train.distributed.store import connect, outlives
+
+BEAT = 1.0
+"""Seconds between two notes of a process."""
+SILENT, LEAST = 10, 0.8
+"""Beats, and at least seconds, without a note after which a process counts as silent."""
+ENDING = 3, 0.5
+"""Beats, and at least seconds, that a process waits with its end, so that the others come to the same verdict; the one that
+holds them up waits twice as long."""
+NAMED = 4
+"""Most processes that a line names."""
+
+AGAIN = "the same command goes on from the last checkpoint"
+FOLLOWING = "as it lost another"
+"""Why a process has ended that was not the first to be lost."""
+LOST = ("Connection closed by peer", "gloo/transport", "Connection reset by peer", "Timed out waiting", "NCCL communicator")
+"""Parts of the messages of errors that mean that another process cannot be reached."""
+
+
+class Activity(NamedTuple):
+    """What a process is doing.
+
+    Attributes:
+        step: of the training, the present one.
+        phase: its name, for messages.
+        long: it may take any time, as validation by the first process does.
+        since: `time.monotonic()` at its beginning.
+        exchanges, mark: place in the program: exchanges of the process group entered so far, and phases since the last one.
+        waiting: in an exchange.
+    """
+
+    step: int = 0
+    phase: str = "start"
+    long: bool = True
+    since: float = 0.0
+    exchanges: int = 0
+    mark: int = 0
+    waiting: bool = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.exchanges, self.mark
+
+    def phased(self, phase: str, long: bool, step: int) -> Activity:
+        """The next phase."""
+        return Activity(step, phase, long, time.monotonic(), self.exchanges, self.mark + 1)
+
+    def exchanging(self) -> Activity:
+        """The same phase, in an exchange."""
+        return Activity(self.step, self.phase, self.long, time.monotonic(), self.exchanges + 1, 0, True)
+
+
+class Watched(Protocol):
+    """A process group, as far as it is watched."""
+
+    rank: int
+    world: int
+    activity: Activity
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+    def broadcast(self, value: Any) -> Any: ...
+
+
+class Identity(NamedTuple):
+    """Where a process runs: host, process id, and a text that two processes share where they see each other's ids."""
+
+    host: str
+    pid: int
+    space: str
+
+    @classmethod
+    def own(cls) -> Identity:
+        space = ""
+        with suppress(OSError):
+            space = os.readlink("/proc/self/ns/pid")
+        return cls(socket.gethostname(), os.getpid(), space)
+
+    @property
+    def state(self) -> str:
+        """State of the process by the letter of Linux, `X` for none; empty where it cannot be asked."""
+        mine = Identity.own()
+        if not mine.space or (self.host, self.space) != (mine.host, mine.space):
+            return ""
+        try:
+            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
+                return file.read().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return "X"
+
+    @property
+    def dead(self) -> bool:
+        return self.state in ("X", "Z")
+
+
+STATES = {
+    "T": "it is stopped",
+    "t": "it is stopped",
+    "D": "it waits for a disk or a device",
+    "X": "it is dead",
+    "Z": "it is dead",
+}
+"""What a process's state adds to a message."""
+
+
+@dataclass
+class Note:
+    """The last note of a process, and when (by this process's clock) it came.
+
+    Attributes:
+        beat: number of the note.
+        age: seconds in the phase when the note was sent.
+        ended: why the process has ended; None while it goes on.
+    """
+
+    beat: int
+    activity: Activity
+    age: float
+    ended: str | None
+    came: float
+
+    def seconds(self, now: float) -> float:
+        """Seconds in the phase."""
+        return self.age + now - self.came
+
+
+@dataclass
+class Standstill:
+    """Which processes hold up the others, the line that says so, and whether that may end the run."""
+
+    culprits: Sequence[int]
+    line: str
+    final: bool
+
+
+def judge(
+    rank: int, own: Activity, notes: Sequence[Note | None], who: Sequence[Identity], now: float, silence: float
+) -> Standstill:
+    """Finds the processes that hold up the others.
+
+    Args:
+        rank, own: this process, and what it is doing for too long.
+        notes: of all processes.
+        silence: seconds without a note after which a process is silent.
+    """
+    known = {r: note.activity for r, note in enumerate(notes) if note is not None} | {rank: own}
+    silent = [r for r, note in enumerate(notes) if r != rank and (note is None or now - note.came > silence)]
+    last = min(activity.place for activity in known.values())
+    behind = [r for r in sorted(known) if known[r].place == last]
+    culprits = [r for r in silent if r in behind or r not in known] or behind
+    waited = round(now - own.since)
+    if len(culprits) == len(who):
+        phases = [f'process {r} in "{known[r].phase}"' for r in culprits]
+        same = len({activity.phase for activity in known.values()}) == 1
+        doing = f'all processes are in "{own.phase}"' if same else _listed(phases)
+        return Standstill(culprits, f"step {own.step}: no process goes on for {waited} s: {doing}", own.waiting or not own.long)
+    others = [r for r in culprits if r != rank]
+    named = _listed([_named(r, notes[r], who[r], now, r in silent) for r in others])
+    if others and all(r in known and known[r].long and r not in silent for r in others):
+        return Standstill(culprits, f"step {own.step}: waiting {waited} s for {named}; that may take any time", False)
+    return Standstill(culprits, f'step {own.step}: waiting {waited} s in "{own.phase}" for {named}', True)
+
+
+def _named(rank: int, note: Note | None, who: Identity, now: float, silent: bool) -> str:
+    where = f"host {who.host}, pid {who.pid}"
+    if note is None:
+        return f"process {rank}, which has not been heard of ({where})"
+    phase = f'"{note.activity.phase}"'
+    if not silent:
+        return f"process {rank}, which has been in {phase} for {round(note.seconds(now))} s ({where})"
+    state = STATES.get(who.state, "")
+    return (
+        f"process {rank}, which was last heard of {round(now - note.came)} s ago, in {phase} ({where}"
+        f"{'; ' * bool(state)}{state})"
+    )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = len(texts) - NAMED
+    return "; ".join(texts[:NAMED]) + (f"; and {more} more" if more > 0 else "")
+
+
+class Watchdog:
+    """Sends this process's notes, reads those of the others, and judges them; two threads, from `start` to `stop`.
+
+    Args:
+        patience: seconds of waiting after which a line says for whom; again after twice as many.
+        limit: seconds after which the run ends, None for never.
+    """
+
+    def __init__(self, group: Watched, patience: float, limit: float | None) -> None:
+        self.group, self.patience, self.limit = group, patience, limit
+        self.beat = min(BEAT, patience / (4 * SILENT))
+        self.silence = max(SILENT * self.beat, LEAST)
+        self.who = [Identity(*one) for one in group.gather(tuple(Identity.own()))]
+        self.prefix = group.broadcast(f"watchdog/{os.urandom(8).hex()}")
+        self.notes: list[Note | None] = [None] * group.world
+        self.ended: str | None = None
+        self.urgent = False  # a process is lost: all notes are read at once
+        self.reads = 0
+        self.answered = time.monotonic()
+        self.told: tuple[float, float] = (0.0, 0.0)  # beginning of the phase that was told of, and after how many seconds
+        self.stopped = threading.Event()
+        self.threads = [threading.Thread(target=work, daemon=True) for work in (self._send, self._judge)]
+
+    def start(self) -> None:
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self, ended: str = "") -> None:
+        """Ends the threads; the last note says why the process has ended, "" for as it should."""
+        self.ended = ended
+        self.stopped.set()
+        for thread in self.threads:
+            thread.join(2 * BEAT)
+
+    # --- notes --------------------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        try:
+            store = connect(self.prefix, timedelta(seconds=30))
+            beat, going = 0, True
+            while going:
+                beat += 1
+                going = not self.stopped.wait(self.beat / 4 if self.urgent else self.beat)
+                self._exchange(store, beat)
+        except (dist.DistError, RuntimeError):  # whoever keeps the store is gone
+            return
+
+    def _exchange(self, store: dist.Store, beat: int) -> None:
+        rank, own, now = self.group.rank, self.group.activity, time.monotonic()
+        store.set(str(rank), json.dumps([beat, time.time(), own, now - own.since, self.ended]))
+        late = now - own.since > self.patience / 2 and (own.waiting or not own.long)
+        wanted = range(self.group.world) if self.urgent or late else (0,)
+        for other in wanted:
+            if other == rank or not store.check([str(other)]):
+                continue
+            number, sent, activity, age, ended = json.loads(store.get(str(other)))
+            note, came = self.notes[other], time.monotonic()
+            if note is None:
+                came -= max(0.0, time.time() - sent)  # it may be an old one
+            if note is None or note.beat != number:
+                self.notes[other] = Note(number, Activity(*activity), age, ended, came)
+        self.answered = time.monotonic()
+        self.reads += len(wanted) > 1
+
+    # --- verdicts -----------------------------------------------------------------------------------------------------
+
+    def _judge(self) -> None:
+        before = after = time.monotonic()
+        while not self.stopped.wait(self.beat):
+            own, now = self.group.activity, time.monotonic()
+            if now - before > self.silence:  # it was this process that was stopped: what it knows of the others is old
+                after = now + self.silence
+            before, waited = now, now - own.since
+            if now >= after and waited >= self.patience and (own.waiting or not own.long):
+                self._tell(own, now, waited)
+
+    def _verdict(self, own: Activity, now: float) -> Standstill:
+        if now - self.answered <= self.silence:
+            return judge(self.group.rank, own, self.notes, self.who, now, self.silence)
+        waited = f'step {own.step}: waiting {round(now - own.since)} s in "{own.phase}" for '
+        if outlives(os.environ) or self.group.rank == 0:
+            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            return Standstill([], f"{waited}others, of which nothing is known: torchrun's store at {place} does not answer", True)
+        return Standstill([0], waited + _named(0, self.notes[0], self.who[0], now, True), True)
+
+    def _tell(self, own: Activity, now: float, waited: float) -> None:
+        verdict = self._verdict(own, now)
+        others = [r for r in range(self.group.world) if r not in verdict.culprits] or [min(verdict.culprits)]
+        speaks = self.group.rank == others[0]
+        since, after = self.told
+        if speaks and (since != own.since or waited >= 2 * after):
+            self.told = own.since, waited
+            say(verdict.line)
+        if self.limit is not None and waited >= self.limit and verdict.final and self.group.activity.since == own.since:
+            self._end(verdict, speaks)
+
+    def _end(self, verdict: Standstill, speaks: bool) -> None:
+        """Ends this process, whose main thread may never come back from where it waits."""
+        if speaks:
+            say(f"error: {verdict.line}; the run ends (fabric.give_up_seconds): {AGAIN}")
+        if self.group.rank in verdict.culprits:
+            say(f"process {self.group.rank} (pid {os.getpid()}) is here:")
+            with suppress(OSError, ValueError):
+                faulthandler.dump_traceback(sys.stderr)
+        self.ended = "it gave up waiting"
+        self.stopped.wait(max(ENDING[0] * self.beat, ENDING[1]) * (1 + (self.group.rank in verdict.culprits)))
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(LostError.code)
+
+    # --- lost processes -----------------------------------------------------------------------------------------------
+
+    def lost(self) -> LostError:
+        """The error that names the processes which have died; the first of the others says it."""
+        rank, until = self.group.rank, time.monotonic() + self.silence + 2 * self.beat
+        gone: list[int] = []
+        self.urgent, reads = True, self.reads
+        while not gone and time.monotonic() < until:
+            time.sleep(self.beat / 4)
+            gone = [r for r in range(self.group.world) if r != rank and self._is_gone(r)]
+        first = [r for r in gone if (note := self.notes[r]) is None or note.ended != FOLLOWING]
+        read = time.monotonic() + self.beat
+        while self.reads < reads + 2 and self.threads[0].is_alive() and time.monotonic() < read:
+            time.sleep(self.beat / 20)  # the dead one's last note
+        step = self.group.activity.step
+        if not gone:
+            return LostError(f"step {step}: another process of the run was lost, it is not known which; {AGAIN}")
+        named = [self._gone(r) for r in first or gone]
+        living = [r for r in range(self.group.world) if r not in gone]
+        return LostError(f"step {step}: {_listed(named)}; {AGAIN}", quiet=rank != living[0])
+
+    def _is_gone(self, rank: int) -> bool:
+        note, now = self.notes[rank], time.monotonic()
+        if self.who[rank].dead or (note is not None and note.ended is not None):
+            return True
+        if not self.threads[0].is_alive() and not outlives(os.environ):  # the store is gone, and with it the first process
+            return rank == 0
+        return note is not None and now - note.came > self.silence
+
+    def _gone(self, rank: int) -> str:
+        note, who = self.notes[rank], self.who[rank]
+        phase = f' in "{note.activity.phase}"' if note is not None else ""
+        why = f" ({note.ended})" if note is not None and note.ended else ""
+        return f"process {rank} has {'ended' if why else 'died'}{phase}{why} (host {who.host}, pid {who.pid})"
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """True where an error, or one that led to it, says that another process cannot be reached."""
+    while error is not None:
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        if "DistError" in kinds or ("RuntimeError" in kinds and any(part in str(error) for part in LOST)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def watched(group: Watched, config: FabricConfig) -> Iterator[None]:
+    """A context in which the processes of a run are watched. All of them must enter it.
+
+    Raises:
+        LostError: another process cannot be reached any more; it is named.
+    """
+    if group.world == 1:
+        yield
+        return
+    watchdog = Watchdog(group, config.patience_seconds, config.give_up_seconds)
+    watchdog.start()
+    ended = ""
+    try:
+        yield
+    except Exception as error:
+        if is_lost(error):
+            lost = watchdog.lost()
+            ended = FOLLOWING
+            raise lost from error
+        ended = in_one_line(error)
+        raise
+    except BaseException as error:
+        ended = type(error).__name__
+        raise
+    finally:
+        watchdog.stop(ended)
