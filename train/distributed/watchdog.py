@@ -34,6 +34,8 @@ SILENT, LEAST = 10, 0.8
 ENDING = 3, 0.5
 """Beats, and at least seconds, that a process waits with its end, so that the others come to the same verdict; the one that
 holds them up waits twice as long."""
+LEAVING = 30.0
+"""Seconds in which the process group has to end when a process was lost."""
 NAMED = 4
 """Most processes that a line names."""
 
@@ -167,7 +169,7 @@ def judge(
 
     Args:
         rank, own: this process, and what it is doing for too long.
-        notes: of all processes.
+        notes: of all processes; its own does not matter.
         silence: seconds without a note after which a process is silent.
     """
     known = {r: note.activity for r, note in enumerate(notes) if note is not None} | {rank: own}
@@ -219,16 +221,18 @@ class Watchdog:
         self.group, self.patience, self.limit = group, patience, limit
         self.beat = min(BEAT, patience / (4 * SILENT))
         self.silence = max(SILENT * self.beat, LEAST)
-        self.who = [Identity(*one) for one in group.gather(tuple(Identity.own()))]
-        self.prefix = group.broadcast(f"watchdog/{os.urandom(8).hex()}")
+        self.store = connect(group.broadcast(f"watchdog/{os.urandom(8).hex()}"), timedelta(seconds=30))
         self.notes: list[Note | None] = [None] * group.world
         self.ended: str | None = None
-        self.urgent = False  # a process is lost: all notes are read at once
+        self.sent = 0
+        self.urgent = threading.Event()  # a process is lost: all notes are read at once
         self.reads = 0
         self.answered = time.monotonic()
         self.told: tuple[float, float] = (0.0, 0.0)  # beginning of the phase that was told of, and after how many seconds
         self.stopped = threading.Event()
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self._send, self._judge)]
+        self._note()
+        self.who = [Identity(*one) for one in group.gather(tuple(Identity.own()))]  # all have sent a note from here on
 
     def start(self) -> None:
         for thread in self.threads:
@@ -238,36 +242,39 @@ class Watchdog:
         """Ends the threads; the last note says why the process has ended, "" for as it should."""
         self.ended = ended
         self.stopped.set()
+        self.urgent.set()
         for thread in self.threads:
             thread.join(2 * BEAT)
 
     # --- notes --------------------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        try:
-            store = connect(self.prefix, timedelta(seconds=30))
-            beat, going = 0, True
+        going = True
+        with suppress(dist.DistError, RuntimeError):  # whoever keeps the store is gone
             while going:
-                beat += 1
-                going = not self.stopped.wait(self.beat / 4 if self.urgent else self.beat)
-                self._exchange(store, beat)
-        except (dist.DistError, RuntimeError):  # whoever keeps the store is gone
-            return
+                if self.urgent.wait(self.beat):
+                    time.sleep(self.beat / 20)
+                going = not self.stopped.is_set()
+                self._note()
+                self._read()
 
-    def _exchange(self, store: dist.Store, beat: int) -> None:
-        rank, own, now = self.group.rank, self.group.activity, time.monotonic()
-        store.set(str(rank), json.dumps([beat, time.time(), own, now - own.since, self.ended]))
-        late = now - own.since > self.patience / 2 and (own.waiting or not own.long)
-        wanted = range(self.group.world) if self.urgent or late else (0,)
-        for other in wanted:
-            if other == rank or not store.check([str(other)]):
-                continue
-            number, sent, activity, age, ended = json.loads(store.get(str(other)))
+    def _note(self) -> None:
+        self.sent, own = self.sent + 1, self.group.activity
+        age = time.monotonic() - own.since
+        self.store.set(str(self.group.rank), json.dumps([self.sent, time.time(), own, age, self.ended]))
+
+    def _read(self) -> None:
+        """Reads the first process's note, as it may keep the store; all of them where they are needed."""
+        own = self.group.activity
+        late = time.monotonic() - own.since > self.patience / 2 and (own.waiting or not own.long)
+        wanted = range(self.group.world if self.urgent.is_set() or late else 1)
+        for other, text in zip(wanted, self.store.multi_get([str(other) for other in wanted]), strict=True):
+            beat, sent, activity, age, ended = json.loads(text)
             note, came = self.notes[other], time.monotonic()
             if note is None:
                 came -= max(0.0, time.time() - sent)  # it may be an old one
-            if note is None or note.beat != number:
-                self.notes[other] = Note(number, Activity(*activity), age, ended, came)
+            if note is None or note.beat != beat:
+                self.notes[other] = Note(beat, Activity(*activity), age, ended, came)
         self.answered = time.monotonic()
         self.reads += len(wanted) > 1
 
@@ -289,7 +296,9 @@ class Watchdog:
         waited = f'step {own.step}: waiting {round(now - own.since)} s in "{own.phase}" for '
         if outlives(os.environ) or self.group.rank == 0:
             place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            return Standstill([], f"{waited}others, of which nothing is known: torchrun's store at {place} does not answer", True)
+            return Standstill(
+                [], f"{waited}others, of which nothing is known: torchrun's store at {place} does not answer", True
+            )
         return Standstill([0], waited + _named(0, self.notes[0], self.who[0], now, True), True)
 
     def _tell(self, own: Activity, now: float, waited: float) -> None:
@@ -324,14 +333,15 @@ class Watchdog:
         """The error that names the processes which have died; the first of the others says it."""
         rank, until = self.group.rank, time.monotonic() + self.silence + 2 * self.beat
         gone: list[int] = []
-        self.urgent, reads = True, self.reads
+        reads = self.reads
+        self.urgent.set()
         while not gone and time.monotonic() < until:
             time.sleep(self.beat / 4)
             gone = [r for r in range(self.group.world) if r != rank and self._is_gone(r)]
         first = [r for r in gone if (note := self.notes[r]) is None or note.ended != FOLLOWING]
-        read = time.monotonic() + self.beat
-        while self.reads < reads + 2 and self.threads[0].is_alive() and time.monotonic() < read:
-            time.sleep(self.beat / 20)  # the dead one's last note
+        until = max(until, time.monotonic() + self.beat)
+        while self.reads < reads + 2 and self.threads[0].is_alive() and time.monotonic() < until:
+            time.sleep(self.beat / 20)  # its last note is read
         step = self.group.activity.step
         if not gone:
             return LostError(f"step {step}: another process of the run was lost, it is not known which; {AGAIN}")
@@ -364,6 +374,13 @@ def is_lost(error: BaseException | None) -> bool:
     return False
 
 
+def _end_what_hangs() -> None:
+    """Ends a process whose process group does not: NCCL may wait for a process that is lost."""
+    time.sleep(LEAVING)
+    if dist.is_initialized():
+        os._exit(LostError.code)
+
+
 @contextmanager
 def watched(group: Watched, config: FabricConfig) -> Iterator[None]:
     """A context in which the processes of a run are watched. All of them must enter it.
@@ -383,6 +400,7 @@ def watched(group: Watched, config: FabricConfig) -> Iterator[None]:
         if is_lost(error):
             lost = watchdog.lost()
             ended = FOLLOWING
+            threading.Thread(target=_end_what_hangs, daemon=True).start()
             raise lost from error
         ended = in_one_line(error)
         raise

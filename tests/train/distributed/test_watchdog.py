@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from omni.errors import LostError
 from tests.processes import Ended, two
 from tests.train.toys import final_tensors
 from train.distributed.watchdog import Activity, Identity, Note, is_lost, judge
@@ -97,13 +98,20 @@ def test_an_error_of_the_connection_is_found_below_what_it_has_caused() -> None:
 
 
 def test_who_holds_up_a_run_is_told_and_it_goes_on(tmp_path: Path) -> None:
-    """One start: data that take long, a process that is stopped for a while, and a validation by the first process."""
+    """One start: data that take long, a process that is stopped for a while, a validation by the first process; and one that
+    dies, where the other ends."""
     first, second = ended(
         losing(tmp_path / "data", 1, 2, "sleep", 1.4),
         losing(tmp_path / "stopped", 1, 3, "stop", 1.8, strategy="fsdp"),
         losing(tmp_path / "answers", 0, 0, "validation", 1.4, validate=8, give_up=1.0),
+        losing(tmp_path / "dead", 1, 4, "kill", 0, strategy="fsdp"),
     )
-    assert (first.code, second.code) == (0, 0), first.said + second.said
+    assert (first.code, second.code) == (LostError.code, -signal.SIGKILL), first.said + second.said
+    assert re.search(
+        rf'\nerror: step 5: process 1 has died in "waiting for data" {WHERE}\); the same command goes on from the last check',
+        first.said,
+    )
+    assert "Connection closed" not in first.said and "Traceback" not in first.said
     lines, others = ([line for line in one.said.splitlines() if re.match(r"step \d: ", line)] for one in (first, second))
     sleeping, stopped = lines
     assert re.fullmatch(
@@ -132,19 +140,9 @@ def test_what_never_goes_on_is_ended_in_all_processes(tmp_path: Path, how: str) 
     rank = 1 if how == "sleep" else 0
     programs = ended(losing(tmp_path, rank, 4, how, 0, give_up=1.5))
     hanging, other = programs[rank], programs[1 - rank]
-    assert other.code == 75, other.said
+    assert other.code == LostError.code, other.said
     assert re.search(
         rf"error: step 5: waiting \d s .* for process {rank}, .*{WHERE}.*; the run ends .*last checkpoint", other.said
     )
     if how == "sleep":
-        assert hanging.code == 75 and re.search(r"process 1 \(pid \d+\) is here:\n(.|\n)*in lose\n", hanging.said)
-
-
-@pytest.mark.parametrize(("rank", "strategy"), [(1, "ddp"), (0, "fsdp")])
-def test_a_process_that_died_is_named(tmp_path: Path, rank: int, strategy: str) -> None:
-    """The first one keeps the processes' store here, which dies with it."""
-    programs = ended(losing(tmp_path, rank, 4, "kill", 0, strategy=strategy))
-    dead, other = programs[rank], programs[1 - rank]
-    assert (dead.code, other.code) == (-signal.SIGKILL, 75), other.said
-    assert re.search(rf'error: step 5: process {rank} has died in "[a-z ]+" {WHERE}\); the same command goes on', other.said)
-    assert "Connection closed" not in other.said and "Traceback" not in other.said
+        assert hanging.code == LostError.code and re.search(r"process 1 \(pid \d+\) is here:\n(.|\n)*in lose\n", hanging.said)
