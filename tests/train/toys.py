@@ -247,7 +247,7 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
 
 
 def lose(how: str, seconds: float) -> None:
-    """Have this process sleep, stop, or die, when its watchdog knows what it is doing."""
+    """Have this process sleep, stop, die, or fail, when its watchdog knows what it is doing."""
     time.sleep(0.1)
     if how == "sleep":
         time.sleep(seconds or 1e6)
@@ -257,6 +257,8 @@ def lose(how: str, seconds: float) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "fail":
+        raise RuntimeError("a mistake of its own")
 
 
 def main(options: dict[str, Any]) -> int:
@@ -267,8 +269,8 @@ def main(options: dict[str, Any]) -> int:
     step] (the first process sends itself a signal before that step), block: [path, step] (before that step it puts a folder
     that is not empty where a checkpoint's file belongs, or, where the path ends in `writing`, a file in place of the folder),
     callback (a step after which a callback fails), resume, lose: [rank, step, how, seconds] (before that step a process sleeps,
-    is stopped for these seconds, 0 for ever (till it is killed), or is killed; or, with how `validation`, its first validation
-    takes so long).
+    is stopped for these seconds, 0 for ever (till it is killed), is killed, or fails; or, with how `validation`, its first
+    validation takes so long).
     """
     code = 0
     for run in options.get("runs", [options]):

@@ -329,8 +329,8 @@ class Watchdog:
 
     # --- lost processes -----------------------------------------------------------------------------------------------
 
-    def lost(self) -> LostError:
-        """The error that names the processes which have died; the first of the others says it."""
+    def lost(self, error: Exception) -> LostError:
+        """The error that names the processes which have died, of which `error` tells; the first of the others says it."""
         rank, until = self.group.rank, time.monotonic() + self.silence + 2 * self.beat
         gone: list[int] = []
         reads = self.reads
@@ -344,7 +344,8 @@ class Watchdog:
             time.sleep(self.beat / 20)  # its last note is read
         step = self.group.activity.step
         if not gone:
-            return LostError(f"step {step}: another process of the run was lost, it is not known which; {AGAIN}")
+            text = " ".join(str(error).split())[:200]
+            return LostError(f"step {step}: another process cannot be reached, it is not known which ({text}); {AGAIN}")
         named = [self._gone(r) for r in first or gone]
         living = [r for r in range(self.group.world) if r not in gone]
         return LostError(f"step {step}: {_listed(named)}; {AGAIN}", quiet=rank != living[0])
@@ -398,7 +399,7 @@ def watched(group: Watched, config: FabricConfig) -> Iterator[None]:
         yield
     except Exception as error:
         if is_lost(error):
-            lost = watchdog.lost()
+            lost = watchdog.lost(error)
             ended = FOLLOWING
             threading.Thread(target=_end_what_hangs, daemon=True).start()
             raise lost from error

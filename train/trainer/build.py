@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,7 +31,7 @@ from train.data.batching.pipeline import Pipeline
 from train.data.build import build_alignment, build_pipeline, held_out_by_source
 from train.data.sources.recorded_digits import speak_ahead
 from train.data.speech_time import estimate_speech_time
-from train.distributed.fabric import ProcessGroup, build_fabric, compile_blocks, launch, leave
+from train.distributed.fabric import ProcessGroup, build_fabric, compile_blocks, launch, leave, restarted
 from train.distributed.precision import quantized_type
 from train.distributed.watchdog import watched
 from train.objective.flops import StepFlops
@@ -57,6 +58,8 @@ from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
 from train.trainer.validation import build_validator
 
 MODEL = "model"
+LEFT_SECONDS = 120.0
+"""Longest time in which the lock of a process that was lost is taken from it; NFS waits for a node that is gone."""
 
 
 def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None:
@@ -87,7 +90,8 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
     try:
         group = ProcessGroup(fabric)
         with watched(group, config.fabric), ExitStack() as stack:
-            group.run_on_first(lambda: stack.enter_context(locked(folder)))
+            wait = LEFT_SECONDS if restarted(os.environ) else 0.0
+            group.run_on_first(lambda: stack.enter_context(locked(folder, wait)))
             say = announce.speaker(config, group.first)
             for note in notes:
                 say(note)

@@ -146,3 +146,12 @@ def test_what_never_goes_on_is_ended_in_all_processes(tmp_path: Path, how: str) 
     )
     if how == "sleep":
         assert hanging.code == LostError.code and re.search(r"process 1 \(pid \d+\) is here:\n(.|\n)*in lose\n", hanging.said)
+
+
+@pytest.mark.long
+def test_a_process_that_ended_by_an_error_of_its_own_is_named_with_it(tmp_path: Path) -> None:
+    other, failed = ended(losing(tmp_path, 1, 4, "fail", 0))
+    assert (other.code, failed.code) == (LostError.code, 1) and "RuntimeError: a mistake of its own" in failed.said
+    assert re.search(
+        r'error: step 5: process 1 has ended in "waiting for data" \(RuntimeError: a mistake of its own; ', other.said
+    )
