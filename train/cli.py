@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return error.code
         if not _helper():  # all processes of a run fail alike; the first one reports
             say(f"error: {error}")
-        _end_launcher()
+        if not isinstance(error.__cause__, OSError):  # another try may help there
+            _end_launcher()
         return 0 if _helper() else error.code
     except BrokenPipeError:  # whoever read what is printed, such as `head`, has read enough
         forget(sys.stdout.fileno())

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -252,6 +253,8 @@ def test_a_mistake_ends_a_torchrun_that_would_start_again(
 ) -> None:
     """Nothing else is ended, and a lost process is no mistake."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)", parent]) as launcher:
+        while parent.encode() not in Path(f"/proc/{launcher.pid}/cmdline").read_bytes():  # the system has just begun with it
+            time.sleep(0.01)
         monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
         names = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": count, "LOCAL_RANK": rank, "RANK": rank}
         for name, value in names.items():
