@@ -268,13 +268,12 @@ def main(options: dict[str, Any]) -> int:
     rows of the log), validate (steps between validations), lora (true, or how the base is quantised), guard, kill: [signal,
     step] (the first process sends itself a signal before that step), block: [path, step] (before that step it puts a folder
     that is not empty where a checkpoint's file belongs, or, where the path ends in `writing`, a file in place of the folder),
-    callback (a step after which a callback fails), resume, lose: [rank, step, how, seconds] (before that step a process sleeps,
-    is stopped for these seconds, 0 for ever (till it is killed), is killed, or fails; or, with how `validation`, its first
-    validation takes so long).
+    callback (a step after which a callback fails), resume, answers (seconds that validation's answers take), lose: [rank, step,
+    how, seconds] (before that step a process sleeps, is stopped for these seconds (0: for ever), is killed, or fails).
     """
     code = 0
     for run in options.get("runs", [options]):
-        kill, block = run.get("kill"), run.get("block")
+        kill, block, lost = run.get("kill"), run.get("block"), run.get("lose")
 
         def before(step: int, kill: Any = kill, block: Any = block, run: Any = run) -> None:
             if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
@@ -289,12 +288,10 @@ def main(options: dict[str, Any]) -> int:
                 else:
                     (path / "in the part").mkdir(parents=True)
 
-        rank, lost, how, seconds = run.get("lose", (-1, 0, "", 0))
-
-        def losing(step: int, before: Any = before, given: Any = (rank, lost, how, seconds)) -> None:
+        def losing(step: int, before: Any = before, lost: Any = lost) -> None:
             before(step)
-            if (int(os.environ.get("RANK", "0")), step) == tuple(given[:2]):
-                lose(*given[2:])
+            if lost and [int(os.environ.get("RANK", "0")), step] == lost[:2]:
+                lose(*lost[2:])
 
         lora = toy_lora(run["lora"]) if run.get("lora") else None
         config = toy_config(
@@ -311,8 +308,10 @@ def main(options: dict[str, Any]) -> int:
         )
         try:
             parts = toy_parts(losing) if lora is None else adapted_parts(lora, losing, config.fabric.precision)
-            if how == "validation":
-                parts = replace(parts, validate=lambda weights, step, seconds=seconds: {"slow": time.sleep(seconds) or 1.0})
+            if run.get("answers"):
+                parts = replace(
+                    parts, validate=lambda weights, step, seconds=run["answers"]: {"slow": time.sleep(seconds) or 1.0}
+                )
             failing = [FailingCallback(run["callback"])] if run.get("callback") else []
             outcome, _ = toy_fit(config, parts, failing)
         except UserError as error:

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from omni.errors import UserError
 from omni.model.quantize import is_quantized
 from train.config.sections import FabricConfig
+from train.distributed.activity import Activity
 from train.distributed.precision import AdapterPrecision
 from train.distributed.store import fresh, outlives
-from train.distributed.watchdog import Activity
 
 T = TypeVar("T")
 
