@@ -83,6 +83,8 @@ def launch(fabric: Fabric) -> None:
     """
     if outlives(os.environ) and fabric.world_size > 1:
         device, wait = fabric.device, getattr(fabric.strategy, "_timeout", None)
+        if device.type == "cuda":  # NCCL connects at once
+            torch.cuda.set_device(device)
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
             store=fresh(int(os.environ["RANK"]), fabric.world_size),

@@ -11,6 +11,7 @@ import sys
 from _thread import start_new_thread
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,6 +237,32 @@ def test_a_process_that_leaves_lets_the_threads_of_its_group_finish(monkeypatch:
     finally:
         sys.setswitchinterval(before)
     assert ended == ["group", "thread"]
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda:1", "nccl")])
+def test_under_torchrun_the_process_group_has_a_store_of_this_start(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str
+) -> None:
+    done: list[Any] = []
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(parallel, "fresh", lambda rank, world: ("store", rank, world))
+    monkeypatch.setattr(parallel.dist, "init_process_group", lambda backend, **given: done.append((backend, given)))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(device))
+    fabric: Any = SimpleNamespace(
+        device=torch.device(device),
+        world_size=4,
+        strategy=SimpleNamespace(_timeout=parallel.PATIENCE),
+        launch=lambda: done.append("launched"),
+    )
+    parallel.launch(fabric)
+    own = torch.device(device) if backend == "nccl" else None
+    given = {"store": ("store", 3, 4), "rank": 3, "world_size": 4, "timeout": parallel.PATIENCE, "device_id": own}
+    assert done == [*([own] if own else []), (backend, given), "launched"]
+    done.clear()
+    fabric.world_size = 1
+    parallel.launch(fabric)
+    assert done == ["launched"]
 
 
 def test_only_the_decoders_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
