@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from omni.errors import LostError, in_one_line
+from omni.errors import LostError
 from omni.process import say
 from train.config.sections import FabricConfig
 from train.distributed.activity import Activity, Identity, Note, Standstill, judge, listed, named
@@ -178,13 +178,12 @@ class Watchdog:
     def lost(self, error: Exception) -> LostError:
         """The error that names the processes which have died, of which `error` tells; the first of the others says it."""
         rank, until = self.group.rank, time.monotonic() + self.silence + 2 * self.beat
-        gone: list[int] = []
-        reads = self.reads
+        gone, first, reads = list[int](), list[int](), self.reads
         self.urgent.set()
-        while not gone and time.monotonic() < until:
+        while not first and time.monotonic() < until:
             time.sleep(self.beat / 4)
-            gone = [r for r in range(self.group.world) if r != rank and self._is_gone(r)]
-        first = [r for r in gone if (note := self.notes[r]) is None or note.ended != FOLLOWING]
+            gone = [r for r in range(self.group.world) if r != rank and self._is_gone(r, self.reads > reads)]
+            first = [r for r in gone if (note := self.notes[r]) is None or note.ended != FOLLOWING]
         until = max(until, time.monotonic() + self.beat)
         while self.reads < reads + 2 and self.threads[0].is_alive() and time.monotonic() < until:
             time.sleep(self.beat / 20)  # its last note is read
@@ -192,17 +191,18 @@ class Watchdog:
         if not gone:
             text = " ".join(str(error).split())[:200]
             return LostError(f"step {step}: another process cannot be reached, it is not known which ({text}); {AGAIN}")
-        named = [self._gone(r) for r in first or gone]
+        texts = [self._gone(r) for r in first or gone]
         living = [r for r in range(self.group.world) if r not in gone]
-        return LostError(f"step {step}: {listed(named)}; {AGAIN}", quiet=rank != living[0])
+        return LostError(f"step {step}: {listed(texts)}; {AGAIN}", quiet=rank != living[0])
 
-    def _is_gone(self, rank: int) -> bool:
+    def _is_gone(self, rank: int, read: bool) -> bool:
+        """True where a process has ended, as far as is known; `read`: its note has been read since another was lost."""
         note, now = self.notes[rank], time.monotonic()
         if self.who[rank].dead or (note is not None and note.ended is not None):
             return True
         if not self.threads[0].is_alive() and not outlives(os.environ):  # the store is gone, and with it the first process
             return rank == 0
-        return note is not None and now - note.came > self.silence
+        return read and note is not None and now - note.came > self.silence
 
     def _gone(self, rank: int) -> str:
         note, who = self.notes[rank], self.who[rank]
@@ -249,7 +249,7 @@ def watched(group: Watched, config: FabricConfig) -> Iterator[None]:
             ended = FOLLOWING
             threading.Thread(target=_end_what_hangs, daemon=True).start()
             raise lost from error
-        ended = in_one_line(error)
+        ended = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise
     except BaseException as error:
         ended = type(error).__name__

@@ -150,5 +150,5 @@ def test_a_process_that_ended_by_an_error_of_its_own_is_named_with_it(tmp_path: 
     other, failed = ended(losing(tmp_path, 1, 4, "fail", 0))
     assert (other.code, failed.code) == (LostError.code, 1) and "RuntimeError: a mistake of its own" in failed.said
     assert re.search(
-        r'error: step 5: process 1 has ended in "waiting for data" \(RuntimeError: a mistake of its own; ', other.said
+        r'error: step 5: process 1 has ended in "waiting for data" \(RuntimeError: a mistake of its own\) ', other.said
     )
