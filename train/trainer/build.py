@@ -39,11 +39,13 @@ from train.distributed.fabric import (
     count_processes,
     launch,
     leave,
+    restarted,
     sends_values,
     setup,
 )
 from train.distributed.precision import quantized_type
 from train.distributed.sharding import ParallelDims
+from train.distributed.watchdog import watched
 from train.objective.flops import StepFlops
 from train.objective.objective import Objective, cells, targets
 from train.optim.ema import Average
@@ -68,6 +70,8 @@ from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
 from train.trainer.validation import build_validator
 
 MODEL = "model"
+LEFT_SECONDS = 120.0
+"""Longest time in which the lock of a process that was lost is taken from it; NFS waits for a node that is gone."""
 
 
 def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None:
@@ -104,8 +108,9 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
     launch(fabric)
     try:
         group = process_group(config, fabric)
-        with ExitStack() as stack:
-            group.run_on_first(lambda: stack.enter_context(locked(folder)))
+        with watched(group, config.fabric), ExitStack() as stack:
+            wait = LEFT_SECONDS if restarted(os.environ) else 0.0
+            group.run_on_first(lambda: stack.enter_context(locked(folder, wait)))
             say = announce.speaker(config, group.first)
             for note in notes:
                 say(note)
