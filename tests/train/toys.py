@@ -40,7 +40,7 @@ from train.distributed.fabric import ProcessGroup, build_fabric, launch, leave
 from train.distributed.precision import quantized_type
 from train.distributed.watchdog import watched
 from train.objective.objective import Losses
-from train.trainer.build import build_loop
+from train.trainer.build import build_loop, process_group
 from train.trainer.callbacks import Callback
 from train.trainer.held_out_loss import HeldOut
 from train.trainer.lora import apply
@@ -216,7 +216,7 @@ def toy_fit(
     """Run it in this process; the outcome, and model and average by name."""
     fabric = build_fabric(config.fabric)
     launch(fabric)
-    group = ProcessGroup(fabric)
+    group = process_group(config, fabric)
     parts = parts or toy_parts()
     if config.validation.every_steps is not None and parts.validate is None:
         parts = replace(parts, held_out=HeldOut(toy_held_out(fabric.global_rank, fabric.world_size)))

@@ -89,6 +89,10 @@ class FabricConfig:
     give_up_seconds: float | None = ranged(3600.0, above=0, way=", or null for never")
 
     def __post_init__(self) -> None:
+        _need(
+            self.checkpointing in (True, False, "selective"),
+            f"fabric.checkpointing is {self.checkpointing!r}; give true, false or selective",
+        )
         check_fields(self, "fabric")
         _need(
             self.give_up_seconds is None or self.give_up_seconds >= self.patience_seconds,
@@ -99,11 +103,6 @@ class FabricConfig:
             bool(listed) and (all(device.isdecimal() for device in listed) or listed in (["auto"], ["-1"])),
             f"fabric.devices is {self.devices!r}; give a number, a list such as '0,1', or auto",
         )
-        _need(
-            self.checkpointing in (True, False, "selective"),
-            f"fabric.checkpointing is {self.checkpointing!r}; give true, false or selective",
-        )
-        check_fields(self, "fabric")
         for name in ("replicas", "tensor_parallel"):
             _need(
                 getattr(self, name) == 1 or self.strategy == "fsdp",
