@@ -13,6 +13,8 @@ class UserError(ValueError):
     """
 
     code = 2
+    alone = False
+    """Of a run's processes one raises it while the others go on, so that each reports its own."""
 
 
 class BusyError(UserError):

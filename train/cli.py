@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if debug:
             raise
-        if _helper():  # all processes of a run fail alike; the first one reports
+        if _helper() and not error.alone:  # all processes of a run fail alike; the first one reports
             return 0
         say(f"error: {error}")
         return error.code

@@ -8,8 +8,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from omni.errors import in_one_line
 from omni.process import importing
 from train.config.parse import in_folder, read_with_options
+from train.config.run import FitConfig
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's `prctl`: the signal that a process gets when its parent has ended."""
@@ -18,16 +20,39 @@ PR_SET_PDEATHSIG = 1
 def main(argv: Sequence[str]) -> int:
     """Runs the command, given a YAML file and dotted overrides; returns 0, or 128 + the signal that stopped the run."""
     _end_with_parent()
-    read, name, options = read_with_options(argv, {"dry_run": bool})
+    read, name, options = read_with_options(argv, {"dry_run": bool, "profile": str})
     config = in_folder(read, name)
     with importing():
         from train.trainer.build import dry_run, fit
+        from train.trainer.usage import OutOfMemory
 
-    if options:
+    if options.get("dry_run"):
         print(dry_run(config))
         return 0
-    outcome = fit(config)
+    try:
+        outcome = fit(config, profile=options.get("profile"))
+    except OutOfMemory as error:
+        raise OutOfMemory("\n  ".join([str(error), *_saving(config)])) from error
     return 128 + outcome.signal if outcome is not None and outcome.signal else 0
+
+
+def _saving(config: FitConfig) -> list[str]:
+    """Lines with the keys that save memory, the most first, by the plan's estimate."""
+    from train.checkpoint.config_diff import differences
+    from train.config.run import plain_config
+    from train.plan.plan import GIB, savings
+
+    try:
+        found = savings(config)
+    except Exception as error:  # an estimate is not worth an error in place of the one that it is for
+        return [f"`omni-train plan` estimates what saves memory; here it failed ({in_one_line(error)})"]
+    lines = []
+    for one in found:
+        keys = one.knob.keys.replace("--devices", "--fabric.devices")
+        new = differences(plain_config(config), plain_config(one.knob.config))
+        price = one.knob.price + ("; not with the checkpoints of before" if new else "")
+        lines.append(f"{keys}  saves {one.saved / GIB:.2f} GiB ({price})")
+    return ["what saves memory, by the plan's estimate:", *(f"  {line}" for line in lines)] if lines else []
 
 
 def _end_with_parent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -167,6 +168,18 @@ def make_plan(
         refused=refused,
         notes=notes,
     )
+
+
+def savings(config: FitConfig) -> list[KnobEffect]:
+    """Estimates what each knob saves of a run on this machine, whether or not it is estimated to fit; the most first."""
+    from train.trainer.build import with_alignment
+
+    config = with_alignment(config)
+    cuda = place_of(config, False) == "cuda"
+    config = _placed(config, None, cuda)
+    found, _ = try_knobs(config, shape_of(config.model), math.inf, cuda)
+    most = max(devices_of(config), torch.cuda.device_count() if cuda else 1)
+    return sorted((one for one in found if devices_of(one.knob.config) <= most), key=lambda one: -one.saved)
 
 
 def _refused(given: FitConfig, config: FitConfig, here: bool) -> tuple[list[str], list[str]]:

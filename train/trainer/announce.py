@@ -16,6 +16,7 @@ from train.console.progress import Screen, duration
 from train.trainer.logs import METRICS
 from train.trainer.lora import ADAPTER
 from train.trainer.parts import Parts
+from train.trainer.profiler import NONE, files_of, named_steps
 
 Say = Callable[[str], None]
 
@@ -25,8 +26,8 @@ def speaker(config: FitConfig, first: bool) -> Say:
     return Screen("lines" if first and config.log.progress != "off" else "off").say
 
 
-def start_lines(config: FitConfig, fabric: Fabric) -> list[str]:
-    """Lines with the model, folder, budget and devices of a run, known before anything is loaded."""
+def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> list[str]:
+    """Lines with the model, folder, budget and devices of a run, and what is profiled, known before anything is loaded."""
     budget, cuda = config.budget, fabric.device.type == "cuda"
     limits = [
         *([f"{budget.steps} step{'s' * (budget.steps != 1)}"] if budget.steps is not None else []),
@@ -35,9 +36,11 @@ def start_lines(config: FitConfig, fabric: Fabric) -> list[str]:
     start = config.model.init_from or config.model.preset
     device = torch.cuda.get_device_name(fabric.device) if cuda else fabric.device.type
     strategy = f", {config.fabric.strategy}" if fabric.world_size > 1 and config.fabric.strategy != "auto" else ""
+    files = " and ".join(map(str, files_of(profile, Path(config.run_folder))))
     return [
         f"training {start} in {config.run_folder} for {' or '.join(limits)}",
         _line("devices", f"{fabric.world_size} x {device}{strategy}, {config.fabric.precision}"),
+        *([_line("profile", f"{named_steps(profile)}, to be in {files} (ui.perfetto.dev opens the first)")] * bool(profile)),
     ]
 
 

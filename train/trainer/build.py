@@ -16,6 +16,7 @@ from omni.checkpoint.folder import save_folder
 from omni.errors import UserError
 from omni.files import locked, write_whole
 from omni.generate.speech_time import EXTRA as SPEECH_TIME
+from omni.hardware import peak_flops
 from omni.lora.weights import merged_state
 from omni.remote import refuse_remote
 from omni.tasks import TASKS
@@ -45,20 +46,23 @@ from train.trainer.feed import CountingFeed, Feed
 from train.trainer.guard import StepGuard
 from train.trainer.held_out_batches import outer_batches
 from train.trainer.held_out_loss import HeldOut, build_held_out
+from train.trainer.highest_loss import HighestLosses
 from train.trainer.initial_model import Initial, build_initial
 from train.trainer.logs import LeftOut, Logs
 from train.trainer.loop import Loop
 from train.trainer.metrics import StepMetrics
 from train.trainer.parts import Outcome, Parts
 from train.trainer.preflight import check_devices, check_packages, check_resume, check_start
+from train.trainer.profiler import NONE, StepProfiler, step_range
 from train.trainer.signals import Stop
 from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
+from train.trainer.usage import Usage, is_out_of_memory, out_of_memory
 from train.trainer.validation import build_validator
 
 MODEL = "model"
 
 
-def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None:
+def fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | None = None) -> Outcome | None:
     """Trains as configured, in all processes of the run; returns None in all but the first.
 
     A folder that has an earlier start of the run is gone on with; see `resume`.
@@ -66,14 +70,17 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
     Args:
         callbacks: called as the run goes on, beside those that the configuration names, in the first process only; an
             exception in one ends the run.
+        profile: steps of the run to trace, such as "10:15"; see `train.trainer.profiler`.
 
     Raises:
         UserError: whatever is wrong with configuration, data or disk; in all processes alike.
+        OutOfMemory: memory ran out, in this process.
     """
     if not isinstance(config, FitConfig):
         raise UserError(f"fit was given {config!r:.80}; give it a FitConfig, such as recipe('nano') from train")
     if not config.run_folder:
         raise UserError("run_folder is missing: name a folder for the run")
+    steps = NONE if profile is None else step_range(profile, config.budget)
     refuse_remote(config.run_folder, "run_folder", write=True)
     folder = Path(config.run_folder)
     check_resume(config)
@@ -83,6 +90,7 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
     own = build_callbacks([CALLBACKS[name] for name in config.callbacks], folder)
     fabric = build_fabric(config.fabric)
     launch(fabric)
+    loop: Loop | None = None
     try:
         group = ProcessGroup(fabric)
         with ExitStack() as stack:
@@ -90,25 +98,34 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
             say = announce.speaker(config, group.first)
             for note in notes:
                 say(note)
-            loop = prepare(config, fabric, folder, group, [*callbacks, *own])
+            loop = prepare(config, fabric, folder, group, [*callbacks, *own], steps)
             group.run_on_first(lambda: _synthesise_ahead(config))
             outcome = loop.run()
         return outcome if group.first else None
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(error, fabric.device, *((loop.usage, loop.saved) if loop is not None else (None, None))) from error
     finally:
         leave()
 
 
 def prepare(
-    config: FitConfig, fabric: Fabric, folder: Path, group: ProcessGroup | None = None, callbacks: Sequence[Callback] = ()
+    config: FitConfig,
+    fabric: Fabric,
+    folder: Path,
+    group: ProcessGroup | None = None,
+    callbacks: Sequence[Callback] = (),
+    profile: range = NONE,
 ) -> Loop:
     """Build everything a run needs, in every process alike."""
     say = announce.speaker(config, fabric.global_rank == 0)
-    for line in announce.start_lines(config, fabric):
+    for line in announce.start_lines(config, fabric, profile):
         say(line)
     initial = build_initial(with_alignment(config).model, config.seed)
     say(announce.parameters_line("model", initial.model.parameters()))
     plain = plain_config(config)
-    loop = build_loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder, group, callbacks)
+    loop = build_loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder, group, callbacks, profile)
     loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, _yaml(plain)))
     for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.trainable], loop.position, loop.saved):
         say(line)
@@ -123,6 +140,7 @@ def build_loop(
     folder: Path,
     group: ProcessGroup | None = None,
     callbacks: Sequence[Callback] = (),
+    profile: range = NONE,
 ) -> Loop:
     """Builds optimizer, step, checkpoints and logs of a run over its parts, and resumes it where it has a checkpoint.
 
@@ -130,6 +148,7 @@ def build_loop(
         plain: the configuration as plain data, to be stored and compared.
         folder: where everything of the run is written.
         callbacks: see `fit`.
+        profile: steps to trace.
     """
     group, objective = group or ProcessGroup(fabric), parts.objective
     shards = process_shards(parts.micro_batches, group.rank, group.world)
@@ -146,8 +165,10 @@ def build_loop(
     balance = None
     if config.balance is not None:
         balance = build_balance(config.balance, config, parts, fabric, group, module, trainable, len(shards))
-    meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group)
-    built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip)
+    peak = peak_flops(fabric.device)
+    meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group, peak and peak * group.world)
+    highest = HighestLosses(config.log.highest if parts.named else 0, folder, group)
+    built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip, highest)
     step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, config.objective.align_first)
     torch.manual_seed(config.seed + 1 + group.rank)
     checkpointer = Checkpointer(
@@ -161,6 +182,8 @@ def build_loop(
     progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds))
     if resumed is not None:
         progress.say(resumed)
+    profiler = StepProfiler(profile if group.first else NONE, folder, fabric.device, progress.say)
+    profiler.resume(position.step + 1)
     if guard is not None:
         step = GuardedStep(step, guard, position.step, progress.say)
 
@@ -177,7 +200,8 @@ def build_loop(
     left_out = LeftOut(folder, group, progress.say, parts.broken_limit)
     return Loop(
         config, parts, folder, fabric, group, module, trainable, optimizer, step, open_feed, average, balance, meter,
-        checkpointer, logs, progress, left_out, calls,
+        checkpointer, logs, progress, left_out, calls, Usage(objective, optimizer, average, fabric.device, group), highest,
+        profiler,
     )  # fmt: skip
 
 
@@ -276,6 +300,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         export=export,
         draw=lambda: pictures(folder),
         broken_limit=config.data.broken_limit,
+        named=True,
         sources=[(source.name, source.size) for source in pipeline.mixture.sources],
     )
 

@@ -19,6 +19,7 @@ from train.optim.optimizer import Optimizers
 from train.trainer.balanced_step import Balancing
 from train.trainer.feed import CountedStep, StepBatches
 from train.trainer.guard import StepGuard
+from train.trainer.highest_loss import HighestLosses
 from train.trainer.metrics import StepMetrics
 
 
@@ -41,6 +42,7 @@ class PlainStep:
         meter: gets the losses, the gradients' norm, and whether the step was left out.
         idle: parameters that are not trained at that share of the budget.
         clip: largest norm of the gradients; None for any.
+        highest: gets the losses of the examples.
     """
 
     fabric: Fabric
@@ -51,6 +53,7 @@ class PlainStep:
     meter: StepMetrics
     idle: Callable[[float], Iterable[nn.Parameter]]
     clip: float | None
+    highest: HighestLosses
 
     def __call__(self, step: StepBatches, progress: float) -> None:
         self.gradients(step, step.denominators.to(self.fabric.device, non_blocking=True), progress)
@@ -74,9 +77,10 @@ class PlainStep:
         """
         for i, batch in enumerate(step.batches):
             with accumulating(self.fabric, self.module, i + 1 < len(step.batches)):
-                losses = self.module(batch.to(self.fabric.device), denominators, progress)
+                losses = self.module(batch.to(self.fabric.device), denominators, progress, *self.highest.options)
                 self.fabric.backward(losses.total * self.group.world)
             self.meter.add(losses)
+            self.highest.add(losses, batch)
 
     def settle(self, left_out: Tensor, progress: float) -> None:
         """Called after the optimizer's step; `left_out` is 1 where it was left out, else 0."""

@@ -34,6 +34,7 @@ class Batch:
         examples: number of examples.
         positions: columns in use.
         state: plain data: of the packer after this batch; see `train.data.batching.packer`.
+        names: of each segment, in the rows one after another: its row (`Example.where`) and tasks; empty for an unused end.
     """
 
     tokens: Tensor
@@ -48,6 +49,7 @@ class Batch:
     examples: int
     positions: int
     state: dict[str, Any]
+    names: Sequence[tuple[str, str]] = ()
 
     TENSORS = ("tokens", "targets", "feature_index", "segments", "task", "inputs")
 
@@ -112,7 +114,7 @@ def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, ban
     feature_index = torch.full((shape[0], length), -1)
     segments = torch.zeros(shape[0], length, dtype=torch.long)
     task = torch.full((shape[0], length), -1)
-    features = 0
+    features, names = 0, list[tuple[str, str]]()
     for r, row in enumerate(rows):
         start = 0
         for number, example in enumerate(row):
@@ -126,6 +128,7 @@ def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, ban
             features += sum(columns.features)
             start = end
         segments[r, start:] = len(row)
+        names += [(example.where, "+".join(example.tasks)) for example in row] + [("", "")] * (start < length)
     examples = [example for row in rows for example in row]
     clips = [clip for example in examples for clip in example.clips]
     lengths = [clip.inputs.shape[1] for clip in clips]
@@ -145,4 +148,5 @@ def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, ban
         examples=len(examples),
         positions=sum(len(example.columns) for example in examples),
         state=state,
+        names=tuple(names),
     )
