@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     read, name, options = read_with_options(argv, {"dry_run": bool, "profile": str})
     config = in_folder(read, name)
     with importing():
-        from train.trainer.build import dry_run, fit
+        from train.trainer.build import dry_run, fit, with_alignment
         from train.trainer.usage import OutOfMemory
 
     if options.get("dry_run"):
@@ -32,25 +32,25 @@ def main(argv: Sequence[str]) -> int:
     try:
         outcome = fit(config, profile=options.get("profile"))
     except OutOfMemory as error:
-        raise OutOfMemory("\n  ".join([str(error), *_saving(config)])) from error
+        raise OutOfMemory("\n  ".join([str(error), *_saving(with_alignment(config), error.in_step)])) from error
     return 128 + outcome.signal if outcome is not None and outcome.signal else 0
 
 
-def _saving(config: FitConfig) -> list[str]:
-    """Lines with the keys that save memory, the most first, by the plan's estimate."""
+def _saving(config: FitConfig, in_step: bool) -> list[str]:
+    """Lines with the keys that save memory, in a step or in all, the most first, by the plan's estimate."""
     from train.checkpoint.config_diff import differences
     from train.config.run import plain_config
-    from train.plan.plan import GIB, savings
+    from train.plan.plan import GIB, savings_here
 
     try:
-        found = savings(config)
+        found = savings_here(config, in_step)
     except Exception as error:  # an estimate is not worth an error in place of the one that it is for
         return [f"`omni-train plan` estimates what saves memory; here it failed ({in_one_line(error)})"]
     lines = []
     for one in found:
         keys = one.knob.keys.replace("--devices", "--fabric.devices")
         new = differences(plain_config(config), plain_config(one.knob.config))
-        price = one.knob.price + ("; not with the checkpoints of before" if new else "")
+        price = one.knob.price + ("; a resume refuses the change" if new else "")
         lines.append(f"{keys}  saves {one.saved / GIB:.2f} GiB ({price})")
     return ["what saves memory, by the plan's estimate:", *(f"  {line}" for line in lines)] if lines else []
 

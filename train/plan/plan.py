@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from train.config.run import FitConfig
 from train.data.batching.batch import Batch
 from train.distributed.fabric import build_fabric
 from train.plan.estimate import Estimate, devices_of, estimate
-from train.plan.knobs import KnobEffect, try_knobs
+from train.plan.knobs import KnobEffect, savings, try_knobs
 from train.plan.options import check_options
 from train.plan.pace import Pace, flops_of, pace, sample
 from train.plan.parameters import Count, count_parameters, meta_model
@@ -170,16 +169,16 @@ def make_plan(
     )
 
 
-def savings(config: FitConfig) -> list[KnobEffect]:
-    """Estimates what each knob saves of a run on this machine, whether or not it is estimated to fit; the most first."""
-    from train.trainer.build import with_alignment
+def savings_here(config: FitConfig, in_step: bool) -> list[KnobEffect]:
+    """Estimates what each knob saves of a run on this machine; see `train.plan.knobs.savings`.
 
-    config = with_alignment(config)
+    Args:
+        config: with its alignment head (`train.trainer.build.with_alignment`).
+    """
     cuda = place_of(config, False) == "cuda"
-    config = _placed(config, None, cuda)
-    found, _ = try_knobs(config, shape_of(config.model), math.inf, cuda)
-    most = max(devices_of(config), torch.cuda.device_count() if cuda else 1)
-    return sorted((one for one in found if devices_of(one.knob.config) <= most), key=lambda one: -one.saved)
+    placed = _placed(config, None, cuda)
+    devices = max(devices_of(placed), torch.cuda.device_count() if cuda else 1)
+    return savings(placed, shape_of(config.model), devices, cuda, in_step)
 
 
 def _refused(given: FitConfig, config: FitConfig, here: bool) -> tuple[list[str], list[str]]:

@@ -36,12 +36,14 @@ def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> lis
     start = config.model.init_from or config.model.preset
     device = torch.cuda.get_device_name(fabric.device) if cuda else fabric.device.type
     strategy = f", {config.fabric.strategy}" if fabric.world_size > 1 and config.fabric.strategy != "auto" else ""
-    files = " and ".join(map(str, files_of(profile, Path(config.run_folder))))
-    return [
+    lines = [
         f"training {start} in {config.run_folder} for {' or '.join(limits)}",
         _line("devices", f"{fabric.world_size} x {device}{strategy}, {config.fabric.precision}"),
-        *([_line("profile", f"{named_steps(profile)}, to be in {files} (ui.perfetto.dev opens the first)")] * bool(profile)),
     ]
+    if profile:
+        trace, table = files_of(profile, Path(config.run_folder))
+        lines.append(_line("profile", f"{named_steps(profile)}: {trace} (for ui.perfetto.dev) and {table}"))
+    return lines
 
 
 def parameters_line(label: str, parameters: Iterable[nn.Parameter]) -> str:

@@ -105,7 +105,7 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | No
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise out_of_memory(error, fabric.device, *((loop.usage, loop.saved) if loop is not None else (None, None))) from error
+        raise (loop.out_of_memory(error) if loop is not None else out_of_memory(error, fabric.device)) from error
     finally:
         leave()
 

@@ -37,7 +37,7 @@ from train.trainer.profiler import StepProfiler
 from train.trainer.signals import Stop
 from train.trainer.step import Step
 from train.trainer.step_times import StepTimes
-from train.trainer.usage import Usage
+from train.trainer.usage import OutOfMemory, Usage, out_of_memory
 
 GIVE_UP = 10
 """Consecutive steps that may be left out because their gradients are not finite."""
@@ -180,6 +180,11 @@ class Loop:
     def saved(self) -> Path | None:
         """The last checkpoint."""
         return self.checkpointer.saved
+
+    def out_of_memory(self, error: BaseException) -> OutOfMemory:
+        """The error that explains one of memory that ended the run."""
+        step = self.position.step + 1 if self.meter.running else None
+        return out_of_memory(error, self.fabric.device, self.usage, self.saved, step)
 
     def _clock(self) -> float:
         return self.before + time.perf_counter() - self.since

@@ -70,6 +70,11 @@ class StepMetrics:
         if self._running_since is None:
             self._running_since = time.perf_counter()
 
+    @property
+    def running(self) -> bool:
+        """True from `start` to `pause`."""
+        return self._running_since is not None
+
     def pause(self) -> None:
         if self._running_since is not None:
             self.seconds += time.perf_counter() - self._running_since

@@ -120,9 +120,10 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 class OutOfMemory(UserError):
-    """The memory of a device, or of the machine, ran out in a process of a run."""
+    """The memory of a device, or of the machine, ran out in a process of a run; `in_step` where it was taking a step."""
 
     alone = True
+    in_step = True
 
 
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -134,34 +135,37 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, kinds) or bool(re.search(r"out of memory|can't allocate memory|ALLOC_FAILED", str(error)))
 
 
-def out_of_memory(error: BaseException, device: torch.device, usage: Usage | None, saved: Path | None) -> OutOfMemory:
+def out_of_memory(
+    error: BaseException, device: torch.device, usage: Usage | None = None, saved: Path | None = None, step: int | None = None
+) -> OutOfMemory:
     """The error that explains another one: what was asked for, what there is, what the run holds, and its last checkpoint.
 
     Args:
         usage: None before the run is built.
+        step: number of the step that was being taken; None outside of steps.
     """
     found = re.search(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error), re.IGNORECASE)
     asked = f"{_size(float(found[1]) * UNITS[found[2]])} were asked for" if found is not None else "the request has no size"
-    on_gpu = device.type == "cuda" and not re.search("DefaultCPUAllocator|MemoryError", f"{type(error).__name__}: {error}")
+    on_gpu = device.type == "cuda" and not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error)
     if on_gpu:
         free, whole = torch.cuda.mem_get_info(device)
     else:
         memory = psutil.virtual_memory()
         free, whole = memory.available, memory.total
     there = f"{device if on_gpu else 'the machine'} has {_size(whole)}, {_size(free)} of it free"
-    lines = [f"memory ran out: {asked}; {there}"]
+    lines = [f"memory ran out{'' if step is None else f' in step {step}'}: {asked}; {there}"]
     if usage is not None:
-        parts = usage.parts()
-        held = (
-            {**parts, "activations and all else": max(0, usage.peak() - sum(parts.values()))}
-            if on_gpu == usage.idle.cuda
-            else parts
-        )
-        largest = sorted(held.items(), key=lambda part: -part[1])
+        gradients = [p.grad for p in usage.objective.parameters() if p.grad is not None]
+        parts = usage.parts() | {"gradients": bytes_of(gradients)}  # those that there are just now
+        if on_gpu == usage.idle.cuda:
+            parts["activations and all else"] = max(0, usage.peak() - sum(parts.values()))
+        largest = sorted(parts.items(), key=lambda part: -part[1])
         lines.append(f"the run holds {', '.join(f'{name} {_size(size)}' for name, size in largest if size)}")
     lines.append(f"the last checkpoint is {saved}" if saved is not None else "no checkpoint was written yet")
-    return OutOfMemory("\n  ".join(lines))
+    explained = OutOfMemory("\n  ".join(lines))
+    explained.in_step = step is not None
+    return explained
 
 
 def _size(count: float) -> str:
-    return f"{count / GIB:.2f} GiB" if count >= GIB / 100 else f"{count / (1 << 20):.2f} MiB"
+    return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / (1 << 20):.2f} MiB"

@@ -17,7 +17,16 @@ import torch
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from tests.processes import Program, two
-from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora, toy_parts
+from tests.train.toys import (
+    OF_THE_MACHINE,
+    adapted_parts,
+    assert_adapters_learn,
+    final_tensors,
+    toy_config,
+    toy_fit,
+    toy_lora,
+    toy_parts,
+)
 from train.checkpoint import retention
 from train.config.sections import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig, ValidationConfig
 from train.distributed import fabric as parallel
@@ -135,6 +144,14 @@ def test_two_stopped_processes_log_bitwise_what_undisturbed_ones_log(runs: Path,
     )
     assert [row["step"] for row in whole] == [4, 8] and "gradient_norm" in whole[0]
     assert stopped == whole
+
+
+@pytest.mark.parametrize("name", ["", "lora-"])
+def test_memory_is_that_of_a_process(runs: Path, name: str) -> None:
+    """Shards are half as large as whole tensors, up to a row."""
+    whole, shared = (read_table(runs / f"{name}{strategy}" / METRICS)[-1] for strategy in ("ddp", "fsdp"))
+    for part in ("memory/weights", "memory/gradients", "memory/optimizer", "memory/average"):
+        assert 0.5 <= shared[part] / whole[part] < 0.6, part
 
 
 def test_sharded_checkpoints_have_a_file_per_process(runs: Path) -> None:

@@ -16,6 +16,7 @@ from omni.patterns import match_names
 from omni.tasks import TASKS
 from tests.close import assert_near
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts, slow_losses, slow_run
+from tests.train.toys import OF_THE_MACHINE
 from train.balance.balancer import build
 from train.balance.bilevel import Bilevel
 from train.balance.methods import METHODS
