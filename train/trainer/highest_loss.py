@@ -61,7 +61,7 @@ class HighestLosses:
     def add(self, losses: Losses, batch: Batch) -> None:
         """Adds the examples of a micro-batch; none where the objective gave no losses by example."""
         if losses.by_example is not None:
-            self._waiting.append((self.step, losses.by_example, batch.names))
+            self._waiting.append((self.step, losses.by_example, batch.names.each))
             while self._waiting[0][0] <= self.step - WINDOW:
                 self._waiting.popleft()
 

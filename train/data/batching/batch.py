@@ -6,7 +6,7 @@ Dimensions: R rows, K streams, T columns, N clips, M values of a feature frame.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,16 @@ from torch import Tensor
 from omni.attention import PackedRows
 from omni.layout import IGNORE, Layout
 from train.data.batching.examples import Example
+
+
+class SegmentNames:
+    """Row (`Example.where`) and tasks of each segment of a batch, in its rows one after another; empty for an unused end.
+
+    A plain class: Fabric looks through the elements of any container for tensors.
+    """
+
+    def __init__(self, each: Sequence[tuple[str, str]] = ()) -> None:
+        self.each = tuple(each)
 
 
 @dataclass
@@ -34,7 +44,7 @@ class Batch:
         examples: number of examples.
         positions: columns in use.
         state: plain data: of the packer after this batch; see `train.data.batching.packer`.
-        names: of each segment, in the rows one after another: its row (`Example.where`) and tasks; empty for an unused end.
+        names: of the segments.
     """
 
     tokens: Tensor
@@ -49,7 +59,7 @@ class Batch:
     examples: int
     positions: int
     state: dict[str, Any]
-    names: Sequence[tuple[str, str]] = ()
+    names: SegmentNames = field(default_factory=SegmentNames)
 
     TENSORS = ("tokens", "targets", "feature_index", "segments", "task", "inputs")
 
@@ -148,5 +158,5 @@ def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, ban
         examples=len(examples),
         positions=sum(len(example.columns) for example in examples),
         state=state,
-        names=tuple(names),
+        names=SegmentNames(names),
     )
