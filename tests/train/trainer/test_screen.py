@@ -52,6 +52,10 @@ def test_losses_are_told_by_target_text_and_audio_apart() -> None:
     screen = io.StringIO()
     TrainProgress("lines", stream=screen).row(10, 0.1, 5.0, figures)
     assert screen.getvalue() == "step 10 (10.0%) text 2.31 audio 4.00 lr 1.00e-03 45s left\n"
+    waits = {"tokens_per_second": 1234.0, "mfu": 0.3456, "data_wait": 0.12, "host_gap": 0.049}
+    TrainProgress("lines", stream=screen).row(10, 0.1, 5.0, {**figures, **waits})
+    shown = "lr 1.00e-03 1.23k tokens/s MFU 34.6% 12% waiting for data 45s left"
+    assert screen.getvalue().splitlines()[1] == f"step 10 (10.0%) text 2.31 audio 4.00 {shown}"
     assert losses_line({"loss": 1.0, "loss/text": 0.01234}) == "text 0.0123"
     assert losses_line({"loss": 1.0, "loss/alignment": 7.1}) == "alignment 7.10"
     assert losses_line({"loss": 1.5}) == "loss 1.50"
