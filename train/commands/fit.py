@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from traceback import clear_frames
 
 from omni.errors import in_one_line
-from omni.process import importing
+from omni.process import importing, say
 from train.config.parse import in_folder, read_with_options
 from train.config.run import FitConfig
 
@@ -32,11 +33,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         outcome = fit(config, profile=options.get("profile"))
     except OutOfMemory as error:
-        raise OutOfMemory("\n  ".join([str(error), *_saving(with_alignment(config), error.in_step)])) from error
+        for one in (error, error.__cause__):
+            clear_frames(one.__traceback__ if one is not None else None)  # which hold all that the run held
+        say(f"{str(error).splitlines()[0]}\nestimating which keys save how much; Ctrl-C leaves that out")
+        raise OutOfMemory("\n  ".join([str(error), *saving_lines(with_alignment(config), error.in_step)])) from error
     return 128 + outcome.signal if outcome is not None and outcome.signal else 0
 
 
-def _saving(config: FitConfig, in_step: bool) -> list[str]:
+def saving_lines(config: FitConfig, in_step: bool) -> list[str]:
     """Lines with the keys that save memory, in a step or in all, the most first, by the plan's estimate."""
     from train.checkpoint.config_diff import differences
     from train.config.run import plain_config
@@ -44,8 +48,10 @@ def _saving(config: FitConfig, in_step: bool) -> list[str]:
 
     try:
         found = savings_here(config, in_step)
+    except KeyboardInterrupt:
+        return ["`omni-train plan` estimates what saves memory"]
     except Exception as error:  # an estimate is not worth an error in place of the one that it is for
-        return [f"`omni-train plan` estimates what saves memory; here it failed ({in_one_line(error)})"]
+        return [f"`omni-train plan` estimates what saves memory, but failed here ({in_one_line(error)})"]
     lines = []
     for one in found:
         keys = one.knob.keys.replace("--devices", "--fabric.devices")

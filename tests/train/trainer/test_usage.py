@@ -15,7 +15,8 @@ from omni.errors import UserError
 from omni.profiling import GIB
 from tests.golden.toys import RECIPE, inside, place
 from tests.train.toys import ALONE, ToyModel, toy_config, toy_fit, toy_parts
-from train import cli
+from train import cli, recipe
+from train.commands.fit import saving_lines
 from train.config.sections import LogConfig
 from train.trainer import usage
 from train.trainer.logs import METRICS, read_table
@@ -215,10 +216,11 @@ def test_a_run_without_memory_says_what_to_do(
     monkeypatch.setattr(PlainStep, "gradients", huge)
     with inside(tmp_path):
         place(tmp_path, "model", "rows")
-        recipe = {**RECIPE, "optimizer": {"lr": 0.01}, "ema": 0.9, "validation": {"questions": 0}}
-        Path("run.yaml").write_text(yaml.safe_dump({**recipe, "run_folder": "run"}))
+        changed = {**RECIPE, "optimizer": {"lr": 0.01}, "ema": 0.9, "validation": {"questions": 0}}
+        Path("run.yaml").write_text(yaml.safe_dump({**changed, "run_folder": "run"}))
         assert cli.main(["fit", "run.yaml"]) == 2
-        said = capsys.readouterr().err.splitlines()
+        first, then, *said = capsys.readouterr().err.splitlines()
+        assert said[0] == f"error: {first}" and then == "estimating which keys save how much; Ctrl-C leaves that out"
         assert said[0].startswith("error: memory ran out in step 3: 4194304.00 GiB were asked for; the machine has ")
         held = [part.rpartition(" ")[0].rpartition(" ")[0] for part in said[1].removeprefix("  the run holds ").split(", ")]
         assert held == ["activations and all else", "optimizer", *sorted(held[2:], reverse=True)]
@@ -235,6 +237,18 @@ def test_a_run_without_memory_says_what_to_do(
             cli.main(["fit", "run.yaml", "--debug"])
         causes = [error.value.__cause__, error.value.__cause__.__cause__]  # type: ignore[union-attr]
         assert "you tried to allocate" in str(causes[1])
+
+
+def test_an_estimate_that_fails_or_is_left_out_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe("nano")
+    for error, said in ((KeyboardInterrupt(), "saves memory"), (ValueError("no"), "but failed here (ValueError: no")):
+
+        def fail(*_: object, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr("train.plan.plan.savings_here", fail)
+        (line,) = saving_lines(config, True)
+        assert line.startswith("`omni-train plan` estimates what saves memory") and said in line
 
 
 def test_every_process_reports_its_own_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
