@@ -14,7 +14,7 @@ class UserError(ValueError):
 
     code = 2
     alone = False
-    """Of a run's processes one raises it while the others go on, so that each reports its own."""
+    """True where one process of a run raises it while the others go on: each then reports its own."""
 
 
 class BusyError(UserError):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from omni.errors import UserError
+from omni.errors import UserError, in_one_line
 from omni.files import replacing
 from omni.hardware import synchronize
 from train.config.sections import BudgetConfig
@@ -71,6 +71,7 @@ class StepProfiler:
         if len(left) < len(self.steps):
             what = f"only {named_steps(left)} can be profiled" if left else f"{named_steps(self.steps)} cannot be profiled"
             self.say(f"this start begins at step {first}: {what}")
+        self.steps = left
 
     def begin(self, step: int) -> None:
         """Starts the profile where this is the first of its steps."""
@@ -96,14 +97,16 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Writes what there is, if anything; a disk without room is said, and the run goes on."""
+        """Writes what there is; says where there is nothing, or no room for it, and the run goes on."""
         profile = self.stop()
+        if self.steps and not self.taken:
+            self.say(f"nothing is profiled: the run ended before step {self.steps[0]}")
         if profile is None or not self.taken:
             return
         try:
             self._write(profile)
-        except OSError as error:
-            self.say(f"the profile cannot be written to {self.table.parent}: {error.strerror or error}")
+        except (OSError, RuntimeError, UserError) as error:
+            self.say(f"the profile cannot be written to {self.table.parent}: {in_one_line(error)}")
 
     def stop(self) -> Any:
         """Stops the profile and returns it; None where none has started."""
@@ -162,7 +165,7 @@ def _kernels(events: Iterable[Any]) -> list[OwnTime]:
 
 
 def _operators(events: Iterable[Any]) -> list[OwnTime]:
-    """Operators on the CPU by their own time, and last what the steps did between them."""
+    """Operators on the CPU, and what the steps did between them, by their own time."""
     on_cpu = [one for one in events if one.device_type == torch.autograd.DeviceType.CPU]
     between = sum(one.self_cpu_time_total for one in on_cpu if one.is_user_annotation)
     steps = sum(one.count for one in on_cpu if one.is_user_annotation and one.key.startswith("ProfilerStep"))

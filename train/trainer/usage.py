@@ -147,12 +147,7 @@ def out_of_memory(
     found = re.search(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error), re.IGNORECASE)
     asked = f"{_size(float(found[1]) * UNITS[found[2]])} were asked for" if found is not None else "the request has no size"
     on_gpu = device.type == "cuda" and not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error)
-    if on_gpu:
-        free, whole = torch.cuda.mem_get_info(device)
-    else:
-        memory = psutil.virtual_memory()
-        free, whole = memory.available, memory.total
-    there = f"{device if on_gpu else 'the machine'} has {_size(whole)}, {_size(free)} of it free"
+    there = _room(device if on_gpu else None)
     lines = [f"memory ran out{'' if step is None else f' in step {step}'}: {asked}; {there}"]
     if usage is not None:
         gradients = [p.grad for p in usage.objective.parameters() if p.grad is not None]
@@ -165,6 +160,18 @@ def out_of_memory(
     explained = OutOfMemory("\n  ".join(lines))
     explained.in_step = step is not None
     return explained
+
+
+def _room(gpu: torch.device | None) -> str:
+    """How much memory a GPU has, or the machine, and how much of it is free."""
+    if gpu is None:
+        memory = psutil.virtual_memory()
+        return f"the machine has {_size(memory.total)}, {_size(memory.available)} of it free"
+    try:
+        free, whole = torch.cuda.mem_get_info(gpu)
+    except RuntimeError:  # no room for the driver's own
+        return f"{gpu} is full"
+    return f"{gpu} has {_size(whole)}, {_size(free)} of it free"
 
 
 def _size(count: float) -> str:

@@ -107,9 +107,18 @@ def test_a_range_counts_steps_of_the_run(tmp_path: Path, capfd: pytest.CaptureFi
 
 
 def test_a_run_that_cannot_write_its_profile_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / FOLDER).write_text("a file")
-    outcome, _ = toy_fit(toy_config(tmp_path, log=LINES), profile=range(2, 4))
+    (tmp_path / FOLDER / "steps-3-3.json.gz").mkdir(parents=True)
+    outcome, _ = toy_fit(toy_config(tmp_path, log=LINES), profile=range(3, 4))
     assert outcome.step == 8 and f"the profile cannot be written to {tmp_path / FOLDER}: " in capfd.readouterr().err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / FOLDER).write_text("a file")
+    outcome, _ = toy_fit(toy_config(tmp_path / "other", log=LINES), profile=range(3, 4))
+    assert outcome.step == 8 and "the profile cannot be written" in capfd.readouterr().err
+
+
+def test_a_run_that_ends_before_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    outcome, _ = toy_fit(toy_config(tmp_path, log=LINES), profile=range(30, 40))
+    assert outcome.step == 8 and "nothing is profiled: the run ended before step 30" in capfd.readouterr().err
 
 
 def test_nothing_is_recorded_after_a_run_that_fails(tmp_path: Path) -> None:

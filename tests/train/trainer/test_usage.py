@@ -103,6 +103,27 @@ def test_the_share_of_time_in_which_a_gpu_has_nothing_queued(monkeypatch: pytest
     assert second["host_gap"] == 0.0 and second["memory/peak"] == 1.0
 
 
+def test_a_step_queues_nothing_as_it_fetches_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, seen = [0], list[int]()
+
+    def enter(self: IdleTime) -> None:
+        inside[0] += 1
+
+    def leave(self: IdleTime, *of: object) -> None:
+        inside[0] -= 1
+
+    def idle(progress: float) -> list[nn.Parameter]:
+        seen.append(inside[0])  # asked for within a step
+        return []
+
+    monkeypatch.setattr(IdleTime, "__enter__", enter)
+    monkeypatch.setattr(IdleTime, "__exit__", leave)
+    monkeypatch.setattr(StepMetrics, "look", lambda meter: seen.append(10 * inside[0]) or {"loss": 0.0})
+    log = LogConfig(every=8, progress="lines")
+    toy_fit(toy_config(tmp_path, log=log), toy_parts(lambda step: seen.append(100 * inside[0]), idle=idle))
+    assert seen[:4] == [100, 0, 0, 10] and set(seen) == {0, 10, 100}
+
+
 def test_a_wait_that_fails_leaves_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     Stream(monkeypatch)
     idle = IdleTime(CUDA)
@@ -193,6 +214,13 @@ def test_on_a_gpu_the_device_is_described(monkeypatch: pytest.MonkeyPatch, tmp_p
         "  the run holds activations and all else 2.00 GiB, weights 1.00 GiB",
         f"  the last checkpoint is {tmp_path}",
     ]
+
+    def full(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", full)
+    said = str(out_of_memory(RuntimeError("CUDA error: out of memory"), CUDA)).splitlines()
+    assert said == ["memory ran out: the request has no size; cuda is full", "  no checkpoint was written yet"]
     with pytest.raises(RuntimeError) as host:  # of a checkpoint's copy, such as
         torch.empty(ASKED, dtype=torch.uint8)
     said = str(out_of_memory(host.value, CUDA, found, None)).splitlines()
