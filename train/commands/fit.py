@@ -24,19 +24,22 @@ def main(argv: Sequence[str]) -> int:
     read, name, options = read_with_options(argv, {"dry_run": bool, "profile": str})
     config = in_folder(read, name)
     with importing():
-        from train.trainer.build import dry_run, fit, with_alignment
+        from train.distributed.fabric import leave
+        from train.trainer.build import dry_run, run_fit, with_alignment
         from train.trainer.usage import OutOfMemory
 
     if options.get("dry_run"):
         print(dry_run(config))
         return 0
     try:
-        outcome = fit(config, profile=options.get("profile"))
+        outcome = run_fit(config, profile=options.get("profile"))
     except OutOfMemory as error:
         for one in (error, error.__cause__):
             clear_frames(one.__traceback__ if one is not None else None)  # which hold all that the run held
         say(f"{str(error).splitlines()[0]}\nestimating which keys save how much; Ctrl-C leaves that out")
         raise OutOfMemory("\n  ".join([str(error), *saving_lines(with_alignment(config), error.in_step)])) from error
+    finally:
+        leave()
     return 128 + outcome.signal if outcome is not None and outcome.signal else 0
 
 

@@ -76,6 +76,15 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | No
         UserError: whatever is wrong with configuration, data or disk; in all processes alike.
         OutOfMemory: memory ran out, in this process.
     """
+    try:
+        return run_fit(config, callbacks, profile)
+    finally:
+        leave()
+
+
+def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | None = None) -> Outcome | None:
+    """Trains as `fit`, and leaves the processes' group to the caller (`train.distributed.fabric.leave`): until then the other
+    processes wait for one that has failed."""
     if not isinstance(config, FitConfig):
         raise UserError(f"fit was given {config!r:.80}; give it a FitConfig, such as recipe('nano') from train")
     if not config.run_folder:
@@ -106,18 +115,12 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | No
         if not is_out_of_memory(error):
             raise
         raise (loop.out_of_memory(error) if loop is not None else out_of_memory(error, fabric.device)) from error
-    finally:
-        leave()
 
 
 def prepare(
-    config: FitConfig,
-    fabric: Fabric,
-    folder: Path,
-    group: ProcessGroup | None = None,
-    callbacks: Sequence[Callback] = (),
+    config: FitConfig, fabric: Fabric, folder: Path, group: ProcessGroup | None = None, callbacks: Sequence[Callback] = (),
     profile: range = NONE,
-) -> Loop:
+) -> Loop:  # fmt: skip
     """Build everything a run needs, in every process alike."""
     say = announce.speaker(config, fabric.global_rank == 0)
     for line in announce.start_lines(config, fabric, profile):
