@@ -84,7 +84,7 @@ class HighestLosses:
         if not self._waiting:
             return []
         sums, counts = torch.cat([values for _, values, _ in self._waiting], dim=1)
-        means = (sums / counts.clamp_min(1)).nan_to_num(math.inf).masked_fill(counts == 0, -1)
+        means = (sums / counts.clamp_min(1)).nan_to_num(math.inf)
         top = means.topk(min(self.count, len(means)))
         found = torch.stack([x.double() for x in (top.values, counts[top.indices], top.indices)]).tolist()
         names = [(*name, step) for step, _, names in self._waiting for name in names]

@@ -110,6 +110,10 @@ def test_the_highest_are_kept_in_order(tmp_path: Path) -> None:
     assert [(one["loss"], one["row"], one["step"]) for one in read(tmp_path)] == [
         (None, "row 7", 3), (3.0, "row 3", 1), (2.5, "row 2", 3),
     ]  # fmt: skip
+    few = HighestLosses(9, tmp_path, ALONE)
+    few.add(losses_of((1.0, 4), (0.0, 0), (9.0, 0)), named("row 1", "", "row 2"))
+    few.write()
+    assert [one["row"] for one in read(tmp_path)] == ["row 1"]
 
 
 def test_examples_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

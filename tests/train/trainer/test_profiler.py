@@ -131,7 +131,7 @@ def test_nothing_is_recorded_after_a_run_that_fails(tmp_path: Path) -> None:
     assert not torch.autograd._profiler_enabled() and not (tmp_path / FOLDER).exists()
 
 
-def test_kernels_of_a_gpu_come_first(tmp_path: Path) -> None:
+def test_kernels_of_a_gpu_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Events as a GPU gives them: operators carry their kernels' time, which counts once."""
     cpu, cuda = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
@@ -145,10 +145,17 @@ def test_kernels_of_a_gpu_come_first(tmp_path: Path) -> None:
         event("ProfilerStep*", cpu, 0.0, 20.0, True), event("ProfilerStep*", cuda, 5000.0, 0.0, True),
     ]  # fmt: skip
     said: list[str] = []
-    given = SimpleNamespace(key_averages=lambda: events, export_chrome_trace=lambda file: Path(file).write_bytes(b""))
+    given = SimpleNamespace(
+        stop=lambda: None, key_averages=lambda: events, export_chrome_trace=lambda file: Path(file).write_bytes(b"")
+    )
     tool = StepProfiler(range(1, 3), tmp_path, torch.device("cuda"), said.append)
-    tool.taken, tool.seconds = [1, 2], 2.0
-    tool._write(given)
+    clock = [1.0]
+    monkeypatch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(
+        profiler, "synchronize", lambda device: clock.append(clock.pop() + 2.0)
+    )  # it works for two seconds more
+    tool.taken, tool.since, tool.profile = [1, 2], 1.0, given
+    tool.close()
     lines = tool.table.read_text().splitlines()
     assert lines[0] == "steps 1 to 2 took 2.00 s, in which kernels ran for 0.00 s"
     assert [line.split() for line in lines[3:5]] == [["gemm", "0.90", "90.0", "%", "2"], ["Memcpy", "0.10", "10.0", "%", "2"]]

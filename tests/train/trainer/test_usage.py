@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +20,10 @@ from tests.train.toys import ALONE, ToyModel, toy_config, toy_fit, toy_parts
 from train import cli, recipe
 from train.commands.fit import saving_lines
 from train.config.sections import LogConfig
+from train.plan import plan
 from train.trainer import usage
 from train.trainer.logs import METRICS, read_table
+from train.trainer.loop import Loop
 from train.trainer.metrics import StepMetrics
 from train.trainer.step import PlainStep
 from train.trainer.usage import IdleTime, Usage, bytes_of, is_out_of_memory, out_of_memory
@@ -228,19 +232,42 @@ def test_on_a_gpu_the_device_is_described(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert said[1:] == ["  the run holds weights 1.00 GiB", "  no checkpoint was written yet"]
 
 
+@pytest.mark.parametrize("running", [True, False])
+def test_the_step_is_named_if_it_was_one(running: bool) -> None:
+    """And not where a validation, or a checkpoint, ran out of memory after it."""
+    meter = StepMetrics(("A1A2",), ("text",), "cpu", ALONE)
+    meter.start()
+    if not running:
+        meter.pause()
+    run: Any = SimpleNamespace(
+        position=SimpleNamespace(step=6), meter=meter, fabric=SimpleNamespace(device=CPU), usage=None, saved=None
+    )
+    error = Loop.out_of_memory(run, MemoryError())
+    assert error.in_step == running and str(error).startswith(f"memory ran out{' in step 7' * running}: ")
+
+
 @pytest.mark.untrained("*")
 def test_a_run_without_memory_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In its third step; the state of the second is not lost."""
-    gradients, taken = PlainStep.gradients, [0]
+    gradients, taken, held = PlainStep.gradients, [0], []
 
     def huge(self: PlainStep, step: Any, denominators: Tensor, progress: float) -> None:
         taken[0] += 1
         gradients(self, step, denominators, progress)
         if taken[0] == 3:
+            held.append(weakref.ref(self.module))
             torch.empty(ASKED, dtype=torch.uint8)
 
+    estimate = plan.savings_here
+
+    def freed(*given: Any) -> Any:
+        gc.collect()
+        assert held.pop()() is None, "the run still holds its memory while others estimate"
+        return estimate(*given)
+
+    monkeypatch.setattr(plan, "savings_here", freed)
     monkeypatch.setattr(PlainStep, "gradients", huge)
     with inside(tmp_path):
         place(tmp_path, "model", "rows")
