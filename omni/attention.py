@@ -30,23 +30,35 @@ def choose_kernels() -> None:
 
 
 class PackedRows(NamedTuple):
-    """Where the sequences lie that rows of a batch are packed with, for causal attention inside each of them.
+    """Where the sequences lie that rows of a batch are packed with, for attention inside each of them.
 
     Attributes:
         ends: int32 [N + 1], the first position of each sequence in the rows one after another, and the end of the last.
         longest: no sequence has more positions.
         window: keys that a query sees, itself included; None for all before it.
+        causal: otherwise every query sees all of its sequence, and `window` is None.
     """
 
     ends: Tensor
     longest: int
     window: int | None = None
+    causal: bool = True
+
+
+def multiplied_in(x: Tensor) -> torch.dtype:
+    """The number format of products of x with weights: autocast's, where it is on, or x's own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def takes_packed(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether `attention` takes `PackedRows` in place of a mask: flash attention's sizes, half precision, Ampere or later."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    return half and device.type == "cuda" and head_size % 8 == 0 and head_size <= 256 and _ampere(device.index or 0)
+    return device.type == "cuda" and packs(dtype, head_size) and _ampere(device.index or 0)
+
+
+def packs(dtype: torch.dtype, head_size: int) -> bool:
+    """Whether a GPU of Ampere or later takes `PackedRows` of this number format and size of a head."""
+    return dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= 256
 
 
 @lru_cache
@@ -98,13 +110,17 @@ def attention(
 
 
 def _packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-    """Flash attention over sequences of different lengths; a causal window keeps `varlen_attn` from cuDNN's kernels."""
+    """Flash attention over sequences of different lengths.
+
+    `varlen_attn` takes cuDNN's kernels where the window is (-1, -1), in the backward pass also where `num_splits` kept them
+    from the forward one (torch 2.14). A window as wide as the longest sequence is none to flash, and keeps both from cuDNN.
+    """
     from torch.nn.attention.varlen import varlen_attn  # takes a second
 
     b, _, t, _ = query.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     options: Any = {"enable_gqa": True} if not _OLD and q.shape[1] != k.shape[1] else {}
-    window = (-1 if packed.window is None else packed.window - 1, 0)
     ends, longest = packed.ends, packed.longest
+    window = (-1 if packed.window is None else packed.window - 1, 0) if packed.causal else (longest, longest)
     out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=window, **options)
     return out.unflatten(0, (b, t)).transpose(1, 2)  # type: ignore[union-attr]

@@ -27,20 +27,37 @@ DTYPES = {
 
 PEAK_FLOPS = {
     "H200": 989e12,
+    "H200 NVL": 835e12,
     "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H800": 989e12,
+    "H800 PCIe": 756e12,
+    "GH200": 989e12,
     "B200": 2250e12,
+    "B300": 2250e12,
+    "GB200": 2500e12,
     "A100": 312e12,
     "A800": 312e12,
     "A10G": 70e12,
+    "A40": 149.7e12,
+    "A6000": 154.8e12,
     "L40S": 362e12,
     "L40": 181e12,
     "L4": 121e12,
+    "RTX 6000 Ada": 364e12,
+    "RTX 5090": 209.5e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
+    "V100": 125e12,
+    "V100-PCIE": 112e12,
+    "V100S": 130e12,
     "T4": 65e12,
 }
-"""Dense half-precision tensor-core FLOP/s by a part of the device's name (the makers' data sheets)."""
+"""Dense half-precision tensor-core FLOP/s, summed in fp32, by words of the device's name (the makers' data sheets)."""
+
+_OTHERS = r"Ti|SUPER|D|Laptop|Max-Q"
+"""Words after a name that make it that of another device."""
 
 
 def check_device(name: object) -> None:
@@ -213,5 +230,13 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     import torch
 
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return peak_flops_of(torch.cuda.get_device_name(device))
+
+
+def peak_flops_of(name: str) -> float | None:
+    """Peak FLOP/s of the GPU that a driver calls so, by the longest name in `PEAK_FLOPS`; None where it is not known, and for a
+    slice of a GPU (MIG)."""
+    if re.search(r"\bMIG\b", name):
+        return None
+    parts = [part for part in PEAK_FLOPS if re.search(rf"\b{part}\b(?! (?:{_OTHERS})\b)", name)]
+    return PEAK_FLOPS[max(parts, key=len)] if parts else None

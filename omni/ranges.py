@@ -70,5 +70,5 @@ def _choices(kind: Any) -> Mapping[str, tuple[Any, ...]]:
     for name, hint in typing.get_type_hints(kind).items():
         for one in (hint, *typing.get_args(hint)):
             if typing.get_origin(one) is Literal:
-                found[name] = typing.get_args(one)
+                found[name] = (*typing.get_args(one), *((True, False) if bool in typing.get_args(hint) else ()))
     return found

@@ -60,16 +60,21 @@ def _run(name: str, arguments: Sequence[str], variables: dict[str, str], places:
 
 def two(name: str, *arguments: str, launcher: str = "torchrun", seconds: float = 300) -> list[Ended]:
     """Run a program in two processes, as torchrun or srun would start them."""
-    main, programs = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}, []
-    for rank in "01":
+    return several(2, name, *arguments, launcher=launcher, seconds=seconds)
+
+
+def several(count: int, name: str, *arguments: str, launcher: str = "torchrun", seconds: float = 300) -> list[Ended]:
+    """Run a program in so many processes, as torchrun or srun would start them."""
+    main, programs, world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}, [], str(count)
+    for rank in map(str, range(count)):
         if launcher == "torchrun":
             variables = {
-                "TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2",
+                "TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
                 "GROUP_RANK": "0",
             }  # fmt: skip
         else:
             variables = {
-                "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "train",
+                "SLURM_NTASKS": world, "SLURM_NTASKS_PER_NODE": world, "SLURM_NNODES": "1", "SLURM_JOB_NAME": "train",
                 "SLURM_JOB_ID": "7", "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0",
             }  # fmt: skip
         programs.append(Program(name, *arguments, **main, **variables))

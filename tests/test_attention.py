@@ -127,6 +127,7 @@ def varlen_reference(
     """`torch.nn.attention.varlen.varlen_attn` on any device: each sequence alone, under its window's mask."""
     assert ends is ends_k and longest == longest_k >= int(ends.diff().max()) and ends.dtype == torch.int32
     assert enable_gqa == (q.shape[1] != k.shape[1])
+    assert window_size != (-1, -1)  # cuDNN's kernels would take it
     out = []
     for low, high in pairwise(ends.tolist()):
         one = [x[low:high].transpose(0, 1)[None] for x in (q, k, v)]
@@ -137,16 +138,20 @@ def varlen_reference(
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize(("window", "causal"), [(None, True), (1, True), (5, True), (100, True), (None, False)])
 @pytest.mark.parametrize("groups", [6, 2])
-def test_packed_attention_is_that_under_a_mask(groups: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_attention_is_that_under_a_mask(
+    groups: int, window: int | None, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_reference)
     g = torch.Generator().manual_seed(0)
     segments = torch.tensor([[0] * 7 + [1] * 12 + [2] * 5, [0] * 1 + [1] * 23])
     ends = torch.tensor([0, 7, 19, 24, 25, 48], dtype=torch.int32)
     mask = causal_mask(24, segments, window, torch.device("cpu"))
+    if not causal:
+        mask = segments[:, None, :, None] == segments[:, None, None, :]
     found = []
-    for how in (mask, PackedRows(ends, 64, window)):
+    for how in (mask, PackedRows(ends, 64, window, causal)):
         g.manual_seed(0)
         q, k, v = (torch.randn(2, 24, n, 8, generator=g).requires_grad_() for n in (6, groups, groups))
         out = attention(*(x.transpose(1, 2) for x in (q, k, v)), how, grouped=groups < 6)
@@ -172,13 +177,15 @@ def test_packed_attention_is_for_half_precision_on_a_gpu(monkeypatch: pytest.Mon
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("window", [None, 100])
-def test_packed_attention_on_a_gpu(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "causal"), [(None, True), (100, True), (None, False)])
+def test_packed_attention_on_a_gpu(window: int | None, causal: bool) -> None:
     segments = (torch.arange(512) // torch.tensor([[37], [200]])).cuda()
     starts = torch.cat([torch.arange(0, 512, 37), torch.arange(512, 1024, 200), torch.tensor([1024])])
     mask = causal_mask(512, segments, window, segments.device)
+    if not causal:
+        mask = segments[:, None, :, None] == segments[:, None, None, :]
     found, half = [], torch.bfloat16
-    for how, dtype in ((mask, torch.float32), (PackedRows(starts.int().cuda(), 256, window), half), (mask, half)):
+    for how, dtype in ((mask, torch.float32), (PackedRows(starts.int().cuda(), 256, window, causal), half), (mask, half)):
         g = torch.Generator("cuda").manual_seed(0)
         drawn = (torch.randn(2, 512, n, 64, generator=g, device="cuda").to(half).to(dtype) for n in (14, 2, 2))
         q, k, v = (x.requires_grad_() for x in drawn)

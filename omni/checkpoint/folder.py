@@ -119,6 +119,7 @@ def load_folder(
     *,
     quantize: str | None = None,
     codec_folder: str | os.PathLike[str] | None = None,
+    weights: bool = True,
 ) -> LoadedFolder:
     """Read a model folder.
 
@@ -127,6 +128,7 @@ def load_folder(
         quantize: `int8` for linears and tables in int8 (`omni.model.int8_model`), made of the stored weights while they are
             read, a piece at a time; a folder in int8 is so anyway.
         codec_folder: the codec's weights, where they are not in the folder.
+        weights: False leaves the file of weights unread, and the model's parameters on the meta device.
 
     Raises:
         UserError: a file is missing, not listed, truncated or altered, a tensor does not fit the configuration or holds numbers
@@ -146,18 +148,14 @@ def load_folder(
         _check_size(path / name, size)
     check_header(config, path / WEIGHTS)
     for name, (_, checksum) in listed.items():
-        if _crc32(path / name) != checksum:
+        if (weights or name != WEIGHTS) and _crc32(path / name) != checksum:
             raise UserError(f"{path / name} does not match its checksum in {CONFIG}; fetch or save the folder again")
-    model = _load_model(config, path / WEIGHTS, data if form is not None else None, quantize)
-    try:
-        model = model.to(device=device, dtype=dtype).eval()
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, AssertionError) as error:  # PyTorch raises either for a device that is not there
-        reason = str(error).partition("\n")[0]
-        otherwise = "use cpu, or cuda on a machine with a GPU"
-        raise UserError(f"device {device} is not available here ({reason}); {otherwise}") from error
-    check_finite(model, path / WEIGHTS, dtype)
+    if weights:
+        model = _load_model(config, path / WEIGHTS, data if form is not None else None, quantize)
+        _move(model, device, dtype)
+        check_finite(model, path / WEIGHTS, dtype)
+    else:
+        model = SpeechModel.unfilled(config).eval()
     tokenizer = Tokenizer.from_file(path / TOKENIZER)
     if len(tokenizer) > config.layout.text.size:
         raise UserError(
@@ -168,6 +166,18 @@ def load_folder(
     place = Path(codec_folder) if codec_folder is not None else own if own.is_dir() else None
     codec = load_if_given(config.codec, place, device)
     return LoadedFolder(model, tokenizer, config, codec, extra)
+
+
+def _move(model: SpeechModel, device: torch.device | str, dtype: torch.dtype | None) -> None:
+    """Moves a model in place, and sets it to eval mode; UserError for a device that is not there."""
+    try:
+        model.to(device=device, dtype=dtype).eval()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError) as error:  # PyTorch raises either for a device that is not there
+        reason = str(error).partition("\n")[0]
+        otherwise = "use cpu, or cuda on a machine with a GPU"
+        raise UserError(f"device {device} is not available here ({reason}); {otherwise}") from error
 
 
 def stored_dtype(folder: str | os.PathLike[str]) -> torch.dtype | None:

@@ -18,17 +18,18 @@ from torch import Tensor, nn
 from omni.encoder.config import ENCODERS, EncoderConfig, PreparedSound
 from omni.errors import UserError
 from omni.plugins import named
+from omni.recompute import Recompute
 
 
 class Encoder(nn.Module):
     """An encoder's module.
 
     Attributes:
-        checkpointing: recompute activations in the backward pass, where the encoder can.
+        checkpointing: what to compute again in the backward pass, where the encoder can (`omni.recompute`).
     """
 
     config: EncoderConfig
-    checkpointing: bool = False
+    checkpointing: Recompute = False
 
     @property
     def blocks(self) -> Sequence[nn.Module]:

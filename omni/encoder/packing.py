@@ -7,7 +7,8 @@ which clips of similar length are batched side by side:
     clips     a a a a a   b b b                  5 and 3 feature frames
     slots     a a a a a . b b b .                even length, at least one empty frame behind each clip
     frames    A A A B B                          what the second convolution (stride 2) leaves, gaps dropped
-    attention one group per length, or padded groups with a key mask where launches cost more than arithmetic
+    attention one call over the clips' bounds in half precision on a GPU; else one group per length, or padded
+              groups with a key mask where launches cost more than arithmetic
 
 Built on the host from lengths alone; nothing here waits for a device.
 
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from omni.attention import PackedRows
 from omni.hardware import to_device
 
 EQUAL_LENGTHS = 1.0
@@ -64,16 +66,26 @@ class Packing:
     positions: Tensor
     """`[sum T]`: place of each frame in its clip."""
     groups: list[AttentionGroup]
+    """Empty where `clips` is given."""
+    clips: PackedRows | None
     output: Tensor
     """`[sum frames]`: the frames asked for, clips in the caller's order."""
 
 
-def pack(mel_lengths: Sequence[int], frames: Sequence[int], mel_stride: int, *, ratio: float, device: torch.device) -> Packing:
+def pack(
+    mel_lengths: Sequence[int],
+    frames: Sequence[int],
+    mel_stride: int,
+    *,
+    ratio: float,
+    device: torch.device,
+    bounds: bool = False,
+) -> Packing:
     """Build the index tensors of a batch of N clips of `mel_lengths` feature frames (each at least 1), laid out
     `mel_stride` frames apart.
 
     frames: how many encoder frames of each clip to return, at most ceil(F / 2). ratio: see `AttentionGroup`
-    and the two constants above."""
+    and the two constants above. bounds: attention is given the clips' bounds instead of groups."""
     order = sorted(range(len(mel_lengths)), key=lambda clip: mel_lengths[clip])
     lengths = torch.tensor([mel_lengths[clip] for clip in order], dtype=torch.long)
     slots = (lengths // 2 + 1) * 2
@@ -87,12 +99,15 @@ def pack(mel_lengths: Sequence[int], frames: Sequence[int], mel_stride: int, *, 
     first = torch.zeros(len(order), dtype=torch.long)  # the first row of each of the caller's clips
     first[order] = tokens.cumsum(0) - tokens
     wanted = torch.tensor(list(frames), dtype=torch.long)
+    bounds = bounds and len(order) > 0
+    ends = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)]).int()
     plan = Packing(
         source=to_device(source * live, device),
         gaps=to_device(~live[:, None], device),
         kept=to_device((starts // 2).repeat_interleave(tokens) + positions, device),
         positions=to_device(positions, device),
-        groups=_groups(tokens.tolist(), ratio, device),
+        groups=[] if bounds else _groups(tokens.tolist(), ratio, device),
+        clips=PackedRows(to_device(ends, device), int(tokens[-1]), causal=False) if bounds else None,
         output=to_device(first.repeat_interleave(wanted) + _ragged_arange(wanted), device),
     )
     return plan

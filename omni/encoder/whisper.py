@@ -15,10 +15,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from whisper.model import AudioEncoder, ResidualAttentionBlock
 
-from omni.attention import attention
+from omni.attention import attention, multiplied_in, takes_packed
 from omni.encoder import whisper_compiled
 from omni.encoder.base import Encoder, register_encoder
 from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, AttentionGroup, Packing, pack
@@ -26,6 +25,7 @@ from omni.encoder.whisper_config import WhisperConfig
 from omni.fingerprint import Fingerprint
 from omni.hardware import to_device
 from omni.kernels import Kernels, StepShape
+from omni.recompute import run_block, selectively
 
 
 @register_encoder(WhisperConfig)
@@ -36,7 +36,7 @@ class WhisperEncoder(Encoder):
         frames = [config.clip_frames(len(clip)) for clip in clips]
         hidden = encoder(mels, lengths, frames)  # [sum(frames), D], clip after clip
 
-    checkpointing: recompute each block in the backward pass (non-reentrant), for less memory.
+    checkpointing: what each block computes again in the backward pass, for less memory (`omni.recompute`).
     kernels: what was measured on this CPU, of an encoder that serves.
     """
 
@@ -75,14 +75,12 @@ class WhisperEncoder(Encoder):
             mels = normalized(mels, lengths, self.config.mel_range, self.config.mel_blur)
         if self._compiled():
             return whisper_compiled.encode(self.whisper, mels.to(weight), lengths, wanted)
-        packing = pack(lengths, wanted, mels.shape[2], ratio=ratio, device=weight.device)
+        bounds = takes_packed(weight.device, multiplied_in(weight), self.config.width // self.config.heads)
+        packing = pack(lengths, wanted, mels.shape[2], ratio=ratio, device=weight.device, bounds=bounds)
         x = self._convolve(mels.to(weight), packing)
         x = x + self.whisper.positional_embedding.index_select(0, packing.positions).to(weight.dtype)
         for block in self.whisper.blocks:
-            if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, packing, use_reentrant=False)
-            else:
-                x = block(x, packing)
+            x = run_block(block, self.checkpointing, x, packing)
         return self.whisper.ln_post(x.index_select(0, packing.output))
 
     def compiled_shape(self) -> StepShape | None:
@@ -178,8 +176,10 @@ class EncoderBlock(ResidualAttentionBlock):
         self.attn_ln = nn.LayerNorm(width)
         self.mlp_ln = nn.LayerNorm(width)
 
-    def forward(self, x: Tensor, packing: Packing) -> Tensor:
+    def forward(self, x: Tensor, packing: Packing, selective: bool = False) -> Tensor:
         """`[sum T, D]` to `[sum T, D]`: attention of each clip to itself, then the MLP, both residual."""
+        if selective:
+            return selectively(self, self.forward, x, packing)
         y = self.attn_ln(x)
         attended = attend(self.attn.query(y), self.attn.key(y), self.attn.value(y), self.heads, packing)
         x = x + self.attn.out(attended)
@@ -188,6 +188,9 @@ class EncoderBlock(ResidualAttentionBlock):
 
 def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, packing: Packing) -> Tensor:
     """Attention without a causal mask inside each clip: three times `[sum T, D]` to `[sum T, D]`."""
+    if packing.clips is not None:
+        q, k, v = (x.unflatten(1, (heads, -1)).transpose(0, 1)[None] for x in (query, key, value))
+        return attention(q, k, v, packing.clips)[0].transpose(0, 1).flatten(1)
     if not packing.groups:
         return query + key + value  # no frames: keeps the three projections in the graph
     # One split, not a slice per group: the backward pass of a slice writes a tensor of the whole.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from omni.kernels import Kernels, apply
 from omni.kv_cache import Cache
 from omni.model.fused import fused_product
 from omni.model.int8 import Normed, normed, together
+from omni.recompute import selectively
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
@@ -66,11 +68,16 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and self.weight.dtype == torch.float32:
+        weight: Any = self.weight
+        if hasattr(weight, "to_local"):  # a DTensor: of heads that processes share, each of which has its own heads' gradient
+            from torch.distributed.tensor import Partial
+
+            weight = weight.to_local(grad_placements=[Partial()])
+        if x.device.type == "cpu" and weight.dtype == torch.float32:
             x = x.float()  # as autocast has it on a GPU
         if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
-            return super().forward(x)
-        return _rms_norm(x, self.weight, self.eps or 0.0)
+            return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return _rms_norm(x, weight, self.eps or 0.0)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -174,8 +181,17 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.width, config.mlp_width)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | PackedRows | None, cache: Cache | None, layer: int
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        mask: Tensor | PackedRows | None,
+        cache: Cache | None,
+        layer: int,
+        selective: bool = False,
     ) -> Tensor:
+        """[B, T, W] to [B, T, W]; `selective`: see `omni.recompute`."""
+        if selective:
+            return selectively(self, self.forward, x, rope, mask, cache, layer)
         part, mlp = self.attention, self.mlp
         x = x + part(normed(x, self.attention_norm, part.q, part.k, part.v), rope, mask, cache, layer)
         return x + mlp(normed(x, self.mlp_norm, mlp.gate, mlp.up))

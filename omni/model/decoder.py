@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from omni.attention import PackedRows, takes_packed
+from omni.attention import PackedRows, multiplied_in, takes_packed
 from omni.config import DecoderConfig
 from omni.kernels import Kernels, StepShape, apply, multiply
 from omni.kv_cache import Cache, KVCache
@@ -24,6 +23,7 @@ from omni.model.blocks import Block, RMSNorm, rope_frequencies, rope_table
 from omni.model.int8_model import Int8Embedding
 from omni.model.quantize import dense_weight, is_quantized
 from omni.model.step import DecoderStep, step_shape
+from omni.recompute import Recompute, run_block
 
 
 class Hidden(NamedTuple):
@@ -45,7 +45,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, layout: Layout) -> None:
         super().__init__()
         self.config, self.layout = config, layout
-        self.checkpointing = False
+        self.checkpointing: Recompute = False
         self._step = DecoderStep()
         sizes = [s.vocabulary for s in layout.audio]
         self.audio_offsets = (0, *accumulate(sizes))
@@ -171,9 +171,7 @@ class Decoder(nn.Module):
         cache: Cache | None,
         layer: int,
     ) -> Tensor:
-        if self.checkpointing and torch.is_grad_enabled() and cache is None:
-            return checkpoint(block, x, rope, mask, None, layer, use_reentrant=False)
-        return block(x, rope, mask, cache, layer)
+        return run_block(block, self.checkpointing if cache is None else False, x, rope, mask, cache, layer)
 
     def step_shape(self) -> StepShape | None:
         """What a step of its blocks is called in measurements (`omni.kernels`); None where it cannot be compiled."""
@@ -223,12 +221,6 @@ class Decoder(nn.Module):
     def logits(self, hidden: Hidden) -> list[Tensor]:
         """Logits of every stream, [..., V of the stream] each, in the layout's order."""
         return [*self.split_audio(self.audio_logits(hidden)), self.text_logits(hidden)]
-
-
-def multiplied_in(x: Tensor) -> torch.dtype:
-    """The number format of products of x with weights: autocast's, where it is on, or x's own."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _weight(head: nn.Linear) -> Tensor:

@@ -19,6 +19,7 @@ from omni.layout import Layout
 from omni.model.decoder import Decoder, Hidden
 from omni.model.projector import Projector
 from omni.old_names import MODULES
+from omni.recompute import Recompute
 
 
 class SpeechModel(nn.Module):
@@ -49,10 +50,16 @@ class SpeechModel(nn.Module):
         Raises:
             UserError: a tensor is missing, of another shape, or not part of the configuration.
         """
-        with Unfilled():
-            model = cls(config)
+        model = cls.unfilled(config)
         check_state(state, model.state_dict(), where)
         model.load_state_dict(state, assign=True)
+        return model
+
+    @classmethod
+    def unfilled(cls, config: ModelConfig) -> SpeechModel:
+        """Makes a model whose parameters are on the meta device; its buffers are not."""
+        with Unfilled():
+            model = cls(config)
         model.decoder.reset_buffers()
         return model
 
@@ -64,10 +71,10 @@ class SpeechModel(nn.Module):
     def device(self) -> torch.device:
         return self.decoder.norm.weight.device
 
-    def set_checkpointing(self, on: bool) -> None:
-        """Switch activation checkpointing (non-reentrant) of the blocks of encoder and decoder on or off."""
-        self.encoder.checkpointing = on
-        self.decoder.checkpointing = on
+    def set_checkpointing(self, recompute: Recompute) -> None:
+        """Set what the blocks of encoder and decoder compute again in the backward pass (non-reentrant checkpointing)."""
+        self.encoder.checkpointing = recompute
+        self.decoder.checkpointing = recompute
 
     def encode_frames(self, inputs: Tensor, input_lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
         """Encoder frames [sum(frames), C] of clips: features [N, M, F] with their true lengths; see `Encoder.run`."""

@@ -16,6 +16,7 @@ from omni.diagnostics import Guard
 from omni.diagnostics.trace.held import held_by, held_in
 from omni.kv_cache import FunctionalKVCache
 from omni.model.speech_model import SpeechModel
+from omni.recompute import Recompute
 from tests.diagnostics import programs
 from tests.diagnostics.programs import WIDTH, Program, data
 from tests.train.objective.test_objective import MODELS, make_examples, pack
@@ -53,7 +54,7 @@ def test_mended_programs_pass_silently(name, trace):
 class Run:
     """Steps of our objective as the loop takes them: micro-batches, clipping, optimizer, running average."""
 
-    def __init__(self, name: str, checkpointing: bool, trainable: list[str], dtype: torch.dtype | None = None) -> None:
+    def __init__(self, name: str, checkpointing: Recompute, trainable: list[str], dtype: torch.dtype | None = None) -> None:
         torch.manual_seed(0)
         self.model = SpeechModel(MODELS[name])
         self.model.set_checkpointing(checkpointing)
@@ -84,7 +85,7 @@ class Run:
 @pytest.mark.few(5)
 @pytest.mark.parametrize("trace", [False, True], ids=["watched", "traced"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"], ids=["plain", "checkpointed", "selective"])
 @pytest.mark.parametrize(("name", "trainable"), [("codec2", ["*"]), ("codec2", ["decoder.*"]), ("mini-omni", ["*"])])
 def test_our_own_steps_give_no_findings(name, trainable, checkpointing, dtype, trace):
     run = Run(name, checkpointing, trainable, dtype)

@@ -207,13 +207,13 @@ class Balancer(Chooser):
         wanted = [True] * m if present is None else present.tolist()
         for p in [*shared, *own]:
             p.grad = None
-        losses = torch.zeros(m)
+        losses: Tensor | None = None
         tables: list[tuple[Tensor, Tensor]] = []
         for task in range(m):
             for i, forward in enumerate(passes if wanted[task] else ()):
                 with around(i + 1 < len(passes)):
                     loss = forward(task)
-                    losses = losses.to(loss)
+                    losses = loss.detach().new_zeros(m) if losses is None else losses
                     losses[task] += loss.detach()
                     if run is not None:
                         run(loss)
@@ -223,7 +223,7 @@ class Balancer(Chooser):
         rows, rest = (torch.stack(part) for part in zip(*tables, strict=True))
         if run is None and not is_sharded(shared):
             rows, rest = reduce(rows), reduce(rest) if own else rest
-        return Rows(rows, reduce if is_sharded(shared) else alone), rest, losses
+        return Rows(rows, reduce if is_sharded(shared) else alone), rest, torch.zeros(m) if losses is None else losses
 
     def combine(
         self,

@@ -55,10 +55,9 @@ class FeatureHook:
         if balancer.config.kind.signs:
             values = values * features.sign()
         place = torch.where(task < 0, m, task)
-        table = values.new_zeros(m + 1, values.shape[1] + 1)
-        table[:, :-1].index_add_(0, place, values)
-        table[:, -1].index_add_(0, place, torch.ones_like(values[:, 0]))
-        table = self.reduce(table[:m].contiguous())
+        counted = torch.cat([values, torch.ones_like(values[:, :1])], 1)
+        # Not by `index_add_`: a GPU would add in any order, and the sums choose weights.
+        table = self.reduce(torch.stack([torch.where((place == i)[:, None], counted, 0).sum(0) for i in range(m)]))
         self._rows = table if self._rows is None else self._rows + table
         rows, heard = Rows(self._rows[:, :-1]), self._rows[:, -1].cpu() > 0
         before = None if self.last else balancer.state_dict()

@@ -16,10 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omni.config import preset
+from omni.encoder.base import build_encoder
 from omni.hardware import peak_flops
 from omni.profiling import seconds_of, timed
+from omni.recompute import Recompute
 from train.bench.child import commands, repeat
 from train.config.parse import read_fit_config
+from train.distributed.deterministic import deterministic
 from train.distributed.fabric import compile_blocks
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
 from train.objective.flops import StepFlops
@@ -59,23 +62,67 @@ def attention(device: torch.device, real: bool) -> Lines:
             f"packed, 8 x 512: {timed(partial(varlen_attn, x, x, x, ends, ends, 512, 512), device, 5) * 1e3:.2f} ms forward",
             None,
         )
+    yield clips(device, real)
+
+
+def clips(device: torch.device, real: bool) -> tuple[str, bool]:
+    """Times an encoder of clips from 0.1 s to the whole window, and compares its frames and a gradient in bf16 with fp32."""
+    encoder = build_encoder(preset("qwen2-0.5b-omni" if real else "nano").encoder.with_layers(2)).to(device)
+    lengths = [encoder.config.feature_frames(n) for n in range(5, encoder.config.positions + 1, 99 if real else 40)]
+    frames, found, taken = [(n + 1) // 2 for n in lengths], [], []
+    mels = torch.randn(len(lengths), encoder.config.bands, max(lengths), device=device)
+    weight = next(p for name, p in encoder.named_parameters() if name.endswith("query.weight"))
+    for half in (False, True):
+
+        def work(half: bool = half) -> list[Tensor]:
+            with torch.autocast(device.type, HALF, enabled=half):
+                out = encoder(mels, lengths, frames)
+            return [out.detach().float(), *torch.autograd.grad(out.float().square().mean(), weight)]
+
+        taken.append(timed(work, device, 3))
+        found.append(work())
+    far = max(float((a - b).norm() / b.norm()) for a, b in zip(found[1], found[0], strict=True))
+    text = f"encoder, {len(lengths)} clips: {taken[0] * 1e3:.1f} ms in fp32, {taken[1] * 1e3:.1f} in bf16 by the clips' bounds"
+    return f"{text}, off by {far:.0e}", far < 0.05
 
 
 def training(device: torch.device, real: bool) -> Lines:
-    """Times steps of mini-omni's last stage on the fullest batches, with and without checkpointing; checks the weights."""
+    """Times steps of mini-omni's last stage on the fullest batches, by what is recomputed; checks the weights, that nothing
+    in a step waits for the device, and that deterministic gradients repeat."""
     config, shape = read_fit_config(["mini-omni/stage3"])[0], preset("qwen2-0.5b-omni" if real else "nano")
     bench = build_workbench(config, shape, device)
     if real:
         compile_blocks(bench.objective)
         bench.objective.compiled = True
-    for rows, again in ((2, True), (8, False), (16, False))[: None if real else 1]:
+    sizes: list[tuple[int, Recompute]] = [(2, True), (8, "selective"), (8, False), (16, False)]
+    for rows, again in sizes[: None if real else 1]:
         packing = replace(config.data.packing, rows=rows, length=2048 if real else 64)
         batch = worst_batch(replace(config.data, packing=packing), shape).to(device)
         bench.objective.model.set_checkpointing(again)
-        taken = timed(partial(take_step, bench, [batch], targets(batch).to(device), 1), device, 3)
+        step = partial(take_step, bench, [batch], targets(batch).to(device), 1)
+        taken = timed(step, device, 3)
+        torch.cuda.set_sync_debug_mode("error")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
         share = StepFlops(bench.objective.model)(batch, targets(batch)) / taken / (peak_flops(device) or float("nan"))
         text = f"{rows} x {packing.length}, checkpointing {again}: {taken * 1e3:.0f} ms, MFU {share:.1%}, weights finite"
         yield f"{text}, {torch.cuda.max_memory_allocated() >> 20} MiB", all(bool(p.isfinite().all()) for p in bench.learning)
+        torch.cuda.reset_peak_memory_stats()
+    yield "deterministic gradients are the same twice", repeats(device, 256 if real else 64)
+
+
+def repeats(device: torch.device, length: int) -> bool:
+    """Whether two backward passes of a small model under `fabric.deterministic` give the same bits."""
+    config = read_fit_config(["mini-omni/stage3"])[0]
+    with deterministic(True):
+        bench = build_workbench(config, preset("nano"), device)
+        batch = worst_batch(replace(config.data, packing=replace(config.data.packing, rows=2, length=length)), preset("nano"))
+        both = []
+        for _ in range(2):
+            with torch.autocast(device.type, HALF):
+                total = bench.objective(batch.to(device), targets(batch).to(device)).total
+            both.append(torch.autograd.grad(total, bench.learning, allow_unused=True))
+    return all(a is b or torch.equal(a, b) for a, b in zip(*both, strict=True))  # type: ignore[arg-type]
 
 
 def loss(device: torch.device, real: bool) -> Lines:

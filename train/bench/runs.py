@@ -67,9 +67,8 @@ def data(file: str, device: torch.device, steps: int = 26, rounds: int = 4) -> l
         return seen, time.perf_counter() - start
 
     live, at_hand, examples, positions, used = [], [], 0, 0, 0
-    loader = StepLoader(
-        pipeline, config.data.micro_batches, workers=config.data.workers, prefetch=config.data.prefetch
-    )  # fmt: skip
+    data, pin = config.data, device.type == "cuda"
+    loader = StepLoader(pipeline, data.micro_batches, workers=data.workers, prefetch=data.prefetch, pin=pin)
     for _ in range(rounds):
         run(loader, WARM_UP)  # also empties the queue that filled meanwhile
         seen, seconds = run(loader, steps)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 
-def random_state() -> dict[str, Tensor]:
-    """States of this process's random generators, as tensors."""
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """States of this process's random generators, as tensors; that of a GPU where the run is on one."""
     _, words, _ = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
@@ -21,15 +21,16 @@ def random_state() -> dict[str, Tensor]:
         "numpy": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
         "numpy_position": torch.tensor(numpy_state["state"]["pos"]),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
 
-def set_random_state(state: Mapping[str, Tensor]) -> None:
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Sets the generators to what `random_state` gave, that of a GPU where the run is on one."""
     torch.set_rng_state(state["torch"])
     random.setstate((3, tuple(state["python"].tolist()), None))
     words = state["numpy"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", words, int(state["numpy_position"]), 0, 0.0))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

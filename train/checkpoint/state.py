@@ -42,6 +42,7 @@ from train.checkpoint.rng import random_state, set_random_state
 from train.data.batching.packer import PackerShard
 from train.distributed.fabric import ProcessGroup, is_sharded
 from train.optim.ema import Average
+from train.optim.optimizer import Optimizers
 
 TENSORS, RNG, BALANCE = "tensors", "rng.safetensors", "balance-{}.safetensors"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -116,7 +117,7 @@ def save(
     """
     target = place / name_of(position.step)
     beside = place / f".{target.name}.writing"
-    random_states = group.gather(random_state())
+    random_states = group.gather(random_state(_device(module)))
 
     def make_room() -> None:
         if group.first:
@@ -228,12 +229,16 @@ def load(
         raise UserError(f"checkpoint {folder} cannot be read ({reason}); delete it to go on from an earlier one") from error
     own = {name.split(".", 1)[1]: t for name, t in states.items() if name.startswith(f"{group.rank}.")}
     if own:
-        set_random_state(own)
+        set_random_state(own, _device(module))
     data = new_fields(Position, data)
     fields = {name: data[name] for name in Position.__dataclass_fields__ if name in data}
     fields["packer_shards"] = {key: new_fields(PackerShard, shard) for key, shard in fields["packer_shards"].items()}
     fields["validated"], fields["saved"] = tuple(fields["validated"]), tuple(fields["saved"])
     return Position(**fields)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
 
 def load_balance(folder: Path, module: nn.Module, group: ProcessGroup) -> dict[str, Tensor] | None:
@@ -261,7 +266,10 @@ def load_balance(folder: Path, module: nn.Module, group: ProcessGroup) -> dict[s
 
 
 def _allocate_optimizer_state(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Allocate the optimizer's state as the checkpoint has it: tensors shaped like their parameter, or small ones."""
+    """Allocate the optimizer's state as the checkpoint has it: tensors shaped like their parameter, or small ones.
+
+    Where a rule allocates its state itself (`Optimizers.allocate`: in memory that is paged), those tensors are kept.
+    """
     params = dict(module.named_parameters())
     fused = {p: bool(group.get("fused")) for group in optimizer.param_groups for p in group["params"]}
     optimizer.state.clear()
@@ -271,6 +279,11 @@ def _allocate_optimizer_state(stored: Mapping[str, Any], module: nn.Module, opti
         parameter, key = name[len("optimizer.") :].rsplit(".", 1)
         p = params.get(parameter)
         if p is None or p not in fused:
+            continue
+        if p not in optimizer.state and isinstance(optimizer, Optimizers):
+            optimizer.allocate(p)
+        own = optimizer.state[p].get(key)
+        if isinstance(own, Tensor) and tuple(own.shape) == tuple(meta.size) and own.dtype == meta.properties.dtype:
             continue
         if tuple(meta.size) == tuple(p.shape):
             kind = meta.properties.dtype

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from omni.config import from_dict, preset
@@ -86,10 +86,22 @@ class FitConfig:
         if self.balance is not None:
             streams = self.model.streams if self.balance.tasks == "streams" else None
             check_balance(self.balance, self.data, self.fabric.precision, self.fabric.processes, streams)
+        self._check_tensor_parallel()
         if self.model.preset is not None:
             preset(self.model.preset)  # raises where there is none of that name
         self._check_streams()
         object.__setattr__(self, "fabric", self.fabric.decided())  # last: PyTorch takes seconds to import
+
+    def _check_tensor_parallel(self) -> None:
+        """Refuses what slices of the decoder's matrices do not go with."""
+        given = {
+            "lora": self.lora is not None,
+            "balance": self.balance is not None,
+            "guard": self.guard,
+            "fabric.precision 16-mixed": self.fabric.precision == "16-mixed",
+        }
+        for name in (name for name, there in given.items() if there and self.fabric.tensor_parallel > 1):
+            raise UserError(f"fabric.tensor_parallel does not go with {name}; leave one of them out")
 
     def _check_streams(self) -> None:
         """Refuses weights and metrics of streams that the model lacks, as far as no model folder needs to be read."""
@@ -102,6 +114,20 @@ class FitConfig:
                 int(named[1]) < streams - 1,
                 f"checkpoint.metric is {metric}, but the model has {streams - 1} audio streams, counted from 0; name one",
             )
+
+    def shared_by(self, processes: int) -> tuple[FitConfig, str | None]:
+        """The configuration with micro-batches that so many processes share evenly, more than given where they must be, and a
+        line about the larger batch, or None. A balance of tasks leaves their number alone."""
+        given = self.data.micro_batches
+        count = -(-given // processes) * processes
+        if count == given or self.balance is not None:
+            return self, None
+        line = (
+            f"the batch is {count} micro-batches a step instead of {given}, as {processes} processes share them: "
+            f"{count / given:.3g} times as large; by optimizer.batch_rule {self.optimizer.batch_rule} that would go with "
+            f"{self.optimizer.rates(count / given)}"
+        )
+        return replace(self, data=replace(self.data, micro_batches=count)), line
 
     def check_head(self) -> None:
         """Refuses an alignment loss on a model without a head for it, as far as no model folder needs to be read."""

@@ -59,21 +59,29 @@ class FabricConfig:
         accelerator: `auto`, `cpu`, `gpu`, or another of Fabric's.
         devices: processes per node; a number, a list such as "0,1", or `auto`.
         num_nodes: machines; under torchrun or srun they are counted from the environment.
-        strategy: `auto` (one process, or ddp), `ddp`, or `fsdp` (parameters sharded over all processes).
+        strategy: `auto` (one process, or ddp), `ddp`, or `fsdp` (parameters sharded over processes).
+        replicas: groups of processes that each hold all parameters, sharded within the group (fsdp alone): as many as nodes
+            keeps the gathering of parameters inside a node.
+        tensor_parallel: neighbouring processes that share each matrix of the decoder and compute the same batch (fsdp alone).
         precision: `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed`, or `auto`: `bf16-mixed` where the device multiplies bf16
             by itself (see `omni.hardware.multiplies_bf16`), else `32-true`; decided when the whole configuration is read. Under
             `bf16-true` adapters, and what is trained beside them, stay in fp32 (see `train.distributed.precision`).
-        checkpointing: recompute activations in the backward pass (less memory, about a third more work).
+        checkpointing: what the backward pass computes again instead of keeping it: nothing (`false`), the blocks (`true`;
+            least memory, about a third more work), or all in them but products and attention (`selective`).
         compile: compile the transformer blocks with torch.compile.
+        deterministic: on a GPU, add in the same order every time, so that a run repeats bit for bit; slower.
     """
 
     accelerator: str = "auto"
     devices: int | str = "auto"
     num_nodes: int = 1
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    replicas: int = ranged(1, 1)
+    tensor_parallel: int = ranged(1, 1)
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"] = "32-true"
-    checkpointing: bool = False
+    checkpointing: bool | Literal["selective"] = False
     compile: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         listed = [device.strip() for device in str(self.devices).split(",") if device.strip()]
@@ -81,6 +89,17 @@ class FabricConfig:
             bool(listed) and (all(device.isdecimal() for device in listed) or listed in (["auto"], ["-1"])),
             f"fabric.devices is {self.devices!r}; give a number, a list such as '0,1', or auto",
         )
+        _need(
+            self.checkpointing in (True, False, "selective"),
+            f"fabric.checkpointing is {self.checkpointing!r}; give true, false or selective",
+        )
+        check_fields(self, "fabric")
+        for name in ("replicas", "tensor_parallel"):
+            _need(
+                getattr(self, name) == 1 or self.strategy == "fsdp",
+                f"fabric.{name} is {getattr(self, name)}, but fabric.strategy is {self.strategy}; set it to fsdp, or leave "
+                f"{name} out",
+            )
 
     def decided(self) -> FabricConfig:
         """Replaces precision `auto` by that of this machine, for which PyTorch is imported."""
@@ -194,6 +213,8 @@ class OptimizerConfig:
             learning rates fit).
         muon_exclude: names of matrices that AdamW trains: tables and heads.
         groups: parameters with settings of their own; the first matching pattern decides.
+        batch_rule: how learning rates follow the batch where more processes make it larger: `sqrt` (of Adam's, Malladi et al.
+            2022) or `linear`. The rates are only told, not changed.
     """
 
     name: Rule = "adamw"
@@ -207,9 +228,16 @@ class OptimizerConfig:
     muon_scale: Literal["original", "match_rms_adamw"] = "original"
     muon_exclude: tuple[str, ...] = ("*embedding*", "*_head.*")
     groups: tuple[GroupConfig, ...] = ()
+    batch_rule: Literal["sqrt", "linear"] = "sqrt"
 
     def __post_init__(self) -> None:
         check_fields(self, "optimizer")
+
+    def rates(self, ratio: float) -> str:
+        """The options that set the learning rates of a batch `ratio` times as large by `batch_rule`."""
+        factor = ratio if self.batch_rule == "linear" else math.sqrt(ratio)
+        names = ("lr", "muon_lr") if self.name == "muon" else ("lr",)
+        return " ".join(f"--optimizer.{name} {getattr(self, name) * factor:.3g}" for name in names)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import os
 import time
@@ -14,14 +15,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
-from lightning_fabric.strategies import ModelParallelStrategy
+from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from omni.errors import UserError
 from omni.model.quantize import is_quantized
 from train.config.sections import FabricConfig
 from train.distributed.precision import AdapterPrecision
+from train.distributed.sharding import clip_over_meshes, fill, shard, sharded_parts, to_meta, unsynchronized
 
 T = TypeVar("T")
 
@@ -45,7 +48,7 @@ def build_fabric(config: FabricConfig) -> Fabric:
         raise UserError("`fabric run --strategy fsdp` is another, older one: leave it out there, and set fabric.strategy fsdp")
     strategy: Any = config.strategy
     if strategy == "fsdp":
-        strategy = ModelParallelStrategy(shard, timeout=PATIENCE)
+        strategy = ModelParallelStrategy(lambda module, mesh: shard(module, config, mesh.device_type), timeout=PATIENCE)
     if os.environ.get("LT_PRECISION") == "bf16-true":
         raise UserError("`fabric run --precision bf16-true` rounds adapters: leave it out there, and set fabric.precision")
     # `fabric run` sets LT_* variables, which only Fabric's own defaults do not contradict.
@@ -70,7 +73,24 @@ def build_fabric(config: FabricConfig) -> Fabric:
         ) from error
     if half is not None:
         half.device = fabric.device.type
+    if isinstance(fabric.strategy, DDPStrategy):  # no buffer changes while it trains
+        name = "forward_sync_buffers"
+        known = inspect.signature(DistributedDataParallel).parameters
+        fabric.strategy._ddp_kwargs[name if name in known else "broadcast_buffers"] = False
     return fabric
+
+
+def sends_values(world: int, quantized: bool) -> bool:
+    """Whether the first process alone has a model's values before `setup` sends them; quantised ones are made in all."""
+    return world > 1 and not quantized
+
+
+def setup(fabric: Fabric, module: nn.Module, config: FabricConfig) -> Any:
+    """Wrap a module as the strategy asks, with the first process's values in all of them."""
+    quantized = any(is_quantized(part) for part in module.modules())
+    if config.strategy != "fsdp" and sends_values(fabric.world_size, quantized):
+        fill(module, to_meta(module), fabric.device)
+    return fabric.setup_module(module)
 
 
 def launch(fabric: Fabric) -> None:
@@ -123,38 +143,10 @@ def placement(config: FabricConfig, environ: Mapping[str, str]) -> tuple[int | s
     return (devices if isinstance(devices, str) and devices != "auto" else started[0]), started[1]
 
 
-def shard(module: nn.Module, mesh: Any) -> nn.Module:
-    """Shard a module by FSDP2: every block of a module list by itself, and the rest as the root.
-
-    Quantised weights are packed in shapes of their library's own and cannot be sliced: every process holds all of them. The
-    trainable parameters of an FSDP group have one dtype, as FSDP2 requires; frozen ones may have another.
-
-    Fabric passes a mesh of nodes x devices meant for tensor parallelism within a node; here parameters are sharded over all
-    processes.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    flat = init_device_mesh(mesh.device_type, (dist.get_world_size(),))
-    coded = [part for part in module.modules() if is_quantized(part)]
-    for part in coded:  # FSDP2 does not move modules that it does not shard
-        part.to(torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else mesh.device_type)
-    whole: Any = {part.weight for part in coded}
-    for part in module.modules():
-        if isinstance(part, nn.ModuleList):
-            for block in part:
-                fully_shard(block, mesh=flat, ignored_params=whole)
-    fully_shard(module, mesh=flat, ignored_params=whole)
-    return module
-
-
 def reshard(module: nn.Module) -> None:
     """Free gathered parameters after forwards without backward: FSDP2 keeps the root's whole, and would miss their changes."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    for part in sharded_parts(module):
+        part.reshard()
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -164,17 +156,54 @@ def is_sharded(module: nn.Module) -> bool:
 def accumulating(fabric: Fabric, module: Any, more: bool) -> AbstractContextManager[None]:
     """Context of a backward pass that skips the exchange of gradients where more of them follow in the step (`more`).
 
-    Around the last one it is a null context. Fabric's `no_backward_sync(enabled=False)` would leave the exchange of FSDP2
-    switched off when it ends (lightning-fabric 2.6, `_FSDPNoSync.__exit__`), and later backwards without gradients.
+    Around the last one it is a null context. Fabric's own for FSDP2 is not used: it leaves the exchange switched off when it
+    ends (lightning-fabric 2.6, `_FSDPNoSync.__exit__`).
     """
-    return fabric.no_backward_sync(module) if more else nullcontext()
+    if not more:
+        return nullcontext()
+    return unsynchronized(module) if sharded_parts(module) else fabric.no_backward_sync(module)
+
+
+def clip(fabric: Fabric, module: Any, stepper: Any, limit: float) -> Tensor:
+    """Scales gradients down to a norm of `limit`; returns the norm of before."""
+    trained = [p for p in module.parameters() if p.grad is not None]
+    if len({p.device_mesh if isinstance(p, DTensor) else None for p in trained}) > 1:
+        return clip_over_meshes(trained, limit)
+    norm = fabric.clip_gradients(module, stepper, max_norm=limit, error_if_nonfinite=False)
+    assert norm is not None
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def count_processes(config: FabricConfig, environ: Mapping[str, str]) -> int:
+    """Number of processes that a run on this machine, or one that torchrun or srun has started, is going to have.
+
+    Raises:
+        UserError: as `placement`.
+    """
+    devices, nodes = placement(config, environ)
+    if isinstance(devices, str) and "," in devices:
+        devices = len([device for device in devices.split(",") if device.strip()])
+    if isinstance(devices, str) or devices < 0:
+        on_gpu = config.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
+        devices = torch.cuda.device_count() if on_gpu else 1
+    return max(1, devices) * nodes
 
 
 class ProcessGroup:
-    """Exchanges small values between the processes of a run, on the CPU (gloo), without waiting for a device."""
+    """Exchanges small values between the processes of a run, on the CPU (gloo), without waiting for a device.
 
-    def __init__(self, fabric: Fabric) -> None:
+    Args:
+        tensor: number of tensor-parallel processes: neighbours that compute the same batches.
+
+    Attributes:
+        rank, world: number of this process, and how many there are.
+        data_rank, data_world: the same of processes with batches of their own, or groups of tensor-parallel ones.
+        counts: whether this process's sums count, which are those of all of its tensor-parallel group.
+    """
+
+    def __init__(self, fabric: Fabric, tensor: int = 1) -> None:
         self.rank, self.world = fabric.global_rank, fabric.world_size
+        self.data_rank, self.data_world, self.counts = self.rank // tensor, self.world // tensor, self.rank % tensor == 0
         self.group: Any = None
         if self.world > 1:
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -185,8 +214,12 @@ class ProcessGroup:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum a tensor over processes, in float64 on the CPU."""
+        """Sum a tensor over processes, those of a tensor-parallel group once, in float64 on the CPU."""
         values = values.detach().to("cpu", torch.float64)
+        return self.sum_all(values if self.counts else torch.zeros_like(values))
+
+    def sum_all(self, values: Tensor) -> Tensor:
+        """Sum a float64 tensor on the CPU over all processes."""
         if self.world > 1:
             dist.all_reduce(values, group=self.group)
         return values
@@ -217,6 +250,17 @@ class ProcessGroup:
         for rank, message in enumerate(messages):
             if message is not None:
                 raise error or UserError(f"{message} (process {rank})")
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` in every process; the UserError of any is raised in all."""
+        result: Any = None
+        failure: UserError | None = None
+        try:
+            result = work()
+        except UserError as error:
+            failure = error
+        self.raise_if_any_failed(failure)
+        return result  # type: ignore[no-any-return]
 
     def run_on_first(self, work: Callable[[], T]) -> T | None:
         """Run `work` in the first process alone and return its result (None in the others).

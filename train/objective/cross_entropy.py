@@ -11,9 +11,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from omni.model.decoder import multiplied_in
+from omni.attention import multiplied_in
 
 
 class Heads(NamedTuple):
@@ -37,6 +39,35 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True)
+class VocabularyShards:
+    """Rows of both heads that this one of several tensor-parallel processes holds.
+
+    Attributes:
+        group: of these processes.
+        text, audio: first row held, and number of all rows.
+    """
+
+    group: Any
+    text: tuple[int, int]
+    audio: tuple[int, int]
+
+    def largest(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
+
+    def sum(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self.group)
+        return values
+
+
+def vocabulary_shards(text: DTensor, audio: DTensor) -> VocabularyShards:
+    """What this process holds of two heads that are sharded by rows over one dimension of a mesh."""
+    mesh = text.device_mesh
+    starts = [mesh.get_local_rank() * -(-head.shape[0] // mesh.size()) for head in (text, audio)]
+    return VocabularyShards(mesh.get_group(), (starts[0], text.shape[0]), (starts[1], audio.shape[0]))
+
+
+@dataclass(frozen=True)
 class HeadTargets:
     """Targets of a batch, by stream, and how they are weighted.
 
@@ -48,6 +79,7 @@ class HeadTargets:
         chunk: most logits at a time.
         ratio: factor of each target besides, [N] per stream; None for 1.
         compiled: reads the logits twice and writes their gradient once, by torch.compile.
+        shards: where the heads' rows are shared by tensor-parallel processes, what this one holds.
     """
 
     offsets: Sequence[int]
@@ -57,6 +89,18 @@ class HeadTargets:
     chunk: int
     ratio: Sequence[Tensor] | None = None
     compiled: bool = False
+    shards: VocabularyShards | None = None
+
+    def rows(self, stream: int, weight: Tensor) -> tuple[slice, int, int]:
+        """Rows of a head's `weight` here that are a stream's, its number of ids, and the id of the first of these rows."""
+        text = stream == len(self.offsets) - 1
+        first, end = (0, weight.shape[0]) if text else (self.offsets[stream], self.offsets[stream + 1])
+        if self.shards is None:
+            return slice(first, end), end - first, 0
+        start, size = self.shards.text if text else self.shards.audio
+        end = size if text else end
+        low, high = max(first, start), min(end, start + weight.shape[0])
+        return slice(low - start, max(high, low) - start), end - first, low - first
 
 
 def linear_cross_entropy(heads: Heads, targets: HeadTargets) -> tuple[Tensor, Tensor]:
@@ -124,7 +168,7 @@ class _TaskCrossEntropy(torch.autograd.Function):
         ctx.dtype = multiplied_in(heads.text)
         _, each, _ = _losses_and_gradients(heads, (False,) * 8, replace(targets, ratio=None), ctx.dtype)
         factors = torch.cat([targets.scale[k] * part for k, part in enumerate(ratio)])
-        losses = each.new_zeros(tasks).index_add_(0, torch.cat(list(task)), each * factors)
+        losses = sum_by(torch.cat(list(task)), each * factors, tasks)
         ctx.save_for_backward(*heads, targets.scale, *targets.index, *targets.ids, *ratio, *task)
         ctx.same, ctx.offsets, ctx.chunk = heads.audio is heads.text, targets.offsets, targets.chunk
         ctx.compiled = targets.compiled
@@ -138,8 +182,6 @@ class _TaskCrossEntropy(torch.autograd.Function):
         index, ids, ratio, task = (rest[i * ctx.streams : (i + 1) * ctx.streams] for i in range(4))
         size = grad.abs().amax().clamp_min(1e-30)  # a loss scaler's factor would overflow fp16 inside the products
         share = [r * (grad / size)[t] for r, t in zip(ratio, task, strict=True)]
-        kept = [part != 0 for part in share]  # the loss of a task that takes no part may be nan
-        index, ids, share = ([x[k] for x, k in zip(of, kept, strict=True)] for of in (index, ids, share))
         if ctx.same:
             heads = heads._replace(audio=heads.text)
         targets = HeadTargets(ctx.offsets, index, ids, scale, ctx.chunk, share, ctx.compiled)
@@ -148,6 +190,11 @@ class _TaskCrossEntropy(torch.autograd.Function):
             None if g is None or t is None else g.mul_(size.to(g.dtype)).to(t.dtype) for g, t in zip(found, heads, strict=True)
         ]
         return (None, None, None, *gradients)
+
+
+def sum_by(cell: Tensor, values: Tensor, cells: int) -> Tensor:
+    """Sums of values [N] by their cells [N], [cells]; a GPU adds them in the same order every time, unlike `index_add_`."""
+    return torch.where(cell == torch.arange(cells, device=cell.device)[:, None], values, 0).sum(1)
 
 
 def _needs(heads: Heads, wanted: Sequence[bool]) -> tuple[bool, ...]:
@@ -170,7 +217,7 @@ def _losses_and_gradients(
     """
     text, audio, text_weight, audio_weight, *pairs = heads
     text_low, text_up, audio_low, audio_up = pairs
-    offsets, index, scale, ratio = targets.offsets, targets.index, targets.scale, targets.ratio
+    index, scale, ratio = targets.index, targets.scale, targets.ratio
     last = len(index) - 1
     half = dtype in (torch.bfloat16, torch.float16)
     kept = torch.float32 if half else None
@@ -187,28 +234,35 @@ def _losses_and_gradients(
     with torch.no_grad(), torch.autocast(text.device.type, enabled=False):
         for k, (where, target) in enumerate(zip(index, targets.ids, strict=True)):
             hidden, d_hidden = (text, d_text) if k == last else (audio, d_audio)
-            rows = slice(None) if k == last else slice(offsets[k], offsets[k + 1])
-            weight = (text_weight if k == last else audio_weight)[rows].to(dtype)
+            head = text_weight if k == last else audio_weight
+            rows, size, first = targets.rows(k, head)
+            weight = head[rows].to(dtype)
             full = d_text_weight if k == last else d_audio_weight
             d_weight = None if full is None else full[rows]
             low_all, d_low, up_all, d_up_all = (part[0 if k == last else 1] for part in (lows, d_lows, ups, d_ups))
             up = None if up_all is None else up_all[rows].to(dtype)
             d_up = None if d_up_all is None else d_up_all[rows]
-            step = max(1, targets.chunk // weight.shape[0])
+            step = max(1, targets.chunk // size)
             for low in range(0, len(where), step):
                 at, goal = where[low : low + step], target[low : low + step, None]
                 inside = torch.ones_like(scale[k]) if half else scale[k]
                 h = hidden[at].to(dtype)
-                logits = h @ weight.T
-                if low_all is not None and up is not None:
-                    z = low_all[at].to(dtype)
-                    logits.addmm_(z, up.T)
+                z = None if low_all is None else low_all[at].to(dtype)
                 if ratio is not None:
                     part = ratio[k][low : low + step]
                     inside = inside * part[:, None]
+                    # A target of factor 0 takes no part: its state may be nan. To leave it out would make the host wait.
+                    h = torch.where(part[:, None] != 0, h, 0)
+                    z = None if z is None else torch.where(part[:, None] != 0, z, 0)
+                logits = h @ weight.T
+                if z is not None and up is not None:
+                    logits.addmm_(z, up.T)
                 differentiated = not (d_hidden is None and d_weight is None and d_up is None)
-                softmax = _softmax_compiled if targets.compiled else _softmax
-                loss, d_logits = softmax(logits, goal, inside.expand_as(goal), differentiated)
+                if targets.shards is not None:
+                    loss, d_logits = _softmax_sharded(logits, goal - first, inside, differentiated, targets.shards)
+                else:
+                    softmax = _softmax_compiled if targets.compiled else _softmax
+                    loss, d_logits = softmax(logits, goal, inside.expand_as(goal), differentiated)
                 losses.append(loss)
                 total += (loss if ratio is None else loss * part).sum() * scale[k]
                 if d_logits is None:
@@ -231,6 +285,10 @@ def _losses_and_gradients(
                 for d_matrix in (d_weight, d_up):
                     if d_matrix is not None:
                         d_matrix.mul_(scale[k])
+    if targets.shards is not None:  # each process has the gradient by the rows it holds
+        for d_hidden in (d_text, None if same else d_audio):
+            if d_hidden is not None:
+                targets.shards.sum(d_hidden)
     each = torch.cat(losses) if losses else total.new_zeros(0)
     return total, each, [d_text, None if same else d_audio, d_text_weight, d_audio_weight, *d_pairs]
 
@@ -247,6 +305,25 @@ def _softmax(logits: Tensor, goal: Tensor, inside: Tensor, differentiated: bool)
     d_logits = logits.mul_(inside / norm)
     d_logits.scatter_add_(1, goal, -inside.to(d_logits.dtype))
     return loss, d_logits.to(dtype)
+
+
+def _softmax_sharded(
+    logits: Tensor, goal: Tensor, inside: Tensor, differentiated: bool, shards: VocabularyShards
+) -> tuple[Tensor, Tensor | None]:
+    """`_softmax` of logits whose columns are shared by processes; a goal counts from this one's first column."""
+    dtype, logits = logits.dtype, logits.float()
+    here = (goal >= 0) & (goal < logits.shape[1])
+    padded = torch.cat([logits, logits.new_full((len(logits), 1), -torch.inf)], 1)  # some processes have no column of a stream
+    logits = padded - shards.largest(padded.amax(1, keepdim=True))
+    at = torch.where(here, goal, logits.shape[1] - 1)
+    right = torch.where(here, logits.gather(1, at), 0)
+    norm, right = shards.sum(torch.cat([logits.exp_().sum(1, keepdim=True), right], 1)).split(1, 1)
+    loss = (norm.log() - right).squeeze(1)
+    if not differentiated:
+        return loss, None
+    d_logits = logits.mul_(inside / norm)
+    d_logits.scatter_add_(1, at, torch.where(here, -inside, 0).to(d_logits.dtype))
+    return loss, d_logits[:, :-1].to(dtype)
 
 
 def _softmax_compiled(logits: Tensor, goal: Tensor, inside: Tensor, differentiated: bool) -> tuple[Tensor, Tensor | None]:

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
+from omni.hardware import to_device
 from omni.lora.attach import low_rank
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head
-from train.objective.cross_entropy import Heads, HeadTargets
+from train.objective.cross_entropy import Heads, HeadTargets, vocabulary_shards
 from train.objective.task_losses import PlainLosses, feature_tasks
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def targets(batch: Batch) -> Tensor:
 def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[Sequence[int]]) -> Tensor:
     """The CTC loss (Graves et al. 2006) summed over the clips with a transcript; 0 without any, and for a clip too short.
 
+    Under `fabric.deterministic` it is computed on the CPU: on a GPU its backward pass adds in any order.
+
     Args:
         logits: of all clips, one after the other, [sum of frames, ids], the blank being 0.
         frames: of each clip.
@@ -79,15 +82,12 @@ def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[
     if not spelt:
         return logits.sum() * 0
     clips = logits.split(list(frames))
-    ids = torch.tensor([i for ids in transcripts for i in ids])
-    return F.ctc_loss(
-        nn.utils.rnn.pad_sequence([clips[i] for i in spelt]).log_softmax(-1),
-        ids.to(logits.device, non_blocking=True),
-        torch.tensor([frames[i] for i in spelt]),
-        torch.tensor([len(transcripts[i]) for i in spelt]),
-        reduction="sum",
-        zero_infinity=True,
-    )
+    scores = nn.utils.rnn.pad_sequence([clips[i] for i in spelt]).log_softmax(-1)
+    device = torch.device("cpu") if torch.are_deterministic_algorithms_enabled() else logits.device
+    ids = to_device(torch.tensor([i for ids in transcripts for i in ids]), device)
+    sizes = torch.tensor([frames[i] for i in spelt]), torch.tensor([len(transcripts[i]) for i in spelt])
+    loss = F.ctc_loss(scores.to(device), ids, *sizes, reduction="sum", zero_infinity=True)
+    return loss.to(logits.device)
 
 
 class Objective(nn.Module):
@@ -153,11 +153,15 @@ class Objective(nn.Module):
             *(low_rank(decoder.text_head, text) or (None, None)),
             *(low_rank(decoder.audio_head, audio) or (None, None)),
         )
-        heads = Heads(text, audio, decoder.text_weight, decoder.audio_weight, *low_ranks)
+        text_weight, audio_weight, shards = decoder.text_weight, decoder.audio_weight, None
+        if isinstance(text_weight, DTensor) and isinstance(audio_weight, DTensor):
+            shards = vocabulary_shards(text_weight, audio_weight)
+            text_weight, audio_weight = text_weight.to_local(), audio_weight.to_local()
+        heads = Heads(text, audio, text_weight, audio_weight, *low_ranks)
         index, ratio = task_losses.split(batch, index)
         ids = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
         chunk = self.config.chunk_on(text.is_cuda)
-        goals = HeadTargets(decoder.audio_offsets, index, ids, scale, chunk, ratio, self.compiled and text.is_cuda)
+        goals = HeadTargets(decoder.audio_offsets, index, ids, scale, chunk, ratio, self.compiled and text.is_cuda, shards)
         total, sums, counts, by_task, by_example = task_losses.sum(batch, heads, goals, weighted)
         return Losses(total, sums, counts, ctc.detach(), aligned, by_task, by_example)
 

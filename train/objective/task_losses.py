@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from omni.hardware import to_device
 from omni.tasks import TASKS
-from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy, task_cross_entropy
+from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy, sum_by, task_cross_entropy
 
 if TYPE_CHECKING:
     from train.balance.feature_hook import FeatureHook
@@ -145,9 +146,9 @@ class TaskLosses(PlainLosses):
         self, batch: Batch, index: Sequence[Tensor], factors: Tensor
     ) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
         """Select the targets whose factor, of [T, K], is not 0."""
-        task, table = batch.task.reshape(-1), factors.to(batch.task.device, non_blocking=True)
+        task, table = batch.task.reshape(-1), to_device(factors, batch.task.device)
         if bool((factors == 0).any()):
-            index = [at[table[task[at], k] != 0] for k, at in enumerate(index)]
+            index = [to_device(at[factors[own, k] != 0], task.device) for k, (at, own) in enumerate(batch.places)]
         if bool((factors[factors != 0] == 1).all()):
             return index, None
         return index, [table[task[at], k] for k, at in enumerate(index)]
@@ -168,8 +169,7 @@ class TaskLosses(PlainLosses):
             scale: of the objective, by stream, [K].
         """
         each = sums * scale if self.ratio is None else sums * scale * self.ratio.to(sums.device, non_blocking=True)
-        found = each.new_zeros(len(self) + 1)
-        return found.index_add_(0, self.cell.to(sums.device, non_blocking=True).flatten(), each.flatten())
+        return sum_by(self.cell.to(sums.device, non_blocking=True).flatten(), each.flatten(), len(self) + 1)
 
     def tasks_of_features(self, batch: Batch, features: int) -> Tensor:
         """Index of each feature's balanced task, [N] long, -1 for none."""
@@ -190,7 +190,7 @@ class GraphLosses(TaskLosses):
         place = [cell[task[at], k] for k, at in enumerate(targets.index)]
         by_task, each = task_cross_entropy(heads, targets, place, len(self) + 1)
         by_task = torch.cat([by_task[:-1], by_task[-1:] + alignment])
-        total = (by_task * self.weights.to(by_task)).sum()
+        total = (by_task * to_device(self.weights, by_task.device)).sum()
         return Summed(total, *sums_by_task(batch, targets.index, each), by_task)
 
 
@@ -201,14 +201,11 @@ def sums_by_task(batch: Batch, index: Sequence[Tensor], each: Tensor) -> tuple[T
         index: positions with a target, [N] per stream.
         each: their losses, streams one after another, [sum of N].
     """
-    streams = len(index)
-    sums = each.new_zeros(len(TASKS) * streams)
-    counts = each.new_zeros(len(TASKS) * streams)
-    task = batch.task.reshape(-1)
-    cell = torch.cat([task[at] * streams + k for k, at in enumerate(index)])
-    sums.index_add_(0, cell, each.detach())
-    counts.index_add_(0, cell, torch.ones_like(each))
-    return sums.view(-1, streams), counts.view(-1, streams)
+    task, sizes = batch.task.reshape(-1), [len(at) for at in index]
+    here = torch.cat([task[at] for at in index]) == torch.arange(len(TASKS), device=each.device)[:, None]
+    losses = torch.where(here, each.detach(), 0)
+    sums = torch.stack([own.sum(1) for own in losses.split(sizes, 1)], 1)
+    return sums, torch.stack([own.sum(1) for own in here.split(sizes, 1)], 1).to(each.dtype)
 
 
 def sums_by_example(batch: Batch, index: Sequence[Tensor], each: Tensor) -> Tensor:

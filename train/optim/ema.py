@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
 
@@ -27,5 +28,9 @@ class Average:
     def update(self, step: int) -> None:
         """Update the average with the weights after optimizer step number `step` (counted from 1)."""
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
-        for name, p in self.params.items():
-            self.values[name].lerp_(p.detach().float(), weight)
+        params, values = [p.detach() for p in self.params.values()], [self.values[name] for name in self.params]
+        if all(p.dtype == torch.float32 and not isinstance(p, DTensor) for p in params):
+            torch._foreach_lerp_(values, params, weight)  # a few launches on a GPU, instead of one for each parameter
+            return
+        for value, p in zip(values, params, strict=True):
+            value.lerp_(p.float(), weight)

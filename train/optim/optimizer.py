@@ -24,8 +24,16 @@ from train.optim.muon import BatchedMuon
 Params = list[tuple[str, nn.Parameter]]
 
 
+class UncapturedAdamW(torch.optim.AdamW):
+    """AdamW that does not ask whether a CUDA graph is captured: the question opens a GPU beside a run on the CPU."""
+
+    def _accelerator_graph_capture_health_check(self) -> None: ...
+
+    _cuda_graph_capture_health_check = _accelerator_graph_capture_health_check  # in torch 2.11
+
+
 def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return UncapturedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -95,6 +103,16 @@ class Optimizers(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._share()
+
+    @torch.no_grad()
+    def allocate(self, p: nn.Parameter) -> None:
+        """Make the state of a parameter as its rule does at a first step, where the rule can be asked to (bitsandbytes')."""
+        for inner in self.inner.values():
+            init: Callable[..., None] | None = getattr(inner, "init_state", None)
+            for number, group in enumerate(inner.param_groups if init is not None else ()):
+                place = next((i for i, own in enumerate(group["params"]) if own is p), None)
+                if place is not None and init is not None:
+                    init(group, p, number, place)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

@@ -11,8 +11,10 @@ from torch import nn
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
+from omni.recompute import Recompute
 from train.config.run import FitConfig
 from train.data.batching.loader import process_shards
+from train.distributed.sharding import ParallelDims
 from train.plan.balanced import micro_batches_of
 from train.plan.parameters import meta_model
 from train.plan.phases import OUTSIDE, STEADY, Outside
@@ -25,11 +27,11 @@ FEW = 2
 
 PERSISTENT = ("weights", "gradients", "optimizer", "average", "copies")
 
-KEPT_SHARE = {False: 0.2, True: 1.15}
+KEPT_SHARE = {False: 0.2, True: 1.15, "selective": 1.15}
 """Memory that glibc keeps in freed blocks as a process trains on a CPU, as a share of all that a step allocates and frees;
 without checkpointing, and with it, where blocks are freed between ones that stay. Measured with nano at rows of 4 x 128,
-10 x 256 and 16 x 512: 0.41, 0.19 and 0.14, with checkpointing 0.42, 1.46 and 1.00. Blocks above 32 MiB are
-always given back."""
+10 x 256 and 16 x 512: 0.41, 0.19 and 0.14, with checkpointing 0.42, 1.46 and 1.00; selective is taken for the same. Blocks
+above 32 MiB are always given back."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,13 @@ class Estimate:
         """Bytes of a device at the peak of a step."""
         return max(size for name, size in self.totals.items() if name not in OUTSIDE)
 
-    def kept(self, checkpointing: bool) -> float:
+    def kept(self, checkpointing: Recompute) -> float:
         """Estimates the bytes that a process on a CPU holds besides: freed blocks that the C library (glibc) keeps."""
         return KEPT_SHARE[checkpointing] * sum(size for part, size in self.parts.items() if part not in PERSISTENT)
 
 
 def devices_of(config: FitConfig) -> int:
-    """Processes of a run over all nodes; UserError where they are left open or the micro-batches cannot be shared."""
+    """Processes of a run over all nodes; UserError where they are left open."""
     devices = config.fabric.devices
     if isinstance(devices, str):
         listed = [part for part in devices.split(",") if part.strip().isdigit()]
@@ -87,7 +89,6 @@ def devices_of(config: FitConfig) -> int:
     world = devices * config.fabric.num_nodes
     if world < 1:
         raise UserError(f"fabric.devices is {config.fabric.devices} on {config.fabric.num_nodes} nodes; give --devices N")
-    process_shards(config.data.micro_batches, 0, world)
     return world
 
 
@@ -95,25 +96,28 @@ def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Estim
     """Estimates the memory of a run of worst batches on each device, under the configuration's strategy and precision.
 
     Raises:
-        UserError: settings that do not fit each other, such as Muon with fsdp.
+        UserError: settings that do not fit each other, such as Muon with fsdp, or micro-batches that processes cannot share.
     """
     world = devices_of(config)
     strategy = config.fabric.strategy
     rules = {config.optimizer.name, *(group.rule for group in config.optimizer.groups)}
     if strategy == "fsdp" and "muon" in rules:
         raise UserError("optimizer muon with fabric.strategy fsdp: use optimizer.name adamw, or strategy ddp")
-    phases = phases_of(config, shape, config.data.micro_batches // world, cuda)
+    dims = ParallelDims.of(config.fabric, world)
+    process_shards(config.data.micro_batches, 0, dims.data)
+    phases = phases_of(config, shape, config.data.micro_batches // dims.data, cuda)
     model = meta_model(config, shape)
     if world > 1 or strategy == "fsdp":
         share = sharded if strategy == "fsdp" else replicated
-        size, learning = _bytes_each(config)
-        phases = {name: share(name, parts, model, world, size, learning) for name, parts in phases.items()}
+        size, learning = bytes_each(config)
+        count, half = dims.shards * dims.tensor, config.fabric.precision == "bf16-mixed"
+        phases = {name: share(name, parts, model, count, (size, learning, half)) for name, parts in phases.items()}
     steady = {part: size * (part in STEADY) for part, size in phases["optimizer"].items()}
     around = Outside(config, shape, model, steady, world, cuda)
     return Estimate(around.phases(phases), around.host(), around.files())
 
 
-def _bytes_each(config: FitConfig) -> tuple[int, int]:
+def bytes_each(config: FitConfig) -> tuple[int, int]:
     """Bytes of a frozen value, and of a trainable one (see `train.distributed.precision.AdapterPrecision`)."""
     size = 2 if config.fabric.precision == "bf16-true" else 4
     return size, size if config.lora is None else 4
@@ -125,7 +129,7 @@ def phases_of(config: FitConfig, shape: ModelConfig, micro_batches: int, cuda: b
     alone = replace(
         config,
         run_folder="",
-        fabric=replace(config.fabric, strategy="auto", devices=1, num_nodes=1),
+        fabric=replace(config.fabric, strategy="auto", replicas=1, tensor_parallel=1, devices=1, num_nodes=1),
         data=replace(config.data, micro_batches=micro_batches_of(config, micro_batches)),
     )
     return _phases_of(_TraceKey(repr((alone, shape, cuda)), alone, shape, cuda))
@@ -171,13 +175,15 @@ def _phases_of(question: _TraceKey) -> dict[str, Snapshot]:
 # --- what processes share -----------------------------------------------------------------------------------------------
 
 
-def replicated(phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, size: int, learning: int) -> Snapshot:
+def replicated(
+    phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, sizes: tuple[int, int, bool]
+) -> Snapshot:
     """DDP: every process holds everything, and its gradients once more in the buckets that are exchanged."""
-    return {**parts, "communication": float(sum(p.numel() for p in model.parameters() if p.requires_grad) * learning)}
+    return {**parts, "communication": float(sum(p.numel() for p in model.parameters() if p.requires_grad) * sizes[1])}
 
 
-def sharded(phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, size: int, learning: int) -> Snapshot:
-    """FSDP2 as `train.distributed.fabric.shard` sets it up: weights, gradients, optimizer and average in equal parts, but
+def sharded(phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, sizes: tuple[int, int, bool]) -> Snapshot:
+    """FSDP2 as `train.distributed.sharding.shard` sets it up: weights, gradients, optimizer and average in equal parts, but
     quantised weights whole in every process.
 
     Beside its part a process holds gathered weights: of the root (tables, heads, convolutions, projector), which are not freed
@@ -185,22 +191,23 @@ def sharded(phase: str, parts: Mapping[str, float], model: SpeechModel, world: i
     gradients and one block's whole.
 
     Args:
-        size, learning: bytes of a frozen value, and of a trainable one.
+        sizes: bytes of a frozen value, and of a trainable one, and whether they are gathered in half precision.
     """
+    size, learning, half = sizes
     blocks = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
 
     def gathered(part: nn.Module) -> int:
         floating = [p for p in part.parameters() if p.is_floating_point()]
-        return sum(p.numel() * (learning if p.requires_grad else size) for p in floating)
+        return sum(p.numel() * (2 if half else learning if p.requires_grad else size) for p in floating)
 
     def gradients(part: nn.Module) -> int:
         return sum(p.numel() * learning for p in part.parameters() if p.requires_grad)
 
-    sizes = [gathered(block) for block in blocks]
-    root, largest = gathered(model) - sum(sizes), max(sizes)
+    each = [gathered(block) for block in blocks]
+    root, largest = gathered(model) - sum(each), max(each)
     extra = 0.0
     if phase not in ("optimizer", "average", "balance", ANSWERS):
-        extra = float(root + min(2 * largest, sum(sizes)))
+        extra = float(root + min(2 * largest, sum(each)))
     if phase.startswith("backward"):
         found = [gradients(block) for block in blocks]
         extra += gradients(model) - sum(found) + max(found)

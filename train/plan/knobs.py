@@ -83,8 +83,15 @@ def _mixed(config: FitConfig) -> Knob | None:
     return Knob("--fabric.precision bf16-mixed", "rounded products; faster on a GPU", changed)
 
 
-def _checkpointing(config: FitConfig) -> Knob | None:
+def _selective(config: FitConfig) -> Knob | None:
     if config.fabric.checkpointing:
+        return None
+    changed = replace(config, fabric=replace(config.fabric, checkpointing="selective"))
+    return Knob("--fabric.checkpointing selective", "norms, activations and the like computed twice", changed)
+
+
+def _checkpointing(config: FitConfig) -> Knob | None:
+    if config.fabric.checkpointing is True:
         return None
     changed = replace(config, fabric=replace(config.fabric, checkpointing=True))
     return Knob("--fabric.checkpointing true", "about a third more work", changed)
@@ -155,7 +162,7 @@ def savings(config: FitConfig, shape: ModelConfig, devices: int, cuda: bool, in_
 
 def _first(cuda: bool) -> list[Turn]:
     """Knobs that leave the number of devices and the weights' precision, the least harmful first."""
-    return [_chunk, _asked, _rows, *([_mixed] if cuda else []), _checkpointing]
+    return [_chunk, _asked, _rows, *([_mixed] if cuda else []), _selective, _checkpointing]
 
 
 def _total(found: Estimate) -> float:

@@ -51,6 +51,7 @@ class Outside:
         self.spread, self.local = config.fabric.strategy == "fsdp" and world > 1, world // config.fabric.num_nodes
         self.lora, self.share = config.lora is not None, world if self.spread else 1
         sizes, quantized = numels(model), config.lora is not None and config.lora.quantize is not None
+        self.makers = self.local if quantized else 1  # processes of a machine that make or read the whole model
         coded = {name for name, part in model.named_modules() if isinstance(part, FakeLinear)}
         learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.own = 2 if config.fabric.precision == "bf16-true" else 4
@@ -98,7 +99,7 @@ class Outside:
             return {}
         gathered = float(self.own * self.plain + self.merged)
         found = {
-            START: self.local * self.whole,
+            START: self.makers * self.whole,
             ANSWERS: gathered if self.spread or self.lora else 0.0,
             CHECKPOINT: 2 * self.stored * self.local if self.spread else self.stored,
             EXPORT: gathered,

@@ -15,8 +15,10 @@ from omni.hardware import peak_flops
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
 from train.distributed.fabric import build_fabric
-from train.plan.estimate import Estimate, devices_of, estimate
+from train.distributed.sharding import ParallelDims
+from train.plan.estimate import Estimate, bytes_each, devices_of, estimate
 from train.plan.knobs import KnobEffect, savings, try_knobs
+from train.plan.network import Traffic, traffic
 from train.plan.options import check_options
 from train.plan.pace import Pace, flops_of, pace, sample
 from train.plan.parameters import Count, count_parameters, meta_model
@@ -52,6 +54,7 @@ class Plan:
         device: in words.
         process: bytes that Python and its libraries take in each process of the machine; no part of the estimate.
         workers: bytes of a machine's data workers, with the batches that they make ahead.
+        traffic: what each process sends in a step; None for one process.
         kept: bytes that its C library keeps besides, about: freed blocks that it cannot use again; 0 on a GPU.
         attempts: measurements on this machine, by the way in which memory was measured.
         untried: why there are none.
@@ -71,6 +74,7 @@ class Plan:
     workers: float
     kept: float
     pace: Pace
+    traffic: Traffic | None
     attempts: dict[str, Attempt]
     untried: str
     knobs: list[KnobEffect]
@@ -125,6 +129,7 @@ def make_plan(
     cuda = place == "cuda"
     config = _placed(config, devices, cuda)
     world, here = devices_of(config), cuda and torch.cuda.is_available()
+    config, larger = config.shared_by(ParallelDims.of(config.fabric, world).data)
     words, limit = _room(place, gpu_gib, gpu, world)
     model = meta_model(config, shape)
     whole = estimate(config, shape, cuda)
@@ -134,6 +139,7 @@ def make_plan(
     measured = list(attempts.values())[-1].seconds if attempts else None  # the one with memory as a run has it
     mine = (here or place == "cpu" or torch.backends.mps.is_available()) and devices is None and gpu_gib is None and gpu is None
     refused, notes = _refused(given, config, mine)
+    notes += [larger] if larger is not None else []
     batch = worst_batch(config.data, shape)
     found: tuple[list[Batch], str]
     try:
@@ -160,6 +166,7 @@ def make_plan(
         workers=workers_bytes(config, shape, world),
         kept=whole.kept(config.fabric.checkpointing) if place == "cpu" else 0.0,
         pace=run,
+        traffic=traffic(config, model, ParallelDims.of(config.fabric, world), *bytes_each(config)) if world > 1 else None,
         attempts=attempts,
         untried=untried,
         knobs=knobs,
@@ -288,6 +295,7 @@ def plain(plan: Plan) -> dict[str, Any]:
         "measured": {how: asdict(one) for how, one in plan.attempts.items()},
         "not_measured": plan.untried,
         "pace": asdict(plan.pace),
+        "network": None if plan.traffic is None else asdict(plan.traffic),
         "to_budget": {"tokens": plan.pace.to_budget(plan.pace.columns), "targets": plan.pace.to_budget(plan.pace.targets)},
         "knobs": [turned(one) for one in plan.knobs],
         "together": [turned(one) for one in plan.row],

@@ -88,6 +88,8 @@ def _pace(plan: Plan) -> Table:
     if (run.forwards, run.backwards) != (1, 1):
         table.add_row("passes a step", f"{run.forwards:g} forward, {run.backwards:g} backward")
     table.add_row("time a step", "unknown" if run.seconds is None else f"{run.seconds:.3g} s")
+    if plan.traffic is not None:
+        table.add_row("sent by each device a step", f"{plan.traffic.sent / 1e9:.3g} GB")
     table.add_row("steps to the budget", "unknown" if run.steps is None else f"{run.steps:,.0f}")
     table.add_row("time to the budget", "unknown" if run.hours is None else duration(3600 * run.hours))
     for name, a_step in (("tokens", run.columns), ("targets", run.targets)):
@@ -100,6 +102,8 @@ def _verdict(plan: Plan) -> None:
     print(f"tokens, targets and examples: {plan.pace.source}")
     print("a token is one time step of all streams, as in the log's tokens/s; a target is an id that a loss is over")
     print(f"time: {plan.pace.clock}")
+    if plan.traffic is not None:
+        print(f"sent: {plan.traffic.formula}")
     if plan.untried:
         print(f"not tried: {plan.untried}")
     workers = f", all data workers {plan.workers / GIB:.2f} GiB" if plan.workers else ""

@@ -21,11 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from omni.attention import packs
 from omni.codec.registry import CODECS
 from omni.config import ModelConfig
 from omni.encoder import whisper as speech_encoder
 from omni.generate.options import AnswerOptions
-from omni.model import blocks
+from omni.model import blocks, decoder
 from omni.model.blocks import Attention, RMSNorm
 from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel
@@ -154,7 +155,7 @@ def trace(config: FitConfig, shape: ModelConfig, batch: Batch, micro_batches: in
     for tensor in [*answering.parameters(), *answering.buffers()]:
         ledger.enter(tensor, "weights", free=True)
     _watch(bench, ledger)
-    with fake, ledger, _real_packing(fake):
+    with fake, ledger, _real_packing(fake, cuda):
         _make_state(bench, ledger)
         if config.balance is not None:
             _balance(bench, ledger, len(shape.layout))
@@ -249,24 +250,28 @@ def _when_done(entered: Tensor, ledger: Ledger, phase: str) -> None:
 
 
 @contextmanager
-def _real_packing(fake: FakeTensorMode) -> Iterator[None]:
-    """A context in which the encoder plans its packing outside the fake mode, since that needs numbers, and in which norms keep
-    no constants for the next call, since these would be fake."""
-    real, constant = speech_encoder.pack, blocks._constant
+def _real_packing(fake: FakeTensorMode, cuda: bool) -> Iterator[None]:
+    """A context in which the encoder plans its packing outside the fake mode, since that needs numbers, in which norms keep no
+    constants for the next call, since these would be fake, and in which attention takes the form that it has on a GPU."""
+    real, constant, takes = speech_encoder.pack, blocks._constant, decoder.takes_packed
 
     def pack(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             plan = real(*args, **kwargs)
         groups = [replace(g, place=_fake(g.place, fake), mask=_fake(g.mask, fake)) for g in plan.groups]
+        clips = None if plan.clips is None else plan.clips._replace(ends=_fake(plan.clips.ends, fake))
         tensors = {name: _fake(getattr(plan, name), fake) for name in ("source", "gaps", "kept", "positions", "output")}
-        return replace(plan, groups=groups, **tensors)
+        return replace(plan, groups=groups, clips=clips, **tensors)
 
     speech_encoder.pack = pack  # type: ignore[assignment]
     blocks._constant = constant.__wrapped__  # type: ignore[assignment]
+    if cuda:
+        decoder.takes_packed = speech_encoder.takes_packed = lambda device, dtype, head_size: packs(dtype, head_size)
     try:
         yield
     finally:
         speech_encoder.pack, blocks._constant = real, constant
+        decoder.takes_packed = speech_encoder.takes_packed = takes
 
 
 def _fake(tensor: Tensor | None, fake: FakeTensorMode) -> Any:
@@ -304,13 +309,15 @@ class _Kept(torch.autograd.Function):
 
 
 def _as_on_cuda(objective: nn.Module) -> None:
-    """Imitates what a GPU's kernels keep: norms as one kernel, products of integers, and keys and values of grouped heads
-    copied for every head, as `omni.model.blocks` does there."""
+    """Imitates what a GPU's kernels keep: norms as one kernel, products of integers, and, where attention takes a mask, keys
+    and values of grouped heads copied for every head, as `omni.attention` does there."""
     for module in objective.modules():
         if isinstance(module, RMSNorm):
             module.forward = MethodType(lambda self, x: _FusedNorm.apply(x, self.weight), module)  # type: ignore[method-assign]
         elif isinstance(module, Attention) and module.heads > module.kv_heads:
-            extra = 2 * (module.heads - module.kv_heads) * module.head_dim
-            module.out.register_forward_pre_hook(lambda _, args, extra=extra: (_Kept.apply(args[0], extra),))
+            extra, size = 2 * (module.heads - module.kv_heads) * module.head_dim, module.head_dim
+            module.out.register_forward_pre_hook(
+                lambda _, args, extra=extra, size=size: None if packs(args[0].dtype, size) else (_Kept.apply(args[0], extra),)
+            )
         elif isinstance(module, FakeLinear):
             module.on_cuda = True

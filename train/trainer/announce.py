@@ -13,6 +13,7 @@ from torch import nn
 from train.checkpoint.state import Position
 from train.config.run import FitConfig
 from train.console.progress import Screen, duration
+from train.distributed.sharding import ParallelDims
 from train.trainer.logs import METRICS
 from train.trainer.lora import ADAPTER
 from train.trainer.parts import Parts
@@ -36,6 +37,9 @@ def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> lis
     start = config.model.init_from or config.model.preset
     device = torch.cuda.get_device_name(fabric.device) if cuda else fabric.device.type
     strategy = f", {config.fabric.strategy}" if fabric.world_size > 1 and config.fabric.strategy != "auto" else ""
+    dims = ParallelDims.of(config.fabric, fabric.world_size)
+    strategy += f" in {dims.replicas} replicas" * (dims.replicas > 1 and config.fabric.strategy == "fsdp")
+    strategy += f", tensor_parallel {dims.tensor}" * (dims.tensor > 1)
     lines = [
         f"training {start} in {config.run_folder} for {' or '.join(limits)}",
         _line("devices", f"{fabric.world_size} x {device}{strategy}, {config.fabric.precision}"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +26,23 @@ from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig, plain_config
 from train.console.progress import TrainProgress, counted
-from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader, process_shards
-from train.data.batching.pipeline import Pipeline
 from train.data.build import build_alignment, build_pipeline, held_out_by_source
 from train.data.sources.recorded_digits import speak_ahead
 from train.data.speech_time import estimate_speech_time
-from train.distributed.fabric import ProcessGroup, build_fabric, compile_blocks, launch, leave
+from train.distributed.deterministic import deterministic
+from train.distributed.fabric import (
+    ProcessGroup,
+    build_fabric,
+    compile_blocks,
+    count_processes,
+    launch,
+    leave,
+    sends_values,
+    setup,
+)
 from train.distributed.precision import quantized_type
+from train.distributed.sharding import ParallelDims
 from train.objective.flops import StepFlops
 from train.objective.objective import Objective, cells, targets
 from train.optim.ema import Average
@@ -45,7 +55,7 @@ from train.trainer.callbacks import CALLBACKS, Callback, Callbacks, build_callba
 from train.trainer.feed import CountingFeed, Feed
 from train.trainer.guard import StepGuard
 from train.trainer.held_out_batches import outer_batches
-from train.trainer.held_out_loss import HeldOut, build_held_out
+from train.trainer.held_out_loss import build_held_out, check_metric
 from train.trainer.highest_loss import HighestLosses
 from train.trainer.initial_model import Initial, build_initial
 from train.trainer.logs import LeftOut, Logs
@@ -83,8 +93,7 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | No
 
 
 def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | None = None) -> Outcome | None:
-    """Trains as `fit`, and leaves the processes' group to the caller (`train.distributed.fabric.leave`): until then the other
-    processes wait for one that has failed."""
+    """Trains as `fit`, but does not `leave` the other processes, which until then wait for one that has failed."""
     if not isinstance(config, FitConfig):
         raise UserError(f"fit was given {config!r:.80}; give it a FitConfig, such as recipe('nano') from train")
     if not config.run_folder:
@@ -92,22 +101,29 @@ def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str 
     steps = NONE if profile is None else step_range(profile, config.budget)
     refuse_remote(config.run_folder, "run_folder", write=True)
     folder = Path(config.run_folder)
+    config, larger = shared(config)
     check_resume(config)
-    notes = check_start(with_alignment(config))
+    notes = [*([] if larger is None else [larger]), *check_start(with_alignment(config))]
     check_devices(config.fabric)
     check_packages(config)
     own = build_callbacks([CALLBACKS[name] for name in config.callbacks], folder)
+    with deterministic(config.fabric.deterministic):
+        return _fit(config, folder, notes, [*callbacks, *own], steps)
+
+
+def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Sequence[Callback], steps: range) -> Outcome | None:
+    """Trains after the checks; see `fit`."""
     fabric = build_fabric(config.fabric)
     launch(fabric)
     loop: Loop | None = None
     try:
-        group = ProcessGroup(fabric)
+        group = process_group(config, fabric)
         with ExitStack() as stack:
             group.run_on_first(lambda: stack.enter_context(locked(folder)))
             say = announce.speaker(config, group.first)
             for note in notes:
                 say(note)
-            loop = prepare(config, fabric, folder, group, [*callbacks, *own], steps)
+            loop = prepare(config, fabric, folder, group, callbacks, steps)
             group.run_on_first(lambda: _synthesise_ahead(config))
             outcome = loop.run()
         return outcome if group.first else None
@@ -115,6 +131,11 @@ def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str 
         if not is_out_of_memory(error):
             raise
         raise (loop.out_of_memory(error) if loop is not None else out_of_memory(error, fabric.device)) from error
+
+
+def shared(config: FitConfig) -> tuple[FitConfig, str | None]:
+    """The configuration with as many micro-batches as its processes can share; see `FitConfig.shared_by`."""
+    return config.shared_by(ParallelDims.of(config.fabric, count_processes(config.fabric, os.environ)).data)
 
 
 def prepare(
@@ -125,14 +146,23 @@ def prepare(
     say = announce.speaker(config, fabric.global_rank == 0)
     for line in announce.start_lines(config, fabric, profile):
         say(line)
-    initial = build_initial(with_alignment(config).model, config.seed)
+    group = group or process_group(config, fabric)
+    quantized = config.lora is not None and config.lora.quantize is not None
+    valued = group.first or not sends_values(group.world, quantized)
+    initial = group.together(lambda: build_initial(with_alignment(config).model, config.seed, valued))
     say(announce.parameters_line("model", initial.model.parameters()))
     plain = plain_config(config)
-    loop = build_loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder, group, callbacks, profile)
+    parts = group.together(lambda: build_parts(config, initial, fabric, folder, group))
+    loop = build_loop(config, plain, parts, fabric, folder, group, callbacks, profile)
     loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, _yaml(plain)))
     for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.trainable], loop.position, loop.saved):
         say(line)
     return loop
+
+
+def process_group(config: FitConfig, fabric: Fabric) -> ProcessGroup:
+    """The process group of a run that was launched."""
+    return ProcessGroup(fabric, ParallelDims.of(config.fabric, fabric.world_size).tensor)
 
 
 def build_loop(
@@ -153,12 +183,12 @@ def build_loop(
         callbacks: see `fit`.
         profile: steps to trace.
     """
-    group, objective = group or ProcessGroup(fabric), parts.objective
-    shards = process_shards(parts.micro_batches, group.rank, group.world)
+    group, objective = group or process_group(config, fabric), parts.objective
+    shards = process_shards(parts.micro_batches, group.data_rank, group.data_world)
     also = set_trainable(objective.get_submodule("model"), config.trainable_patterns)
     if config.fabric.compile:
         compile_blocks(objective)
-    module = fabric.setup_module(objective)
+    module = setup(fabric, objective, config.fabric)
     learning = [(name, p) for name, p in objective.named_parameters() if p.requires_grad]
     trainable = [(name.removeprefix("model."), p) for name, p in learning]
     optimizer = build_optimizer(trainable, config.optimizer, config.fabric.precision, also)
@@ -168,12 +198,12 @@ def build_loop(
     balance = None
     if config.balance is not None:
         balance = build_balance(config.balance, config, parts, fabric, group, module, trainable, len(shards))
-    peak = peak_flops(fabric.device)
-    meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group, peak and peak * group.world)
+    peak = (peak_flops(fabric.device) or 0.0) * group.world
+    meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group, peak or None)
     highest = HighestLosses(config.log.highest if parts.named else 0, folder, group)
     built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip, highest)
     step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, config.objective.align_first)
-    torch.manual_seed(config.seed + 1 + group.rank)
+    torch.manual_seed(config.seed + 1 + group.data_rank)
     checkpointer = Checkpointer(
         config, plain, folder, fabric, group, objective=objective, optimizer=optimizer, average=average, balance=balance,
         meter=meter, packer_shards=shards, rows=parts.rows,
@@ -233,10 +263,11 @@ def build_balance(
     )  # fmt: skip
 
 
-def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path) -> Parts:
+def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path, group: ProcessGroup | None = None) -> Parts:
     """Builds the parts of a run: model, objective, data, validation and export."""
-    model, lora = initial.model, config.lora
+    model, lora, group = initial.model, config.lora, group or process_group(config, fabric)
     base = adapters.apply(model, lora, quantized_type(config.fabric.precision)) if lora is not None else None
+    base = group.broadcast(base)  # others may have no values yet
     model.set_checkpointing(config.fabric.checkpointing)
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
     questions, broken = config.validation.questions, dict[str, str]() if config.data.broken == "skip" else None
@@ -262,9 +293,8 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         time = estimate_speech_time(pipeline.mixture, initial.codec) if initial.codec is not None else None
         if time is not None:
             extra[SPEECH_TIME] = time.plain()
-        kind = (
-            torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32
-        )  # types of base and adapters may differ
+        # The types of base and adapters may differ.
+        kind = torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32
         plain = {name: value.to(kind) for name, value in merged_state(model, weights).items()}
         save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra)
         return folder / MODEL
@@ -273,16 +303,15 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         assert validator is not None
         return validator(merged_state(model, weights), step)
 
-    rank, world = fabric.global_rank, fabric.world_size
-    held_out = build_held_out(found, config.data.packing, pipeline.maker, rank, world, broken)
-    _check_metric(config, held_out)
+    held_out = build_held_out(found, config.data.packing, pipeline.maker, group.data_rank, group.data_world, broken)
+    check_metric(config, held_out)
     objective = Objective(model, config.objective)
     objective.compiled = config.fabric.compile
     sizes = enumerate(source.size for source in pipeline.mixture.sources)
     fixed = {f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None}
     if base is not None:
         fixed["the checksum of the weights below the adapters"] = base
-    balanced = None
+    balanced, data, pin = None, config.data, fabric.device.type == "cuda"
     if config.balance is not None:
         names = balanced_tasks(config.balance, config.data)
         outer = outer_batches(config, names, pipeline.maker) if config.balance.kind.bilevel else ()
@@ -290,7 +319,9 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     return Parts(
         objective=objective,
         micro_batches=config.data.micro_batches,
-        steps=lambda shards, start, states: _steps(pipeline, config, shards, start, states),
+        steps=lambda shards, start, states: iter(
+            StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch, pin=pin)
+        ),
         targets=targets,
         streams=model.layout.names,
         tasks=tuple(TASKS),
@@ -301,7 +332,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         held_out=held_out,
         validate=validate if validator is not None else None,
         export=export,
-        draw=lambda: pictures(folder),
+        draw=lambda: plots.pictures(folder),
         broken_limit=config.data.broken_limit,
         named=True,
         sources=[(source.name, source.size) for source in pipeline.mixture.sources],
@@ -313,25 +344,6 @@ def _synthesise_ahead(config: FitConfig) -> None:
     for source in config.data.sources:
         if source.kind == "recorded-digits":
             speak_ahead(source.recorded, source.digits.question_rate, config.log.progress)
-
-
-def _check_metric(config: FitConfig, held_out: HeldOut) -> None:
-    """Refuses (UserError) to keep the checkpoints of the lowest loss where no held-out example measures it."""
-    keep = config.checkpoint
-    measured = held_out.examples or not config.validation.questions
-    if keep.keep_best > 0 and keep.metric.partition("/")[0] == "loss" and not measured:
-        raise UserError(
-            f"checkpoint.metric is {keep.metric}, but none of the {held_out.rows} held-out rows makes an example: they lack "
-            "what the tasks of their sources need, are broken, or do not fit into packing.length; complete them, name another "
-            "metric, or set checkpoint.keep_best to 0"
-        )
-
-
-def _steps(
-    pipeline: Pipeline, config: FitConfig, shards: range, start: int, states: Mapping[str, Any]
-) -> Iterator[list[Batch]]:
-    data = config.data
-    return iter(StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch))
 
 
 def with_alignment(config: FitConfig) -> FitConfig:
@@ -347,15 +359,6 @@ def with_alignment(config: FitConfig) -> FitConfig:
     ctc = alignment.size if ctc is None else ctc
     sounds = alignment.sound_size if sounds is None else sounds
     return replace(config, model=replace(config.model, ctc=ctc, ctc_sounds=sounds))
-
-
-def pictures(folder: Path) -> dict[str, Path]:
-    """Redraws the curves; returns the pictures that exist, by name."""
-    plots.curves(folder)
-    plots.balance(folder)
-    files = {"curves": plots.CURVES, "spectrogram": plots.SPECTROGRAMS, "balance": plots.PICTURE}
-    found = {name: folder / file for name, file in files.items()}
-    return {name: file for name, file in found.items() if file.exists()}
 
 
 def _yaml(plain: Mapping[str, Any]) -> str:

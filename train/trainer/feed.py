@@ -88,7 +88,9 @@ class Feed:
         clock = self.clock() if self.group.first else 0.0
         flags = [float(self.stop.number == s) for s in SIGNALS]
         told = torch.tensor([positions, flops, clock, float(failure is not None), *flags], dtype=torch.float64)
-        everyone = self.group.sum(torch.cat([counts, told]))
+        if not self.group.counts:
+            counts, told[:2] = torch.zeros_like(counts), 0
+        everyone = self.group.sum_all(torch.cat([counts, told]))
         self.held_up = time.perf_counter() - start - self.waited
         positions, flops, clock, failed, *flags = everyone[len(counts) :].tolist()
         if failed:

@@ -48,8 +48,11 @@ class Initial:
         return self.model.config
 
 
-def build_initial(section: ModelSection, seed: int) -> Initial:
+def build_initial(section: ModelSection, seed: int, weights: bool = True) -> Initial:
     """Build or read the model. Random weights are drawn under `seed`, the same in every process.
+
+    Args:
+        weights: False leaves the parameters on the meta device, for a process that another one sends them to.
 
     Raises:
         UserError: an unknown preset or key, no fitting tokenizer, or a configuration that does not fit `init_from`.
@@ -58,13 +61,17 @@ def build_initial(section: ModelSection, seed: int) -> Initial:
     codec_folder = Path(section.codec_folder) if section.codec_folder else None
     if section.init_from is None:
         config = changed(preset(str(section.preset)), section)
-        return Initial(SpeechModel(config), choose_tokenizer(section, config), _codec(config, codec_folder), codec_folder)
+        model = SpeechModel(config) if weights else SpeechModel.unfilled(config)
+        return Initial(model, choose_tokenizer(section, config), _codec(config, codec_folder), codec_folder)
     check_full_precision(section.init_from, "training")
-    loaded = load_folder(section.init_from, codec_folder=codec_folder)
+    loaded = load_folder(section.init_from, codec_folder=codec_folder, weights=weights)
     config = continued(loaded.config, section)
     own = Path(section.init_from) / CODEC
     tokenizer = Tokenizer.from_file(section.tokenizer) if section.tokenizer else loaded.tokenizer
-    model = loaded.model.float() if config == loaded.config else _with_weights(config, loaded.model)
+    if not weights:
+        model = SpeechModel.unfilled(config)
+    else:
+        model = loaded.model.float() if config == loaded.config else _with_weights(config, loaded.model)
     place = codec_folder or (own if own.is_dir() else None)
     return Initial(model.train(), tokenizer, loaded.codec, place, loaded.extra)
 

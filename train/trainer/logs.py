@@ -153,7 +153,7 @@ class LeftOut:
 
         `unused.csv` is written again where there are more.
         """
-        own, kinds = list(shards), ("skipped", "broken")
+        own, kinds = list(shards) if self.group.counts else [], ("skipped", "broken")
         each = self.group.gather([sum(shard.get(kind, 0) for shard in own) for kind in kinds])
         numbers = [sum(of) for of in zip(*each, strict=True)]
         if sum(numbers) != self.number:

@@ -26,7 +26,8 @@ def apply(model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.flo
         dtype: type in which weights of 4 bits are multiplied (`train.distributed.precision.quantized_type`).
 
     Returns:
-        the checksum of the weights below them (`omni.lora.weights.base_checksum`), which are then quantised if asked.
+        the checksum of the weights below them (`omni.lora.weights.base_checksum`), which are then quantised if asked; 0 where
+        they have no values yet (the meta device).
 
     Raises:
         UserError: a pattern that matches no linear, an adapter of another model, or no bitsandbytes.
@@ -37,8 +38,9 @@ def apply(model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.flo
     chosen = match_names(
         targets, list(linears), f"lora.init_from {section.init_from}" if given else "lora.targets", what="linear"
     )
-    base = base_checksum(model, chosen)
-    if given is not None:
+    valued = not any(p.is_meta for p in model.parameters())
+    base = base_checksum(model, chosen) if valued else 0
+    if given is not None and valued:
         check_base(given, lambda name: base_weight(linears[name]), f"lora.init_from {section.init_from}")
         replace_whole(model, given, f"lora.init_from {section.init_from}")
     if section.quantize is not None:

@@ -60,8 +60,8 @@ class StepMetrics:
             norm: of the step's gradients.
         """
         self.norm, self.skipped_in_a_row = norm, (self.skipped_in_a_row + skipped) * skipped
-        self.values[1] += 1.0 / self.group.world
-        self.values[4] += skipped / self.group.world
+        self.values[1] += 1.0 / self.group.data_world
+        self.values[4] += skipped / self.group.data_world
         self.positions += positions
         self.flops += flops
 
@@ -85,8 +85,10 @@ class StepMetrics:
         return self.group.sum(self.values)
 
     def state(self) -> list[list[float]]:
-        """The sums of every process as plain data, for a checkpoint; all processes must call it."""
-        return self.group.gather(self.values.tolist())
+        """The sums of every process as plain data, those of a tensor-parallel group once, for a checkpoint; all processes must
+        call it."""
+        every: list[list[float] | None] = self.group.gather(self.values.tolist() if self.group.counts else None)
+        return [sums for sums in every if sums is not None]
 
     def restore(self, state: Sequence[Sequence[float]]) -> None:
         """Continue from a checkpoint's sums: each process from its own, as sums in float32 depend on their order; where there
@@ -95,9 +97,9 @@ class StepMetrics:
             return
         total = torch.tensor(state, dtype=torch.float64).sum(0)
         self.values.zero_()
-        if len(state) == self.group.world:
-            self.values += torch.tensor(state[self.group.rank]).to(self.values)
-        elif self.group.first:
+        if len(state) == self.group.data_world:
+            self.values += torch.tensor(state[self.group.data_rank]).to(self.values)
+        elif self.group.data_rank == 0:
             self.values += total.to(self.values)
         self._shown = (total, 0.0, 0.0, 0.0)
 

@@ -37,6 +37,7 @@ from train.data.config import DataConfig
 from train.data.rows.parquet import files_of
 from train.data.rows.samples import missing_parts, sample_rows
 from train.data.sources.recorded_digits import find_recordings
+from train.distributed.sharding import check_divides
 from train.trainer.callbacks import CALLBACKS, check_made
 from train.trainer.initial_model import check_tokenizer, shape_of
 
@@ -71,6 +72,9 @@ def check_start(config: FitConfig) -> list[str]:
         shape = shape_of(config.model)
         _check_tools(config, shape, problems)
         _check_patterns(config, shape, problems)
+        if config.fabric.tensor_parallel > 1:
+            with problems.of("fabric.tensor_parallel"):
+                check_divides(shape.decoder, config.fabric.tensor_parallel)
     problems.tell()
     return notes
 

@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 from lightning_fabric import Fabric
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from train.distributed.fabric import ProcessGroup, accumulating
+from train.distributed.fabric import ProcessGroup, accumulating, clip
 from train.optim.optimizer import Optimizers
 from train.trainer.balanced_step import Balancing
 from train.trainer.feed import CountedStep, StepBatches
@@ -60,9 +59,7 @@ class PlainStep:
         for p in self.idle(progress):
             p.grad = None
         limit = math.inf if self.clip is None else self.clip
-        norm = self.fabric.clip_gradients(self.module, self.stepper, max_norm=limit, error_if_nonfinite=False)
-        assert norm is not None
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = clip(self.fabric, self.module, self.stepper, limit)
         self.optimizer.skip = skip = (~norm.isfinite()).float()
         self.stepper.step()
         self.stepper.zero_grad()
@@ -78,7 +75,7 @@ class PlainStep:
         for i, batch in enumerate(step.batches):
             with accumulating(self.fabric, self.module, i + 1 < len(step.batches)):
                 losses = self.module(batch.to(self.fabric.device), denominators, progress, *self.highest.options)
-                self.fabric.backward(losses.total * self.group.world)
+                self.fabric.backward(losses.total * self.group.data_world)
             self.meter.add(losses)
             self.highest.add(losses, batch)
 

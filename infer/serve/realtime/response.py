@@ -113,6 +113,8 @@ class Response:
             await self._finish(ended, error)
         finally:
             self.outlet.end()
+            self._pacer.end()
+            self.wanted.before, self._events = (), None
             self.first.set()
             self.over.set()
 

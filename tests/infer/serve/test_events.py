@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -339,5 +341,24 @@ def test_a_text_before_a_spoken_answer_is_never_a_path(talk: Any, tmp_path: Any)
         await client.send("conversation.item.delete", item_id=spoken)
         done = await client.ask("and now?")
         assert done["status"] in ("completed", "incomplete"), done
+
+    talk(body)
+
+
+def test_answers_are_freed_as_soon_as_another_one_follows(talk: Any) -> None:
+    """Found by the garbage collector alone, they would grow with the square of a conversation, and its pauses with them."""
+
+    async def body(client: Client) -> None:
+        gone = []
+        gc.collect()
+        gc.disable()
+        try:
+            for text in ("one", "two", "three"):
+                await client.ask(text)
+                gone.append(weakref.ref(client.session.responses.last))
+            await asyncio.sleep(0.05)
+            assert [ref() is None for ref in gone] == [True, True, False]
+        finally:
+            gc.enable()
 
     talk(body)

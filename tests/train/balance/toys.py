@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -103,17 +104,23 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def balanced_parts(
-    config: FitConfig, model: ModelConfig | None = None, tasks: Mapping[str, float] = MIX, join: int = 1, outers: int = 2
+    config: FitConfig,
+    model: ModelConfig | None = None,
+    tasks: Mapping[str, float] = MIX,
+    join: int = 1,
+    outers: int = 2,
+    valued: bool = True,
 ) -> Parts:
     """Our model with random weights, and steps that follow from their number.
 
     Args:
         join: micro-batches that are made one: as many processes' first ones, their second ones, ...
         outers: held-out batches.
+        valued: the model has values.
     """
     torch.manual_seed(0)
     model = model or tiny(config.objective.ctc_weight > 0)
-    speech = SpeechModel(model)
+    speech = SpeechModel(model) if valued else SpeechModel.unfilled(model)
     if config.lora is not None:
         apply(speech, config.lora)
     speech.set_checkpointing(config.fabric.checkpointing)
@@ -192,7 +199,8 @@ def slow_run(config: FitConfig, step: Callable[[SpeechModel, Sequence[Batch], Te
 
 
 def main(options: dict[str, Any]) -> None:
-    """Runs one after another in the same processes: folder, balance (its fields), fabric, ctc, lora, micro."""
+    """Runs one after another in the same processes: folder, balance (its fields), fabric, ctc, lora, micro, steps, every,
+    resume, ema, decoder (fields that change). The first process alone has the model's values at the start."""
     for run in options["runs"]:
         lora = (
             LoRASection(targets=("decoder.blocks.*", "encoder.*"), rank=2, trainable=("projector.*",))
@@ -205,8 +213,11 @@ def main(options: dict[str, Any]) -> None:
             fabric=FabricConfig(**{"accelerator": "cpu", **run.get("fabric", {})}), lora=lora,
             log=LogConfig(every=1, progress="off"), budget=BudgetConfig(steps=run.get("steps", 3)),
             checkpoint=CheckpointConfig(every_steps=run.get("every"), every_minutes=None), resume=run.get("resume", "auto"),
+            ema=run.get("ema"),
         )  # fmt: skip
-        toy_fit(config, balanced_parts(config, outers=run.get("outers", 2)))
+        model = tiny(run.get("ctc", False))
+        model = replace(model, decoder=replace(model.decoder, **run.get("decoder", {})))
+        toy_fit(config, balanced_parts(config, model, outers=run.get("outers", 2), valued=os.environ.get("RANK", "0") == "0"))
 
 
 if __name__ == "__main__":

@@ -84,9 +84,17 @@ def test_without_a_gpu_nothing_is_run(capsys):
 
 
 @pytest.fixture
-def faked(monkeypatch) -> None:
+def modes() -> list[str]:
+    """What waits for the device were to do, in order."""
+    return []
+
+
+@pytest.fixture
+def faked(monkeypatch, modes) -> None:
     """Few layers, and a device that says what memory it holds."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *device: 1 << 22)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *device: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     small = preset("nano")
     small = replace(
         small,
@@ -102,14 +110,17 @@ def lines(name: str) -> list[tuple[str, bool | None]]:
 
 def test_gradients_that_are_not_finite_are_found(faked, monkeypatch):
     monkeypatch.setattr(bench_gpu, "timed", lambda work, device, repeat: 1.0)
-    assert [good for _, good in lines("attention")] == [None, None, True, True]
+    assert [good for _, good in lines("attention")] == [None, None, True, True, True]
     plain = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(bench_gpu.F, "scaled_dot_product_attention", lambda q, *a, **k: plain(q, *a, **k) * (q.max() / 0))
-    assert [good for _, good in lines("attention")] == [None, None, False, False]
+    assert [good for _, good in lines("attention")] == [None, None, False, False, False]
 
 
-def test_figures_of_training_and_loss(faked):
-    ((text, good),) = lines("training")
+def test_figures_of_training_and_loss(faked, modes, monkeypatch):
+    (text, good), repeated = lines("training")
     assert good and "2 x 64, checkpointing True" in text and "4 MiB" in text
+    assert repeated == ("deterministic gradients are the same twice", True) and modes == ["error", "default"]
+    monkeypatch.setattr(torch, "equal", lambda a, b: False)
+    assert not bench_gpu.repeats(CPU, 16)
     found = lines("loss")
     assert len(found) == 6 and all(good for _, good in found[:4])

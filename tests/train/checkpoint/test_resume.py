@@ -8,15 +8,20 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from omni.errors import UserError
 from tests.processes import Program
 from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
 from train.checkpoint import config_diff, retention
+from train.checkpoint.state import RNG, Position, load
+from train.checkpoint.state import save as save_state
 from train.config.sections import (
     BudgetConfig,
     CheckpointConfig,
@@ -29,6 +34,7 @@ from train.config.sections import (
     ValidationConfig,
 )
 from train.data.config import DataConfig
+from train.optim.optimizer import build_optimizer
 from train.trainer.build import fit
 from train.trainer.logs import METRICS, read_table
 from train.trainer.signals import Stop
@@ -275,3 +281,66 @@ def test_a_hang_up_is_noted_unless_it_is_ignored() -> None:
     with Stop() as stop:
         os.kill(os.getpid(), signal.SIGHUP)
         assert stop.number == 0
+
+
+# --- beside a GPU, and on one -----------------------------------------------------------------------------------------
+
+
+def test_a_run_on_the_cpu_leaves_a_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither opens the GPU that is there, nor keeps its random state."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = toy_config(tmp_path)
+    stop = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 4 else None  # noqa: E731
+    assert toy_fit(config, toy_parts(stop))[0].signal
+    toy_fit(config)
+    place = retention.newest(tmp_path / "checkpoints")
+    assert place is not None and not any("cuda" in name for name in load_file(place / RNG))
+
+
+def test_state_that_a_rule_allocates_itself_is_read_into_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU bitsandbytes' state is paged: read into other tensors, it would not be."""
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
+    real, paged = Optimizer8bit.get_state_buffer, list[Tensor]()
+
+    def get_state_buffer(self: Any, *given: Any, **options: Any) -> Tensor:
+        paged.append(real(self, *given, **options))
+        return paged[-1]
+
+    monkeypatch.setattr(Optimizer8bit, "get_state_buffer", get_state_buffer)
+    config = toy_config(tmp_path, optimizer=OptimizerConfig("paged_adamw_8bit", lr=1e-2), ema=None)
+    toy_fit(config)
+    stored, place = final_tensors(tmp_path), retention.newest(tmp_path / "checkpoints")
+    paged.clear()
+    objective = toy_parts().objective
+    named = [(name.removeprefix("model."), p) for name, p in objective.named_parameters()]
+    optimizer = build_optimizer(named, config.optimizer)
+    group: Any = SimpleNamespace(rank=0, world=1)
+    assert place is not None
+    load(place, objective, optimizer, None, group)
+    held = [optimizer.state[p][key] for _, p in named for key in ("state1", "state2")]
+    assert len(held) == len(paged) > 10 and {t.data_ptr() for t in held} == {t.data_ptr() for t in paged}
+    for name, p in objective.named_parameters():
+        assert optimizer.state[p]["state1"].equal(stored[f"optimizer.{name}.state1"]), name
+        assert float(optimizer.state[p]["step"]) == 8
+
+
+@pytest.mark.cuda
+def test_paged_state_stays_paged_over_a_resume(tmp_path: Path) -> None:
+    config = OptimizerConfig("paged_adamw_8bit", lr=1e-2)
+    group: Any = SimpleNamespace(
+        rank=0, world=1, first=True, gather=lambda value: [value], raise_if_any_failed=lambda error: None
+    )
+    ends = []
+    for resumed in (False, True):
+        torch.manual_seed(0)
+        module = nn.Linear(512, 512, device="cuda")
+        optimizer = build_optimizer(list(module.named_parameters()), config)
+        if resumed:
+            load(save_state(tmp_path, Position(step=3), {}, *ends[0], None, group), module, optimizer, None, group)
+        for _ in range(3):
+            module(torch.ones(8, 512, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert getattr(optimizer.state[module.weight]["state1"], "is_paged", False)
+        ends.append((module, optimizer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from omni.patterns import match_names
 from omni.text import Tokenizer
+from train import recipe
 from train.checkpoint.retention import clear
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig, completed, plain_config
@@ -115,6 +117,14 @@ def test_the_good_values_of_a_metric_follow_from_its_name() -> None:
     assert CheckpointConfig(metric="wer", mode="max").good == "max"
     with pytest.raises(UserError, match=r"mode is max, but checkpoint\.metric is loss/audio: the highest is the worst"):
         CheckpointConfig(metric="loss/audio", mode="max")
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("true", True), ("false", False), ("selective", "selective")])
+def test_blocks_are_recomputed_whole_selectively_or_not(typed: str, meant: bool | str) -> None:
+    config, _ = read_fit_config(["nano", "--fabric.checkpointing", typed])
+    assert config.fabric.checkpointing is meant or config.fabric.checkpointing == meant == "selective"
+    with pytest.raises(UserError, match="checkpointing is 'some'; give true, false or selective"):
+        FabricConfig(checkpointing="some")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["lora", "qlora"])
@@ -356,3 +366,29 @@ def test_overrides_reach_into_lists(tmp_path):
     ):
         with pytest.raises(UserError, match=text):
             read_fit_config([str(file), option, "1"])
+
+
+def test_more_processes_than_micro_batches_make_the_batch_larger_and_say_so() -> None:
+    config = recipe("nano", **{"data.micro_batches": 2, "optimizer.lr": 1e-3, "optimizer.name": "adamw"})
+    assert config.shared_by(2) == (config, None)
+    larger, line = config.shared_by(8)
+    assert larger.data.micro_batches == 8 and larger.optimizer == config.optimizer
+    assert line is not None and "8 micro-batches a step instead of 2" in line and "--optimizer.lr 0.002" in line
+    linear = recipe("nano", **{"data.micro_batches": 2, "optimizer.lr": 1e-3, "optimizer.batch_rule": "linear"})
+    said = linear.shared_by(4)[1]
+    assert said is not None and "2 times as large" in said and "linear" in said and "--optimizer.lr 0.002 " in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"fabric.replicas": 2}, "fabric.replicas is 2, but fabric.strategy is auto"),
+        ({"fabric.strategy": "ddp", "fabric.tensor_parallel": 2}, "fabric.tensor_parallel is 2, but fabric.strategy is ddp"),
+        ({"fabric.strategy": "fsdp", "fabric.tensor_parallel": 2, "guard": True}, "does not go with guard"),
+        ({"fabric.strategy": "fsdp", "fabric.tensor_parallel": 2, "fabric.precision": "16-mixed"}, "does not go with fabric"),
+        ({"fabric.tensor_parallel": 0}, "fabric.tensor_parallel is 0; it must be at least 1"),
+    ],
+)
+def test_layouts_that_do_not_go_together_are_refused_by_name(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError, match=re.escape(error)):
+        recipe("nano", **changes)

@@ -176,7 +176,6 @@ def test_the_exit_code_is_that_of_fit(
     [
         (["--devices", "0"], "--devices is 0", 2),
         (["--devices", "many"], '"devices": Expected .*int.*many', 2),
-        (["--devices", "3"], "2 micro-batches a step cannot be shared by 3", 1),
         (["--gpu_gib", "-1"], "--gpu_gib is -1", 2),
         (["--gpu", "abacus"], "--gpu 'abacus' is unknown; known: H200", 2),
         (["--mfu", "2"], "--mfu is 2", 2),

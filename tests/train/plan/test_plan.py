@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -63,8 +64,9 @@ def run(rows: int = 2, length: int = 64, micro: int = 1, optimizer: str = "adamw
             run(rows=2, length=128, checkpointing=True, micro=2, optimizer="muon"),
             marks=pytest.mark.long,
         ),
+        (preset("nano"), run(rows=4, length=256, checkpointing="selective")),
     ],
-    ids=["nano", "checkpointing-muon"],
+    ids=["nano", "checkpointing-muon", "selective"],
 )
 def test_estimate_is_what_a_step_takes(model: ModelConfig, config: FitConfig) -> None:
     wanted = attempt(config, model, config.data.micro_batches, "cpu")
@@ -138,7 +140,7 @@ def _tensors(weight: Any) -> list[torch.Tensor]:
 def test_quantised_weights_are_whole_in_every_process() -> None:
     config, model = replace(run(micro=4, devices=4, strategy="fsdp"), lora=LoRASection(rank=4, quantize="nf4")), shape()
     packed, one = packed_bytes(meta_model(config, model)), phases_of(config, model, 1, cuda=False)["optimizer"]
-    spread = sharded("optimizer", one, meta_model(config, model), 4, 4, 4)
+    spread = sharded("optimizer", one, meta_model(config, model), 4, (4, 4, False))
     assert spread["weights"] == pytest.approx(packed + (one["weights"] - packed) / 4)
     phase = estimate(config, model)
     assert phase.total >= dense_bytes(meta_model(config, model))  # a CPU's process reads the base whole
@@ -277,6 +279,16 @@ def test_half_precision_halves_the_weights() -> None:
     assert half.total < 0.7 * full.total
 
 
+@pytest.mark.parametrize("cuda", [pytest.param(False, marks=pytest.mark.long), True])
+def test_selective_checkpointing_keeps_more_than_all_and_less_than_none(cuda: bool) -> None:
+    """What a forward pass leaves for the backward one."""
+    kept = [
+        phases_of(run(rows=4, length=128, checkpointing=how), shape(width=96, layers=1), 1, cuda)["objective"]["activations"]
+        for how in (False, "selective", True)
+    ]
+    assert kept[0] > 1.25 * kept[1] > 1.25 * 1.25 * kept[2], [size / MIB for size in kept]
+
+
 # --- knobs -------------------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +305,18 @@ def test_knobs_save_and_the_first_that_is_enough_is_enough() -> None:
     assert alone[0].knob.config.data.packing.rows * alone[0].knob.config.data.micro_batches == 4
 
 
+def test_knobs_recompute_selectively_before_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    totals = (SimpleNamespace(total=2.0**-i) for i in itertools.count())  # each knob saves
+    monkeypatch.setattr("train.plan.knobs.estimate", lambda *given: next(totals))
+
+    def offered(checkpointing: Any) -> list[str]:
+        alone, _ = try_knobs(run(checkpointing=checkpointing), shape(), 0.0, cuda=True)
+        return [one.knob.keys for one in alone if "checkpointing" in one.knob.keys]
+
+    assert offered(False) == ["--fabric.checkpointing selective", "--fabric.checkpointing true"]
+    assert offered("selective") == ["--fabric.checkpointing true"] and offered(True) == []
+
+
 @pytest.mark.long
 def test_answers_are_asked_fewer_at_a_time_where_they_take_most() -> None:
     config, model = replace(run(rows=1), validation=ValidationConfig(questions=64)), shape()
@@ -306,7 +330,7 @@ def test_what_saves_memory_of_a_step_is_told_from_what_saves_any(monkeypatch: py
     """The most first; fsdp on as many devices as there are, and on none where there is one."""
 
     def estimated(config: FitConfig, model: ModelConfig, cuda: bool) -> Any:
-        step = 100.0 / config.data.micro_batches - 30 * config.fabric.checkpointing - 45 * (config.fabric.strategy == "fsdp")
+        step = 100.0 / config.data.micro_batches - 30 * (config.fabric.checkpointing is True) - 45 * (config.fabric.strategy == "fsdp")
         answers = 2.0 * config.validation.rows if config.validation.questions else 0.0
         return SimpleNamespace(step=step, total=max(step, 2 * answers))
 

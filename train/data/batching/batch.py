@@ -74,6 +74,12 @@ class Batch:
         return [(self.targets[:, k].reshape(-1) != IGNORE).nonzero().squeeze(1) for k in range(self.targets.shape[1])]
 
     @cached_property
+    def places(self) -> list[tuple[Tensor, Tensor]]:
+        """The same positions, with the task of each, for each stream (on the CPU)."""
+        task = self.task.reshape(-1)
+        return [(at, task[at]) for at in self.supervised]
+
+    @cached_property
     def packed(self) -> PackedRows:
         """Bounds of the segments. The longest is rounded up to a power of two: compiled blocks see few values of it."""
         starts, lengths = self._segments
@@ -104,10 +110,11 @@ class Batch:
         return self.moved(lambda tensor: tensor.pin_memory())
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        """The batch with its tensors moved. What the host needs (`supervised`, `packed`, `lengths`) is found before."""
+        """The batch with its tensors moved. What the host needs (`supervised` to `lengths`) is found before."""
         found: dict[str, Any] = {
             "supervised": [move(index) for index in self.supervised],
             "packed": self.packed._replace(ends=move(self.packed.ends)),
+            "places": self.places,
             "lengths": self.lengths,
         }
         tensors: dict[str, Any] = {name: move(getattr(self, name)) for name in self.TENSORS}

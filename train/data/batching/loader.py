@@ -83,7 +83,7 @@ class StepLoader:
         start_step: number of the first step.
         states: of the checkpoint to go on from, of all processes together (see `merge`); None for the start.
         prefetch: steps that each worker works ahead.
-        pin: put batches into page-locked memory; None where there is a GPU.
+        pin: put batches into page-locked memory, for a run on a GPU.
 
     A run keeps the number of parts that it started with (its number of workers), whatever number of workers it has now.
 
@@ -105,7 +105,7 @@ class StepLoader:
         states: Mapping[str, Any] | None = None,
         *,
         prefetch: int = 2,
-        pin: bool | None = None,
+        pin: bool = False,
     ) -> None:
         if workers < 0 or prefetch < 1:
             raise UserError(f"data.workers is {workers} and data.prefetch {prefetch}; they are at least 0 and 1")
@@ -119,7 +119,7 @@ class StepLoader:
         self.states: States = {key: state for key, state in given.items() if state["packer_shard"] in mine}
         self.workers = math.gcd(workers, self.parts) if workers else 0
         steps = _Steps(pipeline, micro_batches, mine, self.parts, start_step, dict(self.states))
-        self._loader: Any = _data_loader(steps, self.workers, prefetch, torch.cuda.is_available() if pin is None else pin)
+        self._loader: Any = _data_loader(steps, self.workers, prefetch, pin)
         self._iterator: Iterator[list[Batch] | _Failure] | None = None
         if self.workers:
             # Workers ignore signals: a pipe tells them of the program's end, before it waits for them, hence the priority.

@@ -17,6 +17,7 @@ import torch
 
 from omni.errors import UserError
 from tests.train.data.toys import MODELS, TASKS, ToySource, codec_of, maker_of, pipeline_of
+from train import recipe
 from train.data.batching.batch import Batch
 from train.data.batching.examples import Clip
 from train.data.batching.loader import StepLoader, process_shards
@@ -27,6 +28,7 @@ from train.data.config import PackingConfig
 from train.data.rows import parquet
 from train.data.sources.base import StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
+from train.trainer import build
 
 ROOT = Path(__file__).parent.parent.parent.parent.parent
 
@@ -304,3 +306,15 @@ def test_clips_carry_their_transcripts_through_a_worker():
     same(here, there)
     assert len(here.transcripts) == here.examples and any(here.transcripts)
     assert isinstance(pipeline().fetch(0).clips[0], Clip)
+
+
+def test_batches_are_pinned_for_a_run_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not because there is one in the machine: pinning opens it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    take(StepLoader(new_pipeline("codec2"), 1), 1)  # would fail without a driver
+    pinned: list[bool] = []
+    monkeypatch.setattr("train.data.batching.loader._data_loader", lambda *given: pinned.append(given[-1]))
+    monkeypatch.setattr(StepLoader, "__iter__", lambda self: iter(()))
+    for pin in (False, True):
+        build._steps(new_pipeline("codec2"), recipe("nano"), range(1), 0, {}, pin)
+    assert pinned == [False, True]

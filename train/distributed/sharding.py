@@ -1,0 +1,247 @@
+"""Lays a module out over processes: sharded parameters (FSDP2), replicas of them, and tensor parallelism of the decoder.
+
+Processes form a mesh of replicas x shards x tensor, the last dimension running fastest:
+
+    replicas   hold the same parameters; their gradients are averaged (hybrid sharding)
+    shards     hold a slice of every parameter each, and gather it where it is used
+    tensor     hold a slice of the decoder's matrices and of both heads' vocabulary each, and compute the same batch
+
+Every process begins with parameters on the meta device; the first one's values are sent to the others, a tensor at a time, so
+that no other holds the whole model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_module
+
+from omni.errors import UserError
+from omni.model.blocks import Attention, SwiGLU
+from omni.model.quantize import is_quantized
+from train.config.sections import FabricConfig
+
+REPLICAS, SHARDS, TENSOR = "replicas", "shards", "tensor"
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Number of processes along each dimension of the mesh."""
+
+    replicas: int = 1
+    shards: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def of(cls, config: FabricConfig, world: int) -> ParallelDims:
+        """Those of `world` processes.
+
+        Raises:
+            UserError: replicas and tensor-parallel processes do not divide them.
+        """
+        if config.strategy != "fsdp":
+            return cls(replicas=world)
+        if world % (config.replicas * config.tensor_parallel):
+            raise UserError(
+                f"fabric.replicas x fabric.tensor_parallel is {config.replicas} x {config.tensor_parallel}, which does not "
+                f"divide the {world} processes; start a multiple of it, or make one of them less"
+            )
+        return cls(config.replicas, world // (config.replicas * config.tensor_parallel), config.tensor_parallel)
+
+    @property
+    def data(self) -> int:
+        """Number of processes, or groups of tensor-parallel ones, that have batches of their own."""
+        return self.replicas * self.shards
+
+
+def shard(module: nn.Module, config: FabricConfig, kind: str) -> nn.Module:
+    """Shard a module by FSDP2, every block of a module list by itself and the rest as the root, after its decoder's matrices
+    are distributed where `tensor_parallel` asks for it.
+
+    Quantised weights are packed in shapes of their library's own and cannot be sliced: every process holds all of them. The
+    trainable parameters of an FSDP group have one dtype, as FSDP2 requires; frozen ones may have another.
+
+    Args:
+        kind: type of the devices.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    dims = ParallelDims.of(config, dist.get_world_size())
+    mesh = init_device_mesh(kind, (dims.replicas, dims.shards, dims.tensor), mesh_dim_names=(REPLICAS, SHARDS, TENSOR))
+    coded = [part for part in module.modules() if is_quantized(part)]
+    for part in coded:  # FSDP2 does not move modules that it does not shard
+        part.to(torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else kind)
+    whole: Any = {part.weight for part in coded}
+    values = None if coded else to_meta(module)
+    if dims.tensor > 1:
+        for decoder in decoders(module):
+            distribute_decoder(decoder, mesh[TENSOR])
+    over = mesh[REPLICAS, SHARDS] if dims.replicas > 1 else mesh[SHARDS]
+    options: Any = {"mesh": over, "ignored_params": whole, "mp_policy": _precision(config.precision)}
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList):
+            for block in part:
+                fully_shard(block, **options)
+    fully_shard(module, **options)
+    if values is not None:
+        fill(module, values, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
+    return module
+
+
+def _precision(precision: str) -> Any:
+    """Types in which parameters are gathered and gradients are added over processes.
+
+    Under autocast, parameters come in the type of the products, which halves what is sent; inputs are left as they are, as
+    positions and masks need their own types.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    half = {"bf16-mixed": torch.bfloat16}.get(precision)
+    summed = torch.float32 if precision.startswith("bf16") else None
+    return MixedPrecisionPolicy(param_dtype=half, reduce_dtype=summed, cast_forward_inputs=False)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def to_meta(module: nn.Module) -> dict[str, Tensor]:
+    """Move a module to the meta device; returns its parameters and buffers by name where it had values, else empty."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    values = {name: tensor.detach() for name, tensor in named if not tensor.is_meta}
+    module.to("meta")
+    return values
+
+
+@torch.no_grad()
+def fill(module: nn.Module, values: dict[str, Tensor], device: torch.device) -> None:
+    """Allocate a module of the meta device on `device`, sharded or not, with the first process's values; all processes call it.
+
+    One tensor at a time is whole on the others, and the first one's are let go as they are sent.
+    """
+    module.to_empty(device=device)
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        given = values.pop(name, None)
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if dist.get_rank() == 0:
+            assert given is not None, name
+            whole.copy_(given)
+        dist.broadcast(whole, 0)
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(_slice(whole, tensor))
+
+
+def _slice(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of a whole tensor that this process holds of a sharded one. The last dimension of the mesh slices first."""
+    if not isinstance(like, DTensor):
+        return whole
+    coordinate = like.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for at, placement in reversed(list(enumerate(like.placements))):
+        if isinstance(dim := getattr(placement, "dim", None), int):
+            each = -(-whole.shape[dim] // like.device_mesh.size(at))
+            start = min(coordinate[at] * each, whole.shape[dim])
+            whole = whole.narrow(dim, start, min(each, whole.shape[dim] - start))
+    return whole
+
+
+# --- the decoder's matrices -------------------------------------------------------------------------------------------
+
+
+def decoders(module: nn.Module) -> Iterator[Any]:
+    from omni.model.decoder import Decoder
+
+    return (part for part in module.modules() if isinstance(part, Decoder))
+
+
+def distribute_decoder(decoder: Any, mesh: DeviceMesh) -> None:
+    """Distribute a decoder's matrices over tensor-parallel processes (Shoeybi et al. 2019): heads of attention, the width
+    inside an MLP, rows of tables and heads.
+
+    Raises:
+        UserError: they do not divide evenly.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.placement_types import Replicate
+
+    check_divides(decoder.config, mesh.size())
+    for block in [*decoder.blocks, *decoder.post_blocks]:
+        parallelize_module(
+            block,
+            mesh,
+            {
+                **{f"attention.{name}": ColwiseParallel() for name in Attention.TOGETHER},
+                "attention.out": RowwiseParallel(),
+                **{f"mlp.{name}": ColwiseParallel() for name in SwiGLU.TOGETHER},
+                "mlp.down": RowwiseParallel(),
+            },
+        )
+        for norm in (block.attention.q_norm, block.attention.k_norm):
+            if norm is not None:
+                distribute_module(norm, mesh)
+        block.attention.heads //= mesh.size()
+        block.attention.kv_heads //= mesh.size()
+    plan: dict[str, Any] = {
+        "text_embedding": RowwiseParallel(input_layouts=Replicate()),
+        "audio_embedding": RowwiseParallel(input_layouts=Replicate()),
+        "audio_head": ColwiseParallel(),
+    }
+    if decoder.text_head is not None:
+        plan["text_head"] = ColwiseParallel()
+    parallelize_module(decoder, mesh, plan)
+
+
+def check_divides(config: Any, tensor: int) -> None:
+    """Refuse (UserError) a decoder whose matrices tensor-parallel processes cannot share evenly."""
+    for name, size in (("heads", config.heads), ("kv_heads", config.kv_heads), ("mlp_width", config.mlp_width)):
+        if size % tensor:
+            raise UserError(
+                f"fabric.tensor_parallel is {tensor}, which does not divide the decoder's {name}, {size}; take a divisor of it"
+            )
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def unsynchronized(module: nn.Module) -> Iterator[None]:
+    """A context for a backward pass of a sharded module that more of them follow in the step: gradients stay whole, and so do
+    the parameters that the next forward pass needs again."""
+    roots = sharded_parts(module)[:1]  # both settings apply to all below
+    try:
+        for root in roots:
+            root.set_requires_gradient_sync(False)
+            root.set_reshard_after_backward(False)
+        yield
+    finally:
+        for root in roots:
+            root.set_requires_gradient_sync(True)
+            root.set_reshard_after_backward(True)
+
+
+def sharded_parts(module: nn.Module) -> list[Any]:
+    """Modules that FSDP2 shards, the outermost first."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def clip_over_meshes(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    """Scale gradients down to a norm of `limit` where parameters lie on different meshes; returns the norm of before."""
+    found: dict[Any, list[Tensor]] = defaultdict(list)
+    for p in parameters:
+        if p.grad is not None:
+            found[p.grad.device_mesh if isinstance(p.grad, DTensor) else None].append(p.grad)
+    norms = [torch.nn.utils.get_total_norm(grads) for grads in found.values()]
+    norm = torch.linalg.vector_norm(torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]))
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for grads in found.values():
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+        torch._foreach_mul_(local, scale)
+    return norm
