@@ -330,7 +330,11 @@ def test_what_saves_memory_of_a_step_is_told_from_what_saves_any(monkeypatch: py
     """The most first; fsdp on as many devices as there are, and on none where there is one."""
 
     def estimated(config: FitConfig, model: ModelConfig, cuda: bool) -> Any:
-        step = 100.0 / config.data.micro_batches - 30 * (config.fabric.checkpointing is True) - 45 * (config.fabric.strategy == "fsdp")
+        step = (
+            100.0 / config.data.micro_batches
+            - 30 * (config.fabric.checkpointing is True)
+            - 45 * (config.fabric.strategy == "fsdp")
+        )
         answers = 2.0 * config.validation.rows if config.validation.questions else 0.0
         return SimpleNamespace(step=step, total=max(step, 2 * answers))
 
