@@ -13,6 +13,8 @@ class UserError(ValueError):
     """
 
     code = 2
+    alone = False
+    """True where one process of a run raises it while the others go on: each then reports its own."""
 
 
 class BusyError(UserError):

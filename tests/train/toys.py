@@ -45,8 +45,11 @@ from train.trainer.callbacks import Callback
 from train.trainer.held_out_loss import HeldOut
 from train.trainer.lora import apply
 from train.trainer.parts import Outcome, Parts
+from train.trainer.profiler import NONE
 
 STREAMS, TASKS, WORDS, WIDTH = ("audio0", "text"), ("A1A2", "T1T2"), 17, 32
+OF_THE_MACHINE = {"seconds", "tokens_per_second", "data_wait", "memory/peak"}
+"""Columns of `metrics.csv` that differ between two runs of the same."""
 ALONE = ProcessGroup(SimpleNamespace(global_rank=0, world_size=1))  # type: ignore[arg-type]
 
 
@@ -211,7 +214,7 @@ class FailingCallback(Callback):
 
 
 def toy_fit(
-    config: FitConfig, parts: Parts | None = None, callbacks: Sequence[Callback] = ()
+    config: FitConfig, parts: Parts | None = None, callbacks: Sequence[Callback] = (), profile: range = NONE
 ) -> tuple[Outcome, dict[str, Tensor]]:
     """Run it in this process; the outcome, and model and average by name."""
     fabric = build_fabric(config.fabric)
@@ -220,8 +223,9 @@ def toy_fit(
     parts = parts or toy_parts()
     if config.validation.every_steps is not None and parts.validate is None:
         parts = replace(parts, held_out=HeldOut(toy_held_out(fabric.global_rank, fabric.world_size)))
+    folder = Path(config.run_folder)
     with watched(group, config.fabric):
-        loop = build_loop(config, plain_config(config), parts, fabric, Path(config.run_folder), group, callbacks)
+        loop = build_loop(config, plain_config(config), parts, fabric, folder, group, callbacks, profile)
         outcome = loop.run()
     weights = {f"model.{k}": v.detach().clone() for k, v in loop.objective.state_dict().items()}
     if loop.average is not None:

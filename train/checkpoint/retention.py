@@ -19,7 +19,7 @@ FORMAT = 1
 STATE, LAST = "state.json", "last"
 RUN_FILES = (
     *("checkpoints", "tensorboard", "validation", "metrics.csv", "validation.csv", "balance.csv", "unused.csv"),
-    *("curves.png", "spectrogram.png", "balance.png"),
+    *("curves.png", "spectrogram.png", "balance.png", "highest_loss.jsonl", "profile"),
 )
 """Files and folders of a run folder that `resume: restart` deletes."""
 RESTARTED = ".restarted"

@@ -7,9 +7,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from traceback import clear_frames
 
-from omni.process import importing
+from omni.errors import in_one_line
+from omni.process import importing, say
 from train.config.parse import in_folder, read_with_options
+from train.config.run import FitConfig
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's `prctl`: the signal that a process gets when its parent has ended."""
@@ -18,16 +21,47 @@ PR_SET_PDEATHSIG = 1
 def main(argv: Sequence[str]) -> int:
     """Runs the command, given a YAML file and dotted overrides; returns 0, or 128 + the signal that stopped the run."""
     _end_with_parent()
-    read, name, options = read_with_options(argv, {"dry_run": bool})
+    read, name, options = read_with_options(argv, {"dry_run": bool, "profile": str})
     config = in_folder(read, name)
     with importing():
-        from train.trainer.build import dry_run, fit
+        from train.distributed.fabric import leave
+        from train.trainer.build import dry_run, run_fit, with_alignment
+        from train.trainer.usage import OutOfMemory
 
-    if options:
+    if options.get("dry_run"):
         print(dry_run(config))
         return 0
-    outcome = fit(config)
+    try:
+        outcome = run_fit(config, profile=options.get("profile"))
+    except OutOfMemory as error:
+        for one in (error, error.__cause__):
+            clear_frames(one.__traceback__ if one is not None else None)  # which hold all that the run held
+        say(f"{str(error).splitlines()[0]}\nestimating which keys save how much; Ctrl-C leaves that out")
+        raise OutOfMemory("\n  ".join([str(error), *saving_lines(with_alignment(config), error.in_step)])) from error
+    finally:
+        leave()
     return 128 + outcome.signal if outcome is not None and outcome.signal else 0
+
+
+def saving_lines(config: FitConfig, in_step: bool) -> list[str]:
+    """Lines with the keys that save memory, in a step or in all, the most first, by the plan's estimate."""
+    from train.checkpoint.config_diff import differences
+    from train.config.run import plain_config
+    from train.plan.plan import GIB, savings_here
+
+    try:
+        found = savings_here(config, in_step)
+    except KeyboardInterrupt:
+        return ["`omni-train plan` estimates what saves memory"]
+    except Exception as error:  # an estimate is not worth an error in place of the one that it is for
+        return [f"`omni-train plan` estimates what saves memory, but failed here ({in_one_line(error)})"]
+    lines = []
+    for one in found:
+        keys = one.knob.keys.replace("--devices", "--fabric.devices")
+        new = differences(plain_config(config), plain_config(one.knob.config))
+        price = one.knob.price + ("; a resume refuses the change" if new else "")
+        lines.append(f"{keys}  saves {one.saved / GIB:.2f} GiB ({price})")
+    return ["what saves memory, by the plan's estimate:", *(f"  {line}" for line in lines)] if lines else []
 
 
 def _end_with_parent() -> None:

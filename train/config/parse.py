@@ -98,7 +98,8 @@ def fit_parser() -> ConfigParser:
     """The parser of `fit`: one option for every key of `FitConfig`."""
     parser = ConfigParser(
         prog="omni-train fit FILE.yaml",
-        description="Train a model. Every key of the file can be overridden; --dry_run builds the model and one batch only.",
+        description="Train a model. Every key of the file can be overridden; --dry_run builds the model and one batch only, "
+        "--profile 10:15 traces these steps (docs/training.md).",
     )
     parser.add_config(FitConfig, "the YAML file (also as the first argument)")
     if loaded():  # by --plugin, so that --print_config names them

@@ -388,11 +388,13 @@ class LogConfig:
             a line every 30 s.
         progress: `bar`, `lines` (one line a row of the log), `off`, or `auto`: a bar on a terminal, lines elsewhere.
         wandb: project at Weights & Biases to report to as well; needs the package `wandb`.
+        highest: examples with the highest loss that `highest_loss.jsonl` names; 0 for no such file.
     """
 
     every: int = ranged(10, 1)
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     wandb: str | None = None
+    highest: int = ranged(20, 0)
 
     def __post_init__(self) -> None:
         check_fields(self, "log")

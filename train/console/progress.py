@@ -12,6 +12,9 @@ Kind = Literal["auto", "bar", "lines", "off"]
 SHARES = ("exact_match", "wer", "code_accuracy", "ended")
 """Names of validation figures that are shares or error rates, shown in per cent."""
 
+WAITING = 0.05
+"""Share of the time of training from which the screen shows what is waited for."""
+
 LINE_SECONDS = 10.0
 """Seconds between two progress lines where there is no terminal."""
 
@@ -123,6 +126,9 @@ class TrainProgress(Screen):
             parts.append(f"{short(figures['tokens_per_second'])} tokens/s")
         if "mfu" in figures:
             parts.append(f"MFU {100 * figures['mfu']:.1f}%")
+        for name, words in (("data_wait", "waiting for data"), ("host_gap", "GPU without work")):
+            if figures.get(name, 0.0) >= WAITING:
+                parts.append(f"{100 * figures[name]:.0f}% {words}")
         self.figures = " ".join(parts)
         if self.kind == "lines":
             self.say(f"step {step} ({100 * used:.1f}%) {self.figures} {self._left(used, seconds)}")

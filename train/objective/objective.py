@@ -43,6 +43,7 @@ class Losses(NamedTuple):
             without graph.
         by_task: where tasks are balanced, the loss of each before its weight, and last that of the rest (the alignment loss,
             other tasks), [M + 1]; with its graph for `GraphLosses`.
+        by_example: for `ExampleLosses`, summed loss and number of targets by segment of the batch, [2, S], without graph.
     """
 
     total: Tensor
@@ -51,6 +52,7 @@ class Losses(NamedTuple):
     ctc_sum: Tensor
     ctc_count: Tensor
     by_task: Tensor | None = None
+    by_example: Tensor | None = None
 
 
 def cells(batch: Batch) -> Tensor:
@@ -160,8 +162,8 @@ class Objective(nn.Module):
         ids = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
         chunk = self.config.chunk_on(text.is_cuda)
         goals = HeadTargets(decoder.audio_offsets, index, ids, scale, chunk, ratio, self.compiled and text.is_cuda, shards)
-        total, sums, counts, by_task = task_losses.sum(batch, heads, goals, weighted)
-        return Losses(total, sums, counts, ctc.detach(), aligned, by_task)
+        total, sums, counts, by_task, by_example = task_losses.sum(batch, heads, goals, weighted)
+        return Losses(total, sums, counts, ctc.detach(), aligned, by_task, by_example)
 
     def _ctc_weight(self, progress: float) -> float:
         first = self.config.ctc_weight

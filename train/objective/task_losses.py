@@ -3,7 +3,7 @@
 The objective is a sum over targets. A balanced task's loss is its part of that sum: the sum of all tasks at weight 1 and of the
 rest, which belongs to no balanced task, is the plain objective.
 
-Dimensions: T tasks of the task table, K streams, M balanced tasks, N features or positions with a target.
+Dimensions: T tasks of the task table, K streams, M balanced tasks, N features or positions with a target, S segments.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ def mean_factors(cell: Tensor, counts: Tensor, tasks: int) -> Tensor:
 
 
 class Summed(NamedTuple):
-    """Losses of a pass as `Losses` has them: `total` with its graph, `sums` and `counts` [T, K], `by_task` [M + 1] or None."""
+    """Losses of a pass as `Losses` has them: `total` with its graph, `sums` and `counts` [T, K], `by_task` [M + 1] and
+    `by_example` [2, S], or None for each."""
 
     total: Tensor
     sums: Tensor
     counts: Tensor
     by_task: Tensor | None
+    by_example: Tensor | None = None
 
 
 class PlainLosses:
@@ -62,10 +64,12 @@ class PlainLosses:
     Attributes:
         aligned: the alignment loss takes part.
         alignment_only: and nothing else does.
+        by_example: the losses of the examples are summed, too.
     """
 
     aligned = True
     alignment_only = False
+    by_example = False
 
     def at_features(self, batch: Batch, features: Tensor) -> Tensor:
         """Called between encoder and decoder; returns the features [N, C]."""
@@ -87,11 +91,18 @@ class PlainLosses:
             alignment: the weighted alignment loss.
         """
         total, each = linear_cross_entropy(heads, targets)
-        return Summed(total + alignment, *sums_by_task(batch, targets.index, each), None)
+        examples = sums_by_example(batch, targets.index, each) if self.by_example else None
+        return Summed(total + alignment, *sums_by_task(batch, targets.index, each), None, examples)
 
     def silent(self, alignment: Tensor) -> Tensor | None:
         """`by_task` of a pass of the alignment loss only."""
         return None
+
+
+class ExampleLosses(PlainLosses):
+    """All targets at weight 1, and the sums of each example's losses besides."""
+
+    by_example = True
 
 
 class TaskLosses(PlainLosses):
@@ -195,6 +206,18 @@ def sums_by_task(batch: Batch, index: Sequence[Tensor], each: Tensor) -> tuple[T
     losses = torch.where(here, each.detach(), 0)
     sums = torch.stack([own.sum(1) for own in losses.split(sizes, 1)], 1)
     return sums, torch.stack([own.sum(1) for own in here.split(sizes, 1)], 1).to(each.dtype)
+
+
+def sums_by_example(batch: Batch, index: Sequence[Tensor], each: Tensor) -> Tensor:
+    """Sum the losses of all targets, and count them, by segment of the batch (see `SegmentNames`), [2, S].
+
+    Args:
+        index, each: as of `sums_by_task`.
+    """
+    bounds = batch.packed.ends.long()
+    segment = torch.searchsorted(bounds, torch.cat(list(index)), right=True) - 1
+    values = each.detach(), torch.ones_like(each)
+    return torch.stack([each.new_zeros(len(bounds) - 1).index_add_(0, segment, value) for value in values])
 
 
 def feature_tasks(batch: Batch, features: int) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from omni.config import ModelConfig
 from omni.errors import UserError
 from train.config.run import FitConfig
-from train.plan.estimate import devices_of, estimate
+from train.plan.estimate import Estimate, devices_of, estimate
 
 MANY = (2, 4, 8, 16, 32, 64)
 """Numbers of devices that fsdp is tried on."""
@@ -37,6 +38,11 @@ class KnobEffect:
     total: float
     saved: float
     fits: bool
+
+
+Turn = Callable[[FitConfig], Knob | None]
+"""Makes a knob of a run; None where it changes nothing."""
+Size = Callable[[Estimate], float]
 
 
 def _chunk(config: FitConfig) -> Knob | None:
@@ -91,7 +97,7 @@ def _checkpointing(config: FitConfig) -> Knob | None:
     return Knob("--fabric.checkpointing true", "about a third more work", changed)
 
 
-def _fsdp(devices: int) -> Callable[[FitConfig], Knob | None]:
+def _fsdp(devices: int) -> Turn:
     def turn(config: FitConfig) -> Knob | None:
         world = devices_of(config)
         if devices < world or devices == 1 or (devices == world and config.fabric.strategy == "fsdp"):
@@ -126,7 +132,7 @@ def try_knobs(config: FitConfig, shape: ModelConfig, limit: float, cuda: bool) -
     world = devices_of(config)
     many = [world] if world > 1 else []
     many += [n for n in MANY if n > world] if cuda else []
-    first = [_chunk, _asked, _rows, *([_mixed] if cuda else []), _selective, _checkpointing]
+    first = _first(cuda)
     alone = list(_alone(config, shape, limit, cuda, start, [*first, *map(_fsdp, many), _true]))
     if any(turned.fits for turned in alone):
         return alone, []
@@ -141,13 +147,30 @@ def try_knobs(config: FitConfig, shape: ModelConfig, limit: float, cuda: bool) -
     return alone, []
 
 
+def savings(config: FitConfig, shape: ModelConfig, devices: int, cuda: bool, in_step: bool) -> list[KnobEffect]:
+    """Estimates what each knob alone saves, whether or not the run is estimated to fit; the most first.
+
+    Args:
+        devices: most that there are.
+        in_step: of the memory at the peak of a step, and not of all phases.
+    """
+    size: Size = (lambda found: found.step) if in_step else _total
+    start = size(estimate(config, shape, cuda))
+    turns = [*_first(cuda), *([_fsdp(devices)] if devices > 1 else []), _true]
+    return sorted(_alone(config, shape, math.inf, cuda, start, turns, size), key=lambda one: -one.saved)
+
+
+def _first(cuda: bool) -> list[Turn]:
+    """Knobs that leave the number of devices and the weights' precision, the least harmful first."""
+    return [_chunk, _asked, _rows, *([_mixed] if cuda else []), _selective, _checkpointing]
+
+
+def _total(found: Estimate) -> float:
+    return found.total
+
+
 def _alone(
-    config: FitConfig,
-    shape: ModelConfig,
-    limit: float,
-    cuda: bool,
-    start: float,
-    turns: list[Callable[[FitConfig], Knob | None]],
+    config: FitConfig, shape: ModelConfig, limit: float, cuda: bool, start: float, turns: list[Turn], size: Size = _total
 ) -> Iterator[KnobEffect]:
     enough = False
     for turn in turns:
@@ -159,7 +182,7 @@ def _alone(
         if knob is None or (spread and enough):  # fewer devices are enough already
             continue
         try:
-            total = estimate(knob.config, shape, cuda).total
+            total = size(estimate(knob.config, shape, cuda))
         except UserError:  # a combination that no run can have, such as Muon with fsdp
             continue
         if total < 0.99 * start:

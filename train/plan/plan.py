@@ -17,7 +17,7 @@ from train.data.batching.batch import Batch
 from train.distributed.fabric import build_fabric
 from train.distributed.sharding import ParallelDims
 from train.plan.estimate import Estimate, bytes_each, devices_of, estimate
-from train.plan.knobs import KnobEffect, try_knobs
+from train.plan.knobs import KnobEffect, savings, try_knobs
 from train.plan.network import Traffic, traffic
 from train.plan.options import check_options
 from train.plan.pace import Pace, flops_of, pace, sample
@@ -174,6 +174,18 @@ def make_plan(
         refused=refused,
         notes=notes,
     )
+
+
+def savings_here(config: FitConfig, in_step: bool) -> list[KnobEffect]:
+    """Estimates what each knob saves of a run on this machine; see `train.plan.knobs.savings`.
+
+    Args:
+        config: with its alignment head (`train.trainer.build.with_alignment`).
+    """
+    cuda = place_of(config, False) == "cuda"
+    placed = _placed(config, None, cuda)
+    devices = max(devices_of(placed), torch.cuda.device_count() if cuda else 1)
+    return savings(placed, shape_of(config.model), devices, cuda, in_step)
 
 
 def _refused(given: FitConfig, config: FitConfig, here: bool) -> tuple[list[str], list[str]]:

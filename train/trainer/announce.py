@@ -17,6 +17,7 @@ from train.distributed.sharding import ParallelDims
 from train.trainer.logs import METRICS
 from train.trainer.lora import ADAPTER
 from train.trainer.parts import Parts
+from train.trainer.profiler import NONE, files_of, named_steps
 
 Say = Callable[[str], None]
 
@@ -26,8 +27,8 @@ def speaker(config: FitConfig, first: bool) -> Say:
     return Screen("lines" if first and config.log.progress != "off" else "off").say
 
 
-def start_lines(config: FitConfig, fabric: Fabric) -> list[str]:
-    """Lines with the model, folder, budget and devices of a run, known before anything is loaded."""
+def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> list[str]:
+    """Lines with the model, folder, budget and devices of a run, and what is profiled, known before anything is loaded."""
     budget, cuda = config.budget, fabric.device.type == "cuda"
     limits = [
         *([f"{budget.steps} step{'s' * (budget.steps != 1)}"] if budget.steps is not None else []),
@@ -39,10 +40,14 @@ def start_lines(config: FitConfig, fabric: Fabric) -> list[str]:
     dims = ParallelDims.of(config.fabric, fabric.world_size)
     strategy += f" in {dims.replicas} replicas" * (dims.replicas > 1 and config.fabric.strategy == "fsdp")
     strategy += f", tensor_parallel {dims.tensor}" * (dims.tensor > 1)
-    return [
+    lines = [
         f"training {start} in {config.run_folder} for {' or '.join(limits)}",
         _line("devices", f"{fabric.world_size} x {device}{strategy}, {config.fabric.precision}"),
     ]
+    if profile:
+        trace, table = files_of(profile, Path(config.run_folder))
+        lines.append(_line("profile", f"{named_steps(profile)}: {trace} (for ui.perfetto.dev) and {table}"))
+    return lines
 
 
 def parameters_line(label: str, parameters: Iterable[nn.Parameter]) -> str:

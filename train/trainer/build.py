@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from omni.checkpoint.folder import save_folder
 from omni.errors import UserError
 from omni.files import locked, write_whole
 from omni.generate.speech_time import EXTRA as SPEECH_TIME
+from omni.hardware import peak_flops
 from omni.lora.weights import merged_state
 from omni.remote import refuse_remote
 from omni.tasks import TASKS
@@ -25,9 +26,7 @@ from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig, plain_config
 from train.console.progress import TrainProgress, counted
-from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader, process_shards
-from train.data.batching.pipeline import Pipeline
 from train.data.build import build_alignment, build_pipeline, held_out_by_source
 from train.data.sources.recorded_digits import speak_ahead
 from train.data.speech_time import estimate_speech_time
@@ -58,15 +57,18 @@ from train.trainer.callbacks import CALLBACKS, Callback, Callbacks, build_callba
 from train.trainer.feed import CountingFeed, Feed
 from train.trainer.guard import StepGuard
 from train.trainer.held_out_batches import outer_batches
-from train.trainer.held_out_loss import HeldOut, build_held_out
+from train.trainer.held_out_loss import build_held_out, check_metric
+from train.trainer.highest_loss import HighestLosses
 from train.trainer.initial_model import Initial, build_initial
 from train.trainer.logs import LeftOut, Logs
 from train.trainer.loop import Loop
 from train.trainer.metrics import StepMetrics
 from train.trainer.parts import Outcome, Parts
 from train.trainer.preflight import check_devices, check_packages, check_resume, check_start
+from train.trainer.profiler import NONE, StepProfiler, step_range
 from train.trainer.signals import Stop
 from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
+from train.trainer.usage import Usage, is_out_of_memory, out_of_memory
 from train.trainer.validation import build_validator
 
 MODEL = "model"
@@ -74,7 +76,7 @@ LEFT_SECONDS = 120.0
 """Longest time in which the lock of a process that was lost is taken from it; NFS waits for a node that is gone."""
 
 
-def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None:
+def fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | None = None) -> Outcome | None:
     """Trains as configured, in all processes of the run; returns None in all but the first.
 
     A folder that has an earlier start of the run is gone on with; see `resume`.
@@ -82,14 +84,25 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
     Args:
         callbacks: called as the run goes on, beside those that the configuration names, in the first process only; an
             exception in one ends the run.
+        profile: steps of the run to trace, such as "10:15"; see `train.trainer.profiler`.
 
     Raises:
         UserError: whatever is wrong with configuration, data or disk; in all processes alike.
+        OutOfMemory: memory ran out, in this process.
     """
+    try:
+        return run_fit(config, callbacks, profile)
+    finally:
+        leave()
+
+
+def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | None = None) -> Outcome | None:
+    """Trains as `fit`, but does not `leave` the other processes, which until then wait for one that has failed."""
     if not isinstance(config, FitConfig):
         raise UserError(f"fit was given {config!r:.80}; give it a FitConfig, such as recipe('nano') from train")
     if not config.run_folder:
         raise UserError("run_folder is missing: name a folder for the run")
+    steps = NONE if profile is None else step_range(profile, config.budget)
     refuse_remote(config.run_folder, "run_folder", write=True)
     folder = Path(config.run_folder)
     config, larger = shared(config)
@@ -99,13 +112,14 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
     check_packages(config)
     own = build_callbacks([CALLBACKS[name] for name in config.callbacks], folder)
     with deterministic(config.fabric.deterministic):
-        return _fit(config, folder, notes, [*callbacks, *own])
+        return _fit(config, folder, notes, [*callbacks, *own], steps)
 
 
-def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Sequence[Callback]) -> Outcome | None:
+def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Sequence[Callback], steps: range) -> Outcome | None:
     """Trains after the checks; see `fit`."""
     fabric = build_fabric(config.fabric)
     launch(fabric)
+    loop: Loop | None = None
     try:
         group = process_group(config, fabric)
         with watched(group, config.fabric), ExitStack() as stack:
@@ -114,12 +128,14 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
             say = announce.speaker(config, group.first)
             for note in notes:
                 say(note)
-            loop = prepare(config, fabric, folder, group, callbacks)
+            loop = prepare(config, fabric, folder, group, callbacks, steps)
             group.run_on_first(lambda: _synthesise_ahead(config))
             outcome = loop.run()
         return outcome if group.first else None
-    finally:
-        leave()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise (loop.out_of_memory(error) if loop is not None else out_of_memory(error, fabric.device)) from error
 
 
 def shared(config: FitConfig) -> tuple[FitConfig, str | None]:
@@ -128,11 +144,12 @@ def shared(config: FitConfig) -> tuple[FitConfig, str | None]:
 
 
 def prepare(
-    config: FitConfig, fabric: Fabric, folder: Path, group: ProcessGroup | None = None, callbacks: Sequence[Callback] = ()
-) -> Loop:
+    config: FitConfig, fabric: Fabric, folder: Path, group: ProcessGroup | None = None, callbacks: Sequence[Callback] = (),
+    profile: range = NONE,
+) -> Loop:  # fmt: skip
     """Build everything a run needs, in every process alike."""
     say = announce.speaker(config, fabric.global_rank == 0)
-    for line in announce.start_lines(config, fabric):
+    for line in announce.start_lines(config, fabric, profile):
         say(line)
     group = group or process_group(config, fabric)
     quantized = config.lora is not None and config.lora.quantize is not None
@@ -141,7 +158,7 @@ def prepare(
     say(announce.parameters_line("model", initial.model.parameters()))
     plain = plain_config(config)
     parts = group.together(lambda: build_parts(config, initial, fabric, folder, group))
-    loop = build_loop(config, plain, parts, fabric, folder, group, callbacks)
+    loop = build_loop(config, plain, parts, fabric, folder, group, callbacks, profile)
     loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, _yaml(plain)))
     for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.trainable], loop.position, loop.saved):
         say(line)
@@ -161,6 +178,7 @@ def build_loop(
     folder: Path,
     group: ProcessGroup | None = None,
     callbacks: Sequence[Callback] = (),
+    profile: range = NONE,
 ) -> Loop:
     """Builds optimizer, step, checkpoints and logs of a run over its parts, and resumes it where it has a checkpoint.
 
@@ -168,6 +186,7 @@ def build_loop(
         plain: the configuration as plain data, to be stored and compared.
         folder: where everything of the run is written.
         callbacks: see `fit`.
+        profile: steps to trace.
     """
     group, objective = group or process_group(config, fabric), parts.objective
     shards = process_shards(parts.micro_batches, group.data_rank, group.data_world)
@@ -184,8 +203,10 @@ def build_loop(
     balance = None
     if config.balance is not None:
         balance = build_balance(config.balance, config, parts, fabric, group, module, trainable, len(shards))
-    meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group)
-    built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip)
+    peak = (peak_flops(fabric.device) or 0.0) * group.world
+    meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group, peak or None)
+    highest = HighestLosses(config.log.highest if parts.named else 0, folder, group)
+    built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip, highest)
     step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, config.objective.align_first)
     torch.manual_seed(config.seed + 1 + group.data_rank)
     checkpointer = Checkpointer(
@@ -199,6 +220,8 @@ def build_loop(
     progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds))
     if resumed is not None:
         progress.say(resumed)
+    profiler = StepProfiler(profile if group.first else NONE, folder, fabric.device, progress.say)
+    profiler.resume(position.step + 1)
     if guard is not None:
         step = GuardedStep(step, guard, position.step, progress.say)
 
@@ -215,7 +238,8 @@ def build_loop(
     left_out = LeftOut(folder, group, progress.say, parts.broken_limit)
     return Loop(
         config, parts, folder, fabric, group, module, trainable, optimizer, step, open_feed, average, balance, meter,
-        checkpointer, logs, progress, left_out, calls,
+        checkpointer, logs, progress, left_out, calls, Usage(objective, optimizer, average, fabric.device, group), highest,
+        profiler,
     )  # fmt: skip
 
 
@@ -274,9 +298,8 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         time = estimate_speech_time(pipeline.mixture, initial.codec) if initial.codec is not None else None
         if time is not None:
             extra[SPEECH_TIME] = time.plain()
-        kind = (
-            torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32
-        )  # types of base and adapters may differ
+        # The types of base and adapters may differ.
+        kind = torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32
         plain = {name: value.to(kind) for name, value in merged_state(model, weights).items()}
         save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra)
         return folder / MODEL
@@ -286,14 +309,14 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         return validator(merged_state(model, weights), step)
 
     held_out = build_held_out(found, config.data.packing, pipeline.maker, group.data_rank, group.data_world, broken)
-    _check_metric(config, held_out)
+    check_metric(config, held_out)
     objective = Objective(model, config.objective)
     objective.compiled = config.fabric.compile
     sizes = enumerate(source.size for source in pipeline.mixture.sources)
     fixed = {f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None}
     if base is not None:
         fixed["the checksum of the weights below the adapters"] = base
-    balanced = None
+    balanced, data, pin = None, config.data, fabric.device.type == "cuda"
     if config.balance is not None:
         names = balanced_tasks(config.balance, config.data)
         outer = outer_batches(config, names, pipeline.maker) if config.balance.kind.bilevel else ()
@@ -301,7 +324,9 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     return Parts(
         objective=objective,
         micro_batches=config.data.micro_batches,
-        steps=lambda shards, start, states: _steps(pipeline, config, shards, start, states, fabric.device.type == "cuda"),
+        steps=lambda shards, start, states: iter(
+            StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch, pin=pin)
+        ),
         targets=targets,
         streams=model.layout.names,
         tasks=tuple(TASKS),
@@ -312,8 +337,9 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         held_out=held_out,
         validate=validate if validator is not None else None,
         export=export,
-        draw=lambda: pictures(folder),
+        draw=lambda: plots.pictures(folder),
         broken_limit=config.data.broken_limit,
+        named=True,
         sources=[(source.name, source.size) for source in pipeline.mixture.sources],
     )
 
@@ -323,25 +349,6 @@ def _synthesise_ahead(config: FitConfig) -> None:
     for source in config.data.sources:
         if source.kind == "recorded-digits":
             speak_ahead(source.recorded, source.digits.question_rate, config.log.progress)
-
-
-def _check_metric(config: FitConfig, held_out: HeldOut) -> None:
-    """Refuses (UserError) to keep the checkpoints of the lowest loss where no held-out example measures it."""
-    keep = config.checkpoint
-    measured = held_out.examples or not config.validation.questions
-    if keep.keep_best > 0 and keep.metric.partition("/")[0] == "loss" and not measured:
-        raise UserError(
-            f"checkpoint.metric is {keep.metric}, but none of the {held_out.rows} held-out rows makes an example: they lack "
-            "what the tasks of their sources need, are broken, or do not fit into packing.length; complete them, name another "
-            "metric, or set checkpoint.keep_best to 0"
-        )
-
-
-def _steps(
-    pipeline: Pipeline, config: FitConfig, shards: range, start: int, states: Mapping[str, Any], pin: bool
-) -> Iterator[list[Batch]]:
-    data = config.data
-    return iter(StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch, pin=pin))
 
 
 def with_alignment(config: FitConfig) -> FitConfig:
@@ -357,15 +364,6 @@ def with_alignment(config: FitConfig) -> FitConfig:
     ctc = alignment.size if ctc is None else ctc
     sounds = alignment.sound_size if sounds is None else sounds
     return replace(config, model=replace(config.model, ctc=ctc, ctc_sounds=sounds))
-
-
-def pictures(folder: Path) -> dict[str, Path]:
-    """Redraws the curves; returns the pictures that exist, by name."""
-    plots.curves(folder)
-    plots.balance(folder)
-    files = {"curves": plots.CURVES, "spectrogram": plots.SPECTROGRAMS, "balance": plots.PICTURE}
-    found = {name: folder / file for name, file in files.items()}
-    return {name: file for name, file in found.items() if file.exists()}
 
 
 def _yaml(plain: Mapping[str, Any]) -> str:

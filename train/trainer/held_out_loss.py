@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.tasks import find_task
+from train.config.run import FitConfig
 from train.data.batching.batch import Batch, assemble
 from train.data.batching.examples import Example, ExampleMaker, Prepared, TooLong
 from train.data.batching.packer import choose
@@ -194,3 +195,15 @@ def _exchange(average: Average | None, kept: dict[str, Tensor]) -> None:
             value.copy_(before)
         else:
             kept[name] = before
+
+
+def check_metric(config: FitConfig, held_out: HeldOut) -> None:
+    """Refuses (UserError) to keep the checkpoints of the lowest loss where no held-out example measures it."""
+    keep = config.checkpoint
+    measured = held_out.examples or not config.validation.questions
+    if keep.keep_best > 0 and keep.metric.partition("/")[0] == "loss" and not measured:
+        raise UserError(
+            f"checkpoint.metric is {keep.metric}, but none of the {held_out.rows} held-out rows makes an example: they lack "
+            "what the tasks of their sources need, are broken, or do not fit into packing.length; complete them, name another "
+            "metric, or set checkpoint.keep_best to 0"
+        )

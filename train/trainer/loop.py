@@ -15,7 +15,6 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from omni.errors import UserError
-from omni.hardware import peak_flops
 from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig
@@ -30,12 +29,15 @@ from train.trainer.balanced_step import Balancing
 from train.trainer.callbacks import Callbacks
 from train.trainer.feed import Feed
 from train.trainer.held_out_loss import held_out_loss
+from train.trainer.highest_loss import HighestLosses
 from train.trainer.logs import LeftOut, Logs
 from train.trainer.metrics import StepMetrics
 from train.trainer.parts import Figures, Outcome, Parts
+from train.trainer.profiler import StepProfiler
 from train.trainer.signals import Stop
 from train.trainer.step import Step
 from train.trainer.step_times import StepTimes
+from train.trainer.usage import OutOfMemory, Usage, out_of_memory
 
 GIVE_UP = 10
 """Consecutive steps that may be left out because their gradients are not finite."""
@@ -75,6 +77,9 @@ class Loop:
     progress: TrainProgress
     left_out: LeftOut
     callbacks: Callbacks
+    usage: Usage
+    highest: HighestLosses
+    profiler: StepProfiler
 
     def __post_init__(self) -> None:
         self.objective, self.position = self.parts.objective, self.checkpointer.position
@@ -95,9 +100,11 @@ class Loop:
                     self._validate_if_due()  # a signal came before this validation
                 while not stopped and self._used() < 1:
                     self.group.step = position.step + 1
+                    self.profiler.begin(position.step + 1)
+                    self.highest.step = position.step + 1
                     self.times.begin()
                     self.meter.start()
-                    with self._data():
+                    with self._data(), self.usage.idle:
                         step = feed.next()
                     position.seconds = step.seconds
                     if self._used() >= 1:  # minutes are spent: the log lacks the last steps
@@ -112,11 +119,14 @@ class Loop:
                     update_states(position.packer_shards, step.batches)
                     if self.average is not None:
                         self.average.update(position.step)
+                    self.usage.waited += feed.waited
                     self.times.add("waiting for data", feed.waited)
                     self.times.add("waiting for another process", feed.held_up)
                     slow = self.times.end(position.step)
-                    figures = self._report(factor)
+                    with self.usage.idle:
+                        figures = self._report(factor)
                     self.meter.pause()
+                    self.profiler.end(position.step)
                     self.group.enter_phase("callbacks")
                     self.callbacks.call("on_step", position.step, figures)
                     if slow is not None:
@@ -126,6 +136,7 @@ class Loop:
                         if self.checkpointer.is_due:
                             self._save()
                         self._validate_if_due()
+                self.profiler.close()
                 self._save()
                 if not stopped:
                     self._finish()
@@ -137,6 +148,7 @@ class Loop:
                 for line in end_lines(position, stopped, self.saved, self.exported, self.folder, self.config.lora is not None):
                     self.progress.say(line)
         finally:
+            self.profiler.stop()
             self.progress.close()
             if self.logs is not None:
                 self.logs.close()
@@ -172,6 +184,11 @@ class Loop:
         """The last checkpoint."""
         return self.checkpointer.saved
 
+    def out_of_memory(self, error: BaseException) -> OutOfMemory:
+        """The error that explains one of memory that ended the run."""
+        step = self.position.step + 1 if self.meter.running else None
+        return out_of_memory(error, self.fabric.device, self.usage, self.saved, step)
+
     def _clock(self) -> float:
         return self.before + time.perf_counter() - self.since
 
@@ -189,6 +206,7 @@ class Loop:
                 self.progress.show(position.step, share, position.seconds)
             return {}
         figures = self.meter.figures()
+        self.highest.write()
         retention.check_finite(self.checkpointer.place, position.step, "loss", figures["loss"])
         if not self.scaled and self.meter.skipped_in_a_row >= GIVE_UP:
             retention.check_finite(
@@ -199,6 +217,7 @@ class Loop:
             )
         figures |= {"lr": lr, "seconds": position.seconds, "gradient_norm": float(self.meter.norm)}
         figures |= self.left_out.figures(self.checkpointer.own_shards().values())
+        figures |= self.usage.figures(self.meter.measured)
         self._show(figures)
         balance = self.balance.tally.figures() if self.balance is not None else {}
         if self.logs is not None:
@@ -215,11 +234,7 @@ class Loop:
         return self.config.log.progress != "off" and (first or self.position.seconds - self.shown >= LINE_SECONDS)
 
     def _show(self, figures: Figures) -> None:
-        """Shows figures, and adds the share of the devices' peak FLOP/s that is used (`mfu`)."""
         position, self.shown = self.position, self.position.seconds
-        speed, peak = figures.pop("flops_per_second", 0.0), peak_flops(self.fabric.device)
-        if speed and peak:
-            figures["mfu"] = speed / (peak * self.group.world)
         self.progress.row(position.step, self._used(), position.seconds, figures)
 
     # --- validation ---------------------------------------------------------------------------------------------------

@@ -17,21 +17,32 @@ class StepMetrics:
 
     Dimensions: T tasks, K streams.
 
+    Args:
+        peak: FLOP/s that all devices can do, for `mfu`; None where it is not known.
+
     Attributes:
         norm: of the last step's gradients.
         skipped_in_a_row: number of steps left out one after another, up to the last.
+        measured: seconds of training of the last `figures`.
     """
 
     FIXED = 5
     """Leading entries of the sums: the objective, steps, the alignment loss and its count, and steps left out."""
 
-    def __init__(self, tasks: Sequence[str], streams: Sequence[str], device: torch.device | str, group: ProcessGroup) -> None:
-        self.tasks, self.streams, self.group = tuple(tasks), tuple(streams), group
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        streams: Sequence[str],
+        device: torch.device | str,
+        group: ProcessGroup,
+        peak: float | None = None,
+    ) -> None:
+        self.tasks, self.streams, self.group, self.peak = tuple(tasks), tuple(streams), group, peak
         self.cells = len(self.tasks) * len(self.streams)
         self.values = torch.zeros(self.FIXED + 2 * self.cells, device=device)
         self.positions = 0.0
         self.flops = 0.0
-        self.seconds = 0.0
+        self.seconds = self.measured = 0.0
         self.norm = self.skipped_in_a_row = torch.zeros((), device=device)
         self._running_since: float | None = None
         self._shown: tuple[Tensor, float, float, float] | None = None  # sums, positions, FLOPs and seconds at the last look
@@ -58,6 +69,11 @@ class StepMetrics:
         """Starts the clock of training, which runs until `pause` (for validation and saving)."""
         if self._running_since is None:
             self._running_since = time.perf_counter()
+
+    @property
+    def running(self) -> bool:
+        """True from `start` to `pause`."""
+        return self._running_since is not None
 
     def pause(self) -> None:
         if self._running_since is not None:
@@ -94,6 +110,7 @@ class StepMetrics:
         self.pause()
         out = self._figures(values, self.positions, self.flops, self.seconds)
         self.values.zero_()
+        self.measured = self.seconds
         self.positions = self.flops = self.seconds = 0.0
         self._shown = None
         self.start()
@@ -121,7 +138,8 @@ class StepMetrics:
             out["steps_skipped"] = round(float(values[4]))
         if seconds > 0:
             out["tokens_per_second"] = positions / seconds
-            out["flops_per_second"] = flops / seconds
+            if flops and self.peak:
+                out["mfu"] = flops / seconds / self.peak
         return out
 
 

@@ -38,6 +38,7 @@ class Parts:
         draw: refreshes the pictures in the run folder; their names and files. These three are needed and called in the
             first process only.
         broken_limit: share of a source's draws for a task that may be broken.
+        named: batches have the names of their examples, and the objective takes `ExampleLosses` as a last argument.
         sources: name of each source of examples, and its number of rows, None where they are made without end.
     """
 
@@ -56,6 +57,7 @@ class Parts:
     export: Callable[[dict[str, Tensor]], Path] | None = None
     draw: Callable[[], dict[str, Path]] | None = None
     broken_limit: float = 1.0
+    named: bool = False
     sources: Sequence[tuple[str, int | None]] = ()
 
 

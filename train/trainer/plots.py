@@ -160,3 +160,12 @@ def balance(folder: Path) -> Path | None:
     axes[-1, 0].set_xlabel("step")
     axes[0, 0].set_title(f"{folder.resolve().name}: balance of the tasks", fontsize=11, loc="left")
     return save_figure(figure, folder / PICTURE)
+
+
+def pictures(folder: Path) -> dict[str, Path]:
+    """Redraws the curves; returns the pictures that exist, by name."""
+    curves(folder)
+    balance(folder)
+    files = {"curves": CURVES, "spectrogram": SPECTROGRAMS, "balance": PICTURE}
+    found = {name: folder / file for name, file in files.items()}
+    return {name: file for name, file in found.items() if file.exists()}

@@ -18,6 +18,7 @@ from train.optim.optimizer import Optimizers
 from train.trainer.balanced_step import Balancing
 from train.trainer.feed import CountedStep, StepBatches
 from train.trainer.guard import StepGuard
+from train.trainer.highest_loss import HighestLosses
 from train.trainer.metrics import StepMetrics
 
 
@@ -40,6 +41,7 @@ class PlainStep:
         meter: gets the losses, the gradients' norm, and whether the step was left out.
         idle: parameters that are not trained at that share of the budget.
         clip: largest norm of the gradients; None for any.
+        highest: gets the losses of the examples.
     """
 
     fabric: Fabric
@@ -50,6 +52,7 @@ class PlainStep:
     meter: StepMetrics
     idle: Callable[[float], Iterable[nn.Parameter]]
     clip: float | None
+    highest: HighestLosses
 
     def __call__(self, step: StepBatches, progress: float) -> None:
         self.group.enter_phase("forward and backward")
@@ -74,10 +77,11 @@ class PlainStep:
         for i, batch in enumerate(step.batches):
             with accumulating(self.fabric, self.module, i + 1 < len(step.batches)):
                 self.group.enter_phase("forward pass")
-                losses = self.module(batch.to(self.fabric.device), denominators, progress)
+                losses = self.module(batch.to(self.fabric.device), denominators, progress, *self.highest.options)
                 self.group.enter_phase("backward pass")
                 self.fabric.backward(losses.total * self.group.data_world)
             self.meter.add(losses)
+            self.highest.add(losses, batch)
 
     def settle(self, left_out: Tensor, progress: float) -> None:
         """Called after the optimizer's step; `left_out` is 1 where it was left out, else 0."""

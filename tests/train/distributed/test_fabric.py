@@ -20,7 +20,16 @@ import torch
 from omni.errors import LostError, UserError
 from omni.model.speech_model import SpeechModel
 from tests.processes import Program, two
-from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora, toy_parts
+from tests.train.toys import (
+    OF_THE_MACHINE,
+    adapted_parts,
+    assert_adapters_learn,
+    final_tensors,
+    toy_config,
+    toy_fit,
+    toy_lora,
+    toy_parts,
+)
 from train.checkpoint import retention
 from train.config.sections import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig, ValidationConfig
 from train.distributed import fabric as parallel
@@ -132,13 +141,20 @@ def test_two_stopped_processes_end_bitwise_where_undisturbed_ones_end(runs: Path
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_stopped_processes_log_bitwise_what_undisturbed_ones_log(runs: Path, strategy: str) -> None:
     """Each row of the log sums four steps, some before a stop and some after it; only times differ."""
-    times = {"seconds", "tokens_per_second"}
     stopped, whole = (
-        [{k: v for k, v in row.items() if k not in times} for row in read_table(runs / name / METRICS)]
+        [{k: v for k, v in row.items() if k not in OF_THE_MACHINE} for row in read_table(runs / name / METRICS)]
         for name in (f"{strategy}-rows-stopped", f"{strategy}-rows")
     )
     assert [row["step"] for row in whole] == [4, 8] and "gradient_norm" in whole[0]
     assert stopped == whole
+
+
+@pytest.mark.parametrize("name", ["", "lora-"])
+def test_memory_is_that_of_a_process(runs: Path, name: str) -> None:
+    """Shards are half as large as whole tensors, up to a row."""
+    whole, shared = (read_table(runs / f"{name}{strategy}" / METRICS)[-1] for strategy in ("ddp", "fsdp"))
+    for part in ("memory/weights", "memory/gradients", "memory/optimizer", "memory/average"):
+        assert 0.5 <= shared[part] / whole[part] < 0.6, part
 
 
 def test_sharded_checkpoints_have_a_file_per_process(runs: Path) -> None:

@@ -18,7 +18,7 @@ from train.config.sections import BudgetConfig, FabricConfig, LoRASection, Model
 from train.data.config import DataConfig, PackingConfig, SourceConfig, tasks_of
 from train.objective.objective import Objective, targets
 from train.plan.estimate import Estimate, estimate, phases_of, sharded
-from train.plan.knobs import try_knobs
+from train.plan.knobs import savings, try_knobs
 from train.plan.parameters import count_parameters, meta_model
 from train.plan.quantized import dense_bytes, packed_bytes
 from train.plan.step import build_workbench
@@ -324,6 +324,28 @@ def test_answers_are_asked_fewer_at_a_time_where_they_take_most() -> None:
     assert whole.phase == "validation's answers" and whole.total > 1.5 * whole.step
     alone, _ = try_knobs(config, model, 0.9 * whole.total, cuda=False)
     assert alone[0].knob.keys == "--validation.rows 8" and alone[0].fits
+
+
+def test_what_saves_memory_of_a_step_is_told_from_what_saves_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most first; fsdp on as many devices as there are, and on none where there is one."""
+
+    def estimated(config: FitConfig, model: ModelConfig, cuda: bool) -> Any:
+        step = (
+            100.0 / config.data.micro_batches
+            - 30 * (config.fabric.checkpointing is True)
+            - 45 * (config.fabric.strategy == "fsdp")
+        )
+        answers = 2.0 * config.validation.rows if config.validation.questions else 0.0
+        return SimpleNamespace(step=step, total=max(step, 2 * answers))
+
+    monkeypatch.setattr("train.plan.knobs.estimate", estimated)
+    config, model = replace(run(rows=2), validation=ValidationConfig(questions=64, rows=64)), shape()
+    found = savings(config, model, 1, cuda=False, in_step=True)
+    rows = "--data.packing.rows 1 --data.micro_batches 2"
+    assert [(one.knob.keys, one.saved) for one in found] == [(rows, 50.0), ("--fabric.checkpointing true", 30.0)]
+    assert [one.knob.keys for one in savings(config, model, 1, False, in_step=False)] == ["--validation.rows 16"]
+    shared = [one.knob.keys for one in savings(config, model, 4, True, in_step=True)]
+    assert shared[0] == "--devices 4 --fabric.strategy fsdp --data.micro_batches 4"
 
 
 @pytest.mark.long

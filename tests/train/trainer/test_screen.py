@@ -14,7 +14,7 @@ from torch import Tensor
 
 from omni.errors import UserError
 from tests.train.eval.toys import save_model
-from tests.train.toys import ALONE, toy_batch, toy_config, toy_fit, toy_parts
+from tests.train.toys import ALONE, OF_THE_MACHINE, toy_batch, toy_config, toy_fit, toy_parts
 from train.checkpoint.state import Position
 from train.cli import main
 from train.config.sections import BudgetConfig, LogConfig, ValidationConfig
@@ -52,6 +52,10 @@ def test_losses_are_told_by_target_text_and_audio_apart() -> None:
     screen = io.StringIO()
     TrainProgress("lines", stream=screen).row(10, 0.1, 5.0, figures)
     assert screen.getvalue() == "step 10 (10.0%) text 2.31 audio 4.00 lr 1.00e-03 45s left\n"
+    waits = {"tokens_per_second": 1234.0, "mfu": 0.3456, "data_wait": 0.12, "host_gap": 0.049}
+    TrainProgress("lines", stream=screen).row(10, 0.1, 5.0, {**figures, **waits})
+    shown = "lr 1.00e-03 1.23k tokens/s MFU 34.6% 12% waiting for data 45s left"
+    assert screen.getvalue().splitlines()[1] == f"step 10 (10.0%) text 2.31 audio 4.00 {shown}"
     assert losses_line({"loss": 1.0, "loss/text": 0.01234}) == "text 0.0123"
     assert losses_line({"loss": 1.0, "loss/alignment": 7.1}) == "alignment 7.10"
     assert losses_line({"loss": 1.5}) == "loss 1.50"
@@ -87,7 +91,7 @@ def test_lines_take_nothing_from_the_rows_of_the_log(tmp_path: Path, monkeypatch
         toy_fit(toy_config(tmp_path / name, log=replace(LINES, progress=name)))
     said, silent = (read_table(tmp_path / name / METRICS) for name in ("lines", "off"))
     for row in (*said, *silent):
-        for of_the_clock in ("seconds", "tokens_per_second"):
+        for of_the_clock in OF_THE_MACHINE:
             del row[of_the_clock]
     assert said == silent and [row["step"] for row in said] == [5, 8]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,7 @@ from train.optim.ema import Average
 from train.optim.optimizer import build_optimizer
 from train.plan.worst_batch import worst_batch
 from train.trainer.feed import StepBatches
+from train.trainer.highest_loss import HighestLosses
 from train.trainer.metrics import StepMetrics
 from train.trainer.step import PlainStep
 
@@ -106,10 +108,11 @@ class Steps:
         optimizer = build_optimizer(named, replace(config.optimizer, name=rule), "bf16-mixed")
         self.average = Average(named, 0.99)
         module = InHalf(Objective(model, ObjectiveConfig(ctc_weight=0.2)))
-        group: Any = SimpleNamespace(world=1, rank=0)
+        group: Any = SimpleNamespace(world=1, rank=0, data_world=1)
         meter = StepMetrics(tuple(TASKS), shape.layout.names, GPU, group)
         fabric: Any = OnGPU(monkeypatch)
-        self.step = PlainStep(fabric, module, optimizer, optimizer, group, meter, lambda progress: (), 1.0)
+        highest = HighestLosses(20, Path(), group)
+        self.step = PlainStep(fabric, module, optimizer, optimizer, group, meter, lambda progress: (), 1.0, highest)
 
     def take(self, micro_batches: int) -> None:
         counts = targets(self.batch).long() * micro_batches
@@ -214,7 +217,8 @@ def test_nothing_in_a_step_waits_on_a_gpu(recompute: Recompute) -> None:
     stepper: Any = fabric.setup_optimizers(optimizer)
     average, group = Average(named, 0.99), ProcessGroup(fabric)
     meter = StepMetrics(tuple(TASKS), objective.model.layout.names, fabric.device, group)
-    step = PlainStep(fabric, module, optimizer, stepper, group, meter, lambda progress: (), 1.0)
+    highest = HighestLosses(20, Path(), group)
+    step = PlainStep(fabric, module, optimizer, stepper, group, meter, lambda progress: (), 1.0, highest)
     given = StepBatches([batch.pin_memory()], targets(batch).long(), 1.0, 1.0, 0.0, 0)
     step(given, 1.0)
     try:

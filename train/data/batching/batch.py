@@ -6,7 +6,7 @@ Dimensions: R rows, K streams, T columns, N clips, M values of a feature frame.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,16 @@ from torch import Tensor
 from omni.attention import PackedRows
 from omni.layout import IGNORE, Layout
 from train.data.batching.examples import Example
+
+
+class SegmentNames:
+    """Row (`Example.where`) and tasks of each segment of a batch, in its rows one after another; empty for an unused end.
+
+    A plain class: Fabric looks through the elements of any container for tensors.
+    """
+
+    def __init__(self, each: Sequence[tuple[str, str]] = ()) -> None:
+        self.each = tuple(each)
 
 
 @dataclass
@@ -34,6 +44,7 @@ class Batch:
         examples: number of examples.
         positions: columns in use.
         state: plain data: of the packer after this batch; see `train.data.batching.packer`.
+        names: of the segments.
     """
 
     tokens: Tensor
@@ -48,6 +59,7 @@ class Batch:
     examples: int
     positions: int
     state: dict[str, Any]
+    names: SegmentNames = field(default_factory=SegmentNames)
 
     TENSORS = ("tokens", "targets", "feature_index", "segments", "task", "inputs")
 
@@ -119,7 +131,7 @@ def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, ban
     feature_index = torch.full((shape[0], length), -1)
     segments = torch.zeros(shape[0], length, dtype=torch.long)
     task = torch.full((shape[0], length), -1)
-    features = 0
+    features, names = 0, list[tuple[str, str]]()
     for r, row in enumerate(rows):
         start = 0
         for number, example in enumerate(row):
@@ -133,6 +145,7 @@ def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, ban
             features += sum(columns.features)
             start = end
         segments[r, start:] = len(row)
+        names += [(example.where, "+".join(example.tasks)) for example in row] + [("", "")] * (start < length)
     examples = [example for row in rows for example in row]
     clips = [clip for example in examples for clip in example.clips]
     lengths = [clip.inputs.shape[1] for clip in clips]
@@ -152,4 +165,5 @@ def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, ban
         examples=len(examples),
         positions=sum(len(example.columns) for example in examples),
         state=state,
+        names=SegmentNames(names),
     )

@@ -1,0 +1,188 @@
+"""Traces some steps of a run with `torch.profiler` (`omni-train fit FILE --profile 10:15`)."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from omni.errors import UserError, in_one_line
+from omni.files import replacing
+from omni.hardware import synchronize
+from train.config.sections import BudgetConfig
+
+FOLDER = "profile"
+TOP, SHOWN = 25, 10
+"""Rows of a table in its file, and on the screen."""
+NONE = range(0)
+
+
+def step_range(given: str, budget: BudgetConfig) -> range:
+    """The steps of a run that `FIRST:LAST` names; UserError for anything else, or where they lie beyond the budget."""
+    named = re.fullmatch(r"([0-9]+):([0-9]+)", given) if isinstance(given, str) else None
+    way = "give the first and the last step, such as 10:15"
+    if named is None:
+        raise UserError(f"profile is {given!r}; {way}")
+    first, last = int(named[1]), int(named[2])
+    if not 1 <= first <= last:
+        why = "steps are counted from 1" if first < 1 else "the first comes after the last"
+        raise UserError(f"profile is {given}, but {why}; {way}")
+    if budget.steps is not None and last > budget.steps:
+        raise UserError(f"profile is {given}, but budget.steps is {budget.steps}; name steps of the run")
+    return range(first, last + 1)
+
+
+class OwnTime(NamedTuple):
+    """A kernel or an operator: time of its own in microseconds, without what it calls, and number of calls."""
+
+    name: str
+    time: float
+    calls: int
+
+
+class StepProfiler:
+    """Profiles the steps of a range, in the first process; `begin` and `end` are called around every step.
+
+    Args:
+        steps: of the run, counted from 1; none by default.
+        folder: of the run.
+        say: prints a line.
+
+    Attributes:
+        trace, table: the files that it leaves.
+    """
+
+    def __init__(self, steps: range, folder: Path, device: torch.device, say: Callable[[str], None]) -> None:
+        self.steps, self.device, self.say = steps, device, say
+        self.trace, self.table = files_of(steps, folder)
+        self.taken: list[int] = []
+        self.profile: Any = None
+        self.label: Any = None
+
+    def resume(self, first: int) -> None:
+        """Says which of the steps lie before this start of the run, whose first step has this number."""
+        left = range(max(first, self.steps.start), self.steps.stop)
+        if len(left) < len(self.steps):
+            what = f"only {named_steps(left)} can be profiled" if left else f"{named_steps(self.steps)} cannot be profiled"
+            self.say(f"this start begins at step {first}: {what}")
+        self.steps = left
+
+    def begin(self, step: int) -> None:
+        """Starts the profile where this is the first of its steps."""
+        if step not in self.steps:
+            return
+        if self.profile is None:
+            cuda = self.device.type == "cuda"
+            os.environ.setdefault("KINETO_LOG_LEVEL", "4" if cuda else "6")  # else the library prints what it does
+            activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * cuda]
+            self.profile = torch.profiler.profile(activities=activities)
+            self.profile.start()
+            self.since = time.perf_counter()
+        self.label = torch.profiler.record_function(f"ProfilerStep#{step}")
+        self.label.__enter__()
+
+    def end(self, step: int) -> None:
+        """Writes the files where this was the last step."""
+        if self.profile is None:
+            return
+        self._unlabel()
+        self.taken.append(step)
+        if step == self.steps[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Writes what there is; says where there is nothing, or no room for it, and the run goes on."""
+        profile = self.stop()
+        if self.steps and not self.taken:
+            self.say(f"nothing is profiled: the run ended before step {self.steps[0]}")
+        if profile is None or not self.taken:
+            return
+        try:
+            self._write(profile)
+        except (OSError, RuntimeError, UserError) as error:
+            self.say(f"the profile cannot be written to {self.table.parent}: {in_one_line(error)}")
+
+    def stop(self) -> Any:
+        """Stops the profile and returns it; None where none has started."""
+        profile, self.profile = self.profile, None
+        if profile is not None:
+            self._unlabel()
+            synchronize(self.device)
+            self.seconds = time.perf_counter() - self.since
+            profile.stop()
+        return profile
+
+    def _unlabel(self) -> None:
+        label, self.label = self.label, None
+        if label is not None:
+            label.__exit__(None, None, None)
+
+    def _write(self, profile: Any) -> None:
+        self.table.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self.trace) as part:
+            whole = part.with_name(f"{part.name}.json.gz")  # by which ending it is packed
+            try:
+                profile.export_chrome_trace(str(whole))
+                whole.replace(part)
+            finally:
+                with suppress(FileNotFoundError):
+                    whole.unlink()
+        events = profile.key_averages()
+        kernels, operators = _kernels(events), _operators(events)
+        title = f"{named_steps(self.taken)} took {self.seconds:.2f} s"
+        if kernels:
+            title += f", in which kernels ran for {sum(one.time for one in kernels) / 1e6:.2f} s"
+        elif self.device.type == "cuda":
+            title += "; the driver let no kernels be seen"
+        tables = [("kernel", kernels)] * bool(kernels) + [("operator, on the CPU", operators)]
+        text = "\n\n".join("\n".join(_lines(name, rows, TOP, 100)) for name, rows in tables)
+        self.table.write_text(f"{title}\n\n{text}\n", encoding="utf-8")
+        for line in [f"profile: {title}", *_lines(*tables[0], SHOWN, 60), f"more in {self.table} and {self.trace}"]:
+            self.say(line)
+
+
+def files_of(steps: range, folder: Path) -> tuple[Path, Path]:
+    """The trace and the table of the profile of these steps, in the folder of the run."""
+    name = f"steps-{steps.start}-{steps.stop - 1}"
+    return folder / FOLDER / f"{name}.json.gz", folder / FOLDER / f"{name}.txt"
+
+
+def named_steps(steps: Sequence[int]) -> str:
+    """`step 3`, or `steps 10 to 15`."""
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+def _kernels(events: Iterable[Any]) -> list[OwnTime]:
+    """Kernels and copies of a device, by their own time."""
+    found = [one for one in events if one.device_type != torch.autograd.DeviceType.CPU and not one.is_user_annotation]
+    return _sorted(OwnTime(one.key, one.self_device_time_total, one.count) for one in found)
+
+
+def _operators(events: Iterable[Any]) -> list[OwnTime]:
+    """Operators on the CPU, and what the steps did between them, by their own time."""
+    on_cpu = [one for one in events if one.device_type == torch.autograd.DeviceType.CPU]
+    between = sum(one.self_cpu_time_total for one in on_cpu if one.is_user_annotation)
+    steps = sum(one.count for one in on_cpu if one.is_user_annotation and one.key.startswith("ProfilerStep"))
+    own = [OwnTime(one.key, one.self_cpu_time_total, one.count) for one in on_cpu if not one.is_user_annotation]
+    return _sorted([*own, OwnTime("(Python, and waiting)", between, steps)])
+
+
+def _sorted(rows: Iterable[OwnTime]) -> list[OwnTime]:
+    return sorted(rows, key=lambda row: -row.time)
+
+
+def _lines(title: str, rows: Sequence[OwnTime], count: int, width: int) -> list[str]:
+    """A table of the first rows; shares are of all of them."""
+    whole, shown = sum(row.time for row in rows) or 1.0, rows[:count]
+    wide = min(width, max(len(name) for name in (title, *(row.name for row in shown))))
+    head = f"  {title:<{wide}}  {'ms':>9}  share    calls"
+    return [
+        head,
+        *(f"  {r.name[:wide]:<{wide}}  {r.time / 1e3:>9.2f}  {100 * r.time / whole:>4.1f} %  {r.calls:>6}" for r in shown),
+    ]
