@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from tests.guarded import child
+from train.checkpoint import retention, state
 from train.config.run import FitConfig, plain_config
 from train.config.sections import (
     BudgetConfig,
@@ -228,8 +230,6 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
     """Every tensor of a run's last checkpoint, whole, however it was sharded."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-    from train.checkpoint import retention
-
     place = retention.newest(Path(folder) / "checkpoints")
     assert place is not None
     reader = HuggingFaceStorageReader(str(place / "tensors"))
@@ -241,6 +241,19 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
     return out
 
 
+def hold_writer(name: str, step: int) -> threading.Event:
+    """Makes a function of `train.checkpoint.state` wait for the event that this returns where it writes a step's checkpoint."""
+    real, release = getattr(state, name), threading.Event()
+
+    def later(written: Any, *args: Any) -> Any:
+        if retention.name_of(step) in str(getattr(written, "target", written)):
+            assert release.wait(60)
+        return real(written, *args)
+
+    setattr(state, name, later)
+    return release
+
+
 def main(options: dict[str, Any]) -> int:
     """One run, or `runs`, one after another in the same processes.
 
@@ -248,13 +261,20 @@ def main(options: dict[str, Any]) -> int:
     rows of the log), validate (steps between validations), lora (true, or how the base is quantised), guard, kill: [signal,
     step] (the first process sends itself a signal before that step), block: [path, step] (before that step it puts a folder
     that is not empty where a checkpoint's file belongs, or, where the path ends in `writing`, a file in place of the folder),
-    callback (a step after which a callback fails).
+    callback (a step after which a callback fails), asynchronous (true but for a run that kills itself at once: its checkpoints
+    are there when their step is over), hold: [function, step, until] (a function of `train.checkpoint.state` waits where it
+    writes the checkpoint of that step, until this process fetches the data of another).
     """
     code = 0
     for run in options.get("runs", [options]):
-        kill, block = run.get("kill"), run.get("block")
+        kill, block, hold = run.get("kill"), run.get("block"), run.get("hold")
+        release = hold_writer(*hold[:2]) if hold else None
 
-        def before(step: int, kill: Any = kill, block: Any = block, run: Any = run) -> None:
+        def before(
+            step: int, kill: Any = kill, block: Any = block, run: Any = run, hold: Any = hold, release: Any = release
+        ) -> None:
+            if release is not None and step >= hold[2]:
+                release.set()
             if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
                 return
             if kill and step == kill[1]:
@@ -275,7 +295,12 @@ def main(options: dict[str, Any]) -> int:
             fabric=FabricConfig(**{"accelerator": "cpu", **run.get("fabric", {})}),
             budget=BudgetConfig(steps=run.get("steps", 8)),
             optimizer=OptimizerConfig(**{"lr": 1e-2, **run.get("optimizer", {})}),
-            checkpoint=CheckpointConfig(every_steps=run.get("every", 3), every_minutes=None, metric="loss"),
+            checkpoint=CheckpointConfig(
+                every_steps=run.get("every", 3),
+                every_minutes=None,
+                metric="loss",
+                asynchronous=run.get("asynchronous", not kill or kill[0] != "SIGKILL"),
+            ),
             validation=ValidationConfig(every_steps=run.get("validate"), at_end=False),
             log=LogConfig(every=run.get("rows", 1), progress="lines"),
         )

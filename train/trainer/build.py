@@ -159,6 +159,7 @@ def build_loop(
     logs = group.run_on_first(lambda: Logs(folder, position.step, config.log.wandb, plain))
     share = used(config.budget, position.step, position.seconds)
     progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds))
+    checkpointer.say = progress.say
     if resumed is not None:
         progress.say(resumed)
     if guard is not None:
@@ -168,7 +169,8 @@ def build_loop(
 
     def open_feed(stop: Stop, clock: Callable[[], float]) -> Feed:
         left = used(config.budget, position.step, position.seconds) < 1
-        batches = calls.checked(parts.steps(shards, position.step, position.packer_shards) if left else iter(()))
+        batches = parts.steps(shards, position.step, position.packer_shards) if left else iter(())
+        batches = calls.checked(checkpointer.checked(batches))
         if balance is None:
             return Feed(batches, parts.targets, parts.flops, clock, len(parts.streams), group, stop)
         shape = len(parts.tasks), len(parts.streams)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.hardware import peak_flops
-from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig
 from train.console.progress import TrainProgress, figures_line
@@ -122,7 +121,7 @@ class Loop:
                     stopped = step.stop
                     if not stopped:
                         if self.checkpointer.is_due:
-                            self._save()
+                            self._save(beside=self._used() < 1)
                         self._validate_if_due()
                 self._save()
                 if not stopped:
@@ -134,7 +133,11 @@ class Loop:
             if self.group.first:
                 for line in end_lines(position, stopped, self.saved, self.exported, self.folder, self.config.lora is not None):
                     self.progress.say(line)
+        except KeyboardInterrupt:  # the second Ctrl-C
+            self.checkpointer.close(wait=False)
+            raise
         finally:
+            self.checkpointer.close(wait=True)
             self.progress.close()
             if self.logs is not None:
                 self.logs.close()
@@ -158,9 +161,10 @@ class Loop:
     def _used(self) -> float:
         return used(self.config.budget, self.position.step, self.position.seconds)
 
-    def _save(self) -> None:
+    def _save(self, beside: bool = False) -> None:
+        """Saves the state; `beside` the steps that follow, unless a callback is to be told when it is written."""
         before = self.saved
-        self.checkpointer.save(self._clock())
+        self.checkpointer.save(self._clock(), beside and not self.callbacks.listen("on_save"))
         if self.saved != before:
             self.callbacks.call("on_save", self.position.step, self.saved)
 
@@ -185,14 +189,10 @@ class Loop:
                 self.progress.show(position.step, share, position.seconds)
             return {}
         figures = self.meter.figures()
-        retention.check_finite(self.checkpointer.place, position.step, "loss", figures["loss"])
+        self.checkpointer.check_finite("loss", figures["loss"])
         if not self.scaled and self.meter.skipped_in_a_row >= GIVE_UP:
-            retention.check_finite(
-                self.checkpointer.place,
-                position.step,
-                f"gradients' norm of {GIVE_UP} steps one after another",
-                float(self.meter.norm),
-            )
+            name = f"gradients' norm of {GIVE_UP} steps one after another"
+            self.checkpointer.check_finite(name, float(self.meter.norm))
         figures |= {"lr": lr, "seconds": position.seconds, "gradient_norm": float(self.meter.norm)}
         figures |= self.left_out.figures(self.checkpointer.own_shards().values())
         self._show(figures)
@@ -245,7 +245,7 @@ class Loop:
         value = position.figures.get(keep.metric)
         useless = value is None and keep.keep_best > 0 and self._used() < 1
         if self.checkpointer.is_best(value) or useless:
-            self._save()
+            self._save(beside=not useless and self._used() < 1)
         self.checkpointer.add_figures()
         if useless:
             raise UserError(
@@ -277,9 +277,7 @@ class Loop:
         """Ends a run whose budget is spent: last validation, exported model, curves; UserError where it left out all steps."""
         steps = self.position.step - self.first_step + 1
         if steps and not self.scaled and int(self.meter.skipped_in_a_row) >= steps:
-            retention.check_finite(
-                self.checkpointer.place, self.position.step, f"gradients' norm of all {steps} steps", math.nan
-            )
+            self.checkpointer.check_finite(f"gradients' norm of all {steps} steps", math.nan)
         if self.config.validation.at_end and self.position.validated[0] < self.position.step:
             self._validate()
         weights, export = self._weights(), self.parts.export
