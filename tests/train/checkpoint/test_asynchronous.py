@@ -181,12 +181,12 @@ def test_killed_while_it_writes_a_run_goes_on_from_the_checkpoint_before(tmp_pat
 
 
 def test_two_processes_write_beside_their_steps_what_they_write_between_them(tmp_path: Path) -> None:
-    """The writers of both wait until the steps 4 and 5 are done, and exchange their messages while steps exchange theirs."""
+    """The writers of both wait until another step is done, and exchange their messages while steps exchange theirs."""
     runs = []
     for strategy in ("ddp", "fsdp"):
         fabric = {"devices": 2, "strategy": strategy}
         plain = {"folder": str(tmp_path / f"{strategy}-between"), "fabric": fabric, "asynchronous": False}
-        runs += [plain, {"folder": str(tmp_path / f"{strategy}-beside"), "fabric": fabric, "hold": ["write", 3, 5]}]
+        runs += [plain, {"folder": str(tmp_path / f"{strategy}-beside"), "fabric": fabric, "hold": ["write", 6, 7]}]
     for ended in two("tests.train.toys", json.dumps({"runs": runs})):
         assert ended.code == 0, ended.said
     for strategy in ("ddp", "fsdp"):
