@@ -285,6 +285,7 @@ def save_tensors(tensors: Mapping[str, Tensor | Lazy], path: Path, notes: Mappin
             tensor = tensors[name]
             for piece in pieces(tensor if isinstance(tensor, Lazy) else Lazy.of(tensor)):
                 file.write(piece.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy())
+                del piece  # it may keep a tensor alive while the next one is made
 
 
 def pieces(tensor: Lazy) -> Iterator[Tensor]:

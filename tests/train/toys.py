@@ -20,7 +20,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from omni.checkpoint.tensors import save_tensors
+from omni.convert.lazy import lazies_of
 from omni.errors import UserError
 from tests.guarded import child
 from train.checkpoint import retention, state
@@ -254,6 +258,34 @@ def hold_writer(name: str, step: int) -> threading.Event:
     return release
 
 
+def toy_export(path: str, fails: bool) -> Callable[[Mapping[str, Tensor]], Path]:
+    """Writes the weights, or fails at the third one that it reads. Says how many gathered weights were alive at once."""
+    gathered: list[StorageWeakRef] = []
+    most, full = 0, DTensor.full_tensor
+
+    def counted(self: DTensor, **options: Any) -> Tensor:
+        nonlocal most
+        tensor = full(self, **options)
+        gathered.append(StorageWeakRef(tensor.untyped_storage()))
+        most = max(most, sum(not ref.expired() for ref in gathered))
+        return tensor
+
+    def export(weights: Mapping[str, Tensor]) -> Path:
+        DTensor.full_tensor = counted  # type: ignore[method-assign]
+        try:
+            for number, name in enumerate(weights if fails else ()):
+                if number == 2:
+                    raise UserError(f"{path} is on a full disk")
+                assert weights[name].isfinite().all()
+            save_tensors(lazies_of(weights), Path(path))
+        finally:
+            DTensor.full_tensor = full  # type: ignore[method-assign]
+        print(f"gathered {len(gathered)} weights, {most} at once")
+        return Path(path)
+
+    return export
+
+
 def main(options: dict[str, Any]) -> int:
     """One run, or `runs`, one after another in the same processes.
 
@@ -263,7 +295,7 @@ def main(options: dict[str, Any]) -> int:
     that is not empty where a checkpoint's file belongs, or, where the path ends in `writing`, a file in place of the folder),
     callback (a step after which a callback fails), asynchronous (true but for a run that kills itself at once: its checkpoints
     are there when their step is over), hold: [function, step, until] (a function of `train.checkpoint.state` waits where it
-    writes the checkpoint of that step, until this process fetches the data of another).
+    writes the checkpoint of that step, until this process fetches the data of another), export: [file, fails] (see `toy_export`).
     """
     code = 0
     for run in options.get("runs", [options]):
@@ -306,6 +338,8 @@ def main(options: dict[str, Any]) -> int:
         )
         try:
             parts = toy_parts(before) if lora is None else adapted_parts(lora, before, config.fabric.precision)
+            if run.get("export"):
+                parts = replace(parts, export=toy_export(*run["export"]))
             failing = [FailingCallback(run["callback"])] if run.get("callback") else []
             outcome, _ = toy_fit(config, parts, failing)
         except UserError as error:

@@ -13,10 +13,11 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from omni.checkpoint.folder import save_folder
+from omni.convert.lazy import LazyTensors, cast, lazies_of
 from omni.errors import UserError
 from omni.files import locked, write_whole
 from omni.generate.speech_time import EXTRA as SPEECH_TIME
-from omni.lora.weights import merged_state
+from omni.lora.weights import merged_lazies, merged_state
 from omni.remote import refuse_remote
 from omni.tasks import TASKS
 from train.balance.section import BalanceSection, balanced_tasks
@@ -228,7 +229,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         broken,
     )
 
-    def export(weights: dict[str, Tensor]) -> Path:
+    def export(weights: Mapping[str, Tensor]) -> Path:
         if lora is not None and base is not None:
             adapter = adapters.save(folder, model, weights, base, config.model.init_from)
             if not lora.merged:
@@ -240,7 +241,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         kind = (
             torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32
         )  # types of base and adapters may differ
-        plain = {name: value.to(kind) for name, value in merged_state(model, weights).items()}
+        plain = LazyTensors(cast(merged_lazies(model, lazies_of(weights)), kind))
         save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra)
         return folder / MODEL
 

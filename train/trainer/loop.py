@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig
 from train.console.progress import TrainProgress, figures_line
 from train.data.batching.packer import update_states
-from train.distributed.fabric import ProcessGroup, full_state
+from train.distributed.fabric import ProcessGroup, full_state, with_whole_state
 from train.optim.ema import Average
 from train.optim.optimizer import Optimizers, set_learning_rate
 from train.optim.schedule import due, learning_rate, used
@@ -262,7 +262,7 @@ class Loop:
         self.progress.say(f"validation at step {position.step}: {figures_line(shown)}")
         self._draw()
 
-    def _weights(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    def _weights(self, device: torch.device | str) -> dict[str, Tensor]:
         """The model's weights, or their running average, whole, in the first process; see `full_state`."""
         return full_state(self.objective, self.average.values if self.average else None, self.group, "model.", device)
 
@@ -280,6 +280,10 @@ class Loop:
             self.checkpointer.check_finite(f"gradients' norm of all {steps} steps", math.nan)
         if self.config.validation.at_end and self.position.validated[0] < self.position.step:
             self._validate()
-        weights, export = self._weights(), self.parts.export
-        self.exported = self.group.run_on_first(lambda: export(weights) if export is not None else None)
+        average, export = self.average.values if self.average else None, self.parts.export
+
+        def work(weights: Mapping[str, Tensor]) -> Path | None:
+            return export(weights) if export is not None else None
+
+        self.exported = with_whole_state(self.objective, average, self.group, work, "model.")
         self.group.run_on_first(self._draw)
