@@ -295,7 +295,8 @@ def main(options: dict[str, Any]) -> int:
     that is not empty where a checkpoint's file belongs, or, where the path ends in `writing`, a file in place of the folder),
     callback (a step after which a callback fails), asynchronous (true but for a run that kills itself at once: its checkpoints
     are there when their step is over), hold: [function, step, until] (a function of `train.checkpoint.state` waits where it
-    writes the checkpoint of that step, until this process fetches the data of another), export: [file, fails] (see `toy_export`).
+    writes the checkpoint of that step, until this process fetches the data of another), export: [file, fails] (see
+    `toy_export`).
     """
     code = 0
     for run in options.get("runs", [options]):

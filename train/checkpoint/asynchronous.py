@@ -20,10 +20,10 @@ from train.checkpoint.state import Capture
 from train.distributed.fabric import ProcessGroup
 
 SHARE = 0.9
-"""Largest share of a machine's free memory that snapshots may take."""
+"""Largest share of a machine's free memory that copies may take."""
 
 
-class Snapshot:
+class StateCopy:
     """Host memory for a copy of the training state, kept from one checkpoint to the next.
 
     Tensors of one file are copied to the places that they have in the file, so that the file is written from there without
@@ -94,14 +94,14 @@ class Snapshot:
             self._stager = None
 
 
-def snapshot_bytes(held: Capture) -> int:
+def copied_bytes(held: Capture) -> int:
     """Bytes of this process's copy of what a checkpoint will hold."""
     tensors = (*held.tensors.values(), *(held.balance or {}).values())
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
 def lacking_memory(needed: int, on_cpu: bool, group: ProcessGroup) -> str | None:
-    """Says where a machine has no room for its processes' snapshots, and why; None where all have. All processes must call it.
+    """Says where a machine has no room for its processes' copies, and why; None where all have. All processes must call it.
 
     Args:
         needed: bytes of this process's.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from omni.config import from_dict
 from omni.errors import UserError
 from train.checkpoint import config_diff, retention, state
-from train.checkpoint.asynchronous import Background, Snapshot, lacking_memory, snapshot_bytes
+from train.checkpoint.asynchronous import Background, StateCopy, copied_bytes, lacking_memory
 from train.config.run import FitConfig, completed
 from train.config.sections import BudgetConfig
 from train.data.batching.packer import States, merge
@@ -85,7 +85,7 @@ class Checkpointer:
         self.asynchronous = config.checkpoint.asynchronous
         self.say: Callable[[str], None] = lambda text: None
         self.saves = ProcessGroup(fabric)  # of their own: messages of saves and of steps must not meet
-        self._snapshot: Snapshot | None = None
+        self._copy: StateCopy | None = None
         self._writing: Background | None = None
         self._with_figures = False  # the last checkpoint was begun after the validation of its step
 
@@ -187,7 +187,8 @@ class Checkpointer:
         self._with_figures = position.validated[0] == position.step
         copied = self._copied(held) if beside and self.asynchronous else None
         if copied is None:
-            self._release()
+            if not beside:
+                self._release()  # the last save of a run
             self._write(held)
         else:
             self._writing = Background(lambda: self._write(copied))
@@ -197,19 +198,20 @@ class Checkpointer:
         """A copy of the state on the host; None where a machine has no memory for it, in all processes alike."""
         device = self.fabric.device
         short = None
-        if self._snapshot is None:
-            short = lacking_memory(snapshot_bytes(held), device.type != "cuda", self.group)
-            self._snapshot = Snapshot(device)
+        if self._copy is None:
+            short = lacking_memory(copied_bytes(held), device.type != "cuda", self.group)
+            self._copy = StateCopy(device)
         copied, failure = None, None
         if short is None:
             try:
-                copied = self._snapshot.take(held)
+                copied = self._copy.take(held)
             except (RuntimeError, OSError, MemoryError) as error:
                 failure = " ".join(str(error).split())[:200]
             short = next((f"no copy of the state ({why})" for why in self.group.gather(failure) if why is not None), None)
         if short is None:
             return copied
         self.asynchronous = False
+        self._release()
         self.say(f"checkpoints are written between the steps: {short}")
         return None
 
@@ -220,9 +222,9 @@ class Checkpointer:
         self.saves.run_on_first(self._prune)
 
     def _release(self) -> None:
-        if self._snapshot is not None:
-            self._snapshot.release()
-            self._snapshot = None
+        if self._copy is not None:
+            self._copy.release()
+            self._copy = None
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is on the disk.

@@ -21,7 +21,7 @@ from omni.errors import UserError
 from tests.processes import Program, two
 from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
 from train.checkpoint import asynchronous, checkpointer, retention, state
-from train.checkpoint.asynchronous import Background, Snapshot
+from train.checkpoint.asynchronous import Background, StateCopy
 from train.config.sections import CheckpointConfig, LogConfig, OptimizerConfig, ValidationConfig
 
 EVERY_2 = CheckpointConfig(every_steps=2, every_minutes=None, keep_last=9)
@@ -228,8 +228,8 @@ def capture_of(tensors: dict[str, torch.Tensor], **changes: Any) -> state.Captur
 
 def test_copies_keep_their_memory_and_lie_as_in_the_file(tmp_path: Path) -> None:
     source = {"a": torch.randn(300, 70).T, "b": torch.arange(5), "c": torch.tensor(2.0), "d": torch.zeros(0, 3)}
-    snapshot = Snapshot(torch.device("cpu"))
-    first = snapshot.take(capture_of(source, balance={"a": torch.ones(3)}))
+    kept = StateCopy(torch.device("cpu"))
+    first = kept.take(capture_of(source, balance={"a": torch.ones(3)}))
     assert all(first.tensors[name].equal(t) for name, t in source.items())
     before = {name: t.clone() for name, t in source.items()}
     source["a"].add_(1)
@@ -242,7 +242,7 @@ def test_copies_keep_their_memory_and_lie_as_in_the_file(tmp_path: Path) -> None
         if tensor.numel():
             place = state_place(content, name)
             assert (tensor.data_ptr() - place) % 4096 == 0, name
-    second = snapshot.take(capture_of(source))
+    second = kept.take(capture_of(source))
     assert min(t.data_ptr() for t in second.tensors.values() if t.numel()) == start
     assert second.tensors["a"].equal(source["a"])
 
@@ -261,10 +261,10 @@ def test_copies_from_a_gpu_go_into_pinned_memory(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(("synchronize",)))
-    snapshot = Snapshot(torch.device("cuda"))
+    kept = StateCopy(torch.device("cuda"))
     place = 0
     for _ in range(2):
-        taken = snapshot.take(capture_of({"a": torch.ones(2000)}))
+        taken = kept.take(capture_of({"a": torch.ones(2000)}))
         place = taken.tensors["a"].data_ptr() // 4096 * 4096
-    snapshot.release()
+    kept.release()
     assert calls == [("register", place, 8192, 0), ("synchronize",), ("synchronize",), ("unregister", place)]
