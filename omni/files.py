@@ -128,7 +128,8 @@ PAGE = 4096
 
 def pages(size: int) -> mmap.mmap:
     """Memory of `size` bytes, rounded up to whole pages and starting at one: huge pages where the system has them."""
-    memory = mmap.mmap(-1, max(1, -(-size // PAGE)) * PAGE)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+    memory = mmap.mmap(-1, max(1, -(-size // PAGE)) * PAGE, **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
