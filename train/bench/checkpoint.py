@@ -25,6 +25,7 @@ from train.trainer.loop import Loop
 
 LARGE: Mapping[str, Any] = {"width": 1024, "context": 512, "layers": 14, "heads": 16, "kv_heads": 16, "mlp_width": 4096}
 """A decoder of 240 M parameters: 2.9 GB of weights and moments in fp32."""
+PARTS = ("copy", "busy", "save", "save_file")
 NEEDED, FEWER = 12 * GIB, 4
 """Memory with which that is measured, and the decoder's layers with less."""
 
@@ -39,22 +40,22 @@ def checkpoint(
     all alike. A save deletes the checkpoint before it, as in a run.
     """
     config = _config(file, decoder)
-    spent: dict[str, list[float]] = {name: [] for name in ("plain", "asynchronous", "synchronous", "save", "save_file")}
+    spent: dict[str, list[float]] = {name: [] for name in ("plain", "asynchronous", "synchronous", *PARTS)}
     with run_with_batches(config, device, steps) as (loop, given):
         saver, works = loop.checkpointer, {}
         take = _taking(loop, given)
 
         def asynchronous() -> None:
             saver.asynchronous = True
-            saver.save(0.0, beside=True)
+            spent["copy"].append(_seconds(lambda: saver.save(0.0, beside=True), device))
             take()
+            writing = saver.writing
             saver.wait()
+            spent["busy"].append(0.0 if writing is None else writing.busy)
 
         def synchronous() -> None:
             saver.asynchronous = False
-            start = time.perf_counter()
-            saver.save(0.0, beside=True)
-            spent["save"].append(time.perf_counter() - start)
+            spent["save"].append(_seconds(lambda: saver.save(0.0, beside=True), device))
             take()
 
         works = {"plain": take, "asynchronous": asynchronous, "synchronous": synchronous}
@@ -66,7 +67,7 @@ def checkpoint(
         held = capture(saver.place, loop.position, {}, *saver.training, loop.group)
         size = sum(tensor.nbytes for tensor in held.tensors.values())
     spent = {name: seconds[1:] for name, seconds in spent.items()}  # the first round takes memory
-    plain, save, other = (statistics.median(spent[name]) for name in ("plain", "save", "save_file"))
+    plain, copy, busy, save, other = (statistics.median(spent[name]) for name in ("plain", *PARTS))
     lost = [a - b for a, b in zip(spent["asynchronous"], spent["plain"], strict=True)]
     more, low, high = statistics.median(lost), min(lost), max(lost)
     return [
@@ -75,9 +76,12 @@ def checkpoint(
         TimingRow(f"{steps} steps, slowest / fastest", max(spent["plain"]) / min(spent["plain"]), "x"),
         TimingRow("synchronous save", save, "s"),
         TimingRow("safetensors' save_file, synced", other, "s"),
+        TimingRow("asynchronous save: steps wait for the copy", copy, "s"),
+        TimingRow("asynchronous save: processor time of the writer", busy, "s"),
         TimingRow("steps longer with an asynchronous save", more, "s"),
         TimingRow("steps longer with an asynchronous save, least", low, "s"),
         TimingRow("steps longer with an asynchronous save, most", high, "s"),
+        TimingRow("copy and writer / synchronous save", (copy + busy) / save * 100, "%"),
         TimingRow("asynchronous / synchronous save", more / save * 100, "%"),
         TimingRow("asynchronous save / save_file", more / other * 100, "%"),
     ]

@@ -57,6 +57,7 @@ class Checkpointer:
         position: state of the run that is not tensors; `resume` replaces it.
         saved: the last checkpoint that was written, or is being written, or was read.
         asynchronous: checkpoints may be written beside the steps; false once a machine had no memory for that.
+        writing: the write of a checkpoint beside the steps, until it has been waited for.
         say: prints a line.
     """
 
@@ -86,7 +87,7 @@ class Checkpointer:
         self.say: Callable[[str], None] = lambda text: None
         self.saves = ProcessGroup(fabric)  # of their own: messages of saves and of steps must not meet
         self._copy: StateCopy | None = None
-        self._writing: Background | None = None
+        self.writing: Background | None = None
         self._with_figures = False  # the last checkpoint was begun after the validation of its step
 
     # --- resuming -----------------------------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ class Checkpointer:
                 self._release()  # the last save of a run
             self._write(held)
         else:
-            self._writing = Background(lambda: self._write(copied))
+            self.writing = Background(lambda: self._write(copied))
         self.saved = held.target
 
     def _copied(self, held: state.Capture) -> state.Capture | None:
@@ -232,24 +233,24 @@ class Checkpointer:
         Raises:
             UserError: it cannot be written; in all processes alike, and again each time.
         """
-        if self._writing is not None:
-            self._writing.join()
-            if self._writing.error is not None:
-                raise self._writing.error
-            self._writing = None
+        if self.writing is not None:
+            self.writing.join()
+            if self.writing.error is not None:
+                raise self.writing.error
+            self.writing = None
 
     def close(self, wait: bool) -> None:
         """End the run's saves, whatever became of them; without `wait`, what is being written stays unfinished if the process
         ends first."""
-        if self._writing is not None and wait:
-            self._writing.join()
-        self._writing = None
+        if self.writing is not None and wait:
+            self.writing.join()
+        self.writing = None
 
     def checked(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches of steps; in place of the next one a failure of the last save is raised, once it is known."""
         for batch in batches:
-            if self._writing is not None and self._writing.error is not None:
-                raise self._writing.error
+            if self.writing is not None and self.writing.error is not None:
+                raise self.writing.error
             yield batch
 
     def check_finite(self, what: str, value: float) -> None:
