@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Thread
+from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -22,6 +25,10 @@ from train.distributed.fabric import ProcessGroup
 
 SHARE = 0.9
 """Largest share of a machine's free memory that copies may take."""
+
+
+PIECE, THREADS = 16 << 20, 4
+"""Bytes that a thread copies at once, and the most threads, which use a processor's memory fully."""
 
 
 class StateCopy:
@@ -67,10 +74,16 @@ class StateCopy:
             return {}
         _, places, size = file_layout(tensors)
         block, out = self._block(file, size), {}
+        pieces: list[tuple[Any, Any]] = []
         for name, place in places.items():
             tensor = tensors[name]
             out[name] = block[place : place + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
-            out[name].copy_(tensor, non_blocking=self.cuda)
+            if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.nbytes:
+                both = (t.detach().reshape(-1).view(torch.uint8).numpy() for t in (out[name], tensor))
+                pieces += zip(*([t[at : at + PIECE] for at in range(0, len(t), PIECE)] for t in both), strict=True)
+            else:
+                out[name].copy_(tensor, non_blocking=self.cuda)
+        _copy(pieces)
         return out
 
     def _block(self, file: str, size: int) -> Tensor:
@@ -93,6 +106,13 @@ class StateCopy:
         if self._stager is not None:
             self._stager.close()
             self._stager = None
+
+
+def _copy(pieces: Sequence[tuple[Any, Any]]) -> None:
+    """Copies arrays, each by one thread: PyTorch's threads wait for each other at every tensor, long where cores are shared."""
+    with ThreadPoolExecutor(min(THREADS, torch.get_num_threads())) as pool:
+        for _ in pool.map(lambda piece: np.copyto(*piece), pieces):
+            pass
 
 
 def copied_bytes(held: Capture) -> int:
