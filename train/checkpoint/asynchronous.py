@@ -20,12 +20,11 @@ from torch.distributed.tensor import DTensor
 from omni.checkpoint.tensors import file_layout
 from omni.files import pages
 from omni.profiling import GIB, free_memory, high_water
-from train.checkpoint.state import Capture
+from train.checkpoint.state import CheckpointContent
 from train.distributed.fabric import ProcessGroup
 
 SHARE = 0.9
 """Largest share of a machine's free memory that copies may take."""
-
 
 PIECE, THREADS = 16 << 20, 4
 """Bytes that a thread copies at once, and the most threads, which use a processor's memory fully."""
@@ -46,7 +45,7 @@ class StateCopy:
         self._blocks: dict[str, Tensor] = {}
         self._stager: DefaultStager | None = None
 
-    def take(self, held: Capture) -> Capture:
+    def take(self, held: CheckpointContent) -> CheckpointContent:
         """Copies what a checkpoint will hold; the copy is complete, and valid until the next one, when this returns.
 
         Raises:
@@ -115,10 +114,10 @@ def _copy(pieces: Sequence[tuple[Any, Any]]) -> None:
             pass
 
 
-def copied_bytes(held: Capture) -> int:
-    """Bytes of this process's copy of what a checkpoint will hold."""
+def copied_bytes(held: CheckpointContent) -> int:
+    """Bytes that this process takes to copy and write what a checkpoint will hold; of shards, their file's bytes besides."""
     tensors = (*held.tensors.values(), *(held.balance or {}).values())
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors) * (1 + held.sharded)
 
 
 def lacking_memory(needed: int, on_cpu: bool, group: ProcessGroup) -> str | None:

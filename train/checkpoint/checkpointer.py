@@ -195,7 +195,7 @@ class Checkpointer:
             self.writing = Background(lambda: self._write(copied))
         self.saved = held.target
 
-    def _copied(self, held: state.Capture) -> state.Capture | None:
+    def _copied(self, held: state.CheckpointContent) -> state.CheckpointContent | None:
         """A copy of the state on the host; None where a machine has no memory for it, in all processes alike."""
         device = self.fabric.device
         short = None
@@ -216,7 +216,7 @@ class Checkpointer:
         self.say(f"checkpoints are written between the steps: {short}")
         return None
 
-    def _write(self, held: state.Capture) -> None:
+    def _write(self, held: state.CheckpointContent) -> None:
         if self.fabric.device.type == "cuda":
             torch.cuda.set_device(self.fabric.device)  # a thread starts with the first one
         state.write(held, self.saves)

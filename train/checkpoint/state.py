@@ -97,7 +97,7 @@ def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, average: Ave
 
 
 @dataclass(frozen=True)
-class Capture:
+class CheckpointContent:
     """What the checkpoint of one step holds.
 
     Attributes:
@@ -126,7 +126,7 @@ def capture(
     average: Average | None,
     group: ProcessGroup,
     balance: Mapping[str, Tensor] | None = None,
-) -> Capture:
+) -> CheckpointContent:
     """Collects the state after a step, for a checkpoint under `place`; all processes must call it.
 
     Args:
@@ -135,7 +135,7 @@ def capture(
     sharded = is_sharded(module)
     mine = group.first or sharded
     data = {"format": FORMAT, "processes": group.world, **asdict(position), "config": dict(config)}
-    return Capture(
+    return CheckpointContent(
         place / name_of(position.step),
         json.dumps(data) + "\n",
         group.gather(random_state()),
@@ -145,7 +145,7 @@ def capture(
     )
 
 
-def write(held: Capture, group: ProcessGroup) -> Path:
+def write(held: CheckpointContent, group: ProcessGroup) -> Path:
     """Write a checkpoint; all processes must call it. Returns its folder.
 
     Args:
@@ -191,7 +191,7 @@ def write(held: Capture, group: ProcessGroup) -> Path:
             part()
         except UserError as error:
             failure = error
-        except (OSError, CheckpointException, RuntimeError) as error:
+        except (OSError, MemoryError, CheckpointException, RuntimeError) as error:
             failure = _cannot_write(target, error)
         try:
             group.raise_if_any_failed(failure)

@@ -222,8 +222,8 @@ def test_memory_is_counted_for_all_processes_of_a_machine(monkeypatch: pytest.Mo
     assert (asynchronous.lacking_memory(0, True, group) or "").endswith("free on a")
 
 
-def capture_of(tensors: dict[str, torch.Tensor], **changes: Any) -> state.Capture:
-    return replace(state.Capture(Path(), "", [], tensors, False, None), **changes)
+def capture_of(tensors: dict[str, torch.Tensor], **changes: Any) -> state.CheckpointContent:
+    return replace(state.CheckpointContent(Path(), "", [], tensors, False, None), **changes)
 
 
 def test_copies_keep_their_memory_and_lie_as_in_the_file(tmp_path: Path) -> None:
