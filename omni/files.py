@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import shutil
 import socket
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from omni.errors import UserError
@@ -118,6 +120,99 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise UserError(
             f"no space left to write {os.fspath(path)}: free some and run the same command again; what is finished stays"
         ) from error
+
+
+PAGE = 4096
+"""Alignment, in bytes, of memory and of places in a file for writes past the page cache."""
+
+
+def pages(size: int) -> mmap.mmap:
+    """Memory of `size` bytes, rounded up to whole pages and starting at one: huge pages where the system has them."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+    memory = mmap.mmap(-1, max(1, -(-size // PAGE)) * PAGE, **private)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+class LargeFile:
+    """A new file that is written from its beginning to its end, past the page cache (`O_DIRECT`) where the file system can.
+
+    Data whose memory is aligned as its place in the file is go to the disk as they are, other data through a buffer. Closing
+    does not sync: the file's size may not be on the disk yet.
+
+    Args:
+        size: bytes that will be written, about; small files are written through the page cache.
+    """
+
+    BUFFER, LEAST = 8 << 20, 1 << 18
+    """Size of the buffer; and of data that are worth a write of their own."""
+
+    def __init__(self, path: str | os.PathLike[str], size: int) -> None:
+        flags, direct = os.O_WRONLY | os.O_CREAT | os.O_TRUNC, getattr(os, "O_DIRECT", 0) if size >= self.BUFFER else 0
+        try:
+            self._file = os.open(path, flags | direct, 0o666)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            self._file, direct = os.open(path, flags, 0o666), 0
+        self._flag, self._at, self._held = direct, 0, 0
+        self._buffer = memoryview(pages(self.BUFFER)) if direct else memoryview(b"")
+
+    def __enter__(self) -> LargeFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None and self._flag:
+                self._cached()
+                self._put(self._buffer[: self._held])
+        finally:
+            os.close(self._file)
+
+    def write(self, data: Any) -> None:
+        """Write bytes, or a contiguous array of them."""
+        import numpy as np
+
+        view = memoryview(data).cast("B")
+        while self._flag and len(view):
+            place = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+            direct = len(view) >= self.LEAST and (place - self._at - self._held) % PAGE == 0
+            if direct and not self._held:
+                whole = len(view) // PAGE * PAGE
+                self._put(view[:whole])
+                view = view[whole:]
+                continue
+            end = (self._held // PAGE + 1) * PAGE if direct else self.BUFFER
+            count = min(len(view), end - self._held)
+            self._buffer[self._held : self._held + count] = view[:count]
+            self._held, view = self._held + count, view[count:]
+            if self._held == end:
+                self._held = 0
+                self._put(self._buffer[:end])
+        if len(view):
+            self._put(view)
+
+    def _put(self, view: memoryview) -> None:
+        while len(view):
+            try:
+                count = os.write(self._file, view)
+            except OSError as error:
+                if not self._flag or error.errno != errno.EINVAL:
+                    raise
+                self._cached()  # a file system with pages of another size
+                continue
+            self._at, view = self._at + count, view[count:]
+            if count % PAGE and len(view):
+                self._cached()
+
+    def _cached(self) -> None:
+        """Goes on through the page cache."""
+        import fcntl
+
+        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~self._flag)
+        self._flag = 0
 
 
 def part_of(path: Path) -> Path:

@@ -107,6 +107,24 @@ def load() -> float | None:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
+def free_memory() -> float:
+    """Bytes of memory that this process may still take: of the machine, and of its control group (cgroups v2) where that has a
+    limit; files that the system can drop count as free."""
+    free = float(psutil.virtual_memory().available)
+    root = Path("/sys/fs/cgroup")
+    try:
+        own = root / Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+        groups = [place for place in (own, *own.parents) if place.is_relative_to(root)]
+        limits = {place: (place / "memory.max").read_text().strip() for place in groups if (place / "memory.max").is_file()}
+        for place in (place for place, limit in limits.items() if limit != "max"):
+            counts = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+            cached = float(counts["active_file"]) + float(counts["inactive_file"])
+            free = min(free, float(limits[place]) - float((place / "memory.current").read_text()) + cached)
+    except (OSError, ValueError, KeyError):  # another system
+        pass
+    return free
+
+
 class HighWater:
     """Peak memory since this object was made, in bytes above the memory held then: of the device on CUDA, of the process
     elsewhere.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -17,7 +18,20 @@ from safetensors.torch import load_file
 
 from omni.checkpoint.tensors import save_tensors
 from omni.errors import UserError
-from omni.files import LOCK, locked, part_of, publish, read_json, replacing, write_json, write_whole, writing
+from omni.files import (
+    LOCK,
+    PAGE,
+    LargeFile,
+    locked,
+    pages,
+    part_of,
+    publish,
+    read_json,
+    replacing,
+    write_json,
+    write_whole,
+    writing,
+)
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
@@ -63,6 +77,49 @@ def test_a_full_disk_is_said_in_a_line(code: int) -> None:
         raise OSError(code, os.strerror(code))
     with pytest.raises(PermissionError), writing("somewhere"):
         raise PermissionError(errno.EACCES, "no right")
+
+
+REFUSALS = ["nothing", "opening", "writing"]
+
+
+@pytest.mark.parametrize("refused", REFUSALS)
+@pytest.mark.parametrize("first", [0, 1, PAGE - 1, PAGE, 3 * PAGE + 5])
+def test_a_large_file_holds_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, refused: str) -> None:
+    """Aligned and other data in turn; on a file system that takes both past the page cache, and on those that do not."""
+    monkeypatch.setattr(LargeFile, "BUFFER", 4 * PAGE)
+    monkeypatch.setattr(LargeFile, "LEAST", 2 * PAGE)
+    direct, write, opened = getattr(os, "O_DIRECT", 0), os.write, os.open
+    wrote: list[int] = []
+
+    def checked_open(path: str, flags: int, *mode: int) -> int:
+        if refused == "opening" and flags & direct:
+            raise OSError(errno.EINVAL, "no such flag")
+        return opened(path, flags, *mode)
+
+    def checked_write(file: int, data: memoryview) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & direct:
+            if refused == "writing":
+                raise OSError(errno.EINVAL, "not aligned")
+            wrote.append(len(data))
+        return write(file, data[: 7 * PAGE])  # the system may take less than it is given
+
+    monkeypatch.setattr("os.open", checked_open)
+    monkeypatch.setattr("os.write", checked_write)
+    block = torch.frombuffer(pages(40 * PAGE), dtype=torch.uint8)
+    block.copy_(torch.arange(40 * PAGE) % 251)
+    end, other = 30 * PAGE + 7, torch.arange(9 * PAGE + 3).to(torch.uint8)
+    with LargeFile(tmp_path / "file", 50 * PAGE) as file:
+        file.write(block[:first].numpy())
+        file.write(block[first : first + 9].numpy().tobytes())
+        file.write(block[first + 9 : end].numpy())
+        file.write(other.numpy())
+        file.write(b"end")
+    assert (tmp_path / "file").read_bytes() == block[:end].numpy().tobytes() + other.numpy().tobytes() + b"end"
+    if refused == "nothing" and direct:
+        assert all(size % PAGE == 0 for size in wrote) and max(wrote) > LargeFile.BUFFER  # aligned data are not copied
+    with LargeFile(tmp_path / "small", PAGE) as file:
+        file.write(b"small")
+    assert (tmp_path / "small").read_bytes() == b"small"
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])

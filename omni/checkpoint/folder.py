@@ -7,7 +7,6 @@ the weights before a model is built (`omni.checkpoint.bounds`).
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -31,6 +30,7 @@ from omni.checkpoint.tensors import DTYPES, read_pieces, save_tensors
 from omni.codec.base import AudioCodec
 from omni.codec.registry import load_if_given
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
+from omni.convert.lazy import lazies_of
 from omni.errors import UserError
 from omni.files import replacing_folder
 from omni.hardware import QUANTIZED
@@ -72,7 +72,7 @@ def save_folder(
     Where the name is a symbolic link, its target is replaced.
 
     Args:
-        state: the `state_dict` of a `SpeechModel` (tied tensors once).
+        state: the `state_dict` of a `SpeechModel` (tied tensors once); lazy tensors are read one after another.
         codec_folder: weights of the codec to copy along.
         extra: plain data kept under `extra` in `config.json`.
 
@@ -80,12 +80,7 @@ def save_folder(
         UserError: the disk is full, or the place cannot be written; nothing half-written is left.
     """
     with replacing_folder(folder) as place:
-        tensors = {name: t.detach().to("cpu").contiguous() for name, t in state.items()}
-        try:
-            save_tensors(tensors, place / WEIGHTS)
-        except SafetensorError as error:
-            full = "No space left" in str(error)
-            raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
+        save_tensors(lazies_of(state), place / WEIGHTS)
         tokenizer.save(place / TOKENIZER)
         if codec_folder is not None:
             shutil.copytree(codec_folder, place / CODEC)

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from omni.checkpoint.bounds import finite, load_json, open_safetensors
 from omni.convert.lazy import Lazy, WriteCallback
 from omni.errors import UserError
+from omni.files import LargeFile
 
 PIECE = 8 << 20
 """Bytes of a tensor that are held in memory at once."""
@@ -246,15 +246,46 @@ def write_safetensors(
     return FileStamp(8 + len(text) + end, crc, tuple(odd))
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: Path, notes: Mapping[str, str] | None = None) -> None:
-    """Write tensors that are in memory to a safetensors file, with the permissions of any other new file.
+ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
+"""Types in the order in which `safetensors.torch.save_file` writes their tensors."""
 
-    `safetensors.torch.save_file` alone leaves one that only its owner can read (safetensors 0.8).
+
+def file_layout(
+    tensors: Mapping[str, Tensor | Lazy], notes: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int], int]:
+    """The first bytes of a safetensors file of these tensors, the place of each tensor in it, in their order, and its size."""
+    places: dict[str, int] = {}
+    entries: dict[str, Any] = {} if notes is None else {"__metadata__": dict(sorted(notes.items()))}
+    end = 0
+    for name in sorted(tensors, key=lambda name: (ORDER.index(CODES[tensors[name].dtype]), name)):
+        tensor = tensors[name]
+        places[name], size = end, tensor.nbytes
+        data_offsets = [end, end + size]
+        entries[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": data_offsets}
+        end += size
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    return struct.pack("<Q", len(text)) + text, {name: start + place for name, place in places.items()}, start + end
+
+
+def save_tensors(tensors: Mapping[str, Tensor | Lazy], path: Path, notes: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file, byte for byte as `safetensors.torch.save_file` writes it, never holding more than a piece of a
+    tensor besides those that are in memory.
+
+    Large files do not go through the page cache (`omni.files.LargeFile`), and any file has the permissions of any other.
+
+    Raises:
+        OSError: from the file system.
     """
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(dict(tensors), path, None if notes is None else dict(notes))
-    path.chmod(mode)
+    head, places, size = file_layout(tensors, notes)
+    with LargeFile(path, size) as file:
+        file.write(head)
+        for name in places:
+            tensor = tensors[name]
+            for piece in pieces(tensor if isinstance(tensor, Lazy) else Lazy.of(tensor)):
+                file.write(piece.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy())
+                del piece  # it may keep a tensor alive while the next one is made
 
 
 def pieces(tensor: Lazy) -> Iterator[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -63,6 +63,21 @@ class Lazy:
         return cls(tuple(shape), dtype, read)
 
     @classmethod
+    def once(cls, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Tensor]) -> Lazy:
+        """A tensor that is made whole when its first row is read, and dropped when its last one has been."""
+        held: list[Tensor] = []
+
+        def read(start: int, stop: int) -> Tensor:
+            if not held:
+                held.append(make())
+            rows = held[0][start:stop] if shape else held[0]
+            if not shape or stop >= shape[0]:
+                held.clear()
+            return rows
+
+        return cls(tuple(shape), dtype, read)
+
+    @classmethod
     def filled(cls, shape: Sequence[int], dtype: torch.dtype, value: float = 0.0) -> Lazy:
         """A tensor filled with one value."""
         return cls(tuple(shape), dtype, lambda a, b: torch.full((b - a, *shape[1:]), value, dtype=dtype))
@@ -99,6 +114,33 @@ class Lazy:
             return out
 
         return Lazy(self.shape, dtype, read)
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name, each of which is read whenever it is asked for, and not kept.
+
+    Attributes:
+        lazies: the same tensors, unread.
+    """
+
+    def __init__(self, lazies: Mapping[str, Lazy]) -> None:
+        self.lazies = dict(lazies)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.lazies[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.lazies)
+
+    def __len__(self) -> int:
+        return len(self.lazies)
+
+
+def lazies_of(tensors: Mapping[str, Tensor]) -> dict[str, Lazy]:
+    """Tensors by name as lazy ones: those of `LazyTensors` stay unread."""
+    if isinstance(tensors, LazyTensors):
+        return tensors.lazies
+    return {name: Lazy.of(tensor) for name, tensor in tensors.items()}
 
 
 def joined(parts: Sequence[Lazy]) -> Lazy:

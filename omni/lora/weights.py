@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from omni.convert.lazy import Lazy, LazyTensors
 from omni.errors import UserError
 from omni.lora.attach import DEFAULT, Adapters, adapted, changing, check_known, fits, linear_of, linears_of
 from omni.lora.config import LoRAConfig
@@ -67,22 +69,48 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
         model: gives the active adapters, their scales, and the quantisation of a base.
         state: values, which may be newer than the model's (a running average, shards gathered).
     """
-    linears, parts = linears_of(model), adapted(model)
-    beside = tuple(f"{target}.lora." for target in parts)  # and the entries that a quantised weight adds
-    coded = {target: linear for target, linear in linears.items() if is_quantized(linear)}
+    merged = _merged_weights(model)
+    out = {name: state[name] for name in _plain_names(model, state)}
+    return out | {f"{target}.weight": weight(state) for target, weight in merged.items()}
+
+
+def merged_lazies(model: nn.Module, state: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    """The tensors of `merged_state`, each of which is merged when it is read."""
+    values, out = LazyTensors(state), {name: state[name] for name in _plain_names(model, state)}
+    for target, weight in _merged_weights(model).items():
+        name, linear = f"{target}.weight", linear_of(model, target)
+        coded = is_quantized(linear)
+        shape = (linear.out_features, linear.in_features) if coded else state[name].shape
+        out[name] = Lazy.once(shape, torch.float32 if coded else state[name].dtype, partial(weight, values))
+    return out
+
+
+def _plain_names(model: nn.Module, state: Iterable[str]) -> list[str]:
+    """Names in a state that are neither adapters' nor entries that a quantised weight adds."""
+    beside = tuple(f"{target}.lora." for target in adapted(model))
+    coded = [target for target, linear in linears_of(model).items() if is_quantized(linear)]
     inside = {key for key in state for target in coded if key.startswith(f"{target}.") and key != f"{target}.bias"}
-    out = {key: value for key, value in state.items() if key not in inside and not key.startswith(beside)}
-    out |= {f"{target}.weight": dense_weight(linear).float().cpu() for target, linear in coded.items()}
-    for target, part in parts.items():
-        key = f"{target}.weight"
-        total = out[key].float()
-        for name in part.active.names:
+    return [key for key in state if key not in inside and not key.startswith(beside)]
+
+
+def _merged_weights(model: nn.Module) -> dict[str, Callable[[Mapping[str, Tensor]], Tensor]]:
+    """Functions of a state that merge the weight of a linear, by the linear's name; of those alone whose weight is another."""
+    parts = adapted(model)
+
+    @torch.no_grad()
+    def weight(target: str, linear: nn.Linear, state: Mapping[str, Tensor]) -> Tensor:
+        own = dense_weight(linear).float().cpu() if is_quantized(linear) else state[f"{target}.weight"]
+        total, part = own.float(), parts.get(target)
+        for name in part.active.names if part is not None else ():
+            assert part is not None
             pair = part.pair(name)
             if pair is not None and name not in part.active.merged:
                 down, up = (state[f"{target}.lora.{name}.{which}"].float().to(total.device) for which in "ab")
                 total = total + (up @ down) * pair.scale
-        out[key] = total.to(out[key].dtype)
-    return out
+        return total.to(own.dtype)
+
+    linears = linears_of(model)
+    return {name: partial(weight, name, linear) for name, linear in linears.items() if name in parts or is_quantized(linear)}
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import struct
+import weakref
 import zlib
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from omni.checkpoint import tensors as safe
-from omni.checkpoint.tensors import read_safetensors, read_weights, write_safetensors
-from omni.convert.lazy import FLOATS, Lazy, cast, joined
+from omni.checkpoint.tensors import DTYPES as KNOWN
+from omni.checkpoint.tensors import read_safetensors, read_weights, save_tensors, write_safetensors
+from omni.convert.lazy import FLOATS, Lazy, LazyTensors, cast, joined, lazies_of
 from omni.errors import UserError
 from omni.files import replacing_folder
 
@@ -50,6 +54,42 @@ def test_what_is_written_in_pieces_is_what_the_reference_reads(piece, monkeypatc
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert seen == sorted(seen) and seen[-1] == (seen[0][1], seen[0][1])
+
+
+@pytest.mark.parametrize("notes", [None, {}, {"kept": 'a "note"'}])
+@pytest.mark.parametrize("piece", [1, 100, 8 << 20])
+def test_tensors_are_saved_byte_for_byte_as_the_reference_saves_them(piece, notes, monkeypatch, tmp_path):
+    monkeypatch.setattr(safe, "PIECE", piece)
+    want = tensors() | {f"{code}.é": torch.arange(7).to(dtype) for code, dtype in KNOWN.items()}
+    save_file(want, tmp_path / "theirs", notes)
+    want["table.0"] = want["table.0"].T.contiguous().T  # theirs refuses what is not contiguous
+    save_tensors(want, tmp_path / "ours", notes)
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_of_tensors_that_are_made_when_they_are_written_one_is_held(monkeypatch, tmp_path):
+    monkeypatch.setattr(safe, "PIECE", 100)
+    references, most, made = [], [], []
+
+    def alive():
+        return sum(reference() is not None for reference in references)
+
+    def make(number):
+        most.append(alive())
+        made.append(number)
+        array = np.full((40, 5), number, np.float32)  # unlike a tensor, alive as long as its memory
+        references.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    lazies = {f"t{number}": Lazy.once((40, 5), torch.float32, partial(make, number)) for number in range(6)}
+    save_tensors(lazies, tmp_path / "a")
+    assert made == list(range(6)) and most == [0] * 6 and not alive()
+    back = load_file(tmp_path / "a")
+    assert all(bool((back[f"t{number}"] == number).all()) for number in range(6))
+    held = LazyTensors(lazies)
+    assert lazies_of(held) == lazies and made == list(range(6)) and list(held) == list(lazies)
+    same = torch.equal(held["t3"], back["t3"])
+    assert same and made[6:] == [3] and not alive()
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])

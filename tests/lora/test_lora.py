@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -11,13 +12,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from omni.convert.lazy import Lazy, lazies_of
 from omni.errors import UserError
 from omni.lora import attach as lora
 from omni.lora.attach import activate, active_names, add_adapter, attach, remove_adapter, selection_of
 from omni.lora.config import LoRAConfig
 from omni.lora.peft import load_adapter
 from omni.lora.selection import Selection, using
-from omni.lora.weights import base_checksum, merge, merged_state, unmerge, weights_of
+from omni.lora.weights import base_checksum, merge, merged_lazies, merged_state, unmerge, weights_of
 from omni.model.decoder import Decoder
 from omni.model.quantize import dense_weight, quantize
 from tests.close import assert_near
@@ -218,6 +220,33 @@ def test_merged_state_is_the_plain_models() -> None:
     plain.load_state_dict(state)
     with torch.no_grad():
         assert_near(plain(texts()), model(texts()), 1e-5)
+
+
+@pytest.mark.parametrize("quantized", [None, "nf4"])
+def test_weights_merged_as_they_are_read_are_bitwise_the_merged_ones(quantized: str | None) -> None:
+    model = Ours(mistral())
+    if quantized is not None:
+        quantize(model, quantized, ["decoder.blocks.0.*"])  # type: ignore[arg-type]
+    add_adapter(model, LoRAConfig(("decoder.blocks.*.attention.*", "decoder.text_head"), rank=4))
+    add_adapter(model, LoRAConfig(("decoder.blocks.1.*",), rank=3), "other")
+    stir(model, 9)
+    state = model.state_dict()
+    wanted, read = merged_state(model, state), list[str]()
+    lazies = lazies_of(state)
+    seen = {name: Lazy.once(lazy.shape, lazy.dtype, partial(noted, read, name, lazy)) for name, lazy in lazies.items()}
+    found = merged_lazies(model, seen)
+    assert not read and found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name].shape, found[name].dtype) == (tuple(tensor.shape), tensor.dtype), name
+        read.clear()
+        assert torch.equal(found[name](), tensor), name
+        own = {key for key in read if not key.startswith(name.removesuffix("weight") + "lora.")}
+        assert own <= {name}  # and nothing else
+
+
+def noted(read: list[str], name: str, lazy: Lazy) -> Tensor:
+    read.append(name)
+    return lazy()
 
 
 def test_several_adapters_add_up_and_rows_choose() -> None:

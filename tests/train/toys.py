@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +22,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from omni.checkpoint.tensors import save_tensors
+from omni.convert.lazy import lazies_of
 from omni.errors import UserError
 from tests.guarded import child
+from train.checkpoint import retention, state
 from train.config.run import FitConfig, plain_config
 from train.config.sections import (
     BudgetConfig,
@@ -237,8 +243,6 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
     """Every tensor of a run's last checkpoint, whole, however it was sharded."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-    from train.checkpoint import retention
-
     place = retention.newest(Path(folder) / "checkpoints")
     assert place is not None
     reader = HuggingFaceStorageReader(str(place / "tensors"))
@@ -265,6 +269,47 @@ def lose(how: str, seconds: float) -> None:
         raise RuntimeError("a mistake of its own")
 
 
+def hold_writer(name: str, step: int) -> threading.Event:
+    """Makes a function of `train.checkpoint.state` wait for the event that this returns where it writes a step's checkpoint."""
+    real, release = getattr(state, name), threading.Event()
+
+    def later(written: Any, *args: Any) -> Any:
+        if retention.name_of(step) in str(getattr(written, "target", written)):
+            assert release.wait(60)
+        return real(written, *args)
+
+    setattr(state, name, later)
+    return release
+
+
+def toy_export(path: str, fails: bool) -> Callable[[Mapping[str, Tensor]], Path]:
+    """Writes the weights, or fails at the third one that it reads. Says how many gathered weights were alive at once."""
+    gathered: list[StorageWeakRef] = []
+    most, full = 0, DTensor.full_tensor
+
+    def counted(self: DTensor, **options: Any) -> Tensor:
+        nonlocal most
+        tensor = full(self, **options)
+        gathered.append(StorageWeakRef(tensor.untyped_storage()))
+        most = max(most, sum(not ref.expired() for ref in gathered))
+        return tensor
+
+    def export(weights: Mapping[str, Tensor]) -> Path:
+        DTensor.full_tensor = counted  # type: ignore[method-assign]
+        try:
+            for number, name in enumerate(weights if fails else ()):
+                if number == 2:
+                    raise UserError(f"{path} is on a full disk")
+                assert weights[name].isfinite().all()
+            save_tensors(lazies_of(weights), Path(path))
+        finally:
+            DTensor.full_tensor = full  # type: ignore[method-assign]
+        print(f"gathered {len(gathered)} weights, {most} at once")
+        return Path(path)
+
+    return export
+
+
 def main(options: dict[str, Any]) -> int:
     """One run, or `runs`, one after another in the same processes.
 
@@ -273,13 +318,21 @@ def main(options: dict[str, Any]) -> int:
     step] (the first process sends itself a signal before that step), block: [path, step] (before that step it puts a folder
     that is not empty where a checkpoint's file belongs, or, where the path ends in `writing`, a file in place of the folder),
     callback (a step after which a callback fails), resume, answers (seconds that validation's answers take), lose: [rank, step,
-    how, seconds] (before that step a process sleeps, is stopped for these seconds (0: for ever), is killed, or fails).
+    how, seconds] (before that step a process sleeps, is stopped for these seconds (0: for ever), is killed, or fails),
+    asynchronous (true but for a run that kills itself at once: its checkpoints are there when their step is over), hold:
+    [function, step, until] (a function of `train.checkpoint.state` waits where it writes the checkpoint of that step, until
+    this process fetches the data of another), export: [file, fails] (see `toy_export`).
     """
     code = 0
     for run in options.get("runs", [options]):
-        kill, block, lost = run.get("kill"), run.get("block"), run.get("lose")
+        kill, block, lost, hold = run.get("kill"), run.get("block"), run.get("lose"), run.get("hold")
+        release = hold_writer(*hold[:2]) if hold else None
 
-        def before(step: int, kill: Any = kill, block: Any = block, run: Any = run) -> None:
+        def before(
+            step: int, kill: Any = kill, block: Any = block, run: Any = run, hold: Any = hold, release: Any = release
+        ) -> None:
+            if release is not None and step >= hold[2]:
+                release.set()
             if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
                 return
             if kill and step == kill[1]:
@@ -306,7 +359,12 @@ def main(options: dict[str, Any]) -> int:
             fabric=FabricConfig(**{"accelerator": "cpu", **run.get("fabric", {})}),
             budget=BudgetConfig(steps=run.get("steps", 8)),
             optimizer=OptimizerConfig(**{"lr": 1e-2, **run.get("optimizer", {})}),
-            checkpoint=CheckpointConfig(every_steps=run.get("every", 3), every_minutes=None, metric="loss"),
+            checkpoint=CheckpointConfig(
+                every_steps=run.get("every", 3),
+                every_minutes=None,
+                metric="loss",
+                asynchronous=run.get("asynchronous", not kill or kill[0] != "SIGKILL"),
+            ),
             validation=ValidationConfig(every_steps=run.get("validate"), at_end=False),
             log=LogConfig(every=run.get("rows", 1), progress="lines"),
         )
@@ -316,6 +374,8 @@ def main(options: dict[str, Any]) -> int:
                 parts = replace(
                     parts, validate=lambda weights, step, seconds=run["answers"]: {"slow": time.sleep(seconds) or 1.0}
                 )
+            if run.get("export"):
+                parts = replace(parts, export=toy_export(*run["export"]))
             failing = [FailingCallback(run["callback"])] if run.get("callback") else []
             outcome, _ = toy_fit(config, parts, failing)
         except UserError as error:

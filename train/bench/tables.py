@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from omni.kernels import machine
 from train.bench.names import BALANCED, OF_RECIPE
 from train.bench.objective import objective
 from train.bench.step import decoder_step
@@ -24,6 +25,7 @@ def sections(
             yield "training step: qwen2-0.5b-omni decoder, 8 x 2048 positions, bf16, compiled", rows
     if set(OF_RECIPE) & set(only):
         from train.bench.balance import balance
+        from train.bench.checkpoint import checkpoint
         from train.bench.guard import guard
         from train.bench.precision import precision
         from train.bench.runs import data
@@ -33,6 +35,7 @@ def sections(
             "balance": ("balance of three tasks", partial(balance, methods=methods)),
             "guard": ("graph guard", guard),
             "precision": ("precision", precision),
+            "checkpoint": (f"checkpoints, a larger decoder, {machine()['processor']}", checkpoint),
         }
         for name, (title, table) in of_recipe.items():
             if name in only:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from omni.config import from_dict
 from omni.errors import UserError
 from train.checkpoint import config_diff, retention, state
+from train.checkpoint.asynchronous import Background, StateCopy, copied_bytes, lacking_memory
 from train.config.run import FitConfig, completed
 from train.config.sections import BudgetConfig
 from train.data.batching.packer import States, merge
@@ -54,7 +56,10 @@ class Checkpointer:
     Attributes:
         place: folder of the checkpoints.
         position: state of the run that is not tensors; `resume` replaces it.
-        saved: the last checkpoint that was written or read.
+        saved: the last checkpoint that was written, or is being written, or was read.
+        asynchronous: checkpoints may be written beside the steps; false once a machine had no memory for that.
+        writing: the write of a checkpoint beside the steps, until it has been waited for.
+        say: prints a line.
     """
 
     def __init__(
@@ -79,6 +84,12 @@ class Checkpointer:
         self.place = folder / "checkpoints"
         self.position = state.Position(rows=dict(rows))
         self.saved: Path | None = None
+        self.asynchronous = config.checkpoint.asynchronous
+        self.say: Callable[[str], None] = lambda text: None
+        self.saves = ProcessGroup(fabric)  # of their own: messages of saves and of steps must not meet
+        self._copy: StateCopy | None = None
+        self.writing: Background | None = None
+        self._with_figures = False  # the last checkpoint was begun after the validation of its step
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
@@ -151,15 +162,22 @@ class Checkpointer:
         plan, position = self.config.checkpoint, self.position
         return due(position.step, position.seconds, *position.saved, plan.every_steps, plan.every_minutes)
 
-    def save(self, seconds: float) -> None:
+    def save(self, seconds: float, beside: bool = False) -> None:
         """Write a checkpoint of the present step, unless there is one; `seconds` is the time used on the first process.
+
+        Args:
+            beside: may return once the state is copied, and write it while the run goes on (`checkpoint.asynchronous`); `wait`
+                and the next `save` wait for that.
 
         Raises:
             UserError: the loss is no number any more (the last good checkpoint is named), or no room or right to write.
         """
         position = self.position
         if self.is_saved:
+            if not beside:
+                self.wait()
             return
+        self.wait()
         position.meters = self.meter.state()
         position.meter = [sum(sums) for sums in zip(*position.meters, strict=True)]
         retention.check_finite(self.place, position.step, "loss", position.meter[0])
@@ -172,8 +190,80 @@ class Checkpointer:
         whole, balance = replace(position, packer_shards=shards), None
         if self.balance is not None:
             balance, whole.tally = self.balance.state_dict(), self.balance.tally.values
-        self.saved = state.save(self.place, whole, self.plain, *self.training, self.group, balance)
-        self.group.run_on_first(self._prune)
+        held = state.capture(self.place, whole, self.plain, *self.training, self.group, balance)
+        self._with_figures = position.validated[0] == position.step
+        copied = self._copied(held) if beside and self.asynchronous else None
+        if copied is None:
+            if not beside:
+                self._release()  # the last save of a run
+            self._write(held)
+        else:
+            self.writing = Background(lambda: self._write(copied))
+        self.saved = held.target
+
+    def _copied(self, held: state.CheckpointContent) -> state.CheckpointContent | None:
+        """A copy of the state on the host; None where a machine has no memory for it, in all processes alike."""
+        device = self.fabric.device
+        short = None
+        if self._copy is None:
+            short = lacking_memory(copied_bytes(held), device.type != "cuda", self.group)
+            self._copy = StateCopy(device)
+        copied, failure = None, None
+        if short is None:
+            try:
+                copied = self._copy.take(held)
+            except (RuntimeError, OSError, MemoryError) as error:
+                failure = " ".join(str(error).split())[:200]
+            short = next((f"no copy of the state ({why})" for why in self.group.gather(failure) if why is not None), None)
+        if short is None:
+            return copied
+        self.asynchronous = False
+        self._release()
+        self.say(f"checkpoints are written between the steps: {short}")
+        return None
+
+    def _write(self, held: state.CheckpointContent) -> None:
+        if self.fabric.device.type == "cuda":
+            torch.cuda.set_device(self.fabric.device)  # a thread starts with the first one
+        state.write(held, self.saves)
+        self.saves.run_on_first(self._prune)
+
+    def _release(self) -> None:
+        if self._copy is not None:
+            self._copy.release()
+            self._copy = None
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is on the disk.
+
+        Raises:
+            UserError: it cannot be written; in all processes alike, and again each time.
+        """
+        if self.writing is not None:
+            self.writing.join()
+            if self.writing.error is not None:
+                raise self.writing.error
+            self.writing = None
+
+    def close(self, wait: bool) -> None:
+        """End the run's saves, whatever became of them; without `wait`, what is being written stays unfinished if the process
+        ends first."""
+        if self.writing is not None and wait:
+            self.writing.join()
+        self.writing = None
+
+    def checked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches of steps; in place of the next one a failure of the last save is raised, once it is known."""
+        for batch in batches:
+            if self.writing is not None and self.writing.error is not None:
+                raise self.writing.error
+            yield batch
+
+    def check_finite(self, what: str, value: float) -> None:
+        """Refuse to go on from a value that is not finite: UserError naming the last good checkpoint."""
+        if not math.isfinite(value):
+            self.wait()
+        retention.check_finite(self.place, self.position.step, what, value)
 
     def own_shards(self) -> States:
         """States of this process's packers."""
@@ -182,18 +272,21 @@ class Checkpointer:
 
     def is_best(self, value: float | None) -> bool:
         """True where a value of `checkpoint.metric` is among the best so far; decided by the first process."""
+        self.wait()
         keep = self.config.checkpoint
         found = self.group.run_on_first(lambda: retention.is_best(self.place, value, keep.metric, keep.good, keep.keep_best))
         return bool(self.group.broadcast(found))
 
     def add_figures(self) -> None:
-        """Add the validation's figures to the checkpoint of their step, which may have been written before them."""
-        self.group.run_on_first(self._annotate)
+        """Add the validation's figures to the checkpoint of their step, where that was begun before them."""
+        if self.is_saved and not self._with_figures:
+            self.wait()
+            self.group.run_on_first(self._annotate)
 
     def _annotate(self) -> None:
-        if self.is_saved and self.saved is not None:
-            retention.annotate(self.saved, figures=self.position.figures, validated=self.position.validated)
-            self._prune()
+        assert self.saved is not None
+        retention.annotate(self.saved, figures=self.position.figures, validated=self.position.validated)
+        self._prune()
 
     def _prune(self) -> None:
         keep = self.config.checkpoint

@@ -97,7 +97,28 @@ def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, average: Ave
     return flat
 
 
-def save(
+@dataclass(frozen=True)
+class CheckpointContent:
+    """What the checkpoint of one step holds.
+
+    Attributes:
+        target: its folder.
+        text: its `state.json`.
+        random_states: of every process.
+        tensors: those that this process writes; they share memory with the run, or are copies of it.
+        sharded: they are slices, and every process writes its own.
+        balance: state of the balance of the tasks, where this process writes one.
+    """
+
+    target: Path
+    text: str
+    random_states: list[dict[str, Tensor]]
+    tensors: dict[str, Tensor]
+    sharded: bool
+    balance: dict[str, Tensor] | None
+
+
+def capture(
     place: Path,
     position: Position,
     config: Mapping[str, Any],
@@ -106,18 +127,36 @@ def save(
     average: Average | None,
     group: ProcessGroup,
     balance: Mapping[str, Tensor] | None = None,
-) -> Path:
-    """Write a checkpoint under `place`; all processes must call it. Returns its folder.
+) -> CheckpointContent:
+    """Collects the state after a step, for a checkpoint under `place`; all processes must call it.
 
     Args:
         balance: state of the balance of the tasks.
+    """
+    sharded = is_sharded(module)
+    mine = group.first or sharded
+    data = {"format": FORMAT, "processes": group.world, **asdict(position), "config": dict(config)}
+    return CheckpointContent(
+        place / name_of(position.step),
+        json.dumps(data) + "\n",
+        group.gather(random_state(_device(module))),
+        tensors_of(module, optimizer, average) if mine else {},
+        sharded,
+        dict(balance) if balance is not None and mine else None,
+    )
+
+
+def write(held: CheckpointContent, group: ProcessGroup) -> Path:
+    """Write a checkpoint; all processes must call it. Returns its folder.
+
+    Args:
+        group: of saves alone where this runs beside the steps.
 
     Raises:
         UserError: there is no room or no right to write; what was there before is untouched.
     """
-    target = place / name_of(position.step)
-    beside = place / f".{target.name}.writing"
-    random_states = group.gather(random_state(_device(module)))
+    target = held.target
+    beside = target.with_name(f".{target.name}.writing")
 
     def make_room() -> None:
         if group.first:
@@ -125,33 +164,35 @@ def save(
             (beside / TENSORS).mkdir(parents=True)
 
     def write_balance() -> None:
-        if balance is not None and (group.first or is_sharded(module)):
-            save_tensors({name: t.to("cpu").contiguous() for name, t in balance.items()}, beside / BALANCE.format(group.rank))
+        if held.balance is not None:
+            save_tensors(held.balance, beside / BALANCE.format(group.rank))
 
-    def write() -> None:
-        _write_tensors(beside / TENSORS, tensors_of(module, optimizer, average), is_sharded(module), group)
+    def write_state() -> None:
+        if held.sharded:
+            _write_shards(held.tensors, beside / TENSORS, group)
+        elif group.first:
+            save_tensors(held.tensors, beside / TENSORS / "state.safetensors")
         if group.first:
-            named = {f"{rank}.{name}": t for rank, state in enumerate(random_states) for name, t in state.items()}
+            named = {f"{rank}.{name}": t for rank, state in enumerate(held.random_states) for name, t in state.items()}
             save_tensors(named, beside / RNG)
-            data = {"format": FORMAT, "processes": group.world, **asdict(position), "config": dict(config)}
-            (beside / STATE).write_text(json.dumps(data) + "\n", encoding="utf-8")
-            sync(beside)
+            (beside / STATE).write_text(held.text, encoding="utf-8")
 
     def publish() -> None:
         if group.first:
+            sync(beside)
             if target.exists():
                 discard(target)
             os.rename(beside, target)
-            write_whole(place / LAST, target.name + "\n")
+            write_whole(target.with_name(LAST), target.name + "\n")
 
-    parts = (make_room, write, publish) if balance is None else (make_room, write_balance, write, publish)
-    for part in parts:  # processes agree after each part, so that none waits for one that has failed
+    # Processes agree after each part, so that none waits for one that has failed.
+    for part in (make_room, write_balance, write_state, publish):
         failure: UserError | None = None
         try:
             part()
         except UserError as error:
             failure = error
-        except (OSError, SafetensorError, CheckpointException, RuntimeError) as error:
+        except (OSError, MemoryError, CheckpointException, RuntimeError) as error:
             failure = _cannot_write(target, error)
         try:
             group.raise_if_any_failed(failure)
@@ -162,27 +203,9 @@ def save(
     return target
 
 
-def _write_tensors(folder: Path, tensors: dict[str, Tensor], sharded: bool, group: ProcessGroup) -> None:
-    if sharded:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-            dcp.save(tensors, storage_writer=writer)
-    elif group.first:
-        save_tensors(_apart(tensors), folder / "state.safetensors")
-
-
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to the CPU, each with memory of its own, as safetensors requires: parameters of an 8-bit optimizer share one
-    table."""
-    taken: set[int] = set()
-    found = {}
-    for name, tensor in tensors.items():
-        here = tensor.to("cpu").contiguous()
-        place = here.untyped_storage().data_ptr()
-        found[name] = here.clone() if place in taken else here
-        taken.add(place)
-    return found
+def _write_shards(tensors: dict[str, Tensor], folder: Path, group: ProcessGroup) -> None:
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    dcp.save(tensors, storage_writer=writer, process_group=group.group)
 
 
 def _cannot_write(target: Path, error: BaseException) -> UserError:

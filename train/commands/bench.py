@@ -1,5 +1,5 @@
 """`omni-train bench`: the objective against the plain one, the training step, data made while training, the
-balance of tasks, the graph guard, bf16, converting weights, preparing data, and reading it.
+balance of tasks, the graph guard, bf16, checkpoints, converting weights, preparing data, and reading it.
 
 Every ratio compares two ways of doing the same work in one run, on one machine.
 """
@@ -25,12 +25,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
     parser.add_argument(
         "--only",
-        type=list[Literal["objective", "step", "data", "balance", "guard", "precision", "convert", "prepare", "reading"]],
+        type=list[
+            Literal["objective", "step", "data", "balance", "guard", "precision", "checkpoint", "convert", "prepare", "reading"]
+        ],
         default=list(SECTIONS),
-        help="which tables; convert writes 6 GB of temporary files",
+        help="which tables; convert and checkpoint write 6 GB of temporary files each, checkpoint holds 9 GB of memory",
     )
     parser.add_argument("--positions", type=int, default=2048, help="positions of the objective's table")
-    parser.add_argument("--config", type=str, default="nano", help="recipe of the tables of data, balance, guard and precision")
+    parser.add_argument(
+        "--config", type=str, default="nano", help="recipe of the tables of data, balance, guard, precision and checkpoint"
+    )
     parser.add_argument(
         "--methods", type=list[str], default=list(BALANCED), help="of the balance's table: METHOD or METHOD:LEVEL each"
     )

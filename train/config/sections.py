@@ -309,6 +309,8 @@ class CheckpointConfig:
         metric: a figure of the validation: `exact_match`, `wer`, `code_accuracy`, `ended`, `loss` (of the held-out rows; where
             answers are open and no answer is the only right one), or one of a part (`exact_match/A1A2`, `loss/text`).
         mode: `max` or `min`: which values of it are good; `auto` is `min` for `wer` and `loss`, `max` for the others.
+        asynchronous: copy the state and train on while the copy is written. A machine without memory for the copy, and the last
+            save, write it between the steps.
     """
 
     every_steps: int | None = None
@@ -317,6 +319,7 @@ class CheckpointConfig:
     keep_best: int = ranged(1, 0)
     metric: str = "exact_match"
     mode: Literal["max", "min", "auto"] = "auto"
+    asynchronous: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, "checkpoint")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from omni.convert.lazy import Lazy, LazyTensors
 from omni.errors import UserError
 from omni.model.quantize import is_quantized
 from train.config.sections import FabricConfig
@@ -367,6 +369,48 @@ def full_state(
         if group.first:
             whole[name[len(prefix) :]] = value.detach().to(place, own.dtype)
     return whole
+
+
+def with_whole_state(
+    module: nn.Module,
+    replace: Mapping[str, Tensor] | None,
+    group: ProcessGroup,
+    work: Callable[[Mapping[str, Tensor]], T],
+    prefix: str = "",
+) -> T | None:
+    """Run `work` in the first process, as `run_on_first` does, with the whole state on the CPU; all processes must call it.
+
+    A tensor is gathered when it is read, and dropped when it has been (`omni.convert.lazy.LazyTensors`): the first process says
+    which one it reads, and the others follow it until its work has ended or failed. See `full_state` for the arguments.
+    """
+    values = {
+        name[len(prefix) :]: (own.dtype, own if replace is None else replace.get(name, own))
+        for name, own in module.state_dict().items()
+        if name.startswith(prefix)
+    }
+
+    @torch.no_grad()
+    def gather(name: str) -> Tensor:
+        dtype, value = values[name]
+        if isinstance(value, DTensor):
+            if group.first:
+                group.broadcast(name)
+            value = value.full_tensor()
+        return value.detach().to("cpu", dtype)
+
+    def lead() -> T:
+        lazies = {name: Lazy.once(tuple(value.shape), dtype, partial(gather, name)) for name, (dtype, value) in values.items()}
+        try:
+            return work(LazyTensors(lazies))
+        finally:
+            group.broadcast(None)
+
+    name: str | None = ""
+    while not group.first and name is not None:
+        name = group.broadcast(None)
+        if name is not None:
+            gather(name)
+    return group.run_on_first(lead)
 
 
 def compile_blocks(module: nn.Module) -> None:

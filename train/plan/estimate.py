@@ -17,7 +17,7 @@ from train.data.batching.loader import process_shards
 from train.distributed.sharding import ParallelDims
 from train.plan.balanced import micro_batches_of
 from train.plan.parameters import meta_model
-from train.plan.phases import OUTSIDE, STEADY, Outside
+from train.plan.phases import COPY, OUTSIDE, STEADY, Outside
 from train.plan.quantized import packed_bytes
 from train.plan.trace import ANSWERS, Snapshot, trace
 from train.plan.worst_batch import worst_batch
@@ -39,8 +39,9 @@ class Estimate:
     """Peak memory of a run on one device, and on its machine.
 
     Attributes:
-        phases: bytes of a device by phase of the run and part; see `train.plan.trace.PARTS`, and `copies` of weights, and
-            `communication`, the buffers of gradients and gathered weights that processes exchange.
+        phases: bytes of a device by phase of the run and part; see `train.plan.trace.PARTS`. Besides, `copies` of weights,
+            `communication` (the buffers of gradients and gathered weights that processes exchange), and `snapshot` (a
+            checkpoint's copy of the state), which the peak does not count: a run without room for it does without.
         host, files: see `train.plan.phases.Outside`.
     """
 
@@ -51,7 +52,7 @@ class Estimate:
     @property
     def phase(self) -> str:
         """The phase in which the peak is."""
-        return max(self.totals, key=self.totals.__getitem__)
+        return max(self.totals, key=self._needed)
 
     @property
     def parts(self) -> Snapshot:
@@ -66,7 +67,10 @@ class Estimate:
     @property
     def total(self) -> float:
         """Bytes of a device at the peak."""
-        return self.totals[self.phase]
+        return self._needed(self.phase)
+
+    def _needed(self, phase: str) -> float:
+        return self.totals[phase] - self.phases[phase].get(COPY, 0.0)
 
     @property
     def step(self) -> float:

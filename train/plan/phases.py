@@ -5,6 +5,7 @@ On a GPU a device's memory and that of the host are counted apart; on a CPU they
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,6 +28,9 @@ from train.trainer.validation import answering_type
 START, CHECKPOINT, EXPORT, RESUME = "start", "checkpoint", "export", "resume"
 OUTSIDE = (START, LOSS, ANSWERS, CHECKPOINT, EXPORT, RESUME)
 """Phases that are no part of a step."""
+
+COPY = "snapshot"
+"""The part of a checkpoint that a run does without where there is no room for it."""
 
 STEADY = ("weights", "optimizer", "average", "balance")
 """Parts that are held between two steps."""
@@ -62,12 +66,15 @@ class Outside:
         self.coded = float(max((sizes[f"{name}.weight"] for name in coded), default=0))
         weights = sum(p.numel() * 4 for p in learning.values()) / self.share if self.lora else steady["weights"]
         self.stored = weights + steady["optimizer"] + steady["average"]
-        self.held = held_out_bytes(config, shape)
+        self.held, self.beside = held_out_bytes(config, shape), saves_beside(config)
+        merged = max((sizes[f"{name}.weight"] for name in {*adapted(model), *coded}), default=0)
+        self.exported = self.largest * bool(self.spread or self.averaged) + 3 * 4.0 * merged  # sum, product and scaled product
 
     def phases(self, traced: Mapping[str, Mapping[str, float]]) -> dict[str, Snapshot]:
         """Bytes of a device by phase and part, with the traced ones among them.
 
-        A checkpoint of shards copies them and puts them together into a file's bytes; a resumed run reads tensor by tensor.
+        A checkpoint that is written beside the steps is a copy of the state; one of shards is put together into a file's bytes
+        besides. A finished run writes, and a resumed one reads, tensor by tensor.
         """
         empty, kind = dict.fromkeys(self.steady, 0.0), self.config.lora.quantize if self.config.lora is not None else None
         dtype = answering_type("cuda" if self.cuda else "cpu", self.config.fabric.precision)
@@ -77,8 +84,8 @@ class Outside:
         found[RESUME] = {**self.steady, "working": self.largest / self.share}
         if self.cuda:
             return found
-        found[CHECKPOINT] = {**self.steady, "copies": self.stored if self.spread else 0.0}
-        found[EXPORT] = {**self.steady, "copies": self._copied(self.own)}
+        found[CHECKPOINT] = {**self.steady, "copies": self.stored * self.spread, COPY: self.stored * self.beside}
+        found[EXPORT] = {**self.steady, "copies": self.exported}
         for parts in found.values():
             parts["batch"] += self.held
         quantising = QUANTISING_BYTES[kind] * self.coded if kind is not None else 0.0
@@ -101,8 +108,8 @@ class Outside:
         found = {
             START: self.makers * self.whole,
             ANSWERS: gathered if self.spread or self.lora else 0.0,
-            CHECKPOINT: 2 * self.stored * self.local if self.spread else self.stored,
-            EXPORT: gathered,
+            CHECKPOINT: 2 * self.stored * self.local if self.spread else self.stored * self.beside,
+            EXPORT: self.exported or self.largest,
             RESUME: self.local * self.largest,
         }
         return {name: size + self.local * self.held for name, size in found.items()}
@@ -113,6 +120,17 @@ class Outside:
         file = Path(start) / WEIGHTS if start is not None else None
         weights = {START: float(file.stat().st_size)} if file is not None and file.is_file() else {}
         return {**weights, RESUME: self.stored * self.share}
+
+
+def saves_beside(config: FitConfig) -> bool:
+    """True where a run may write a checkpoint while it trains on: before its end, unless `checkpoint.asynchronous` is off."""
+    plan, asked, budget = config.checkpoint, config.validation, config.budget
+    best = asked.questions > 0 and plan.keep_best > 0
+    steps = [plan.every_steps, asked.every_steps if best else None]
+    minutes = [plan.every_minutes, asked.every_minutes if best else None]
+    last, end = math.inf if budget.steps is None else budget.steps, math.inf if budget.minutes is None else budget.minutes
+    soon = any(n is not None and n < last for n in steps) or any(n is not None and n < end for n in minutes)
+    return plan.asynchronous and soon and last > 1
 
 
 def held_out_bytes(config: FitConfig, shape: ModelConfig) -> float:

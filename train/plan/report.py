@@ -27,6 +27,7 @@ WORDS = {
     "balance": "gradients by task",
     "communication": "exchange between devices",
     "copies": "copies of weights",
+    "snapshot": "a copy of the state",
     "batch": "batches",
 }
 

@@ -14,11 +14,12 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from omni.checkpoint.folder import save_folder
+from omni.convert.lazy import LazyTensors, cast, lazies_of
 from omni.errors import UserError
 from omni.files import locked, write_whole
 from omni.generate.speech_time import EXTRA as SPEECH_TIME
 from omni.hardware import peak_flops
-from omni.lora.weights import merged_state
+from omni.lora.weights import merged_lazies, merged_state
 from omni.remote import refuse_remote
 from omni.tasks import TASKS
 from train.balance.section import BalanceSection, balanced_tasks
@@ -218,6 +219,7 @@ def build_loop(
     logs = group.run_on_first(lambda: Logs(folder, position.step, config.log.wandb, plain))
     share = used(config.budget, position.step, position.seconds)
     progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds))
+    checkpointer.say = progress.say
     if resumed is not None:
         progress.say(resumed)
     profiler = StepProfiler(profile if group.first else NONE, folder, fabric.device, progress.say)
@@ -229,7 +231,8 @@ def build_loop(
 
     def open_feed(stop: Stop, clock: Callable[[], float]) -> Feed:
         left = used(config.budget, position.step, position.seconds) < 1
-        batches = calls.checked(parts.steps(shards, position.step, position.packer_shards) if left else iter(()))
+        batches = parts.steps(shards, position.step, position.packer_shards) if left else iter(())
+        batches = calls.checked(checkpointer.checked(batches))
         if balance is None:
             return Feed(batches, parts.targets, parts.flops, clock, len(parts.streams), group, stop)
         shape = len(parts.tasks), len(parts.streams)
@@ -289,7 +292,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         broken,
     )
 
-    def export(weights: dict[str, Tensor]) -> Path:
+    def export(weights: Mapping[str, Tensor]) -> Path:
         if lora is not None and base is not None:
             adapter = adapters.save(folder, model, weights, base, config.model.init_from)
             if not lora.merged:
@@ -300,7 +303,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
             extra[SPEECH_TIME] = time.plain()
         # The types of base and adapters may differ.
         kind = torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32
-        plain = {name: value.to(kind) for name, value in merged_state(model, weights).items()}
+        plain = LazyTensors(cast(merged_lazies(model, lazies_of(weights)), kind))
         save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra)
         return folder / MODEL
 

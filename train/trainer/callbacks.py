@@ -39,7 +39,7 @@ class Callback:
         """Called after a validation, with its figures."""
 
     def on_save(self, step: int, checkpoint: Path) -> None:
-        """Called after a checkpoint is written, with its folder."""
+        """Called after a checkpoint is written, with its folder. A run with such a callback does not train on meanwhile."""
 
     def on_end(self, outcome: Outcome) -> None:
         """Called when a start of the run ends: finished, with its model exported, or stopped by a signal."""
@@ -96,7 +96,12 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Callback], group: ProcessGroup) -> None:
         self.callbacks, self.group = callbacks if group.first else (), group
+        self._own = {name for name in EVENTS for c in callbacks if getattr(type(c), name) is not getattr(Callback, name)}
         self.failure: UserError | None = None
+
+    def listen(self, event: Event) -> bool:
+        """True where a callback overrides the method; the same in all processes."""
+        return event in self._own
 
     def call(self, event: Event, *args: Any) -> None:
         """Calls a method of each; none after one has failed."""

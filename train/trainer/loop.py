@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +15,11 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from omni.errors import UserError
-from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig
 from train.console.progress import TrainProgress, figures_line
 from train.data.batching.packer import update_states
-from train.distributed.fabric import ProcessGroup, full_state
+from train.distributed.fabric import ProcessGroup, full_state, with_whole_state
 from train.optim.ema import Average
 from train.optim.optimizer import Optimizers, set_learning_rate
 from train.optim.schedule import due, learning_rate, used
@@ -134,7 +133,7 @@ class Loop:
                     stopped = step.stop
                     if not stopped:
                         if self.checkpointer.is_due:
-                            self._save()
+                            self._save(beside=self._used() < 1)
                         self._validate_if_due()
                 self.profiler.close()
                 self._save()
@@ -147,8 +146,12 @@ class Loop:
             if self.group.first:
                 for line in end_lines(position, stopped, self.saved, self.exported, self.folder, self.config.lora is not None):
                     self.progress.say(line)
+        except KeyboardInterrupt:  # the second Ctrl-C
+            self.checkpointer.close(wait=False)
+            raise
         finally:
             self.profiler.stop()
+            self.checkpointer.close(wait=True)
             self.progress.close()
             if self.logs is not None:
                 self.logs.close()
@@ -172,10 +175,11 @@ class Loop:
     def _used(self) -> float:
         return used(self.config.budget, self.position.step, self.position.seconds)
 
-    def _save(self) -> None:
+    def _save(self, beside: bool = False) -> None:
+        """Saves the state; `beside` the steps that follow, unless a callback is to be told when it is written."""
         before = self.saved
         self.group.enter_phase("writing checkpoint", long=True)
-        self.checkpointer.save(self._clock())
+        self.checkpointer.save(self._clock(), beside and not self.callbacks.listen("on_save"))
         if self.saved != before:
             self.callbacks.call("on_save", self.position.step, self.saved)
 
@@ -207,14 +211,10 @@ class Loop:
             return {}
         figures = self.meter.figures()
         self.highest.write()
-        retention.check_finite(self.checkpointer.place, position.step, "loss", figures["loss"])
+        self.checkpointer.check_finite("loss", figures["loss"])
         if not self.scaled and self.meter.skipped_in_a_row >= GIVE_UP:
-            retention.check_finite(
-                self.checkpointer.place,
-                position.step,
-                f"gradients' norm of {GIVE_UP} steps one after another",
-                float(self.meter.norm),
-            )
+            name = f"gradients' norm of {GIVE_UP} steps one after another"
+            self.checkpointer.check_finite(name, float(self.meter.norm))
         figures |= {"lr": lr, "seconds": position.seconds, "gradient_norm": float(self.meter.norm)}
         figures |= self.left_out.figures(self.checkpointer.own_shards().values())
         figures |= self.usage.figures(self.meter.measured)
@@ -266,7 +266,7 @@ class Loop:
         value = position.figures.get(keep.metric)
         useless = value is None and keep.keep_best > 0 and self._used() < 1
         if self.checkpointer.is_best(value) or useless:
-            self._save()
+            self._save(beside=not useless and self._used() < 1)
         self.checkpointer.add_figures()
         if useless:
             raise UserError(
@@ -283,7 +283,7 @@ class Loop:
         self.progress.say(f"validation at step {position.step}: {figures_line(shown)}")
         self._draw()
 
-    def _weights(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    def _weights(self, device: torch.device | str) -> dict[str, Tensor]:
         """The model's weights, or their running average, whole, in the first process; see `full_state`."""
         return full_state(self.objective, self.average.values if self.average else None, self.group, "model.", device)
 
@@ -298,12 +298,14 @@ class Loop:
         """Ends a run whose budget is spent: last validation, exported model, curves; UserError where it left out all steps."""
         steps = self.position.step - self.first_step + 1
         if steps and not self.scaled and int(self.meter.skipped_in_a_row) >= steps:
-            retention.check_finite(
-                self.checkpointer.place, self.position.step, f"gradients' norm of all {steps} steps", math.nan
-            )
+            self.checkpointer.check_finite(f"gradients' norm of all {steps} steps", math.nan)
         if self.config.validation.at_end and self.position.validated[0] < self.position.step:
             self._validate()
         self.group.enter_phase("export of the model", long=True)
-        weights, export = self._weights(), self.parts.export
-        self.exported = self.group.run_on_first(lambda: export(weights) if export is not None else None)
+        average, export = self.average.values if self.average else None, self.parts.export
+
+        def work(weights: Mapping[str, Tensor]) -> Path | None:
+            return export(weights) if export is not None else None
+
+        self.exported = with_whole_state(self.objective, average, self.group, work, "model.")
         self.group.run_on_first(self._draw)

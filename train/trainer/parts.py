@@ -34,7 +34,7 @@ class Parts:
             resumes with the same ones only.
         held_out: the batches that a validation measures the loss on.
         validate: figures of the model with these weights after so many steps; they may be those in training: only read them.
-        export: writes the finished model and says where it is.
+        export: writes the finished model, whose weights are gathered as they are read, and says where it is.
         draw: refreshes the pictures in the run folder; their names and files. These three are needed and called in the
             first process only.
         broken_limit: share of a source's draws for a task that may be broken.
@@ -54,7 +54,7 @@ class Parts:
     rows: Mapping[str, int] = field(default_factory=dict)
     held_out: HeldOut = field(default_factory=HeldOut)
     validate: Callable[[dict[str, Tensor], int], Figures] | None = None
-    export: Callable[[dict[str, Tensor]], Path] | None = None
+    export: Callable[[Mapping[str, Tensor]], Path] | None = None
     draw: Callable[[], dict[str, Path]] | None = None
     broken_limit: float = 1.0
     named: bool = False

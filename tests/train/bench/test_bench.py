@@ -16,6 +16,7 @@ from omni.codec.snac import SNAC_24KHZ
 from omni.convert.contract import text_shapes
 from omni.convert.huggingface import text_config
 from omni.errors import UserError
+from train.bench.checkpoint import checkpoint
 from train.bench.child import ResourceUse, run_apart
 from train.bench.convert import QWEN2_05B, convert, write_model
 from train.bench.names import SECTIONS
@@ -73,6 +74,17 @@ def test_a_command_that_fails_gives_no_figure():
         run_apart("tests.train.bench.toys", ["fail", "3"])
     with pytest.raises(UserError, match="tests.train.no_such_toy .* ended with 1"):
         run_apart("tests.train.no_such_toy", [])
+
+
+# --- checkpoint -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_the_table_of_checkpoints_has_what_steps_lose_and_what_saves_take():
+    found = values(checkpoint("nano", torch.device("cpu"), {"layers": 1, "width": 64, "heads": 4}, 1, 1))
+    lost, saved = found["steps longer with an asynchronous save"], found["synchronous save"]
+    assert found["asynchronous / synchronous save"] == pytest.approx(100 * lost / saved)
+    assert found["state"] > 0 and found["1 steps"] > 0 and saved > 0 < found["safetensors' save_file, synced"]
 
 
 # --- convert ----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from omni.errors import LostError, UserError
 from omni.model.speech_model import SpeechModel
@@ -238,6 +239,21 @@ def test_a_checkpoint_that_one_process_cannot_write_ends_both(tmp_path: Path, bl
     assert two_processes(options, launcher=launcher, seconds=60) == [2, 2]
     newest = retention.newest(tmp_path / "checkpoints")
     assert newest is not None and retention.read_state(newest)["step"] == int(newest.name[5:])
+
+
+def test_weights_are_exported_one_by_one(tmp_path: Path) -> None:
+    """The first process reads them while it writes, and the others gather with it: until the last one, or until it fails."""
+    runs = []
+    for name, fails in (("ddp", False), ("fsdp", False), ("fsdp", True)):
+        folder = str(tmp_path / f"{name}-fails" if fails else tmp_path / name)
+        runs.append({"folder": folder, "fabric": {"strategy": name}, "export": [f"{folder}-file", fails], "steps": 2})
+    ended = two("tests.train.toys", json.dumps({"runs": runs}), seconds=60)
+    assert [one.code for one in ended] == [2, 2] and "file is on a full disk (process 0)" in ended[1].said, ended[0].said
+    for name in ("ddp", "fsdp"):
+        exported, final = load_file(tmp_path / f"{name}-file"), final_tensors(tmp_path / name)
+        assert len(exported) == sum(key.startswith("model.model.") for key in final)
+        assert all(tensor.equal(final[f"average.model.{key}"]) for key, tensor in exported.items())
+    assert f"gathered 0 weights, 0 at once\ngathered {len(exported)} weights, 1 at once" in ended[0].out
 
 
 def test_a_process_that_leaves_lets_the_threads_of_its_group_finish(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,15 @@ from omni.config import ModelConfig, ProjectorConfig, preset
 from omni.model.quantize import numels, quantize
 from omni.model.speech_model import SpeechModel
 from train.config.run import FitConfig
-from train.config.sections import BudgetConfig, FabricConfig, LoRASection, ModelSection, OptimizerConfig, ValidationConfig
+from train.config.sections import (
+    BudgetConfig,
+    CheckpointConfig,
+    FabricConfig,
+    LoRASection,
+    ModelSection,
+    OptimizerConfig,
+    ValidationConfig,
+)
 from train.data.config import DataConfig, PackingConfig, SourceConfig, tasks_of
 from train.objective.objective import Objective, targets
 from train.plan.estimate import Estimate, estimate, phases_of, sharded
@@ -356,3 +364,27 @@ def test_knobs_are_turned_together_where_none_is_enough() -> None:
     assert not any(one.fits for one in alone) and len(row) > 1
     assert [one.fits for one in row] == [False] * (len(row) - 1) + [True]
     assert [one.total for one in row] == sorted((one.total for one in row), reverse=True)
+
+
+def test_a_checkpoint_beside_the_steps_is_a_copy_of_the_state_that_the_peak_does_not_count() -> None:
+    """Weights and both moments; none where every save is the last one, or is written between steps. Shards are copied twice."""
+    config, model = run(), shape()
+    found, least = estimate(config, model), 3 * 4 * sum(p.numel() for p in SpeechModel(model).parameters())
+    held = found.phases["checkpoint"]["snapshot"]
+    assert least <= held < 1.1 * least and found.totals["checkpoint"] == 2 * held
+    between = replace(config, checkpoint=CheckpointConfig(asynchronous=False))
+    once = replace(config, checkpoint=CheckpointConfig(every_steps=100, every_minutes=None))
+    for other in (
+        between,
+        once,
+        replace(config, budget=BudgetConfig(steps=1)),
+        replace(config, budget=BudgetConfig(minutes=9)),
+    ):
+        assert estimate(other, model).phases["checkpoint"]["snapshot"] == 0
+        assert estimate(other, model).total == found.total
+    best = replace(config, budget=BudgetConfig(steps=9), validation=ValidationConfig(every_steps=3))
+    assert estimate(best, model).phases["checkpoint"]["snapshot"] == held
+    two = estimate(run(micro=2, strategy="fsdp", devices=2), model).phases["checkpoint"]
+    assert two["snapshot"] == two["copies"] == held / 2
+    host = estimate(run(), model, cuda=True).host["checkpoint"], estimate(between, model, cuda=True).host["checkpoint"]
+    assert host[0] - host[1] == held
