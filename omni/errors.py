@@ -33,6 +33,20 @@ class RoomError(UserError):
     """A question, or a history, that takes more positions than a conversation has."""
 
 
+class LostError(UserError):
+    """Another process of a run has died, or does not go on: nobody's mistake, and the same command may succeed.
+
+    Attributes:
+        quiet: another process says it.
+    """
+
+    code = 75  # EX_TEMPFAIL of sysexits.h
+
+    def __init__(self, text: str, quiet: bool = False) -> None:
+        super().__init__(text)
+        self.quiet = quiet
+
+
 class SoundWarning(UserWarning):
     """Warning about sound that is accepted but doubtful: silent, very short, or perhaps cut; one line that names it.
 

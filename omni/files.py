@@ -133,8 +133,9 @@ def publish(path: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Locks `folder`, which is made if missing, for this process while the block runs.
+def locked(folder: Path, wait: float = 0.0) -> Iterator[None]:
+    """Locks `folder`, which is made if missing, for this process while the block runs. Another holder may take `wait` seconds
+    to end.
 
     The lock is the operating system's: it ends with the process that holds it, however that ends, so there is nothing to clear
     up after a crash. Its file, `LOCK`, names the holder.
@@ -147,10 +148,12 @@ def locked(folder: Path) -> Iterator[None]:
     path = folder / LOCK
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path, timeout=0)
+        lock = FileLock(path, timeout=wait)
         try:
             lock.acquire()
-        except FileNotFoundError:  # the folder has just been renamed by the process that finished it
+            own = path.stat()
+        except FileNotFoundError:  # the folder has just been renamed, or the file removed, by the process that finished it
+            lock.release()
             continue
         except Timeout as error:
             holder = _holder(path)
@@ -158,7 +161,6 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             raise UserError(f"{path} cannot be locked ({error.strerror}): work on another file system") from error
         break
-    own = path.stat()
     try:
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started}), encoding="utf-8")

@@ -58,24 +58,27 @@ def _run(name: str, arguments: Sequence[str], variables: dict[str, str], places:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def two(name: str, *arguments: str, launcher: str = "torchrun", seconds: float = 300) -> list[Ended]:
+def two(name: str, *arguments: str, launcher: str = "torchrun", seconds: float = 300, again: bool = False) -> list[Ended]:
     """Run a program in two processes, as torchrun or srun would start them."""
-    return several(2, name, *arguments, launcher=launcher, seconds=seconds)
+    return several(2, name, *arguments, launcher=launcher, seconds=seconds, again=again)
 
 
-def several(count: int, name: str, *arguments: str, launcher: str = "torchrun", seconds: float = 300) -> list[Ended]:
-    """Run a program in so many processes, as torchrun or srun would start them."""
+def several(
+    count: int, name: str, *arguments: str, launcher: str = "torchrun", seconds: float = 300, again: bool = False
+) -> list[Ended]:
+    """Run a program in so many processes, as torchrun or srun would start them; or start them `again`, in the same launch."""
     main, programs, world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}, [], str(count)
     for rank in map(str, range(count)):
         if launcher == "torchrun":
             variables = {
                 "TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
-                "GROUP_RANK": "0",
+                "GROUP_RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(int(again)),
             }  # fmt: skip
         else:
             variables = {
                 "SLURM_NTASKS": world, "SLURM_NTASKS_PER_NODE": world, "SLURM_NNODES": "1", "SLURM_JOB_NAME": "train",
                 "SLURM_JOB_ID": "7", "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0",
+                "SLURM_RESTART_COUNT": str(int(again)),
             }  # fmt: skip
         programs.append(Program(name, *arguments, **main, **variables))
     return [program.end(seconds) for program in programs]

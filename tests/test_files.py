@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -91,6 +93,14 @@ def test_one_process_works_in_a_folder(tmp_path: Path) -> None:
     assert start("os.kill(os.getpid(), 9)").returncode == -9
     with locked(tmp_path / "a"):
         pass
+
+
+def test_a_lock_that_its_holder_is_about_to_give_back_is_waited_for(tmp_path: Path) -> None:
+    with ExitStack() as holder:
+        holder.enter_context(locked(tmp_path))
+        Timer(0.2, holder.close).start()
+        with locked(tmp_path, wait=30):
+            assert str(os.getpid()) in (tmp_path / LOCK).read_text()
 
 
 def test_a_folder_that_is_renamed_while_it_is_locked_is_free_again(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from omni import old_names
-from omni.errors import UserError, in_one_line
+from omni.errors import LostError, UserError, in_one_line
 from omni.plugins import take_plugins
 from omni.process import BROKEN_PIPE, FAILED, INTERRUPTED, all_imported, forget, say
 from train.console.command import check_command
@@ -67,10 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if debug:
             raise
-        if _helper() and not error.alone:  # all processes of a run fail alike; the first one reports
-            return 0
-        say(f"error: {error}")
-        return error.code
+        if isinstance(error, LostError):
+            if not error.quiet:
+                say(f"error: {error}")
+            return error.code
+        reports = error.alone or not _helper()  # most mistakes all processes of a run make alike; the first one reports
+        if reports:
+            say(f"error: {error}")
+        if not isinstance(error.__cause__, OSError):  # another try may help there
+            _end_launcher()
+        return error.code if reports else 0
     except BrokenPipeError:  # whoever read what is printed, such as `head`, has read enough
         forget(sys.stdout.fileno())
         return BROKEN_PIPE
@@ -90,6 +99,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _helper() -> bool:
     """True in every process of a run but the first."""
     return any(int(os.environ.get(name) or 0) > 0 for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+
+
+def _end_launcher() -> None:
+    """Ends the torchrun that would start the run again, as often as `--max-restarts` says, only to meet the same mistake."""
+    names = ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
+    most, done = (int(os.environ.get(name) or 0) for name in names)
+    if done >= most or os.environ.get("LOCAL_RANK") != "0":
+        return
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+        if b"torchrun" in command or b"torch.distributed.run" in command:
+            os.kill(os.getppid(), signal.SIGTERM)
 
 
 def _lost(error: Exception) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import select
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from omni.errors import UserError
+from omni.errors import LostError, UserError
 from train.cli import COMMANDS, main
 from train.config.parse import read_fit_config
 
@@ -234,3 +237,35 @@ def test_a_process_that_fabric_started_ends_with_the_first_one() -> None:
     os.close(write)
     assert select.select([read], [], [], 10)[0] and os.read(read, 100) == b""
     os.close(read)
+
+
+@pytest.mark.parametrize(
+    ("parent", "count", "rank", "code"),
+    [
+        ("torchrun", "0", "0", -signal.SIGTERM),
+        ("torchrun", "2", "0", None),
+        ("torchrun", "0", "1", None),
+        ("make", "0", "0", None),
+    ],
+)
+def test_a_mistake_ends_a_torchrun_that_would_start_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], parent: str, count: str, rank: str, code: int | None
+) -> None:
+    """Nothing else is ended, and a lost process is no mistake."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)", parent]) as launcher:
+        while parent.encode() not in Path(f"/proc/{launcher.pid}/cmdline").read_bytes():  # the system has just begun with it
+            time.sleep(0.01)
+        monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
+        names = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": count, "LOCAL_RANK": rank, "RANK": rank}
+        for name, value in names.items():
+            monkeypatch.setenv(name, value)
+        lost = SimpleNamespace(main=lambda words: (_ for _ in ()).throw(LostError("process 1 has died")))
+        monkeypatch.setitem(sys.modules, "lost", lost)  # type: ignore[arg-type]
+        monkeypatch.setitem(COMMANDS, "lost", ("lost", ""))
+        assert main(["lost"]) == LostError.code and launcher.poll() is None
+        assert "error: process 1 has died" in capsys.readouterr().err
+        assert main(["fti"]) == (2 if rank == "0" else 0)
+        if code is None:
+            launcher.kill()
+            code = -signal.SIGKILL
+        assert launcher.wait(20) == code

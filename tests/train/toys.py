@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,10 +36,11 @@ from train.config.sections import (
     ScheduleConfig,
     ValidationConfig,
 )
-from train.distributed.fabric import ProcessGroup, build_fabric, leave
+from train.distributed.fabric import ProcessGroup, build_fabric, launch, leave
 from train.distributed.precision import quantized_type
+from train.distributed.watchdog import watched
 from train.objective.objective import Losses
-from train.trainer.build import build_loop
+from train.trainer.build import build_loop, process_group
 from train.trainer.callbacks import Callback
 from train.trainer.held_out_loss import HeldOut
 from train.trainer.lora import apply
@@ -215,13 +218,15 @@ def toy_fit(
 ) -> tuple[Outcome, dict[str, Tensor]]:
     """Run it in this process; the outcome, and model and average by name."""
     fabric = build_fabric(config.fabric)
-    fabric.launch()
+    launch(fabric)
+    group = process_group(config, fabric)
     parts = parts or toy_parts()
     if config.validation.every_steps is not None and parts.validate is None:
         parts = replace(parts, held_out=HeldOut(toy_held_out(fabric.global_rank, fabric.world_size)))
     folder = Path(config.run_folder)
-    loop = build_loop(config, plain_config(config), parts, fabric, folder, callbacks=callbacks, profile=profile)
-    outcome = loop.run()
+    with watched(group, config.fabric):
+        loop = build_loop(config, plain_config(config), parts, fabric, folder, group, callbacks, profile)
+        outcome = loop.run()
     weights = {f"model.{k}": v.detach().clone() for k, v in loop.objective.state_dict().items()}
     if loop.average is not None:
         weights.update({f"average.{k}": v.clone() for k, v in loop.average.values.items()})
@@ -245,6 +250,21 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
     return out
 
 
+def lose(how: str, seconds: float) -> None:
+    """Have this process sleep, stop, die, or fail, when its watchdog knows what it is doing."""
+    time.sleep(0.1)
+    if how == "sleep":
+        time.sleep(seconds or 1e6)
+    elif how == "stop":
+        later = f"sleep {seconds}; kill -CONT {os.getpid()}" if seconds else f"sleep 4; kill -KILL {os.getpid()}"
+        subprocess.Popen(["sh", "-c", later])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "fail":
+        raise RuntimeError("a mistake of its own")
+
+
 def main(options: dict[str, Any]) -> int:
     """One run, or `runs`, one after another in the same processes.
 
@@ -252,11 +272,12 @@ def main(options: dict[str, Any]) -> int:
     rows of the log), validate (steps between validations), lora (true, or how the base is quantised), guard, kill: [signal,
     step] (the first process sends itself a signal before that step), block: [path, step] (before that step it puts a folder
     that is not empty where a checkpoint's file belongs, or, where the path ends in `writing`, a file in place of the folder),
-    callback (a step after which a callback fails).
+    callback (a step after which a callback fails), resume, answers (seconds that validation's answers take), lose: [rank, step,
+    how, seconds] (before that step a process sleeps, is stopped for these seconds (0: for ever), is killed, or fails).
     """
     code = 0
     for run in options.get("runs", [options]):
-        kill, block = run.get("kill"), run.get("block")
+        kill, block, lost = run.get("kill"), run.get("block"), run.get("lose")
 
         def before(step: int, kill: Any = kill, block: Any = block, run: Any = run) -> None:
             if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
@@ -271,10 +292,16 @@ def main(options: dict[str, Any]) -> int:
                 else:
                     (path / "in the part").mkdir(parents=True)
 
+        def losing(step: int, before: Any = before, lost: Any = lost) -> None:
+            before(step)
+            if lost and [int(os.environ.get("RANK", "0")), step] == lost[:2]:
+                lose(*lost[2:])
+
         lora = toy_lora(run["lora"]) if run.get("lora") else None
         config = toy_config(
             run["folder"],
             lora=lora,
+            resume=run.get("resume", "auto"),
             guard=run.get("guard", False),
             fabric=FabricConfig(**{"accelerator": "cpu", **run.get("fabric", {})}),
             budget=BudgetConfig(steps=run.get("steps", 8)),
@@ -284,12 +311,16 @@ def main(options: dict[str, Any]) -> int:
             log=LogConfig(every=run.get("rows", 1), progress="lines"),
         )
         try:
-            parts = toy_parts(before) if lora is None else adapted_parts(lora, before, config.fabric.precision)
+            parts = toy_parts(losing) if lora is None else adapted_parts(lora, losing, config.fabric.precision)
+            if run.get("answers"):
+                parts = replace(
+                    parts, validate=lambda weights, step, seconds=run["answers"]: {"slow": time.sleep(seconds) or 1.0}
+                )
             failing = [FailingCallback(run["callback"])] if run.get("callback") else []
             outcome, _ = toy_fit(config, parts, failing)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
-            return 2
+            return error.code
         code = 128 + outcome.signal if outcome.signal else 0
     return code
 

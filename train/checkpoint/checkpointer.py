@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from train.checkpoint import config_diff, retention, state
 from train.config.run import FitConfig, completed
 from train.config.sections import BudgetConfig
 from train.data.batching.packer import States, merge
-from train.distributed.fabric import ProcessGroup
+from train.distributed.fabric import ProcessGroup, launch_names, restarted
 from train.optim.ema import Average
 from train.optim.schedule import check_larger, due, extension
 
@@ -90,8 +91,7 @@ class Checkpointer:
                 be read.
         """
         mode = self.config.resume
-        if mode == "restart":
-            self.group.run_on_first(lambda: retention.clear(self.folder))
+        if mode == "restart" and self._cleared():
             return None
         self.group.run_on_first(lambda: retention.delete_unfinished(self.place))
         found = self.group.broadcast(self.group.run_on_first(lambda: retention.newest(self.place)))
@@ -120,6 +120,12 @@ class Checkpointer:
             return None
         rate = max(group["base_lr"] for group in optimizer.param_groups)
         return extension(self.config.schedule, budget, self.config.budget, position.step, position.seconds, rate)
+
+    def _cleared(self) -> bool:
+        """Deletes an earlier run's files; False where this launch did so, before its processes were started again."""
+        again = any(self.group.gather(restarted(os.environ)))
+        work = lambda: retention.restart(self.folder, launch_names(os.environ), again)  # noqa: E731
+        return bool(self.group.broadcast(self.group.run_on_first(work)))
 
     def _resume_balance(self, found: Path, stored_config: Mapping[str, Any]) -> None:
         if self.balance is None:

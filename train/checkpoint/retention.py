@@ -6,13 +6,14 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from omni.errors import UserError
-from omni.files import write_json
+from omni.files import write_json, write_whole
 
 FORMAT = 1
 STATE, LAST = "state.json", "last"
@@ -21,6 +22,8 @@ RUN_FILES = (
     *("curves.png", "spectrogram.png", "balance.png", "highest_loss.jsonl", "profile"),
 )
 """Files and folders of a run folder that `resume: restart` deletes."""
+RESTARTED = ".restarted"
+"""File in a run folder: names of the launch that `resume: restart` has cleared it in."""
 CONFIG, RESULTS = "config.yaml", ("model", "adapter")
 """The configuration in a run folder, and what a finished run leaves there."""
 
@@ -136,6 +139,25 @@ def clear(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def restart(folder: Path, launch: Set[str], again: bool) -> bool:
+    """Delete an earlier run's files, unless this launch has done so before.
+
+    Args:
+        launch: its names (`train.distributed.fabric.launch_names`).
+        again: its processes were started before.
+
+    Returns:
+        False where the run in the folder is this launch's own, which is gone on with.
+    """
+    marker = folder / RESTARTED
+    if again and marker.is_file() and launch & set(marker.read_text(encoding="utf-8").splitlines()):
+        return False
+    clear(folder)
+    if launch:
+        write_whole(marker, "".join(f"{name}\n" for name in sorted(launch)))
+    return True
 
 
 def annotate(folder: Path, **entries: Any) -> None:

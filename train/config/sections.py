@@ -70,6 +70,9 @@ class FabricConfig:
             least memory, about a third more work), or all in them but products and attention (`selective`).
         compile: compile the transformer blocks with torch.compile.
         deterministic: on a GPU, add in the same order every time, so that a run repeats bit for bit; slower.
+        patience_seconds: of several processes: waiting for others after which a line says for whom, and what that one does.
+        give_up_seconds: waiting after which the run ends (exit code 75), null for never. Validation, saving and the start may
+            take any time.
     """
 
     accelerator: str = "auto"
@@ -82,18 +85,24 @@ class FabricConfig:
     checkpointing: bool | Literal["selective"] = False
     compile: bool = False
     deterministic: bool = False
+    patience_seconds: float = ranged(300.0, above=0)
+    give_up_seconds: float | None = ranged(3600.0, above=0, way=", or null for never")
 
     def __post_init__(self) -> None:
-        listed = [device.strip() for device in str(self.devices).split(",") if device.strip()]
-        _need(
-            bool(listed) and (all(device.isdecimal() for device in listed) or listed in (["auto"], ["-1"])),
-            f"fabric.devices is {self.devices!r}; give a number, a list such as '0,1', or auto",
-        )
         _need(
             self.checkpointing in (True, False, "selective"),
             f"fabric.checkpointing is {self.checkpointing!r}; give true, false or selective",
         )
         check_fields(self, "fabric")
+        _need(
+            self.give_up_seconds is None or self.give_up_seconds >= self.patience_seconds,
+            f"fabric.give_up_seconds is {self.give_up_seconds}, less than patience_seconds, {self.patience_seconds}; give more",
+        )
+        listed = [device.strip() for device in str(self.devices).split(",") if device.strip()]
+        _need(
+            bool(listed) and (all(device.isdecimal() for device in listed) or listed in (["auto"], ["-1"])),
+            f"fabric.devices is {self.devices!r}; give a number, a list such as '0,1', or auto",
+        )
         for name in ("replicas", "tensor_parallel"):
             _need(
                 getattr(self, name) == 1 or self.strategy == "fsdp",

@@ -6,9 +6,10 @@ import gc
 import inspect
 import logging
 import os
+import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,8 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from omni.errors import UserError
 from omni.model.quantize import is_quantized
 from train.config.sections import FabricConfig
+from train.distributed.activity import Activity
 from train.distributed.precision import AdapterPrecision
 from train.distributed.sharding import clip_over_meshes, fill, shard, sharded_parts, to_meta, unsynchronized
+from train.distributed.store import fresh, outlives
 
 T = TypeVar("T")
 
@@ -94,7 +97,22 @@ def setup(fabric: Fabric, module: nn.Module, config: FabricConfig) -> Any:
 
 
 def launch(fabric: Fabric) -> None:
-    """Start the run's other processes; under `fabric run` they are there already."""
+    """Start the run's other processes; under `fabric run` they are there already.
+
+    Under torchrun the process group is made here, over a part of torchrun's store that is new at each restart (see `fresh`).
+    """
+    if outlives(os.environ) and fabric.world_size > 1:
+        device, wait = fabric.device, getattr(fabric.strategy, "_timeout", None)
+        if device.type == "cuda":  # NCCL connects at once
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            dist.get_default_backend_for_device(device),
+            store=fresh(int(os.environ["RANK"]), fabric.world_size),
+            rank=int(os.environ["RANK"]),
+            world_size=fabric.world_size,
+            timeout=wait,
+            device_id=None if device.type == "cpu" else device,
+        )
     if not _by_fabric_run():
         fabric.launch()
 
@@ -189,6 +207,24 @@ def count_processes(config: FabricConfig, environ: Mapping[str, str]) -> int:
     return max(1, devices) * nodes
 
 
+def restarted(environ: Mapping[str, str]) -> bool:
+    """True where torchrun has started the processes again, or Slurm has requeued their job."""
+    return any(int(environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
+def launch_names(environ: Mapping[str, str]) -> set[str]:
+    """Names of a launch: they stay where it starts its processes again, and the next launch has others; empty where none would
+    start them again.
+
+    Under torchrun on one node torchrun's own process id is part of the name; on several it is `--rdzv-id`.
+    """
+    names = {f"slurm {environ['SLURM_JOB_ID']}"} if "SLURM_JOB_ID" in environ else set()
+    if "TORCHELASTIC_RUN_ID" in environ:
+        here = f" {socket.gethostname()} {os.getppid()}" if environ.get("GROUP_WORLD_SIZE", "1") == "1" else ""
+        names.add(f"torchrun {environ['TORCHELASTIC_RUN_ID']}{here}")
+    return names
+
+
 class ProcessGroup:
     """Exchanges small values between the processes of a run, on the CPU (gloo), without waiting for a device.
 
@@ -199,11 +235,14 @@ class ProcessGroup:
         rank, world: number of this process, and how many there are.
         data_rank, data_world: the same of processes with batches of their own, or groups of tensor-parallel ones.
         counts: whether this process's sums count, which are those of all of its tensor-parallel group.
+        activity: what this process is doing, for `train.distributed.watchdog`.
+        step: of the training.
     """
 
     def __init__(self, fabric: Fabric, tensor: int = 1) -> None:
         self.rank, self.world = fabric.global_rank, fabric.world_size
         self.data_rank, self.data_world, self.counts = self.rank // tensor, self.world // tensor, self.rank % tensor == 0
+        self.activity, self.step = Activity(since=time.monotonic()), 0
         self.group: Any = None
         if self.world > 1:
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -213,6 +252,22 @@ class ProcessGroup:
         """True for the process of rank 0, which writes files and shows progress."""
         return self.rank == 0
 
+    def enter_phase(self, name: str, long: bool = False) -> None:
+        """Note what this process does from now on; all processes must call it alike.
+
+        Args:
+            long: it may take any time, as what the first process does alone.
+        """
+        self.activity = self.activity.phased(name, long, self.step)
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Notes that this process waits for the others."""
+        phase = self.activity
+        self.activity = phase.exchanging()
+        yield
+        self.activity = self.activity.phased(phase.phase, phase.long, phase.step)
+
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor over processes, those of a tensor-parallel group once, in float64 on the CPU."""
         values = values.detach().to("cpu", torch.float64)
@@ -221,7 +276,8 @@ class ProcessGroup:
     def sum_all(self, values: Tensor) -> Tensor:
         """Sum a float64 tensor on the CPU over all processes."""
         if self.world > 1:
-            dist.all_reduce(values, group=self.group)
+            with self._exchange():
+                dist.all_reduce(values, group=self.group)
         return values
 
     def broadcast(self, value: T) -> T:
@@ -229,7 +285,8 @@ class ProcessGroup:
         if self.world == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        with self._exchange():
+            dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
@@ -237,12 +294,14 @@ class ProcessGroup:
         if self.world == 1:
             return [value]
         box: list[Any] = [None] * self.world
-        dist.all_gather_object(box, value, group=self.group)
+        with self._exchange():
+            dist.all_gather_object(box, value, group=self.group)
         return box
 
     def wait(self) -> None:
         if self.world > 1:
-            dist.barrier(group=self.group)
+            with self._exchange():
+                dist.barrier(group=self.group)
 
     def raise_if_any_failed(self, error: UserError | None) -> None:
         """Raise a UserError in all processes where one has failed: a process's own error, or else that of the lowest rank."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
@@ -39,11 +40,13 @@ from train.distributed.fabric import (
     count_processes,
     launch,
     leave,
+    restarted,
     sends_values,
     setup,
 )
 from train.distributed.precision import quantized_type
 from train.distributed.sharding import ParallelDims
+from train.distributed.watchdog import watched
 from train.objective.flops import StepFlops
 from train.objective.objective import Objective, cells, targets
 from train.optim.ema import Average
@@ -71,6 +74,8 @@ from train.trainer.usage import Usage, is_out_of_memory, out_of_memory
 from train.trainer.validation import build_validator
 
 MODEL = "model"
+LEFT_SECONDS = 120.0
+"""Longest time in which the lock of a process that was lost is taken from it; NFS waits for a node that is gone."""
 
 
 def fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | None = None) -> Outcome | None:
@@ -119,8 +124,9 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
     loop: Loop | None = None
     try:
         group = process_group(config, fabric)
-        with ExitStack() as stack:
-            group.run_on_first(lambda: stack.enter_context(locked(folder)))
+        with watched(group, config.fabric), ExitStack() as stack:
+            wait = LEFT_SECONDS if restarted(os.environ) else 0.0
+            group.run_on_first(lambda: stack.enter_context(locked(folder, wait)))
             say = announce.speaker(config, group.first)
             for note in notes:
                 say(note)
@@ -155,7 +161,8 @@ def prepare(
     plain = plain_config(config)
     parts = group.together(lambda: build_parts(config, initial, fabric, folder, group))
     loop = build_loop(config, plain, parts, fabric, folder, group, callbacks, profile)
-    loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, _yaml(plain)))
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, text))
     for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.trainable], loop.position, loop.saved):
         say(line)
     return loop
@@ -358,12 +365,6 @@ def with_alignment(config: FitConfig) -> FitConfig:
     ctc = alignment.size if ctc is None else ctc
     sounds = alignment.sound_size if sounds is None else sounds
     return replace(config, model=replace(config.model, ctc=ctc, ctc_sounds=sounds))
-
-
-def _yaml(plain: Mapping[str, Any]) -> str:
-    import yaml
-
-    return yaml.safe_dump(dict(plain), sort_keys=False, allow_unicode=True)
 
 
 def dry_run(config: FitConfig) -> str:

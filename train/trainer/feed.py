@@ -72,6 +72,7 @@ class Feed:
             UserError: the data of any process are broken; on all of them, so that none waits for another.
         """
         start = time.perf_counter()
+        self.group.enter_phase("waiting for data")
         batches: Sequence[Batch] = ()
         failure: UserError | None = None
         counts, positions, flops = torch.zeros(self.streams + 1, dtype=torch.float64), 0.0, 0.0
@@ -90,6 +91,7 @@ class Feed:
         told = torch.tensor([positions, flops, clock, float(failure is not None), *flags], dtype=torch.float64)
         if not self.group.counts:
             counts, told[:2] = torch.zeros_like(counts), 0
+        self.group.enter_phase("exchange of counts")
         everyone = self.group.sum_all(torch.cat([counts, told]))
         self.held_up = time.perf_counter() - start - self.waited
         positions, flops, clock, failed, *flags = everyone[len(counts) :].tolist()

@@ -100,7 +100,7 @@ class Loop:
                     self._validate_if_due()  # a signal came before this validation
                 while not stopped and self._used() < 1:
                     self.profiler.begin(position.step + 1)
-                    self.highest.step = position.step + 1
+                    self.group.step = self.highest.step = position.step + 1
                     self.times.begin()
                     self.meter.start()
                     with self._data(), self.usage.idle:
@@ -126,6 +126,7 @@ class Loop:
                         figures = self._report(factor)
                     self.meter.pause()
                     self.profiler.end(position.step)
+                    self.group.enter_phase("callbacks")
                     self.callbacks.call("on_step", position.step, figures)
                     if slow is not None:
                         self.progress.say(slow)
@@ -172,6 +173,7 @@ class Loop:
 
     def _save(self) -> None:
         before = self.saved
+        self.group.enter_phase("writing checkpoint", long=True)
         self.checkpointer.save(self._clock())
         if self.saved != before:
             self.callbacks.call("on_save", self.position.step, self.saved)
@@ -193,6 +195,7 @@ class Loop:
 
     def _report(self, factor: float) -> Figures:
         """Shows the step, and writes and returns its row of the log; empty where it has none."""
+        self.group.enter_phase("exchange of losses")
         position, share = self.position, self._used()
         lr = factor * max(group["base_lr"] for group in self.optimizer.param_groups)
         if position.step % self.config.log.every and share < 1:
@@ -248,9 +251,11 @@ class Loop:
         batches = parts.held_out.batches
         if not asked and not batches:
             return
+        self.group.enter_phase("held-out loss")
         losses = held_out_loss(
             self.module, self.objective, batches, parts.tasks, parts.streams, self.fabric.device, self.average, self.group
         )
+        self.group.enter_phase("validation answers", long=True)
         device = self.fabric.device if self.config.lora is None else "cpu"  # adapters are merged into copies
         weights, validate = self._weights(device) if asked else {}, parts.validate
         figures = self.group.run_on_first(lambda: validate(weights, position.step) if validate is not None else None)
@@ -297,6 +302,7 @@ class Loop:
             )
         if self.config.validation.at_end and self.position.validated[0] < self.position.step:
             self._validate()
+        self.group.enter_phase("export of the model", long=True)
         weights, export = self._weights(), self.parts.export
         self.exported = self.group.run_on_first(lambda: export(weights) if export is not None else None)
         self.group.run_on_first(self._draw)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import sys
 from _thread import start_new_thread
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from omni.errors import UserError
+from omni.errors import LostError, UserError
 from omni.model.speech_model import SpeechModel
 from tests.processes import Program, two
 from tests.train.toys import (
@@ -30,7 +33,7 @@ from tests.train.toys import (
 from train.checkpoint import retention
 from train.config.sections import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig, ValidationConfig
 from train.distributed import fabric as parallel
-from train.distributed.fabric import build_fabric, compile_blocks, placement
+from train.distributed.fabric import build_fabric, compile_blocks, launch_names, placement, restarted
 from train.trainer.logs import METRICS, VALIDATION, read_table
 
 LINES = {
@@ -189,23 +192,50 @@ def test_a_guard_changes_nothing_and_has_nothing_to_say(tmp_path: Path) -> None:
             assert tensor.equal(guarded[name]), name
 
 
-def test_two_processes_killed_and_started_again(runs: Path, tmp_path: Path) -> None:
-    """kill -9 of one in step 5: the other notices. Started under torchrun, gone on with under srun."""
-    options = {"folder": str(tmp_path), "fabric": {"strategy": "ddp"}}
-    codes = two_processes({**options, "kill": ["SIGKILL", 5]})
-    assert codes[0] == -signal.SIGKILL and codes[1] not in (0, -signal.SIGKILL)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_two_processes_killed_and_started_again(runs: Path, tmp_path: Path, launcher: str) -> None:
+    """kill -9 of one in step 5, and the launcher starts both again: they go on, also where the run was to start over."""
+    options = {"folder": str(tmp_path), "fabric": {"strategy": "ddp"}, "resume": "restart"}
+    shutil.copytree(runs / "fsdp", tmp_path, dirs_exist_ok=True)  # an earlier run, which the first start deletes
+    dead, other = two("tests.train.toys", json.dumps({**options, "kill": ["SIGKILL", 5]}), launcher=launcher)
+    assert (dead.code, other.code) == (-signal.SIGKILL, LostError.code)
+    assert re.search(r"error: step 6: process 0 has died.*\(host \S+, pid \d+\)", other.said), other.said
     assert retention.newest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-00000003"
-    assert two_processes(options, launcher="srun") == [0, 0]
+    assert [row["step"] for row in read_table(tmp_path / METRICS)] == [1, 2, 3, 4, 5]
+    first, second = two("tests.train.toys", json.dumps(options), launcher=launcher, again=True)
+    assert (first.code, second.code) == (0, 0) and "step 3 " not in first.said and "step 4 " in first.said, first.said
     resumed, whole = final_tensors(tmp_path), final_tensors(runs / "ddp")
     for name, tensor in whole.items():
         assert tensor.equal(resumed[name]), name
 
 
-@pytest.mark.parametrize("block", [".step-00000006.writing", "last"])
-def test_a_checkpoint_that_one_process_cannot_write_ends_both(tmp_path: Path, block: str) -> None:
+def test_only_the_launch_that_deleted_an_earlier_run_goes_on_with_the_present_one(tmp_path: Path) -> None:
+    """A process may also be lost before the earlier run is deleted; and what another launch has deleted is not this one's."""
+    before = tmp_path / "checkpoints" / "step-00000003"
+
+    def deletes(launch: dict[str, str], again: bool) -> bool:
+        before.mkdir(parents=True, exist_ok=True)
+        gone = retention.restart(tmp_path, launch_names(launch), again)
+        assert gone != before.exists()
+        return gone
+
+    torchrun, nodes = {"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "job 5", "GROUP_WORLD_SIZE": "2"}
+    slurm = {"SLURM_JOB_ID": "7"}
+    for launch in (torchrun, nodes, slurm, {**slurm, **torchrun}):
+        (tmp_path / retention.RESTARTED).unlink(missing_ok=True)
+        assert [deletes(launch, again) for again in (True, True, False, True)] == [True, False, True, False]
+        assert deletes({"SLURM_JOB_ID": "8"}, True)
+    assert deletes({}, False) and deletes({}, False)
+    assert restarted({**torchrun, "TORCHELASTIC_RESTART_COUNT": "1"}) and restarted({**slurm, "SLURM_RESTART_COUNT": "2"})
+    assert not restarted({**torchrun, "TORCHELASTIC_RESTART_COUNT": "0"}) and not restarted(slurm)
+
+
+@pytest.mark.parametrize(("block", "launcher"), [(".step-00000006.writing", "torchrun"), ("last", "srun")])
+def test_a_checkpoint_that_one_process_cannot_write_ends_both(tmp_path: Path, block: str, launcher: str) -> None:
     """At its beginning or at its end, where only the first process writes: the other must not wait for hours."""
     options = {"folder": str(tmp_path), "fabric": {"strategy": "ddp"}, "block": [block, 4]}
-    assert two_processes(options, seconds=60) == [2, 2]
+    assert two_processes(options, launcher=launcher, seconds=60) == [2, 2]
     newest = retention.newest(tmp_path / "checkpoints")
     assert newest is not None and retention.read_state(newest)["step"] == int(newest.name[5:])
 
@@ -223,6 +253,32 @@ def test_a_process_that_leaves_lets_the_threads_of_its_group_finish(monkeypatch:
     finally:
         sys.setswitchinterval(before)
     assert ended == ["group", "thread"]
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda:1", "nccl")])
+def test_under_torchrun_the_process_group_has_a_store_of_this_start(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str
+) -> None:
+    done: list[Any] = []
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(parallel, "fresh", lambda rank, world: ("store", rank, world))
+    monkeypatch.setattr(parallel.dist, "init_process_group", lambda backend, **given: done.append((backend, given)))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(device))
+    fabric: Any = SimpleNamespace(
+        device=torch.device(device),
+        world_size=4,
+        strategy=SimpleNamespace(_timeout=parallel.PATIENCE),
+        launch=lambda: done.append("launched"),
+    )
+    parallel.launch(fabric)
+    own = torch.device(device) if backend == "nccl" else None
+    given = {"store": ("store", 3, 4), "rank": 3, "world_size": 4, "timeout": parallel.PATIENCE, "device_id": own}
+    assert done == [*([own] if own else []), (backend, given), "launched"]
+    done.clear()
+    fabric.world_size = 1
+    parallel.launch(fabric)
+    assert done == ["launched"]
 
 
 def test_only_the_decoders_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
