@@ -74,12 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not error.quiet:
                 say(f"error: {error}")
             return error.code
-        reports = error.alone or not _helper()  # most mistakes all processes of a run make alike; the first one reports
-        if reports:
+        if not _helper() or error.alone:  # all processes of a run fail alike; the first one reports
             say(f"error: {error}")
         if not isinstance(error.__cause__, OSError):  # another try may help there
             _end_launcher()
-        return error.code if reports else 0
+        return 0 if _helper() and not error.alone else error.code
     except BrokenPipeError:  # whoever read what is printed, such as `head`, has read enough
         forget(sys.stdout.fileno())
         return BROKEN_PIPE

@@ -99,8 +99,9 @@ class Loop:
                 if position.step:
                     self._validate_if_due()  # a signal came before this validation
                 while not stopped and self._used() < 1:
+                    self.group.step = position.step + 1
                     self.profiler.begin(position.step + 1)
-                    self.group.step = self.highest.step = position.step + 1
+                    self.highest.step = position.step + 1
                     self.times.begin()
                     self.meter.start()
                     with self._data(), self.usage.idle:

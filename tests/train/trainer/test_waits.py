@@ -108,7 +108,7 @@ class Steps:
         optimizer = build_optimizer(named, replace(config.optimizer, name=rule), "bf16-mixed")
         self.average = Average(named, 0.99)
         module = InHalf(Objective(model, ObjectiveConfig(ctc_weight=0.2)))
-        group: Any = SimpleNamespace(world=1, rank=0, data_world=1, enter_phase=lambda phase: None)
+        group = ProcessGroup(SimpleNamespace(global_rank=0, world_size=1))  # type: ignore[arg-type]
         meter = StepMetrics(tuple(TASKS), shape.layout.names, GPU, group)
         fabric: Any = OnGPU(monkeypatch)
         highest = HighestLosses(20, Path(), group)
