@@ -8,6 +8,7 @@ from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.text import Tokenizer
+from train.console.progress import Kind
 from train.data.batching.examples import ExampleMaker
 from train.data.batching.pipeline import Pipeline
 from train.data.batching.transcripts import Alignment
@@ -17,7 +18,7 @@ from train.data.rows.row import Row
 from train.data.seeding import key
 from train.data.sources.base import Source, StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
-from train.data.sources.recorded_digits import RecordedDigits
+from train.data.sources.recorded_digits import RecordedDigits, speak_ahead
 from train.data.sources.spoken_digits import SpokenDigits, vocabulary
 
 
@@ -141,6 +142,13 @@ def held_out_of(
                 raise
             broken[stored.where(number)] = str(error)
     return rows
+
+
+def synthesise_ahead(config: DataConfig, progress: Kind) -> None:
+    """Synthesises now the questions that training would otherwise wait for."""
+    for source in config.sources:
+        if source.kind == "recorded-digits":
+            speak_ahead(source.recorded, source.digits.question_rate, progress)
 
 
 def has_held_out(source: SourceConfig) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
@@ -27,9 +28,10 @@ from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig, plain_config
 from train.console.progress import TrainProgress, counted
+from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader, process_shards
-from train.data.build import build_alignment, build_pipeline, held_out_by_source
-from train.data.sources.recorded_digits import speak_ahead
+from train.data.batching.pipeline import Pipeline
+from train.data.build import build_alignment, build_pipeline, held_out_by_source, synthesise_ahead
 from train.data.speech_time import estimate_speech_time
 from train.distributed.deterministic import deterministic
 from train.distributed.fabric import (
@@ -130,7 +132,7 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
             for note in notes:
                 say(note)
             loop = prepare(config, fabric, folder, group, callbacks, steps)
-            group.run_on_first(lambda: _synthesise_ahead(config))
+            group.run_on_first(lambda: synthesise_ahead(config.data, config.log.progress))
             outcome = loop.run()
         return outcome if group.first else None
     except (RuntimeError, MemoryError) as error:
@@ -160,7 +162,8 @@ def prepare(
     plain = plain_config(config)
     parts = group.together(lambda: build_parts(config, initial, fabric, folder, group))
     loop = build_loop(config, plain, parts, fabric, folder, group, callbacks, profile)
-    loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, _yaml(plain)))
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, text))
     for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.trainable], loop.position, loop.saved):
         say(line)
     return loop
@@ -319,7 +322,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     fixed = {f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None}
     if base is not None:
         fixed["the checksum of the weights below the adapters"] = base
-    balanced, data, pin = None, config.data, fabric.device.type == "cuda"
+    balanced = None
     if config.balance is not None:
         names = balanced_tasks(config.balance, config.data)
         outer = outer_batches(config, names, pipeline.maker) if config.balance.kind.bilevel else ()
@@ -327,9 +330,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     return Parts(
         objective=objective,
         micro_batches=config.data.micro_batches,
-        steps=lambda shards, start, states: iter(
-            StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch, pin=pin)
-        ),
+        steps=lambda shards, start, states: _steps(pipeline, config, shards, start, states, fabric.device.type == "cuda"),
         targets=targets,
         streams=model.layout.names,
         tasks=tuple(TASKS),
@@ -347,11 +348,11 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     )
 
 
-def _synthesise_ahead(config: FitConfig) -> None:
-    """Synthesises now the questions that training would otherwise wait for."""
-    for source in config.data.sources:
-        if source.kind == "recorded-digits":
-            speak_ahead(source.recorded, source.digits.question_rate, config.log.progress)
+def _steps(
+    pipeline: Pipeline, config: FitConfig, shards: range, start: int, states: Mapping[str, Any], pin: bool
+) -> Iterator[list[Batch]]:
+    data = config.data
+    return iter(StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch, pin=pin))
 
 
 def with_alignment(config: FitConfig) -> FitConfig:
@@ -367,12 +368,6 @@ def with_alignment(config: FitConfig) -> FitConfig:
     ctc = alignment.size if ctc is None else ctc
     sounds = alignment.sound_size if sounds is None else sounds
     return replace(config, model=replace(config.model, ctc=ctc, ctc_sounds=sounds))
-
-
-def _yaml(plain: Mapping[str, Any]) -> str:
-    import yaml
-
-    return yaml.safe_dump(dict(plain), sort_keys=False, allow_unicode=True)
 
 
 def dry_run(config: FitConfig) -> str:
