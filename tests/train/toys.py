@@ -42,8 +42,9 @@ from train.config.sections import (
     ScheduleConfig,
     ValidationConfig,
 )
-from train.distributed.fabric import ProcessGroup, build_fabric, launch, leave
+from train.distributed.fabric import build_fabric, launch, leave
 from train.distributed.precision import quantized_type
+from train.distributed.process_group import ProcessGroup
 from train.distributed.watchdog import watched
 from train.objective.objective import Losses
 from train.trainer.build import build_loop, process_group

@@ -21,7 +21,7 @@ from omni.checkpoint.tensors import file_layout
 from omni.files import pages
 from omni.profiling import GIB, free_memory, high_water
 from train.checkpoint.state import CheckpointContent
-from train.distributed.fabric import ProcessGroup
+from train.distributed.process_group import ProcessGroup
 
 SHARE = 0.9
 """Largest share of a machine's free memory that copies may take."""

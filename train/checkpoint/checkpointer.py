@@ -21,7 +21,8 @@ from train.checkpoint.asynchronous import Background, StateCopy, copied_bytes, l
 from train.config.run import FitConfig, completed
 from train.config.sections import BudgetConfig
 from train.data.batching.packer import States, merge
-from train.distributed.fabric import ProcessGroup, launch_names, restarted
+from train.distributed.fabric import launch_names, restarted
+from train.distributed.process_group import ProcessGroup
 from train.optim.ema import Average
 from train.optim.schedule import check_larger, due, extension
 

@@ -40,7 +40,8 @@ from omni.old_names import new_fields, new_name
 from train.checkpoint.retention import FORMAT, LAST, STATE, discard, name_of, newest, read_state
 from train.checkpoint.rng import random_state, set_random_state
 from train.data.batching.packer import PackerShard
-from train.distributed.fabric import ProcessGroup, is_sharded
+from train.distributed.fabric import is_sharded
+from train.distributed.process_group import ProcessGroup
 from train.optim.ema import Average
 from train.optim.optimizer import Optimizers
 

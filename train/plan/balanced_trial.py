@@ -13,8 +13,8 @@ from omni.tasks import TASKS
 from train.balance.section import balanced_tasks
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
-from train.distributed.fabric import ProcessGroup
 from train.distributed.precision import product_type
+from train.distributed.process_group import ProcessGroup
 from train.objective.objective import cells, targets
 from train.plan.step import Balance, Workbench
 from train.trainer.balanced_step import Balanced, Balancing

@@ -29,7 +29,8 @@ from train.balance.balancer import Balancer, build
 from train.balance.chooser import BalanceReport
 from train.balance.feature_hook import FeatureHook
 from train.balance.section import BalanceSection, spelt
-from train.distributed.fabric import ProcessGroup, accumulating, reshard
+from train.distributed.fabric import accumulating, reshard
+from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
 from train.objective.task_losses import GraphLosses, TaskLosses, cells_by_stream, cells_by_task, mean_factors
 from train.trainer.feed import Batch, CountedStep

@@ -35,7 +35,6 @@ from train.data.build import build_alignment, build_pipeline, held_out_by_source
 from train.data.speech_time import estimate_speech_time
 from train.distributed.deterministic import deterministic
 from train.distributed.fabric import (
-    ProcessGroup,
     build_fabric,
     compile_blocks,
     count_processes,
@@ -46,6 +45,7 @@ from train.distributed.fabric import (
     setup,
 )
 from train.distributed.precision import quantized_type
+from train.distributed.process_group import ProcessGroup
 from train.distributed.sharding import ParallelDims
 from train.distributed.watchdog import watched
 from train.objective.flops import StepFlops

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from omni.errors import UserError, closest
 from omni.plugins import Registry
-from train.distributed.fabric import ProcessGroup
+from train.distributed.process_group import ProcessGroup
 from train.trainer.parts import Outcome
 
 Event = Literal["on_step", "on_validation", "on_save", "on_end"]

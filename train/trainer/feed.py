@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from omni.errors import UserError
-from train.distributed.fabric import ProcessGroup
+from train.distributed.process_group import ProcessGroup
 from train.trainer.signals import SIGNALS, Stop
 
 Batch = Any

@@ -26,7 +26,8 @@ from train.data.batching.examples import Example, ExampleMaker, Prepared, TooLon
 from train.data.batching.packer import choose
 from train.data.config import PackingConfig, SourceConfig
 from train.data.rows.row import Row
-from train.distributed.fabric import ProcessGroup, reshard
+from train.distributed.fabric import reshard
+from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
 from train.optim.ema import Average
 from train.trainer.metrics import means

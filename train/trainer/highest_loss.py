@@ -15,7 +15,7 @@ from torch import Tensor
 
 from omni.files import replacing
 from train.data.batching.batch import Batch
-from train.distributed.fabric import ProcessGroup
+from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
 from train.objective.task_losses import ExampleLosses
 

@@ -16,7 +16,7 @@ from omni.files import write_whole
 from train.data.batching.unused import Counts
 
 if TYPE_CHECKING:
-    from train.distributed.fabric import ProcessGroup
+    from train.distributed.process_group import ProcessGroup
 
 METRICS, VALIDATION, BALANCE, UNUSED = "metrics.csv", "validation.csv", "balance.csv", "unused.csv"
 KINDS = ("weight", "norm", "cosine", "absent", "zero")

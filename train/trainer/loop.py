@@ -19,7 +19,8 @@ from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig
 from train.console.progress import TrainProgress, figures_line
 from train.data.batching.packer import update_states
-from train.distributed.fabric import ProcessGroup, full_state, with_whole_state
+from train.distributed.fabric import full_state, with_whole_state
+from train.distributed.process_group import ProcessGroup
 from train.optim.ema import Average
 from train.optim.optimizer import Optimizers, set_learning_rate
 from train.optim.schedule import due, learning_rate, used

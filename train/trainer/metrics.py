@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from train.distributed.fabric import ProcessGroup
+from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
 
 

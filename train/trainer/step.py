@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
-from train.distributed.fabric import ProcessGroup, accumulating, clip
+from train.distributed.fabric import accumulating, clip
+from train.distributed.process_group import ProcessGroup
 from train.optim.optimizer import Optimizers
 from train.trainer.balanced_step import Balancing
 from train.trainer.feed import CountedStep, StepBatches

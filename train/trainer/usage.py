@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
 from omni.profiling import GIB
-from train.distributed.fabric import ProcessGroup
+from train.distributed.process_group import ProcessGroup
 from train.optim.ema import Average
 
 

@@ -18,7 +18,8 @@ from train.balance.section import BalanceSection
 from train.checkpoint import retention, state
 from train.config.sections import BudgetConfig
 from train.data.batching.batch import Batch
-from train.distributed.fabric import ProcessGroup, build_fabric
+from train.distributed.fabric import build_fabric
+from train.distributed.process_group import ProcessGroup
 from train.objective.objective import PLAIN, Losses, Objective
 from train.objective.task_losses import PlainLosses, TaskLosses, cells_by_task, mean_factors
 from train.trainer.logs import BALANCE, METRICS, read_table

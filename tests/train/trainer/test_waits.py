@@ -26,7 +26,8 @@ from train.balance.section import BalanceSection
 from train.config.parse import read_fit_config
 from train.config.sections import FabricConfig, OptimizerConfig
 from train.data.config import PackingConfig
-from train.distributed.fabric import ProcessGroup, build_fabric
+from train.distributed.fabric import build_fabric
+from train.distributed.process_group import ProcessGroup
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Losses, Objective, targets
 from train.objective.task_losses import GraphLosses, TaskLosses, cells_by_task
