@@ -20,8 +20,7 @@ from omni.errors import UserError
 from tests.processes import Program
 from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
 from train.checkpoint import config_diff, retention
-from train.checkpoint.state import RNG, Position, load
-from train.checkpoint.state import save as save_state
+from train.checkpoint.state import RNG, Position, capture, load, write
 from train.config.sections import (
     BudgetConfig,
     CheckpointConfig,
@@ -337,7 +336,8 @@ def test_paged_state_stays_paged_over_a_resume(tmp_path: Path) -> None:
         module = nn.Linear(512, 512, device="cuda")
         optimizer = build_optimizer(list(module.named_parameters()), config)
         if resumed:
-            load(save_state(tmp_path, Position(step=3), {}, *ends[0], None, group), module, optimizer, None, group)
+            saved = write(capture(tmp_path, Position(step=3), {}, *ends[0], None, group), group)
+            load(saved, module, optimizer, None, group)
         for _ in range(3):
             module(torch.ones(8, 512, device="cuda")).square().mean().backward()
             optimizer.step()
