@@ -126,8 +126,8 @@ def test_killed_at_any_moment_a_run_ends_bitwise_where_an_undisturbed_one_ends(
 
 @pytest.mark.long
 def test_a_mistake_ends_torchrun_and_is_told_once(tmp_path: Path) -> None:
-    run = Torchrun(tmp_path, "ddp", "--data.micro_batches", "3")
-    assert run.end() != 0 and run.said.count("error: ") == 1 and "3 micro-batches" in run.said, run.said
+    run = Torchrun(tmp_path, "ddp", "--fabric.devices", "3")
+    assert run.end() != 0 and run.said.count("error: ") == 1 and "torchrun has started 2" in run.said, run.said
 
 
 @pytest.mark.long
