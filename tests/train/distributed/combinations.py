@@ -98,7 +98,7 @@ def try_all(layouts: Mapping[str, Any] = LAYOUTS) -> str:
                 cells[name].append(cell)
     rows = [f"| {name} | {' | '.join(row)} |" for name, row in cells.items()]
     head = [f"| | {' | '.join(layouts)} |", f"|---|{'---|' * len(layouts)}"]
-    return "\n".join([*head, *rows, "", *(f"({number}) {text}" for text, number in refused.items())])
+    return "\n".join([*head, *rows, "", *(f"{number}. {text}" for text, number in refused.items())])
 
 
 def _read(file: Path) -> Any:
