@@ -93,6 +93,9 @@ def shard(module: nn.Module, config: FabricConfig, kind: str) -> nn.Module:
     fully_shard(module, **options)
     if values is not None:
         fill(module, values, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
+    for part in sharded_parts(module):  # a part that no forward pass has used yet fails where gradients stay whole (torch 2.14)
+        part.unshard()
+        part.reshard()
     return module
 
 

@@ -200,7 +200,7 @@ def slow_run(config: FitConfig, step: Callable[[SpeechModel, Sequence[Batch], Te
 
 def main(options: dict[str, Any]) -> None:
     """Runs one after another in the same processes: folder, balance (its fields), fabric, ctc, lora, micro, steps, every,
-    resume, ema, decoder (fields that change). The first process alone has the model's values at the start."""
+    resume, ema, decoder (fields that change), align_first. The first process alone has the model's values at the start."""
     for run in options["runs"]:
         lora = (
             LoRASection(targets=("decoder.blocks.*", "encoder.*"), rank=2, trainable=("projector.*",))
@@ -214,6 +214,7 @@ def main(options: dict[str, Any]) -> None:
             log=LogConfig(every=1, progress="off"), budget=BudgetConfig(steps=run.get("steps", 3)),
             checkpoint=CheckpointConfig(every_steps=run.get("every"), every_minutes=None), resume=run.get("resume", "auto"),
             ema=run.get("ema"),
+            objective=ObjectiveConfig(ctc_weight=0.2 if run.get("ctc") else 0.0, align_first=run.get("align_first", 0.0)),
         )  # fmt: skip
         model = tiny(run.get("ctc", False))
         model = replace(model, decoder=replace(model.decoder, **run.get("decoder", {})))

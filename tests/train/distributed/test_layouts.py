@@ -66,7 +66,8 @@ MIXED = {"precision": "bf16-mixed"}
 def make(top: Path, count: int, layouts: dict[str, dict[str, Any]], moves: Sequence[Move] = ()) -> None:
     """Make runs of four steps of four micro-batches in `count` processes, and their parts of runs that move; all of them share
     one process group."""
-    listed = [run_of(top / f"{count}-{name}", count, fabric) for name, fabric in layouts.items()]
+    first = {"mixed": {"align_first": 0.25}}  # a step that leaves the decoder alone
+    listed = [run_of(top / f"{count}-{name}", count, fabric, **first.get(name, {})) for name, fabric in layouts.items()]
     listed += [run_of(top / f"{count}-lora-{name}", count, fabric, lora=True) for name, fabric in ADAPTED.get(count, [])]
     for name, before, after in moves:  # the first two steps there, the others here
         listed += [run_of(top / name, count, fabric, steps=2) for n, fabric in [before] if n == count]
@@ -139,7 +140,7 @@ def test_parameters_gathered_in_half_precision_learn_nearly_the_same(runs: Path)
     one, found = (read_table(runs / folder / METRICS) for folder in ("1-mixed", "2-mixed"))
     for ours, theirs in zip(found, one, strict=True):
         for column in ("loss", "loss/text", "loss/audio"):
-            assert ours[column] == pytest.approx(theirs[column], rel=0.02), column
+            assert ours[column] == pytest.approx(theirs[column], rel=0.02, nan_ok=True), column
 
 
 def test_dimensions_follow_from_the_number_of_processes() -> None:
