@@ -64,7 +64,7 @@ def test_gradients_by_task_and_what_is_kept_are_counted_by_hand() -> None:
     kept = phases_of(balanced("dbmtl"), model, 1, cuda=False)["optimizer"]["balance"]
     assert kept == pytest.approx(3 * shared, rel=0.01)
     assert phases_of(config, model, 1, cuda=False)["optimizer"]["balance"] < 0.01 * shared
-    spread_out = sharded("balance", gathered, meta_model(config, model), 2, 4, 4)
+    spread_out = sharded("balance", gathered, meta_model(config, model), 2, (4, 4, False))
     assert spread_out["balance"] == gathered["balance"] / 2
 
 
