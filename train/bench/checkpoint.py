@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from omni.files import sync
 from omni.hardware import synchronize
-from omni.profiling import GIB, free_memory
+from omni.profiling import GIB, free_memory, seconds_of
 from train.bench.runs import run_with_batches, two_steps
 from train.bench.timing import TimingRow
 from train.checkpoint.state import capture
@@ -48,7 +48,7 @@ def checkpoint(
 
         def asynchronous() -> None:
             saver.asynchronous = True
-            spent["copy"].append(_seconds(lambda: saver.save(0.0, beside=True), device))
+            spent["copy"].append(seconds_of(lambda: saver.save(0.0, beside=True), device))
             take()
             writing = saver.writing
             saver.wait()
@@ -56,13 +56,13 @@ def checkpoint(
 
         def synchronous() -> None:
             saver.asynchronous = False
-            spent["save"].append(_seconds(lambda: saver.save(0.0, beside=True), device))
+            spent["save"].append(seconds_of(lambda: saver.save(0.0, beside=True), device))
             take()
 
         works = {"plain": take, "asynchronous": asynchronous, "synchronous": synchronous}
         for turn in range(rounds + 1):
             for name in works if turn % 2 else reversed(list(works)):
-                seconds = _seconds(works[name], device)
+                seconds = seconds_of(works[name], device)
                 spent[name].append(seconds)
             spent["save_file"].append(_save_file(loop))
         held = capture(saver.place, loop.position, {}, *saver.training, loop.group)
@@ -115,14 +115,6 @@ def _taking(loop: Loop, given: list[StepBatches]) -> Callable[[], None]:
             synchronize(loop.fabric.device)
 
     return take
-
-
-def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 def _save_file(loop: Loop) -> float:
