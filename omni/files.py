@@ -22,6 +22,19 @@ LONGEST = 255
 """Longest file name, in bytes, that file systems accept."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """System errors that mean that there is no room for a file."""
+PASSING = (
+    *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.EPIPE),
+    *(
+        errno.ECONNRESET,
+        errno.ECONNREFUSED,
+        errno.ENOTCONN,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+    ),
+)
+"""System errors of a disk, or a network, that may be over at another try."""
 LOCK = ".lock"
 """Lock file in a folder that a process works in; names that process."""
 

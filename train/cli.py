@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return error.code
         if not _helper() or error.alone:  # all processes of a run fail alike; the first one reports
             say(f"error: {error}")
-        if not isinstance(error.__cause__, OSError):  # another try may help there
+        if not error.again:
             _end_launcher()
         return 0 if _helper() and not error.alone else error.code
     except BrokenPipeError:  # whoever read what is printed, such as `head`, has read enough

@@ -251,7 +251,7 @@ def test_a_process_that_fabric_started_ends_with_the_first_one() -> None:
 def test_a_mistake_ends_a_torchrun_that_would_start_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], parent: str, count: str, rank: str, code: int | None
 ) -> None:
-    """Nothing else is ended, and a lost process is no mistake."""
+    """Nothing else is ended, and neither a lost process nor a disk that has failed is a mistake."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)", parent]) as launcher:
         while parent.encode() not in Path(f"/proc/{launcher.pid}/cmdline").read_bytes():  # the system has just begun with it
             time.sleep(0.01)
@@ -264,6 +264,10 @@ def test_a_mistake_ends_a_torchrun_that_would_start_again(
         monkeypatch.setitem(COMMANDS, "lost", ("lost", ""))
         assert main(["lost"]) == LostError.code and launcher.poll() is None
         assert "error: process 1 has died" in capsys.readouterr().err
+        again = UserError("checkpoint x cannot be written (Input/output error)")
+        again.again = True
+        lost.main = lambda words: (_ for _ in ()).throw(again)
+        assert main(["lost"]) == (2 if rank == "0" else 0) and launcher.poll() is None
         assert main(["fti"]) == (2 if rank == "0" else 0)
         if code is None:
             launcher.kill()

@@ -14,7 +14,6 @@ checkpoint written by any number of processes, sharded or not, is read by any ot
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -34,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from omni.checkpoint.tensors import save_tensors
 from omni.errors import UserError
-from omni.files import sync, write_whole
+from omni.files import FULL, PASSING, sync, write_whole
 from omni.lora.attach import adapted
 from omni.old_names import new_fields, new_name
 from train.checkpoint.retention import FORMAT, LAST, STATE, discard, name_of, newest, read_state
@@ -46,8 +45,6 @@ from train.optim.ema import Average
 from train.optim.optimizer import Optimizers
 
 TENSORS, RNG, BALANCE = "tensors", "rng.safetensors", "balance-{}.safetensors"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a full disk."""
 
 
 @dataclass
@@ -223,7 +220,9 @@ def _cannot_write(target: Path, error: BaseException) -> UserError:
             "command again"
         )
     reason = " ".join(str(error).split())[:300]
-    return UserError(f"checkpoint {target} cannot be written ({reason}); {kept}; fix that and run the same command again")
+    failure = UserError(f"checkpoint {target} cannot be written ({reason}); {kept}; fix that and run the same command again")
+    failure.again = not isinstance(error, OSError) or error.errno in PASSING
+    return failure
 
 
 def load(

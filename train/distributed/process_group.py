@@ -14,6 +14,7 @@ from lightning_fabric import Fabric
 from torch import Tensor
 
 from omni.errors import UserError
+from omni.files import PASSING
 from train.distributed.activity import Activity
 
 T = TypeVar("T")
@@ -102,10 +103,12 @@ class ProcessGroup:
 
     def raise_if_any_failed(self, error: UserError | None) -> None:
         """Raise a UserError in all processes where one has failed: a process's own error, or else that of the lowest rank."""
-        messages = self.gather(None if error is None else str(error))
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise error or UserError(f"{message} (process {rank})")
+        failures = self.gather(None if error is None else (str(error), error.again))
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                shared = error or UserError(f"{failure[0]} (process {rank})")
+                shared.again = shared.again or failure[1]
+                raise shared
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` in every process; the UserError of any is raised in all."""
@@ -132,6 +135,6 @@ class ProcessGroup:
             except OSError as error:
                 what, reason = error.filename or "a file", error.strerror or error
                 failure = UserError(f"{what} cannot be read or written ({reason}); fix that and run the same command again")
-                failure.__cause__ = error
+                failure.again = error.errno in PASSING
         self.raise_if_any_failed(failure)
         return result
