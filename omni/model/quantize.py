@@ -5,7 +5,7 @@ Only frozen weights are quantised: adapters beside them are trained (QLoRA).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -53,12 +53,24 @@ def plain_checksum(linear: nn.Module) -> int | None:
     return getattr(linear, "plain_checksum", None)
 
 
-def quantize(model: nn.Module, kind: Kind, patterns: Sequence[str], dtype: torch.dtype = torch.float32) -> list[str]:
+Packed = tuple[int, dict[str, Tensor]]
+"""Checksum of a weight before it was quantised, and bitsandbytes' parts of it by name: plain data."""
+
+
+def quantize(
+    model: nn.Module,
+    kind: Kind,
+    patterns: Sequence[str],
+    dtype: torch.dtype = torch.float32,
+    share: Callable[[Packed | None], Packed | None] | None = None,
+) -> list[str]:
     """Quantise the weights of linears to 4 bits (nf4 with double quantisation) or 8, in place; outputs have the inputs' type.
 
     Args:
         patterns: names of the linears (`omni.patterns`).
         dtype: type of the products of nf4, and of its dequantised weights; those of int8 follow the inputs.
+        share: sends a value of the first of several processes to all of them: others need no weights to quantise, which may
+            lie on the meta device.
 
     Returns:
         names of the linears that were quantised.
@@ -80,38 +92,51 @@ def quantize(model: nn.Module, kind: Kind, patterns: Sequence[str], dtype: torch
     text_rows = text_rows_of(model)
     for name in names:  # one at a time: each weight is freed before the next is quantised
         linear: Any = model.get_submodule(name)
-        device, bias = linear.weight.device, linear.bias is not None
         new: Any
+        shape, bias, valued = (linear.in_features, linear.out_features), linear.bias is not None, not linear.weight.is_meta
         if kind == "nf4":
-            new = bnb.nn.Linear4bit(
-                linear.in_features,
-                linear.out_features,
-                bias,
-                compute_dtype=dtype,
-                quant_type="nf4",
-                compress_statistics=True,
-                device="meta",
-            )
+            options: Any = {"quant_type": "nf4", "compress_statistics": True}
+            new = bnb.nn.Linear4bit(*shape, bias, compute_dtype=dtype, **options, device="meta")
             # In eval mode bitsandbytes would repack the weight for a faster, rounded product, which has no backward pass.
             new.support_avx512bf16_for_cpu = False
-            new.weight = bnb.nn.Params4bit(
-                linear.weight.detach(), requires_grad=False, quant_type="nf4", compress_statistics=True
-            )
+            if valued:
+                new.weight = bnb.nn.Params4bit(linear.weight.detach(), requires_grad=False, **options)
         else:
-            new = bnb.nn.Linear8bitLt(
-                linear.in_features, linear.out_features, bias, has_fp16_weights=False, threshold=0.0, device="meta"
-            )
-            new.weight = bnb.nn.Int8Params(
-                linear.weight.detach().to(torch.float16), requires_grad=False, has_fp16_weights=False
-            )
-        new.plain_checksum = checksum_of(name, linear.weight, text_rows)
+            new = bnb.nn.Linear8bitLt(*shape, bias, has_fp16_weights=False, threshold=0.0, device="meta")
+            if valued:
+                half = linear.weight.detach().to(torch.float16)
+                new.weight = bnb.nn.Int8Params(half, requires_grad=False, has_fp16_weights=False)
         new.bias = linear.bias
-        new = new.to(device)
-        if kind == "nf4":
+        if valued:
+            new.plain_checksum = checksum_of(name, linear.weight, text_rows)
+            new = new.to(linear.weight.device)
+        if share is not None:
+            packed = share(_packed(new) if valued else None)
+            if not valued and packed is not None:
+                _unpack(new, packed)
+        if kind == "nf4" and new.weight.quant_state is not None:
             new.weight.quant_state.dtype = dtype
         place, _, last = name.rpartition(".")
         setattr(model.get_submodule(place), last, new)
     return names
+
+
+def _packed(linear: Any) -> Packed:
+    weight = linear.weight
+    more = {"SCB": weight.SCB} if hasattr(weight, "SCB") else weight.quant_state.as_dict(packed=True)
+    return linear.plain_checksum, {"weight": weight.detach().cpu().as_subclass(Tensor), **{k: t.cpu() for k, t in more.items()}}
+
+
+def _unpack(linear: Any, packed: Packed) -> None:
+    """Gives a linear of the meta device a weight that another process has packed."""
+    import bitsandbytes as bnb
+
+    linear.plain_checksum, parts = packed
+    weight = parts.pop("weight")
+    if "SCB" in parts:
+        linear.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=parts["SCB"])
+    else:
+        linear.weight = bnb.nn.Params4bit.from_prequantized(weight, parts, device=weight.device, module=linear)
 
 
 def chosen_linears(model: nn.Module, patterns: Sequence[str]) -> list[str]:

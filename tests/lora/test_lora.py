@@ -311,6 +311,26 @@ def test_on_a_quantised_base_it_adds_to_the_dequantised_weights(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_other_processes_take_the_weights_that_the_first_one_quantises(kind: str) -> None:
+    def layers() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 32, bias=False))
+
+    first, sent = layers(), []
+    with torch.device("meta"):
+        other = layers()
+    quantize(first, kind, ["*"], share=lambda packed: sent.append(packed) or packed)  # type: ignore
+    quantize(other, kind, ["*"], share=lambda packed: sent.pop(0))  # type: ignore
+    assert not sent and other[0].bias.is_meta
+    other[0].bias = first[0].bias
+    for one, two in zip(first[::2], other[::2], strict=True):
+        assert type(one.weight) is type(two.weight) and one.plain_checksum == two.plain_checksum
+        assert dense_weight(one).equal(dense_weight(two))  # type: ignore
+    x = torch.randn(5, 128)
+    assert first(x).equal(other(x))
+    assert dense_weight(copy.deepcopy(other)[0]).equal(dense_weight(first[0]))  # type: ignore
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_an_adapter_of_a_quantised_base_knows_the_plain_weights_it_came_from(kind: str) -> None:
     model, other = Ours(mistral()), Ours(mistral())
     with torch.no_grad():

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from omni.convert.lazy import Lazy, LazyTensors
 from omni.errors import UserError
-from omni.model.quantize import is_quantized
 from train.config.sections import FabricConfig
 from train.distributed.precision import AdapterPrecision
 from train.distributed.process_group import PATIENCE, ProcessGroup
@@ -81,15 +80,9 @@ def build_fabric(config: FabricConfig) -> Fabric:
     return fabric
 
 
-def sends_values(world: int, quantized: bool) -> bool:
-    """Whether the first process alone has a model's values before `setup` sends them; quantised ones are made in all."""
-    return world > 1 and not quantized
-
-
 def setup(fabric: Fabric, module: nn.Module, config: FabricConfig) -> Any:
     """Wrap a module as the strategy asks, with the first process's values in all of them."""
-    quantized = any(is_quantized(part) for part in module.modules())
-    if config.strategy != "fsdp" and sends_values(fabric.world_size, quantized):
+    if config.strategy != "fsdp" and fabric.world_size > 1:
         fill(module, to_meta(module), fabric.device)
     return fabric.setup_module(module)
 

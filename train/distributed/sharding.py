@@ -76,11 +76,12 @@ def shard(module: nn.Module, config: FabricConfig, kind: str) -> nn.Module:
 
     dims = ParallelDims.of(config, dist.get_world_size())
     mesh = init_device_mesh(kind, (dims.replicas, dims.shards, dims.tensor), mesh_dim_names=(REPLICAS, SHARDS, TENSOR))
-    coded = [part for part in module.modules() if is_quantized(part)]
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    coded: list[Any] = [part for part in module.modules() if is_quantized(part)]
     for part in coded:  # FSDP2 does not move modules that it does not shard
-        part.to(torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else kind)
+        part.weight = part.weight.to(device)
     whole: Any = {part.weight for part in coded}
-    values = None if coded else to_meta(module)
+    values = to_meta(module)
     if dims.tensor > 1:
         for decoder in decoders(module):
             distribute_decoder(decoder, mesh[TENSOR])
@@ -91,8 +92,7 @@ def shard(module: nn.Module, config: FabricConfig, kind: str) -> nn.Module:
             for block in part:
                 fully_shard(block, **options)
     fully_shard(module, **options)
-    if values is not None:
-        fill(module, values, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
+    fill(module, values, device)
     for part in sharded_parts(module):  # a part that no forward pass has used yet fails where gradients stay whole (torch 2.14)
         part.unshard()
         part.reshard()
@@ -115,11 +115,26 @@ def _precision(precision: str) -> Any:
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _without_quantized(module: nn.Module) -> Iterator[None]:
+    """A context in which a module lacks its quantised weights, which all processes have already (`omni.model.quantize`)."""
+    held = [(part, part._parameters.get("weight")) for part in module.modules() if is_quantized(part)]
+    for part, _ in held:
+        part._parameters["weight"] = None
+    try:
+        yield
+    finally:
+        for part, weight in held:
+            part._parameters["weight"] = weight
+
+
 def to_meta(module: nn.Module) -> dict[str, Tensor]:
-    """Move a module to the meta device; returns its parameters and buffers by name where it had values, else empty."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    values = {name: tensor.detach() for name, tensor in named if not tensor.is_meta}
-    module.to("meta")
+    """Move a module to the meta device, without its quantised weights; returns its parameters and buffers by name where it had
+    values, else empty."""
+    with _without_quantized(module):
+        named = [*module.named_parameters(), *module.named_buffers()]
+        values = {name: tensor.detach() for name, tensor in named if not tensor.is_meta}
+        module.to("meta")
     return values
 
 
@@ -129,8 +144,10 @@ def fill(module: nn.Module, values: dict[str, Tensor], device: torch.device) -> 
 
     One tensor at a time is whole on the others, and the first one's are let go as they are sent.
     """
-    module.to_empty(device=device)
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    with _without_quantized(module):
+        module.to_empty(device=device)
+        named = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in named:
         given = values.pop(name, None)
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if dist.get_rank() == 0:

@@ -110,9 +110,16 @@ class Objective(nn.Module):
         # Not a buffer: a module in bf16 has its buffers rounded, and with them the weights of the losses.
         self.stream_weights = torch.tensor(weights, dtype=torch.float32)
 
+    @property
+    def align_first(self) -> float:
+        """Share of the budget in which only what hears is trained (`ObjectiveConfig.align_first`); 0 where nothing of it is."""
+        hears = self.model.encoder, self.model.alignment_head
+        learns = any(p.requires_grad for part in hears if part is not None for p in part.parameters())
+        return self.config.align_first if learns else 0.0
+
     def idle(self, progress: float) -> list[nn.Parameter]:
         """Parameters that are not trained at this point of the budget (`align_first`): the optimizer must not change them."""
-        if progress >= self.config.align_first:
+        if progress >= self.align_first:
             return []
         return [*self.model.decoder.parameters(), *self.model.projector.parameters()]
 
@@ -135,7 +142,7 @@ class Objective(nn.Module):
         aligned = ctc.new_full((), sum(map(len, batch.transcripts)), dtype=torch.float32)
         if not task_losses.aligned:  # a pass for some tasks alone
             weighted, ctc, aligned = 0 * weighted, 0 * ctc, 0 * aligned
-        if progress < self.config.align_first or task_losses.alignment_only:
+        if progress < self.align_first or task_losses.alignment_only:
             # Under DDP all parameters must take part in the backward pass, here times 0; sharded ones (FSDP2) may be left out.
             idle = [*self.model.decoder.parameters(), *self.model.projector.parameters()]
             idle = [p for p in idle if p.requires_grad and not isinstance(p, DTensor)]

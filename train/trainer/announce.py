@@ -14,6 +14,7 @@ from train.checkpoint.state import Position
 from train.config.run import FitConfig
 from train.console.progress import Screen, duration
 from train.distributed.sharding import ParallelDims
+from train.objective.objective import Objective
 from train.trainer.logs import METRICS
 from train.trainer.lora import ADAPTER
 from train.trainer.parts import Parts
@@ -69,6 +70,8 @@ def ready_lines(
         lines.append(_line("broken", f"{len(held.broken):,} of the held-out rows, which are left out (the first: {why})"))
     if saved is not None:
         lines.append(_line("resumed", f"from {saved}, after {position.step} steps and {duration(position.seconds)}"))
+    if config.objective.align_first and isinstance(parts.objective, Objective) and not parts.objective.align_first:
+        lines.append("objective.align_first is passed over: neither the encoder nor the alignment head is trained")
     if config.fabric.compile:
         lines.append("compiling the decoder's blocks: the first steps take longer")
     return lines

@@ -41,7 +41,6 @@ from train.distributed.fabric import (
     launch,
     leave,
     restarted,
-    sends_values,
     setup,
 )
 from train.distributed.precision import quantized_type
@@ -155,9 +154,7 @@ def prepare(
     for line in announce.start_lines(config, fabric, profile):
         say(line)
     group = group or process_group(config, fabric)
-    quantized = config.lora is not None and config.lora.quantize is not None
-    valued = group.first or not sends_values(group.world, quantized)
-    initial = group.together(lambda: build_initial(with_alignment(config).model, config.seed, valued))
+    initial = group.together(lambda: build_initial(with_alignment(config).model, config.seed, group.first))
     say(announce.parameters_line("model", initial.model.parameters()))
     plain = plain_config(config)
     parts = group.together(lambda: build_parts(config, initial, fabric, folder, group))
@@ -211,7 +208,8 @@ def build_loop(
     meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group, peak or None)
     highest = HighestLosses(config.log.highest if parts.named else 0, folder, group)
     built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip, highest)
-    step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, config.objective.align_first)
+    first = objective.align_first if isinstance(objective, Objective) else 0.0
+    step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, first)
     torch.manual_seed(config.seed + 1 + group.data_rank)
     checkpointer = Checkpointer(
         config, plain, folder, fabric, group, objective=objective, optimizer=optimizer, average=average, balance=balance,
@@ -277,8 +275,7 @@ def build_balance(
 def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path, group: ProcessGroup | None = None) -> Parts:
     """Builds the parts of a run: model, objective, data, validation and export."""
     model, lora, group = initial.model, config.lora, group or process_group(config, fabric)
-    base = adapters.apply(model, lora, quantized_type(config.fabric.precision)) if lora is not None else None
-    base = group.broadcast(base)  # others may have no values yet
+    base = adapters.apply(model, lora, quantized_type(config.fabric.precision), group) if lora is not None else None
     model.set_checkpointing(config.fabric.checkpointing)
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
     questions, broken = config.validation.questions, dict[str, str]() if config.data.broken == "skip" else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -10,24 +10,25 @@ from torch import Tensor, nn
 
 from omni.lora.attach import add_adapter, attach, linear_of, linears_of
 from omni.lora.peft import check_base, load_adapter, save_adapter
-from omni.lora.weights import base_checksum, base_weight, replace_whole, weights_of
+from omni.lora.weights import AdapterWeights, base_checksum, base_weight, replace_whole, weights_of
 from omni.model.quantize import quantize
 from omni.patterns import match_names
 from train.config.sections import LoRASection
+from train.distributed.process_group import ProcessGroup
 
 ADAPTER = "adapter"
 """The folder of a run's adapter."""
 
 
-def apply(model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.float32) -> int:
+def apply(model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.float32, group: ProcessGroup | None = None) -> int:
     """Attaches the adapters of a run to a model, in fp32.
 
     Args:
         dtype: type in which weights of 4 bits are multiplied (`train.distributed.precision.quantized_type`).
+        group: the processes that all call this; all but the first may have the weights on the meta device.
 
     Returns:
-        the checksum of the weights below them (`omni.lora.weights.base_checksum`), which are then quantised if asked; 0 where
-        they have no values yet (the meta device).
+        the checksum of the weights below them (`omni.lora.weights.base_checksum`), which are then quantised if asked.
 
     Raises:
         UserError: a pattern that matches no linear, an adapter of another model, or no bitsandbytes.
@@ -38,13 +39,15 @@ def apply(model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.flo
     chosen = match_names(
         targets, list(linears), f"lora.init_from {section.init_from}" if given else "lora.targets", what="linear"
     )
-    valued = not any(p.is_meta for p in model.parameters())
-    base = base_checksum(model, chosen) if valued else 0
-    if given is not None and valued:
-        check_base(given, lambda name: base_weight(linears[name]), f"lora.init_from {section.init_from}")
-        replace_whole(model, given, f"lora.init_from {section.init_from}")
+    base = (
+        _checked(model, section, given, chosen)
+        if group is None
+        else group.broadcast(group.together(lambda: _checked(model, section, given, chosen)))
+    )
     if section.quantize is not None:
-        held = {name: linear_of(model, name) for name in quantize(model, section.quantize, section.quantize_targets, dtype)}
+        share = group.broadcast if group is not None and group.world > 1 else None
+        names = quantize(model, section.quantize, section.quantize_targets, dtype, share)
+        held = {name: linear_of(model, name) for name in names}
         biases = [f"{name}.bias" for name, linear in held.items() if linear.bias is not None]
         for name in match_names(section.trainable, biases, "lora.trainable", strict=False):  # bitsandbytes casts them in place
             held[name.removesuffix(".bias")].compute_dtype = torch.float32  # type: ignore[assignment]
@@ -52,6 +55,17 @@ def apply(model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.flo
         attach(model, {name: pair.float() for name, pair in given.modules().items()})
     else:
         add_adapter(model, section)
+    return base
+
+
+def _checked(model: nn.Module, section: LoRASection, given: AdapterWeights | None, chosen: Iterable[str]) -> int:
+    """Checks the weights below a given adapter and takes what it has beside its pairs; returns their checksum, 0 on meta."""
+    if any(p.is_meta for p in model.parameters()):
+        return 0
+    base, linears = base_checksum(model, chosen), linears_of(model)
+    if given is not None:
+        check_base(given, lambda name: base_weight(linears[name]), f"lora.init_from {section.init_from}")
+        replace_whole(model, given, f"lora.init_from {section.init_from}")
     return base
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import several
 from tests.train.distributed.test_fabric import LINES, losses, make_together
 from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora
 
@@ -44,3 +45,17 @@ def test_stopped_they_go_on_bitwise(runs: Path, kind: str) -> None:
     assert stopped.keys() == whole.keys()
     assert all(tensor.equal(stopped[name]) for name, tensor in whole.items())
     assert losses(runs / f"{kind}-stopped").shape == (8, 3)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_base_that_the_first_process_alone_reads_and_quantises_learns_the_same(tmp_path: Path, strategy: str) -> None:
+    """The command itself; the other process begins without values."""
+    given = ["--lora.quantize", "nf4", "--lora.trainable", "[projector.*]", "--optimizer.name", "adamw", "--budget.steps", "3"]
+    given += ["--budget.minutes", "null", "--data.micro_batches", "2", "--log.every", "1", "--validation.questions", "0"]
+    given += ["--model.decoder.layers", "2", "--model.encoder.layers", "1", "--fabric.precision", "32-true"]
+    for count, more in ((1, ["--fabric.devices", "1"]), (2, ["--fabric.devices", "2", "--fabric.strategy", strategy])):
+        for ended in several(
+            count, "train", "fit", "configs/nano.yaml", "--run_folder", str(tmp_path / str(count)), *given, *more
+        ):
+            assert ended.code == 0, ended.said
+    torch.testing.assert_close(losses(tmp_path / "2"), losses(tmp_path / "1"), rtol=1e-4, atol=1e-4)

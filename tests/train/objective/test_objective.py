@@ -390,6 +390,17 @@ def test_alignment_goes_first_and_leaves_the_rest_alone():
     torch.testing.assert_close(middle.total, plain.total + 0.6 * middle.ctc_sum / middle.ctc_count)
 
 
+def test_alignment_does_not_go_first_where_nothing_that_hears_is_trained():
+    torch.manual_seed(0)
+    model = SpeechModel(MODELS["codec2"])
+    for part in (model.encoder, model.alignment_head):
+        part.requires_grad_(False)
+    objective = Objective(model, ObjectiveConfig(ctc_weight=1.0, align_first=0.25))
+    batch = pack(model, [make_examples(model, ["A1T1", "A1A2"])], 64)
+    objective(batch, targets(batch), 0.0).total.backward()
+    assert objective.idle(0.0) == [] and model.decoder.audio_head.weight.grad.any()
+
+
 def test_bad_weights_are_refused(model):
     with pytest.raises(UserError, match="stream_weights has 2 entries"):
         Objective(model, ObjectiveConfig((1.0, 2.0)))
