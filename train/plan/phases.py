@@ -19,7 +19,7 @@ from omni.model.quantize import numels
 from omni.model.speech_model import SpeechModel
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
-from train.plan.quantized import QUANTISING_BYTES, FakeLinear, dense_bytes
+from train.plan.quantized import QUANTISING_BYTES, FakeLinear, dense_bytes, packed_bytes
 from train.plan.step import LOSS
 from train.plan.trace import ANSWERS, Snapshot
 from train.plan.worst_batch import worst_batch
@@ -55,7 +55,7 @@ class Outside:
         self.spread, self.local = config.fabric.strategy == "fsdp" and world > 1, world // config.fabric.num_nodes
         self.lora, self.share = config.lora is not None, world if self.spread else 1
         sizes, quantized = numels(model), config.lora is not None and config.lora.quantize is not None
-        self.makers = self.local if quantized else 1  # processes of a machine that make or read the whole model
+        self.packed = packed_bytes(model)
         coded = {name for name, part in model.named_modules() if isinstance(part, FakeLinear)}
         learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.own = 2 if config.fabric.precision == "bf16-true" else 4
@@ -106,7 +106,7 @@ class Outside:
             return {}
         gathered = float(self.own * self.plain + self.merged)
         found = {
-            START: self.makers * self.whole,
+            START: self.whole + (self.local - 1) * self.packed,  # the first process makes or reads it, and sends it
             ANSWERS: gathered if self.spread or self.lora else 0.0,
             CHECKPOINT: 2 * self.stored * self.local if self.spread else self.stored * self.beside,
             EXPORT: self.exported or self.largest,
