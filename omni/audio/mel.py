@@ -37,7 +37,12 @@ def mel_frames(samples: int, hop: int = HOP) -> int:
     return max(samples // hop, 1)
 
 
-def log_mel(audio: Tensor, n_mels: int = 80, floor: MelFloor = "clip", hop: int = HOP) -> Tensor:
+def samples_before(hop: int = HOP) -> int:
+    """Samples under the window of a frame before the hop that it ends with."""
+    return WINDOW - hop
+
+
+def log_mel(audio: Tensor, n_mels: int = 80, floor: MelFloor = "clip", hop: int = HOP, before: Tensor | None = None) -> Tensor:
     """Features `[..., M, F]` float32 of 16 kHz sound `[..., S]`, F = `mel_frames(S, hop)`.
 
     floor: "clip" bounds the features at 8 below the clip's loudest band, as Whisper does (in a batch each
@@ -45,6 +50,8 @@ def log_mel(audio: Tensor, n_mels: int = 80, floor: MelFloor = "clip", hop: int 
     "fixed" bounds them at `FIXED_FLOOR`: features are final as soon as the sound under their window is there
     (all frames but the last).
     n_mels: 80 or 128, the banks that Whisper ships. hop: samples between frames, 160 for Whisper.
+    before: the `samples_before(hop)` samples that came before these: each frame then ends with the hop that it is named after
+    (its centre is 2.5 ms earlier at Whisper's hop), and nothing is mirrored.
     UserError: no samples, or a value that is none of these.
     """
     import torch
@@ -56,15 +63,17 @@ def log_mel(audio: Tensor, n_mels: int = 80, floor: MelFloor = "clip", hop: int 
         raise UserError(f"n_mels={n_mels}: Whisper's filter banks have 80 or 128 bands")
     if floor not in ("clip", "fixed"):
         raise UserError(f"mel floor {floor!r} is unknown: clip or fixed")
-    audio = audio.float()
-    shortest = max(MIN_SAMPLES, hop)
+    audio, shortest = audio.float(), hop if before is not None else max(MIN_SAMPLES, hop)
     if audio.shape[-1] < shortest:
         audio = torch.nn.functional.pad(audio, (0, shortest - audio.shape[-1]))
+    frames, centred = mel_frames(audio.shape[-1], hop), before is None
+    if before is not None:
+        audio = torch.cat([before, audio], dim=-1)
     # Mixed precision must not reach the filters: bf16 keeps 3 digits of a power that spans 10 decades.
     with torch.autocast(audio.device.type, enabled=False):
         window = _hann(audio.device)
-        spectrum = torch.stft(audio, WINDOW, hop, window=window, pad_mode="reflect", return_complex=True)
-        power = spectrum[..., : mel_frames(audio.shape[-1], hop)].abs() ** 2  # Whisper drops the frame at the end
+        spectrum = torch.stft(audio, WINDOW, hop, window=window, center=centred, pad_mode="reflect", return_complex=True)
+        power = spectrum[..., :frames].abs() ** 2  # Whisper drops the frame at the end
         log = (mel_filters(audio.device, n_mels) @ power).clamp(min=1e-10).log10()
     if floor == "fixed":
         return (log.clamp(min=FIXED_FLOOR) + 4.0) / 4.0

@@ -90,6 +90,11 @@ class EncoderConfig(ABC):
         return False
 
     @property
+    def chunk_samples(self) -> int | None:
+        """Samples after which `Encoder.stream` gives the next frames; None where it gives all of them at the end."""
+        return None
+
+    @property
     def attention_size(self) -> int:
         """Layers times width of what attends, for FLOPs; 0 without attention."""
         return 0

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +50,26 @@ class AttentionGroup:
     """`[rows]`: index of each frame in `clips * longest`. None: all clips are equally long, nothing
     moves."""
     mask: Tensor | None
-    """`[clips, 1, 1, longest]` bool: keys that exist. None: all do."""
+    """`[clips, 1, 1 or longest, longest]` bool: keys that exist, and that a frame of a chunk hears. None: all."""
+
+
+class Chunks(NamedTuple):
+    """Chunks of a clip, each of which hears itself and what came before.
+
+    Attributes:
+        size: frames of a chunk.
+        history: frames before its chunk that a frame hears; None for all of them.
+    """
+
+    size: int
+    history: int | None = None
+
+    def heard(self, frames: int) -> Tensor:
+        """`[frames, frames]` bool: which frames (columns) each frame hears."""
+        place = torch.arange(frames)
+        start = place // self.size * self.size
+        heard = place[None] < start[:, None] + self.size
+        return heard if self.history is None else heard & (place[None] >= start[:, None] - self.history)
 
 
 @dataclass(frozen=True)
@@ -80,15 +100,18 @@ def pack(
     ratio: float,
     device: torch.device,
     bounds: bool = False,
+    gap: int = 1,
+    chunks: Chunks | None = None,
 ) -> Packing:
     """Build the index tensors of a batch of N clips of `mel_lengths` feature frames (each at least 1), laid out
     `mel_stride` frames apart.
 
     frames: how many encoder frames of each clip to return, at most ceil(F / 2). ratio: see `AttentionGroup`
-    and the two constants above. bounds: attention is given the clips' bounds instead of groups."""
+    and the two constants above. bounds: attention is given the clips' bounds instead of groups. gap: least number of
+    empty slots behind each clip. chunks: which frames of its clip a frame hears; None for all."""
     order = sorted(range(len(mel_lengths)), key=lambda clip: mel_lengths[clip])
     lengths = torch.tensor([mel_lengths[clip] for clip in order], dtype=torch.long)
-    slots = (lengths // 2 + 1) * 2
+    slots = (lengths + gap + 1) // 2 * 2
     tokens = (lengths + 1) // 2
     starts = slots.cumsum(0) - slots
     within = _ragged_arange(slots)
@@ -106,14 +129,14 @@ def pack(
         gaps=to_device(~live[:, None], device),
         kept=to_device((starts // 2).repeat_interleave(tokens) + positions, device),
         positions=to_device(positions, device),
-        groups=[] if bounds else _groups(tokens.tolist(), ratio, device),
+        groups=[] if bounds else _groups(tokens.tolist(), ratio, chunks, device),
         clips=PackedRows(to_device(ends, device), int(tokens[-1]), causal=False) if bounds else None,
         output=to_device(first.repeat_interleave(wanted) + _ragged_arange(wanted), device),
     )
     return plan
 
 
-def _groups(tokens: list[int], ratio: float, device: torch.device) -> list[AttentionGroup]:
+def _groups(tokens: list[int], ratio: float, chunks: Chunks | None, device: torch.device) -> list[AttentionGroup]:
     """Cut ascending lengths into runs whose longest is at most `ratio` times their shortest."""
     groups = []
     start = 0
@@ -123,10 +146,15 @@ def _groups(tokens: list[int], ratio: float, device: torch.device) -> list[Atten
             end += 1
         clips, longest = end - start, tokens[end - 1]
         place = mask = None
+        if chunks is not None and (chunks.size < longest):
+            mask = chunks.heard(longest)[None, None]
         if tokens[start] < longest:
             lengths = torch.tensor(tokens[start:end], dtype=torch.long)
             place = to_device((torch.arange(clips) * longest).repeat_interleave(lengths) + _ragged_arange(lengths), device)
-            mask = to_device((torch.arange(longest) < lengths[:, None])[:, None, None, :], device)
+            exist = (torch.arange(longest) < lengths[:, None])[:, None, None]
+            # A row of no frame, which is dropped afterwards, hears something: else its gradient is not a number.
+            mask = exist if mask is None else mask & exist | ~exist.transpose(2, 3)
+        mask = None if mask is None else to_device(mask, device)
         groups.append(AttentionGroup(sum(tokens[start:end]), clips, longest, place, mask))
         start = end
     return groups

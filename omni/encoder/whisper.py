@@ -1,5 +1,7 @@
 """The speech encoder: Whisper's modules and weights, run on the sound alone or on its padded window.
 
+In mode "chunked" a frame hears its chunk and what came before, so that a sound can be encoded while it is still coming.
+
 The modules are those of `whisper.model.AudioEncoder`, under `whisper.`, so OpenAI's encoder weights load by
 name. The forward pass is implemented here, because Whisper's own `forward` takes full windows only: a batch of
 clips is one list of frames `[sum T, D]`, no layer computes padding, and no clip sees another (see
@@ -10,7 +12,10 @@ N clips, M mel bands, F feature frames, T encoder frames, D width, H heads.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from random import Random
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +23,19 @@ from torch import Tensor, nn
 from whisper.model import AudioEncoder, ResidualAttentionBlock
 
 from omni.attention import attention, multiplied_in, takes_packed
+from omni.audio.mel import samples_before
 from omni.encoder import whisper_compiled
-from omni.encoder.base import Encoder, register_encoder
-from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, AttentionGroup, Packing, pack
+from omni.encoder.base import Encoder, EncoderStream, register_encoder
+from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, AttentionGroup, Chunks, Packing, pack
 from omni.encoder.whisper_config import WhisperConfig
+from omni.errors import UserError
 from omni.fingerprint import Fingerprint
 from omni.hardware import to_device
 from omni.kernels import Kernels, StepShape
 from omni.recompute import run_block, selectively
+
+WHOLE = 0.25
+"""Share of the batches in training that are heard whole in mode "chunked"."""
 
 
 @register_encoder(WhisperConfig)
@@ -75,20 +85,57 @@ class WhisperEncoder(Encoder):
             mels = normalized(mels, lengths, self.config.mel_range, self.config.mel_blur)
         if self._compiled():
             return whisper_compiled.encode(self.whisper, mels.to(weight), lengths, wanted)
-        bounds = takes_packed(weight.device, multiplied_in(weight), self.config.width // self.config.heads)
-        packing = pack(lengths, wanted, mels.shape[2], ratio=ratio, device=weight.device, bounds=bounds)
+        chunks, size = self._chunks(lengths), self.config.width // self.config.heads
+        bounds = chunks is None and takes_packed(weight.device, multiplied_in(weight), size)
+        options: Any = {
+            "ratio": ratio,
+            "device": weight.device,
+            "bounds": bounds,
+            "gap": 2 if self.chunked else 1,
+            "chunks": chunks,
+        }
+        packing = pack(lengths, wanted, mels.shape[2], **options)
         x = self._convolve(mels.to(weight), packing)
         x = x + self.whisper.positional_embedding.index_select(0, packing.positions).to(weight.dtype)
         for block in self.whisper.blocks:
             x = run_block(block, self.checkpointing, x, packing)
         return self.whisper.ln_post(x.index_select(0, packing.output))
 
+    @property
+    def chunked(self) -> bool:
+        return self.config.mode == "chunked"
+
+    def _chunks(self, lengths: Sequence[int]) -> Chunks | None:
+        """Chunks of a batch's clips; None where each is heard whole.
+
+        In training they are drawn by the clips' lengths: alike in all processes that share a batch, and when it is computed
+        again.
+        """
+        if not self.chunked:
+            return None
+        config, chunk = self.config, self.config.chunk_ms
+        if self.training:
+            draw = Random(zlib.crc32(str(list(lengths)).encode()))
+            low, high = config.train_chunk_ms
+            chunk = 0 if draw.random() < WHOLE else low * (high / low) ** draw.random()
+        history = None if config.history_ms is None else config.frames_in(config.history_ms)
+        return Chunks(max(1, config.frames_in(chunk)) if chunk else config.positions, history) if chunk or history else None
+
+    def stream(self) -> EncoderStream:
+        return WhisperStream(self) if self.config.chunk_samples is not None else super().stream()
+
     def compiled_shape(self) -> StepShape | None:
         """What its blocks are called in measurements (`omni.kernels`); None where they cannot be compiled."""
         return whisper_compiled.encoder_shape(self.whisper, self.config.heads)
 
     def _compiled(self) -> bool:
-        if self.kernels is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        if (
+            self.kernels is None
+            or self.chunked
+            or torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or torch.is_autocast_enabled("cpu")
+        ):
             return False
         if self._known is None or not self._known[0].same():
             shape = self.compiled_shape()
@@ -103,17 +150,21 @@ class WhisperEncoder(Encoder):
         maps they cost half of `conv1d` over the padded batch (62 ms against 139 ms: 64 clips of 0.6 to 3 s,
         width 128, one core, forward and backward), and a GPU tunes no kernel for every new length.
         """
-        conv1, conv2 = self.whisper.conv1, self.whisper.conv2
         x = mels.transpose(1, 2).flatten(0, 1).index_select(0, packing.source).masked_fill(packing.gaps, 0)  # [slots, M]
-        x = F.pad(x, (0, 0, 1, 1))
-        x = torch.cat([x[:-2], x[1:-1], x[2:]], dim=1)  # [slots, 3 M]: before, here, behind
-        x = F.gelu(F.linear(x, conv1.weight.transpose(1, 2).flatten(1), conv1.bias))
-        x = x.masked_fill(packing.gaps, 0)
-        x = x.reshape(x.shape[0] // 2, 2 * x.shape[1])  # [slots / 2, 2 D]: even row, odd row behind it
-        before = F.pad(x[:, x.shape[1] // 2 :], (0, 0, 1, 0))[:-1]  # odd row of the pair before
-        x = torch.cat([before, x], dim=1)
-        x = F.gelu(F.linear(x, conv2.weight.transpose(1, 2).flatten(1), conv2.bias))
-        return x.index_select(0, packing.kept)
+        x = F.pad(x, (0, 0, 2, 0) if self.chunked else (0, 0, 1, 1))
+        x = self.first_convolution(x).masked_fill(packing.gaps, 0)
+        return self.second_convolution(F.pad(x, (0, 0, 1, 0))).index_select(0, packing.kept)
+
+    def first_convolution(self, x: Tensor) -> Tensor:
+        """`[R + 2, M]` to `[R, D]`: three neighbouring rows make one."""
+        x, conv = torch.cat([x[:-2], x[1:-1], x[2:]], dim=1), self.whisper.conv1
+        return F.gelu(F.linear(x, conv.weight.transpose(1, 2).flatten(1), conv.bias))
+
+    def second_convolution(self, x: Tensor) -> Tensor:
+        """`[1 + 2 R, D]` to `[R, D]`: the row before each pair, and the pair, make one."""
+        before, pairs, conv = x[:-1:2], x[1:].reshape(-1, 2 * x.shape[1]), self.whisper.conv2
+        x = torch.cat([before, pairs], dim=1)
+        return F.gelu(F.linear(x, conv.weight.transpose(1, 2).flatten(1), conv.bias))
 
     def _check(self, mels: Tensor, lengths: list[int], wanted: list[int]) -> None:
         bands, positions = self.config.n_mels, self.config.positions
@@ -132,11 +183,93 @@ class WhisperEncoder(Encoder):
                     f"clip {clip} has {length} feature frames: mode=padded takes the whole window's "
                     f"{2 * positions} (features() makes them)"
                 )
-            if not 1 <= count <= tokens or (self.config.mode == "variable" and count != tokens):
+            if not 1 <= count <= tokens or (self.config.mode != "padded" and count != tokens):
                 raise ValueError(
                     f"clip {clip} of {length} feature frames has {tokens} encoder frames, {count} were "
                     f"asked for (mode={self.config.mode}; WhisperConfig.frames counts them)"
                 )
+
+
+class WhisperStream(EncoderStream):
+    """Encodes a sound in mode "chunked" while it comes, chunk by chunk; each clip of a longer one begins like a new sound."""
+
+    encoder: WhisperEncoder
+
+    def __init__(self, encoder: WhisperEncoder) -> None:
+        self.encoder, self.config = encoder, encoder.config
+        history, size = self.config.history_ms, self.config.chunk_samples
+        assert size is not None
+        self.size, self.history = size, None if history is None else self.config.frames_in(history)
+        self.samples = 0
+        self.pending: list[Tensor] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a clip."""
+        like = self.encoder.whisper.conv1.weight
+        self.frames, self.left = 0, self.config.max_samples
+        self.before = torch.zeros(samples_before(self.config.hop))
+        self.mels = like.new_zeros(2, self.config.n_mels)
+        self.row = like.new_zeros(1, self.config.width)
+        self.keys: list[tuple[Tensor, Tensor] | None] = [None] * self.config.layers
+
+    @torch.no_grad()
+    def push(self, audio: Tensor) -> Tensor:
+        """Takes the next samples [S]; returns the frames [T, D] of the chunks that they complete.
+
+        Raises:
+            UserError: they are of another shape, or make the sound longer than the encoder takes; nothing of them is taken.
+        """
+        if audio.ndim != 1:
+            raise UserError(f"sound of shape {list(audio.shape)} for the encoder: give one channel, [samples]")
+        if not len(audio):
+            return self._joined([])
+        self.config.clips(self.samples + len(audio))  # refuses where the configuration does
+        self.samples += len(audio)
+        self.pending.append(audio)
+        count, out = sum(map(len, self.pending)), list[Tensor]()
+        if count < min(self.size, self.left):
+            return self._joined([])
+        sound, at = torch.cat(self.pending), 0
+        while count - at > 0 and (piece := min(self.size, self.left)) <= count - at:
+            out.append(self._chunk(sound[at : at + piece]))
+            at += piece
+            self.left -= piece
+            if not self.left:
+                self._begin()
+        self.pending = [sound[at:]]
+        return self._joined(out)
+
+    @torch.no_grad()
+    def finish(self) -> Tensor:
+        """Returns the frames [T, D] that are left when the sound has ended, which begins anew afterwards; UserError as of
+        `Encoder.encode`."""
+        self.config.clips(self.samples)
+        rest = torch.cat(self.pending) if self.pending else torch.zeros(0)
+        first = self.left == self.config.max_samples
+        whole = len(rest) // self.config.hop * self.config.hop
+        out = [self._chunk(rest)] if whole or (first and len(rest)) else []
+        self.pending, self.samples = [], 0
+        self._begin()
+        return self._joined(out)
+
+    def _joined(self, chunks: list[Tensor]) -> Tensor:
+        return torch.cat(chunks) if chunks else self.row.new_zeros(0, self.config.width)
+
+    def _chunk(self, sound: Tensor) -> Tensor:
+        """The frames of the clip's next samples."""
+        encoder, whisper = self.encoder, cast(Any, self.encoder.whisper)
+        new = self.config.features_after(self.before, sound).T.to(self.mels)
+        self.before = torch.cat([self.before, sound.float()])[len(sound) :]
+        mels = torch.cat([self.mels, new])
+        rows = torch.cat([self.row, encoder.first_convolution(mels)])
+        self.mels, self.row = mels[-2:], rows[-1:]
+        x = encoder.second_convolution(F.pad(rows, (0, 0, 0, len(new) % 2)))
+        x = x + whisper.positional_embedding[self.frames : self.frames + len(x)].to(x.dtype)
+        self.frames += len(x)
+        for at, block in enumerate(whisper.blocks):
+            x, self.keys[at] = block.next_chunk(x, self.keys[at], self.history)
+        return whisper.ln_post(x)
 
 
 def normalized(mels: Tensor, lengths: Sequence[int], span: float = 8.0, blur: float = 0.0) -> Tensor:
@@ -182,8 +315,33 @@ class EncoderBlock(ResidualAttentionBlock):
             return selectively(self, self.forward, x, packing)
         y = self.attn_ln(x)
         attended = attend(self.attn.query(y), self.attn.key(y), self.attn.value(y), self.heads, packing)
+        return self._after(x, attended)
+
+    def _after(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + self.attn.out(attended)
         return x + self.mlp(self.mlp_ln(x))
+
+    def next_chunk(
+        self, x: Tensor, before: tuple[Tensor, Tensor] | None, history: int | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """A clip's next chunk `[T, D]`, whose frames also hear the last ones before it.
+
+        Args:
+            before: keys and values `[1, H, S, D / H]` of the frames before the chunk.
+            history: how many of these are heard; None for all.
+
+        Returns:
+            the block's output, and keys and values for the next chunk.
+        """
+        y = self.attn_ln(x)
+        q, k, v = (
+            part(y).unflatten(1, (self.heads, -1)).transpose(0, 1)[None]
+            for part in (self.attn.query, self.attn.key, self.attn.value)
+        )
+        if before is not None:
+            k, v = torch.cat([before[0], k], dim=2), torch.cat([before[1], v], dim=2)
+        x = self._after(x, attention(q, k, v)[0].transpose(0, 1).flatten(1))
+        return x, (k, v) if history is None else (k[:, :, -history:], v[:, :, -history:])
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, packing: Packing) -> Tensor:

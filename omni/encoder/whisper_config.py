@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from omni.audio.io import SAMPLE_RATE
-from omni.audio.mel import HOP, WINDOW, MelFloor, log_mel, mel_frames
+from omni.audio.mel import HOP, WINDOW, MelFloor, log_mel, mel_frames, samples_before
 from omni.encoder.config import ENCODERS, EncoderConfig, LongAudio
 from omni.errors import UserError
 from omni.ranges import check_fields
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-EncoderMode = Literal["padded", "variable"]
+EncoderMode = Literal["padded", "variable", "chunked"]
 Normalize = Literal["none", "clip"]
 
 
@@ -27,7 +27,16 @@ class WhisperConfig(EncoderConfig):
     """Shape of a Whisper encoder and preprocessing of its sound; training and serving of a model share it.
 
     mode: "variable" runs on the sound alone; "padded" runs on the whole window, silence included,
-    and keeps the frames of the sound, as checkpoints trained with Whisper's padding expect (mini-omni).
+    and keeps the frames of the sound, as checkpoints trained with Whisper's padding expect (mini-omni). "chunked" runs on the
+    sound while it is still coming: a frame hears its chunk and what came before, features have a fixed floor, and nothing looks
+    ahead (block-causal attention; chunk lengths drawn in training as by Zhang et al. 2020, WeNet).
+
+    chunk_ms: length of a chunk of "chunked" where it answers, 0 for the whole clip. Any that was trained will do.
+
+    train_chunk_ms: shortest and longest chunk in training. Each batch draws one, evenly on a logarithmic scale; one batch of
+    four is heard whole.
+
+    history_ms: what a frame hears before its chunk, None for all of its clip.
 
     long_audio: sound beyond the window is refused ("refuse"), or split into consecutive windows whose frames are joined
     ("split"). It is never cut.
@@ -61,6 +70,9 @@ class WhisperConfig(EncoderConfig):
     normalize: Normalize = "none"
     mel_range: float = 8.0
     mel_blur: float = 0.0
+    chunk_ms: int = 320
+    train_chunk_ms: tuple[int, int] = (160, 1280)
+    history_ms: int | None = None
 
     def __post_init__(self) -> None:
         if self.n_mels not in (80, 128):
@@ -89,11 +101,38 @@ class WhisperConfig(EncoderConfig):
             raise UserError(
                 f"encoder.mel_blur={self.mel_blur}: it lies between 0 and 10, and is 0 where encoder.normalize is none"
             )
+        if self.mode == "chunked":
+            self._check_chunks()
         positions = self.window_seconds * self.frames_per_second
         if not 0.5 < positions < float("inf") or abs(positions - round(positions)) > 1e-6:
             frame = 1 / self.frames_per_second
             raise UserError(f"encoder.window_seconds={self.window_seconds}: give a multiple of {frame:g} s above 0")
         check_fields(self, "encoder")
+
+    def _check_chunks(self) -> None:
+        if self.normalize != "none":
+            raise UserError(f"encoder.normalize={self.normalize}: mode=chunked cannot know the rest of a clip; take none")
+        frame, (low, high) = 1000 / self.frames_per_second, self.train_chunk_ms
+        for name, value in (
+            ("chunk_ms", self.chunk_ms or frame),
+            ("train_chunk_ms", low),
+            ("train_chunk_ms", high),
+            ("history_ms", self.history_ms or frame),
+        ):
+            if not frame <= value <= 1000 * self.window_seconds or value % frame:
+                zero = {"chunk_ms": ", or 0 for the whole clip", "history_ms": ", or null for all of the clip"}.get(name, "")
+                raise UserError(
+                    f"encoder.{name}={value:g}: give a multiple of a frame, {frame:g} ms, up to the window's "
+                    f"{self.window_seconds:g} s{zero}"
+                )
+        if low > high:
+            raise UserError(f"encoder.train_chunk_ms={low} to {high}: the shortest comes first")
+        if self.history_ms == 0:
+            raise UserError("encoder.history_ms=0: a chunk that hears nothing before it is no listener; give at least a frame")
+
+    def frames_in(self, milliseconds: float) -> int:
+        """Encoder frames of so many milliseconds."""
+        return round(milliseconds * self.frames_per_second / 1000)
 
     @property
     def bands(self) -> int:
@@ -118,6 +157,10 @@ class WhisperConfig(EncoderConfig):
         return self.mode == "padded"
 
     @property
+    def chunk_samples(self) -> int | None:
+        return self.chunk_ms * SAMPLE_RATE // 1000 or None if self.mode == "chunked" else None
+
+    @property
     def attention_size(self) -> int:
         return self.layers * self.width
 
@@ -134,11 +177,11 @@ class WhisperConfig(EncoderConfig):
     def clip_frames(self, samples: int) -> int:
         """Encoder frames T of a clip.
 
-        variable: half the feature frames, rounded up. padded: int(milliseconds / 20) + 1, at most the
+        variable, chunked: half the feature frames, rounded up. padded: int(milliseconds / 20) + 1, at most the
         window's (the rule of gpt-omni/mini-omni, `inference.py`, `load_audio`, in its own floating-point
         steps: integers differ at nine lengths).
         """
-        if self.mode == "variable":
+        if self.mode != "padded":
             return (mel_frames(samples, self.hop) + 1) // 2
         milliseconds = samples / SAMPLE_RATE * 1000
         return min(int(milliseconds / 20) + 1, self.positions)
@@ -160,7 +203,13 @@ class WhisperConfig(EncoderConfig):
         with torch.no_grad():
             if self.fixed_length:
                 audio = torch.nn.functional.pad(audio, (0, self.max_samples - samples))
+            if self.mode == "chunked":
+                return self.features_after(audio.new_zeros(samples_before(self.hop)), audio)
             return log_mel(audio, self.n_mels, self.mel_floor, self.hop)
+
+    def features_after(self, before: Tensor, audio: Tensor) -> Tensor:
+        """Features `[M, F]` of a piece of a clip in mode "chunked", which samples [`samples_before(hop)`] come before."""
+        return log_mel(audio, self.n_mels, "fixed", self.hop, before)
 
     def with_layers(self, layers: int) -> WhisperConfig:
         return replace(self, layers=layers)
