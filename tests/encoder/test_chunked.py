@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omni.encoder.base import build_encoder, collate
+from omni.encoder.base import Encoder, build_encoder, collate
 from omni.encoder.whisper import WhisperEncoder, WhisperStream
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
@@ -32,7 +32,7 @@ def sound(samples: int, seed: int = 0) -> Tensor:
     return torch.randn(samples, generator=torch.Generator().manual_seed(seed)) * 0.1
 
 
-def listen(encoder: WhisperEncoder, audio: Tensor, sizes: list[int]) -> list[Tensor]:
+def listen(encoder: Encoder, audio: Tensor, sizes: list[int]) -> list[Tensor]:
     stream = encoder.stream()
     return [*(stream.push(piece) for piece in audio.split(sizes)), stream.finish()]
 
