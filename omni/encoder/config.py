@@ -146,6 +146,13 @@ class EncoderConfig(ABC):
             features = [self.features(clip) for clip in clips]
         return PreparedSound(features, [self.clip_frames(len(clip)) for clip in clips], self.frames(len(audio)))
 
+    def with_chunk(self, milliseconds: int) -> EncoderConfig:
+        """The same with chunks of another length; UserError for an encoder that hears whole clips only."""
+        raise UserError(
+            f"chunk_ms is {milliseconds}, but this encoder ({self.kind}) hears whole clips only: leave it out, or train one "
+            "with encoder.mode=chunked"
+        )
+
     def with_layers(self, layers: int) -> EncoderConfig:
         """The same with another number of the equal blocks in `Encoder.blocks`; here, without such blocks, unchanged."""
         return self

@@ -5,13 +5,14 @@ S samples of 16 kHz sound, T encoder frames (two feature frames each), M mel ban
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.mel import HOP, WINDOW, MelFloor, log_mel, mel_frames, samples_before
 from omni.encoder.config import ENCODERS, EncoderConfig, LongAudio
-from omni.errors import UserError
+from omni.errors import SoundWarning, UserError
 from omni.ranges import check_fields
 
 if TYPE_CHECKING:
@@ -210,6 +211,18 @@ class WhisperConfig(EncoderConfig):
     def features_after(self, before: Tensor, audio: Tensor) -> Tensor:
         """Features `[M, F]` of a piece of a clip in mode "chunked", which samples [`samples_before(hop)`] come before."""
         return log_mel(audio, self.n_mels, "fixed", self.hop, before)
+
+    def with_chunk(self, milliseconds: int) -> EncoderConfig:
+        if self.mode != "chunked":
+            return super().with_chunk(milliseconds)
+        (low, high), chosen = self.train_chunk_ms, replace(self, chunk_ms=milliseconds)
+        if milliseconds and not low <= milliseconds <= high:
+            warnings.warn(
+                f"chunk_ms is {milliseconds}, and the encoder was trained with chunks of {low} to {high} ms: it hears worse",
+                SoundWarning,
+                stacklevel=3,
+            )
+        return chosen
 
     def with_layers(self, layers: int) -> WhisperConfig:
         return replace(self, layers=layers)

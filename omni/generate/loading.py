@@ -34,6 +34,7 @@ def load_model(
     quantize: str | None,
     codec_folder: str | os.PathLike[str] | None,
     kernels: str,
+    chunk_ms: int | None = None,
 ) -> LoadedFolder:
     """The parts of a model folder, ready to answer; arguments and errors are those of `SpeechLM.from_pretrained`."""
     check_path(folder, "the model folder")
@@ -47,6 +48,8 @@ def load_model(
         starting.start()  # beside the reading, so that the first question does not wait for it
     loaded = load_folder(folder, device=place, dtype=numbers, quantize=quantize, codec_folder=codec_folder)
     loaded.model.eval()
+    if chunk_ms is not None:
+        loaded.model.set_chunk(chunk_ms)
     if kernels == "measured" and place.type == "cpu":
         serve_measured(loaded.model, numbers is None)
         starting.join()

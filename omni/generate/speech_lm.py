@@ -118,6 +118,7 @@ class SpeechLM(Sessions[Session]):
         kernels: str = "measured",
         graph: bool | None = None,
         compile: bool = False,
+        chunk_ms: int | None = None,
         **unknown: NoReturn,
     ) -> SpeechLM:
         """Read a model folder (see `omni.checkpoint.folder`).
@@ -128,6 +129,7 @@ class SpeechLM(Sessions[Session]):
             quantize: `int8` for linears and tables in int8 (`omni.model.int8_model`), on a CPU; a folder in int8 is so anyway.
             codec_folder: the codec's weights, where they are not in the folder.
             kernels: `measured` takes what `omni.kernels` found faster on this CPU, bfloat16 included; `reference` does not.
+            chunk_ms: how much of a question a chunked encoder hears at once, 0 for all of it; None for what is stored.
 
         Raises:
             UserError: anything is wrong with the folder, or there is no such device or number format.
@@ -136,9 +138,11 @@ class SpeechLM(Sessions[Session]):
 
         start = time.perf_counter()
         refuse_keywords(
-            "from_pretrained", unknown, ("device", "dtype", "quantize", "codec_folder", "kernels", "graph", "compile")
+            "from_pretrained",
+            unknown,
+            ("device", "dtype", "quantize", "codec_folder", "kernels", "graph", "compile", "chunk_ms"),
         )
-        loaded = load_model(folder, device, dtype, quantize, codec_folder, kernels)
+        loaded = load_model(folder, device, dtype, quantize, codec_folder, kernels, chunk_ms)
         spoken = SpeechTime.read(loaded.extra, f"{folder}/config.json")
         lm = cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile, speech_time=spoken)
         LOG.info("read %s in %.1f s: %s", folder, time.perf_counter() - start, lm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,6 +76,15 @@ class SpeechModel(nn.Module):
         """Set what the blocks of encoder and decoder compute again in the backward pass (non-reentrant checkpointing)."""
         self.encoder.checkpointing = recompute
         self.decoder.checkpointing = recompute
+
+    def set_chunk(self, milliseconds: int) -> None:
+        """Set how much of a sound the encoder hears at once, 0 for whole clips; see `EncoderConfig.with_chunk`.
+
+        Raises:
+            UserError: it hears whole clips only, or its frames do not divide the chunk.
+        """
+        self.encoder.config = self.config.encoder.with_chunk(milliseconds)
+        self.config = replace(self.config, encoder=self.encoder.config)
 
     def encode_frames(self, inputs: Tensor, input_lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
         """Encoder frames [sum(frames), C] of clips: features [N, M, F] with their true lengths; see `Encoder.run`."""

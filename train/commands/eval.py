@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     chosen = parser.read(argv)
     config = parser.configuration(chosen)
+    if chosen["chunks"] is not None:
+        return _evaluate_delays(chosen, config)
     run, figures = evaluate(chosen["model"], chosen["data"], chosen["out"], config, chosen["progress"])
     _show_figures(run, figures)
     return 0
@@ -51,8 +55,29 @@ def _parser() -> ConfigParser:
     parser.add_argument("--out", type=given_path, required=True, help="folder for the report and the answers")
     parser.add_config(EvalConfig, skip={"text"})
     parser.add_argument("--text", action="store_true", help="also take the text-only score of the questions' texts (T1T2)")
+    parser.add_argument(
+        "--chunks",
+        type=_milliseconds,
+        help="evaluate once for each length of the encoder's chunks in ms, 0 for whole questions; figures beside the delay",
+    )
     add_progress(parser)
     return parser
+
+
+def _milliseconds(text: str) -> str:
+    if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of milliseconds; give some, such as 160,320,640,0")
+    return text
+
+
+def _evaluate_delays(chosen: Mapping[str, Any], config: EvalConfig) -> int:
+    from train.eval.delays import PICTURE, TABLE, delay_table, evaluate_delays
+
+    out, chunks = chosen["out"], [int(length) for length in chosen["chunks"].split(",")]
+    found = evaluate_delays(chosen["model"], chosen["data"], out, config, chunks, chosen["progress"])
+    print_table("figures by delay", *delay_table(found))
+    print(f"table and picture: {out / TABLE}, {out / PICTURE}; each evaluation in a folder beside them")
+    return 0
 
 
 def _compare(argv: Sequence[str]) -> int:

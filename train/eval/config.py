@@ -42,6 +42,8 @@ class EvalConfig:
         device: where the model runs, such as cpu or cuda.
         dtype: number format of the weights: float32, bfloat16 or float16; by default as they are stored.
         quantize: int8 for linears and tables in int8, on a CPU.
+        chunk_ms: how much of a question the encoder hears at once (`encoder.mode: chunked`), 0 for all of it; by default as it
+            is stored.
         against: a model of the same layout, such as the original in full precision of one in int8. It answers the same
             questions, the difference is shown, and for some of them how far the distributions are apart; its weights are taken
             as they are stored.
@@ -69,6 +71,7 @@ class EvalConfig:
     device: str = "cpu"
     dtype: str | None = None
     quantize: str | None = None
+    chunk_ms: int | None = ranged(None, 0)
     against: str | None = None
     against_limit: int = ranged(100, 1)
     codec_folder: str | None = None
@@ -101,7 +104,7 @@ class EvalConfig:
         read = ("folder", "prefix", "audio", "codec", "order", "packing", "language", "task", "pause")
         given = {name: getattr(self, name) for name in names} | {name: getattr(self.read, name) for name in read}
         named = {"ear": self.asr, "ear_words": self.asr_words, "ear_longest": self.asr_longest, "questions": self.limit}
-        numbers = {name: getattr(self, name) for name in ("dtype", "quantize") if getattr(self, name) is not None}
+        numbers = {name: getattr(self, name) for name in ("dtype", "quantize", "chunk_ms") if getattr(self, name) is not None}
         return given | named | numbers | {"columns": dict(self.read.columns)}  # fields by their names in the file
 
 

@@ -48,7 +48,7 @@ def draw_report(run: Run, figures: Mapping[str, Figure]) -> Path:
         axis.set_xlabel(SPREAD[name], fontsize=9)
         axis.set_ylabel("share of questions", fontsize=9)
         axis.set_ylim(0, 1.02)
-        _tidy(axis)
+        tidy(axis)
         if len(series) > 1:
             axis.legend(fontsize=8, frameon=False)
     title = f"{Path(run.started['model']).name}: {run.answered} questions of {Path(run.started['data']).name}"
@@ -67,8 +67,8 @@ def draw_comparison(changes: Mapping[str, ScoreChange], names: tuple[str, str], 
     for axis, (name, change) in zip(axes.flat, changes.items(), strict=False):
         sides = (change.before, change.after)
         scale = _scale(name)
-        values = _lengths(sides, scale)
-        axis.bar(range(2), values, 0.6, color=COLORS[:2], yerr=_error(sides, scale), capsize=4, ecolor=INK)
+        values = lengths_of(sides, scale)
+        axis.bar(range(2), values, 0.6, color=COLORS[:2], yerr=errors_of(sides, scale), capsize=4, ecolor=INK)
         axis.set_xticks(range(2), [f"{letter}: {label}" for letter, label in zip("AB", names, strict=True)], fontsize=8)
         axis.set_ylim(bottom=0)
         d = change.difference
@@ -76,7 +76,7 @@ def draw_comparison(changes: Mapping[str, ScoreChange], names: tuple[str, str], 
         interval = f"B - A: {signed(name, d.value)} ({signed(name, d.low)} to {signed(name, d.high)})"
         axis.set_title(f"{title}\n{interval}", fontsize=8, loc="left")
         axis.set_ylabel(_unit(name), fontsize=8)
-        _tidy(axis)
+        tidy(axis)
     return save_figure(figure, file)
 
 
@@ -84,9 +84,9 @@ def _bars(axis: Any, names: Sequence[str], figures: Mapping[str, Figure]) -> Non
     found = [figures[name] for name in names]
     places = np.arange(len(names))[::-1]
     colors = [COLORS[2] if MEASURES[name].better == "higher" else COLORS[1] for name in names]
-    axis.barh(places, _lengths(found, 100.0), 0.62, xerr=_error(found, 100.0), color=colors, ecolor=INK, capsize=3)
+    axis.barh(places, lengths_of(found, 100.0), 0.62, xerr=errors_of(found, 100.0), color=colors, ecolor=INK, capsize=3)
     axis.set_yticks(places, [MEASURES[name].title for name in names], fontsize=9)
-    ends = np.maximum(_lengths(found, 100.0), np.nan_to_num([100 * f.high for f in found], posinf=0.0))
+    ends = np.maximum(lengths_of(found, 100.0), np.nan_to_num([100 * f.high for f in found], posinf=0.0))
     axis.set_xlim(0, max([105.0, *1.12 * ends]))
     for place, name, f, end in zip(places, names, found, ends, strict=True):
         axis.annotate(
@@ -94,7 +94,7 @@ def _bars(axis: Any, names: Sequence[str], figures: Mapping[str, Figure]) -> Non
             va="center", fontsize=8, color=INK,
         )  # fmt: skip
     axis.set_xlabel("per cent, with 95 % intervals (green: higher is better, orange: lower)", fontsize=9)
-    _tidy(axis)
+    tidy(axis)
 
 
 def _each(name: str, pairs: np.ndarray) -> np.ndarray:
@@ -115,13 +115,13 @@ def _spread(axis: Any, values: np.ndarray, color: str, label: str) -> None:
     axis.axvline(np.median(x), color=color, linewidth=0.8, linestyle=":")
 
 
-def _error(found: Sequence[Figure], scale: float) -> np.ndarray:
+def errors_of(found: Sequence[Figure], scale: float) -> np.ndarray:
     """Distances from values to interval ends, [2, figures]; none where there is no interval."""
     ends = [(f.value - f.low, f.high - f.value) for f in found]
     return scale * np.maximum(0, np.nan_to_num(np.asarray(ends).reshape(-1, 2).T, posinf=0.0, neginf=0.0))
 
 
-def _lengths(found: Sequence[Figure], scale: float) -> np.ndarray:
+def lengths_of(found: Sequence[Figure], scale: float) -> np.ndarray:
     """Lengths of bars [figures]; 0 where there is no figure, or an infinite one."""
     return scale * np.nan_to_num([f.value for f in found], posinf=0.0)
 
@@ -134,7 +134,8 @@ def _unit(name: str) -> str:
     return "per cent" if MEASURES[name].kind == "share" else MEASURES[name].unit
 
 
-def _tidy(axis: Any) -> None:
+def tidy(axis: Any) -> None:
+    """Draws a grid, and no frame above and at the right."""
     axis.grid(color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)

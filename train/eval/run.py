@@ -54,6 +54,7 @@ def evaluate(
         quantize=config.quantize,
         codec_folder=config.codec_folder,
         kernels="reference",
+        chunk_ms=config.chunk_ms,
     )
     other = None
     if config.against is not None:

@@ -20,7 +20,8 @@ from omni.text import Tokenizer
 from train.checkpoint.config_diff import brief, differences
 from train.config.sections import ModelSection
 
-ADJUSTABLE = ("ctc", "ctc_sounds", "decoder.context", "encoder.mode", "encoder.long_audio")
+CHUNKS = ("encoder.chunk_ms", "encoder.train_chunk_ms", "encoder.history_ms")
+ADJUSTABLE = ("ctc", "ctc_sounds", "decoder.context", "encoder.mode", "encoder.long_audio", *CHUNKS)
 """Keys in which a run may differ from the folder it starts from: no weight depends on them but the alignment head's."""
 
 BYTES = 256
