@@ -29,6 +29,9 @@ FIXED_FLOOR = -7.0
 """Floor, in log10 of power, of `floor="fixed"`: 8 below the loudest band of ordinary recorded speech (about
 +1), where `floor="clip"` would put it, and 2 above the rounding noise of 16-bit samples (about -9.5)."""
 
+LOWEST = (FIXED_FLOOR + 4) / 4
+"""The same of a feature."""
+
 MelFloor = Literal["clip", "fixed"]
 
 

@@ -90,6 +90,11 @@ class EncoderConfig(ABC):
         return False
 
     @property
+    def feature_floor(self) -> float | None:
+        """Least value of a feature, the same for every sound; None where it follows from the sound, or there is none."""
+        return None
+
+    @property
     def chunk_samples(self) -> int | None:
         """Samples after which `Encoder.stream` gives the next frames; None where it gives all of them at the end."""
         return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from omni.audio.io import SAMPLE_RATE
-from omni.audio.mel import HOP, WINDOW, MelFloor, log_mel, mel_frames, samples_before
+from omni.audio.mel import HOP, LOWEST, WINDOW, MelFloor, log_mel, mel_frames, samples_before
 from omni.encoder.config import ENCODERS, EncoderConfig, LongAudio
 from omni.errors import SoundWarning, UserError
 from omni.ranges import check_fields
@@ -156,6 +156,10 @@ class WhisperConfig(EncoderConfig):
     @property
     def fixed_length(self) -> bool:
         return self.mode == "padded"
+
+    @property
+    def feature_floor(self) -> float | None:
+        return LOWEST if self.mel_floor == "fixed" or self.mode == "chunked" else None
 
     @property
     def chunk_samples(self) -> int | None:

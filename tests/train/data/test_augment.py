@@ -13,6 +13,7 @@ from torchaudio.functional import fftconvolve
 
 from omni.audio.io import write_wav
 from omni.audio.mel import log_mel
+from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from train.data.augment.audio import add_noise, augment_audio, augment_mel, change_speed, coloured_noise
 from train.data.augment.config import AugmentConfig
@@ -162,6 +163,23 @@ def test_gain_of_features_is_gain_of_sound(gain_db: float) -> None:
     sound = speech()
     louder = augment_mel(log_mel(sound), replace(OFF, feature_gain_db=(gain_db, gain_db)), seeded(0))
     torch.testing.assert_close(louder, log_mel(sound * 10 ** (gain_db / 20)), rtol=1e-4, atol=1e-4)
+
+
+def test_features_with_a_fixed_floor_keep_it_through_noise_and_gain() -> None:
+    config = WhisperConfig(mode="chunked")
+    floor = config.feature_floor
+    assert floor is not None
+    sound = torch.cat([torch.zeros(8000), torch.randn(8000, generator=seeded(3)) * 0.01])
+    features = config.features(sound)
+    for gain_db in (-30.0, 6.0):  # the sound's own features are those of the sound made louder, but where the floor hides it
+        louder = augment_mel(features, replace(OFF, feature_gain_db=(gain_db, gain_db)), seeded(0), floor=floor)
+        wanted = config.features(sound * 10 ** (gain_db / 20))
+        torch.testing.assert_close(louder[:, 52:], wanted[:, 52:], rtol=0, atol=1e-4)
+        assert louder[:, :48].eq(floor).all() and wanted[:, :48].eq(floor).all()
+    noisy = augment_mel(features, replace(OFF, feature_noise=(-20, -20), feature_noise_probability=1), seeded(0), floor=floor)
+    assert noisy.min() == floor and noisy.max() < features.max() + 0.1
+    loud = torch.cat([features, features + 1.5], dim=1)  # without a floor of its own, it follows from the loudest
+    assert augment_mel(loud, replace(OFF, feature_noise=(-20, -20), feature_noise_probability=1), seeded(0)).min() > floor
 
 
 def test_noise_of_features_has_its_power() -> None:

@@ -66,16 +66,19 @@ def coloured_noise(samples: int, colour: float, generator: Generator) -> Tensor:
     return torch.fft.irfft(spectrum * shape)[:samples]
 
 
-def augment_mel(mel: Tensor, config: AugmentConfig, generator: Generator, *, frames: int | None = None) -> Tensor:
+def augment_mel(
+    mel: Tensor, config: AugmentConfig, generator: Generator, *, frames: int | None = None, floor: float | None = None
+) -> Tensor:
     """Vary features `[M, F]`, then mask runs of bands and of frames with the clip's mean: `[M, F']`.
 
     F' differs from F only under `warp_speed`. frames: number of frames with sound, where the features fill a padded window:
     time masks are drawn within them, and warp, shape, feature noise and feature gain, which would change the silence after
-    the sound too, are left out. Returned as it is where nothing is switched on.
+    the sound too, are left out. floor: the least value of a feature, where it does not follow from the clip. Returned as it is
+    where nothing is switched on.
     Source of the masks: Park et al. 2019, "SpecAugment", frequency and time masking.
     """
     if frames is None:
-        mel = _vary(mel, config, generator)
+        mel = _vary(mel, config, generator, floor)
     bands, length = mel.shape[0], mel.shape[1] if frames is None else min(frames, mel.shape[1])
     if not config.freq_masks and not config.time_masks:
         return mel
@@ -94,7 +97,7 @@ def augment_mel(mel: Tensor, config: AugmentConfig, generator: Generator, *, fra
 # ---------------------------------------------------------------------------------------------------- drawing
 
 
-def _vary(mel: Tensor, config: AugmentConfig, generator: Generator) -> Tensor:
+def _vary(mel: Tensor, config: AugmentConfig, generator: Generator, floor: float | None) -> Tensor:
     """Vary speaker, room, noise and loudness in features `[M, F]`, without their sound: `[M, F']`."""
     varied = (config.warp_speed, config.warp_bands, config.feature_shape_db, config.feature_noise, config.feature_gain_db)
     rooms = (config.feature_echo, config.feature_range)
@@ -111,12 +114,13 @@ def _vary(mel: Tensor, config: AugmentConfig, generator: Generator) -> Tensor:
     if config.feature_echo is not None and places[7] < config.feature_echo_probability:
         mel = add_echo(mel, _between(config.feature_echo, places[8]), _between(config.feature_echo_db, places[9]))
     if config.feature_noise is not None and places[3] < config.feature_noise_probability:
-        mel = add_feature_noise(mel, _between(config.feature_noise, places[4]), 2 * places[5] - 1, generator)
+        mel = add_feature_noise(mel, _between(config.feature_noise, places[4]), 2 * places[5] - 1, generator, floor)
     if config.feature_range is not None:
         mel = mel.clamp_min(float(mel.max()) - _between(config.feature_range, places[10]) / 4)
     if config.feature_gain_db is not None:
-        mel = mel + _between(config.feature_gain_db, places[6]) / 40.0  # a feature is log10 of power, over 4
-    return mel
+        louder = mel + _between(config.feature_gain_db, places[6]) / 40.0  # a feature is log10 of power, over 4
+        mel = louder if floor is None else torch.where(mel > floor, louder, floor)
+    return mel if floor is None else mel.clamp_min(floor)
 
 
 def _uniform(bounds: Range, generator: Generator) -> float:

@@ -80,12 +80,13 @@ def add_echo(mel: Tensor, frames: float, decibels: float) -> Tensor:
     return torch.from_numpy(1 + np.log(power, out=power) * np.float32(0.25 / _LN10))
 
 
-def add_feature_noise(mel: Tensor, level: float, tilt: float, generator: Generator) -> Tensor:
+def add_feature_noise(mel: Tensor, level: float, tilt: float, generator: Generator, floor: float | None = None) -> Tensor:
     """Add noise to features [M, F] as power, exponentially distributed as that of Gaussian noise is.
 
     Args:
         level: log10 of the noise's mean power in the middle band (speech peaks near 1).
         tilt: how much log10 of the power rises from the middle band to the highest.
+        floor: least value of a feature; None for Whisper's, which follows from the clip.
     """
     x = mel.numpy()
     draws = _exponential()
@@ -100,7 +101,8 @@ def add_feature_noise(mel: Tensor, level: float, tilt: float, generator: Generat
     noisy = np.log(power, out=power)
     noisy *= np.float32(0.25 / _LN10)
     noisy += 1
-    floor = max(x.max(), noisy.max()) - 2  # Whisper's: 8 below the loudest band, in units of 4
+    if floor is None:
+        floor = max(x.max(), noisy.max()) - 2  # 8 below the loudest band, in units of 4
     return torch.from_numpy(np.maximum(noisy, floor, out=noisy))
 
 

@@ -251,7 +251,7 @@ class ExampleMaker:
         encoder, dice = self.model.encoder, torch_dice(self.seed, *key)
         if encoder.fixed_length:
             return augment_mel(mel, self.augment, dice, frames=min(2 * frames, mel.shape[1])), frames
-        changed = augment_mel(mel, self.augment, dice)
+        changed = augment_mel(mel, self.augment, dice, floor=encoder.feature_floor)
         if changed.shape[1] > encoder.feature_frames(encoder.positions):  # as in `_features`
             return mel, frames
         return changed, encoder.frames_of(changed.shape[1])
