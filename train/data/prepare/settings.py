@@ -15,20 +15,24 @@ from omni.files import LOCK, read_json, write_json
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.shards import AGAIN, checksum, stored
 from train.data.prepare.worker import BLOCK
-from train.data.readers import OpenedSource
+from train.data.readers import OpenedSource, ReaderOptions
 from train.data.rows.row import ROW_VERSION
 
 NAME = "settings.json"
 FORMAT = 1
 _DATA = ("source_bytes", "source_files")
 _WITHOUT_EFFECT = ("workers",)
+_LATER = ("rows", "seed", "part")
+"""Options of reading that earlier versions did not have: they are written where they are given."""
 
 
 def settings_of(path: Path, source: OpenedSource, config: PrepareConfig) -> dict[str, Any]:
     """Collect everything that rows and shards depend on: the configuration, the source's files, and the codec's weights."""
     plain: dict[str, Any] = {name: value for name, value in asdict(config).items() if name not in _WITHOUT_EFFECT}
     plain["limit"] = config.limit or 0  # as earlier versions wrote it
-    plain["read"] = {name: dict(value) if name == "columns" else value for name, value in plain["read"].items()}
+    read = {name: dict(value) if name == "columns" else value for name, value in plain["read"].items()}
+    later = {name for name in _LATER if read[name] == getattr(ReaderOptions(), name)}
+    plain["read"] = {name: value for name, value in read.items() if name not in later}
     if not config.sides:
         plain = {name: value for name, value in plain.items() if name not in ("voice", "answer_voice", "seed")}
     codec = Path(config.codec_folder) if config.codec_folder else None

@@ -58,6 +58,9 @@ class ReaderOptions:
         name: what the rows' `source` says; "" for the reader's name.
         task: written into the rows' `task`.
         pause: for conversations on two channels: silence in seconds that ends an utterance.
+        rows: for dialogues with slots: number of rows to make.
+        seed: for the same: of the order of rows and wordings.
+        part: for the same: combinations of slots to `train` on, those `held_out` for evaluation, or `all`.
     """
 
     format: str = ""
@@ -72,6 +75,9 @@ class ReaderOptions:
     name: str = ""
     task: str = ""
     pause: float = 1.0
+    rows: int = 10_000
+    seed: int = 0
+    part: str = "train"
 
 
 class OpenedSource(ABC):
