@@ -34,7 +34,7 @@ from typing import Any
 
 from omni.errors import UserError, closest
 from train.console.command import read_yaml
-from train.data.readers.templates.values import FUNCTIONS, Argument, Computed, Entry, Numbers, Table, Value
+from train.data.readers.templates.values import FUNCTIONS, Argument, Computed, Numbers, Table, TableEntry, Value
 from train.data.readers.templates.wordings import SLOT, Wordings
 
 _KEYS = ("held_out", "numbers", "tables", "wordings", "dialogues")
@@ -52,7 +52,7 @@ class ScriptTurn:
 
 
 @dataclass(frozen=True)
-class Dialogue:
+class SlotDialogue:
     """A dialogue with slots.
 
     Attributes:
@@ -71,7 +71,7 @@ class Dialogue:
     def filled(self, rows: Sequence[int], numbers: Numbers) -> dict[str, Value] | None:
         """Values by name where slots have these rows of their tables; None where a value is out of its limits."""
         values: dict[str, Value] = {
-            name: Entry(table, row) for (name, table), row in zip(self.slots.items(), rows, strict=True)
+            name: TableEntry(table, row) for (name, table), row in zip(self.slots.items(), rows, strict=True)
         }
         for name, computed in self.values.items():
             with at(f"values.{name}"):
@@ -100,7 +100,7 @@ class Dialogue:
 class Script:
     """The contents of a file of dialogues."""
 
-    dialogues: tuple[Dialogue, ...]
+    dialogues: tuple[SlotDialogue, ...]
     numbers: Numbers
     held_out: float
 
@@ -219,7 +219,7 @@ def _cell(value: Any) -> str | int:
     return " ".join(value.split()) if isinstance(value, str) else value
 
 
-def _dialogue(one: Any, tables: Mapping[str, Table], wordings: Wordings, counted: dict[str, int]) -> Dialogue:
+def _dialogue(one: Any, tables: Mapping[str, Table], wordings: Wordings, counted: dict[str, int]) -> SlotDialogue:
     _known(_mapping(one, ", such as skill, question and answer"), _DIALOGUE)
     with at("skill"):
         skill = _sentence(one.get("skill"))
@@ -256,7 +256,7 @@ def _dialogue(one: Any, tables: Mapping[str, Table], wordings: Wordings, counted
             if name not in wanted:
                 raise UserError(f"{section}.{name}: no sentence has {{{name}}}: use it or take it out")
     counted[skill] = counted.get(skill, 0) + 1
-    return Dialogue(f"{skill} {counted[skill]}", skill, float(weight), slots, values, turns)
+    return SlotDialogue(f"{skill} {counted[skill]}", skill, float(weight), slots, values, turns)
 
 
 def _turns(one: Mapping[str, Any], wordings: Wordings) -> tuple[ScriptTurn, ...]:

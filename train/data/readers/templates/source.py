@@ -21,7 +21,7 @@ from pathlib import Path
 
 from omni.errors import UserError
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
-from train.data.readers.templates.script import Dialogue, Script, at, read_script, say
+from train.data.readers.templates.script import Script, SlotDialogue, at, read_script, say
 from train.data.rows.row import Row, RowTurn
 from train.data.seeding import key, shuffled
 
@@ -38,7 +38,7 @@ _HASHES = 1 << 63
 class Planned:
     """A dialogue, and the rows of the tables of each combination of its slots."""
 
-    dialogue: Dialogue
+    dialogue: SlotDialogue
     combinations: tuple[tuple[int, ...], ...]
 
 
@@ -101,7 +101,7 @@ def _even(count: int, size: int, *parts: int | str) -> int:
     return shuffled(place, size, *parts, epoch)
 
 
-def combinations(dialogue: Dialogue, script: Script, part: str) -> tuple[tuple[int, ...], ...]:
+def combinations(dialogue: SlotDialogue, script: Script, part: str) -> tuple[tuple[int, ...], ...]:
     """The combinations of a dialogue's slots that belong to a part: the row of each slot's table.
 
     UserError where a value cannot be computed or said, or all combinations are out of limits.
@@ -128,7 +128,7 @@ def combinations(dialogue: Dialogue, script: Script, part: str) -> tuple[tuple[i
     return tuple(parts[False] if part == "train" else parts[True] if part == "held_out" else parts[False] + parts[True])
 
 
-def _hash(dialogue: Dialogue, group: Sequence[str], rows: Mapping[str, int]) -> int:
+def _hash(dialogue: SlotDialogue, group: Sequence[str], rows: Mapping[str, int]) -> int:
     """A hash of the values of some slots, from 0 to below 2^63."""
     cells = (dialogue.slots[name].rows[rows[name]] for name in group)
     return key("held out", *("\x1e".join(map(str, row)) for row in cells))

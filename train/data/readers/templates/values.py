@@ -38,14 +38,14 @@ class Table:
         raise UserError(f"table {self.name} {said}: write {{SLOT.COLUMN}}; {closest(column, self.columns)}")
 
 
-class Entry(NamedTuple):
+class TableEntry(NamedTuple):
     """A row of a table."""
 
     table: Table
     row: int
 
 
-Value = Entry | Cell
+Value = TableEntry | Cell
 
 
 class Numbers:
@@ -69,7 +69,7 @@ class Numbers:
 
 def cell_of(value: Value, column: str = "") -> Cell:
     """The text or number of a value, or of one of its columns."""
-    if isinstance(value, Entry):
+    if isinstance(value, TableEntry):
         return value.table.cell(value.row, column)
     if column:
         raise UserError(f"a computed value has no columns: leave .{column} out")
@@ -130,11 +130,11 @@ def _number(value: Value) -> int:
 
 def _beside(value: Value, step: int) -> Value:
     """The number, or the row of a table, `step` places on; the first row follows the last."""
-    if not isinstance(value, Entry):
+    if not isinstance(value, TableEntry):
         return _number(value) + step
     if not value.table.columns and isinstance(cell := value.table.rows[value.row][0], int):
         return cell + step
-    return Entry(value.table, (value.row + step) % len(value.table.rows))
+    return TableEntry(value.table, (value.row + step) % len(value.table.rows))
 
 
 def _reversed(values: Sequence[Value], numbers: Numbers) -> str:
