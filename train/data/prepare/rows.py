@@ -15,7 +15,7 @@ from train.data.prepare.codecs import Codecs
 from train.data.prepare.config import PrepareConfig
 from train.data.rows.row import Codes, Row, RowTurn, Sound, inside, to_plain
 from train.data.seeding import key
-from train.data.tts.voices import Voice
+from train.data.tts.contract import Voice
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,8 +14,9 @@ from train.data.prepare.config import PrepareConfig
 from train.data.prepare.rows import PrepareTally, RowMaker
 from train.data.readers import Broken, OpenedSource
 from train.data.rows.row import Row
+from train.data.tts.contract import Voice
 from train.data.tts.speaking import SpeakingVoice
-from train.data.tts.voices import Voice, make_voice
+from train.data.tts.voices import make_voice
 
 if TYPE_CHECKING:
     import pyarrow as pa

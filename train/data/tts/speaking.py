@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from omni.ranges import check_fields, ranged
 from train.data.rows.row import Sound
 from train.data.seeding import dice
-
-if TYPE_CHECKING:
-    from train.data.tts.voices import Voice
+from train.data.tts.contract import Voice
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.audio.io import audio_info, read_audio
 from omni.errors import UserError
@@ -23,6 +23,7 @@ from train.data.rows.row import Sound
 from train.data.seeding import dice
 from train.data.sources.mixture import check_weights
 from train.data.tts import flite
+from train.data.tts.contract import Voice
 from train.data.tts.speaking import SpeakingConfig
 
 if TYPE_CHECKING:
@@ -36,16 +37,6 @@ TIMEOUT = 600.0
 
 _MAIN_ACCENTS = {"en": "en-us"}
 _VARIANTS = ("f1", "f2", "f3", "f4", "f5", "m1", "m2", "m3", "m4", "m5", "m6", "m7", "m8")
-
-
-class Voice(Protocol):
-    """Turns text into sound: a pure function of its arguments, if the program or callable behind it is one."""
-
-    def say(self, text: str, language: str, seed: int) -> Sound:
-        """Speak the text in a language (BCP 47); `seed` chooses among voices. UserError where it cannot be spoken."""
-
-    def speaker(self, language: str, seed: int) -> str:
-        """Name of the voice that `say` speaks by for that seed; "" where it is not known."""
 
 
 VOICES: Registry[Callable[..., Any]] = Registry("voice", "a function of a text", callable)

@@ -28,7 +28,7 @@ from train.data.seeding import key, shuffled
 PARTS = ("train", "held_out", "all")
 """Parts of the combinations: those to train on, those kept for evaluation, and both."""
 
-MOST = 20_000
+MOST = 10_000
 """Most combinations of a dialogue; of more, so many are drawn."""
 
 _HASHES = 1 << 63
@@ -111,12 +111,13 @@ def combinations(dialogue: SlotDialogue, script: Script, part: str) -> tuple[tup
     groups = [dialogue.behind(turn.questions) for turn in dialogue.turns]
     groups = list(dict.fromkeys(group for group in (*groups, tuple(dialogue.slots)) if len(group) > 1))
     parts: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
+    said = dialogue.said
     for number in range(min(size, MOST)):
         slots = _unravelled(number if size <= MOST else shuffled(number, size, "combinations", dialogue.name), sizes)
         values = dialogue.filled(slots, script.numbers)
         if values is None:
             continue
-        for name, column in dialogue.said:
+        for name, column in said:
             with at(f"{{{name}}}"):
                 script.numbers.text(values[name], column)
         named = dict(zip(dialogue.slots, slots, strict=True))
