@@ -9,6 +9,9 @@ from typing import Any
 MOST = 1 << 20
 """Most words, and most texts, that are told apart."""
 
+NAMED = 2000
+"""Most distinct words that are listed in a report, such as for `data.words` of a run."""
+
 _WORD = re.compile(r"[\w']+")
 
 
@@ -34,4 +37,5 @@ class TextCounts:
     def plain(self) -> dict[str, Any]:
         """Convert to plain data, for a report."""
         distinct = {"distinct_texts": len(self._texts), "distinct_words": len(self._words)}
-        return {"texts": self.texts, "words": self.words, **distinct}
+        listed = sorted(self._words) if len(self._words) <= NAMED else []
+        return {"texts": self.texts, "words": self.words, **distinct, "vocabulary": listed}

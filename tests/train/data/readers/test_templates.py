@@ -198,6 +198,13 @@ def test_sums_and_differences_of_nano_live_cover_all_to_twenty():
     assert found["differences"] == {(a, b) for a, b in everything if a >= b}
 
 
+def test_the_file_of_the_documentation_is_read(tmp_path):
+    page = (LIVE.parents[2] / "docs/data.md").read_text().partition("## Dialogues of your own")[2]
+    file = write(tmp_path, page.partition("```yaml\n")[2].partition("```")[0])
+    skills = {row.source.partition("/")[2] for row in rows_of(file, 100)}
+    assert skills == {"sums", "days", "opposites", "my-number", "small-talk"} and rows_of(file, 10, part="held_out")
+
+
 # ---------------------------------------------------------------------------------------------------------- sentences
 
 
