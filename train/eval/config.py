@@ -30,6 +30,8 @@ class EvalConfig:
         asr_words: all the words that sphinx may recognise, such as [zero, one].
         asr_longest: most words of an answer that sphinx recognises.
         timed: how many questions are streamed one by one, for first audio and real-time factor.
+        turns: also ask all turns of each row one after another, each after the model's own answers before it: exact match by
+            source (of prepared dialogues, by skill) and turn.
         text: also take the text-only score: the questions' texts asked as T1T2, perplexity of their reference answers.
         text_before: the model before its speech training (a model folder, or a language model's Hugging Face folder), whose
             text-only score is set beside this one's.
@@ -58,6 +60,7 @@ class EvalConfig:
     asr_words: list[str] = field(default_factory=list)
     asr_longest: int = ranged(8, 1)
     timed: int = ranged(8, 0)
+    turns: bool = False
     text: bool = False
     text_before: str | None = None
     batch: int = ranged(16, 1)
