@@ -105,7 +105,8 @@ class EvalConfig:
         given = {name: getattr(self, name) for name in names} | {name: getattr(self.read, name) for name in read}
         named = {"ear": self.asr, "ear_words": self.asr_words, "ear_longest": self.asr_longest, "questions": self.limit}
         numbers = {name: getattr(self, name) for name in ("dtype", "quantize") if getattr(self, name) is not None}
-        return given | named | numbers | {"columns": dict(self.read.columns)}  # fields by their names in the file
+        later = {f"read.{name}": value for name, value in self.read.later().items()}
+        return given | named | numbers | later | {"columns": dict(self.read.columns)}  # fields by their names in the file
 
 
 Progress = Literal["auto", "bar", "lines", "off"]

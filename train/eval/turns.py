@@ -46,7 +46,7 @@ def answer_turns(
     try:
         with ThreadPoolExecutor(config.batch) as pool:
             while batch := [one for _, one in zip(range(config.batch), rows, strict=False)]:
-                journal.append(list(pool.map(lambda one: _record(lm, *one, task, config), batch)))
+                journal.append(list(pool.map(lambda one: _record(lm, one[0], one[1], task, config), batch)))
                 display.tick(len(batch), 0.0)
     finally:
         display.close()
@@ -65,8 +65,13 @@ def _record(lm: SpeechLM, index: int, row: Row | Broken, task: Task, config: Eva
 def _converse(lm: SpeechLM, row: Row, task: Task, config: EvalConfig, seed: int) -> list[dict[str, Any]]:
     """Holds one conversation; UserError where a turn lacks what the task needs, or the session has no room for it."""
     same, out = find_normaliser(config.normaliser), []
-    lengths = {"max_seconds": config.max_seconds, "max_tokens": config.max_tokens}
-    with lm.session(sampling=config.sampling, seed=seed, system=row.system, **lengths) as session:
+    with lm.session(
+        sampling=config.sampling,
+        seed=seed,
+        system=row.system,
+        max_seconds=config.max_seconds,
+        max_tokens=config.max_tokens,
+    ) as session:
         for number, turn in enumerate(row.turns):
             lacking = turn.lacks(task)
             if lacking is not None and not lacking.startswith("answer_codes"):

@@ -15,7 +15,8 @@ from omni.files import LOCK, read_json, write_json
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.shards import AGAIN, checksum, stored
 from train.data.prepare.worker import BLOCK
-from train.data.readers import OpenedSource, ReaderOptions
+from train.data.readers import OpenedSource
+from train.data.readers.contract import LATER
 from train.data.rows.row import ROW_VERSION
 from train.data.tts.speaking import SpeakingConfig
 
@@ -25,8 +26,6 @@ _DATA = ("source_bytes", "source_files", "source_checksum")
 _SMALL = 1 << 20
 """Largest file, in bytes, that is compared by its checksum: such as one that people edit."""
 _WITHOUT_EFFECT = ("workers",)
-_LATER = ("rows", "seed", "part")
-"""Options of reading that earlier versions did not have: they are written where they are given."""
 
 
 def settings_of(path: Path, source: OpenedSource, config: PrepareConfig) -> dict[str, Any]:
@@ -34,8 +33,7 @@ def settings_of(path: Path, source: OpenedSource, config: PrepareConfig) -> dict
     plain: dict[str, Any] = {name: value for name, value in asdict(config).items() if name not in _WITHOUT_EFFECT}
     plain["limit"] = config.limit or 0  # as earlier versions wrote it
     read = {name: dict(value) if name == "columns" else value for name, value in plain["read"].items()}
-    later = {name for name in _LATER if read[name] == getattr(ReaderOptions(), name)}
-    plain["read"] = {name: value for name, value in read.items() if name not in later}
+    plain["read"] = {name: value for name, value in read.items() if name not in LATER} | config.read.later()
     if not config.sides:
         plain = {name: value for name, value in plain.items() if name not in ("voice", "answer_voice", "seed", "speaking")}
     elif config.speaking == SpeakingConfig():

@@ -20,9 +20,9 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from train.data.rows.row import Row
 
@@ -33,6 +33,10 @@ class Broken:
 
     where: str
     why: str
+
+
+LATER = ("rows", "seed", "part")
+"""Options that earlier versions did not have: settings that are stored have them only where they are not as by default."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,12 @@ class ReaderOptions:
     rows: int = 10_000
     seed: int = 0
     part: str = "train"
+
+    def later(self) -> dict[str, Any]:
+        """Those of `LATER` that are not as by default."""
+        return {
+            one.name: value for one in fields(self) if one.name in LATER and (value := getattr(self, one.name)) != one.default
+        }
 
 
 class OpenedSource(ABC):
