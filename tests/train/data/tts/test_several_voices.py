@@ -50,7 +50,7 @@ def flite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_rows_are_asked_by_one_voice_each_and_train(tmp_path: Path, flite: Path) -> None:
     config = PrepareConfig(
-        ReaderOptions(rows=40),
+        ReaderOptions(rows=24),
         speak="question,answer",
         voice={"espeak": 2, "flite:slt": 1, "espeak:en-us+klatt": 1},
         answer_voice="espeak:en-us",
@@ -59,7 +59,7 @@ def test_rows_are_asked_by_one_voice_each_and_train(tmp_path: Path, flite: Path)
         workers=0,
     )
     done = prepare(write(tmp_path), tmp_path / "rows", config)
-    assert (done.rows, done.broken) == (40, 0) and done.spoken_questions == done.turns > 40
+    assert (done.rows, done.broken) == (24, 0) and done.spoken_questions == done.turns > 24
     assert prepare(tmp_path / "dialogues.yaml", tmp_path / "rows", config) == done  # the settings are the same, as stored
     rows = list(StoredRows(tmp_path / "rows", tmp_path / "cache"))
     kinds = Counter("flite" if row.speaker == "flite:slt" else row.speaker.partition("+")[2] for row in rows)
