@@ -288,6 +288,7 @@ def changed(**changes: Any) -> dict[str, Any]:
             r"wordings.what is: wordings name each other in a circle \(<what is> in",
         ),
         (changed(wordings__what_is=[]), r"wordings.what is: holds an empty list"),
+        (changed(numbers___=[None, "eins"]), r"numbers: holds nothing: give a text, in quotes where YAML reads something else"),
         (changed(held_out___=2), r"held_out: 2 is no share: give a number from 0 to below 1"),
         (changed(dialogues___=[]), r"dialogues: holds an empty list"),
         (changed(intents___=[]), r"intents: is no key here; .*known: held_out, numbers, tables, wordings, dialogues"),

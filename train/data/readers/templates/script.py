@@ -164,9 +164,7 @@ def _script(data: Any) -> Script:
                 wordings.expand(sentence, (name,))
     wordings.used.clear()
     with at("numbers"):
-        numbers = Numbers(["" if word is None else word for word in _list(data["numbers"])] if "numbers" in data else ())
-        if not all(isinstance(word, str) for word in numbers.words):
-            raise UserError("give the words of 0, 1, 2, ... as texts, with null for one that is never said")
+        numbers = Numbers([_sentence(word) for word in _list(data["numbers"])] if "numbers" in data else ())
     with at("dialogues"):
         found = _list(data.get("dialogues"))
     dialogues, counted = [], dict[str, int]()
@@ -358,7 +356,7 @@ def _texts(data: Any) -> tuple[str, ...]:
 
 def _sentence(data: Any) -> str:
     if not isinstance(data, str) or not data.strip():
-        quotes = ", in quotes where it starts with a brace or is a number" if data else ""
+        quotes = ", in quotes where YAML reads something else (true, null, a number, a mapping)"
         raise UserError(f"holds {_shown(data)}: give a text{quotes}")
     return " ".join(data.split())
 
