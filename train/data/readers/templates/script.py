@@ -34,12 +34,13 @@ from typing import Any
 
 from omni.errors import UserError, closest
 from train.console.command import read_yaml
-from train.data.readers.templates.values import FUNCTIONS, Argument, Computed, Numbers, Table, TableEntry, Value
+from train.data.readers.templates.values import FUNCTIONS, Argument, Cell, Computed, Numbers, Table, TableEntry, Value
 from train.data.readers.templates.wordings import SLOT, Wordings
 
 _KEYS = ("held_out", "numbers", "tables", "wordings", "dialogues")
 _DIALOGUE = ("skill", "weight", "slots", "values", "turns", "question", "answer")
 _LIMITS = ("from", "to")
+_MOST_NUMBERS = 10_000
 _NAME = re.compile(r"[^\W\d][\w -]*")
 
 
@@ -169,10 +170,10 @@ def _script(data: Any) -> Script:
         found = _list(data.get("dialogues"))
     dialogues, counted = [], dict[str, int]()
     for number, one in enumerate(found):
-        skill = one.get("skill") if isinstance(one, Mapping) else None
+        with at(f"dialogues.{number}"):
+            skill = _mapping(one, ", such as skill, question and answer").get("skill")
         with at(f"dialogues.{number}" + (f" ({skill})" if isinstance(skill, str) else "") + "."):
-            dialogue = _dialogue(one, tables, wordings, counted)
-            dialogues.append(dialogue)
+            dialogues.append(_dialogue(one, tables, wordings, counted))
     used = {table.name for dialogue in dialogues for table in dialogue.slots.values()}
     for section, all_names, taken in (("tables", tables, used), ("wordings", named, wordings.used)):
         for name in all_names:
@@ -190,26 +191,26 @@ def _table(name: str, rows: Any) -> Table:
         first, last = (_whole(rows, limit) for limit in _LIMITS)
         if first is None or last is None or first > last:
             raise UserError(f"{dict(rows)} is no range: give from and a larger to, such as {{from: 0, to: 20}}")
+        if last - first >= _MOST_NUMBERS:
+            raise UserError(f"{dict(rows)} are more than {_MOST_NUMBERS} numbers: give a smaller range")
         return Table(name, tuple((number,) for number in range(first, last + 1)))
-    columns: tuple[str, ...] = ()
-    out = []
-    for number, row in enumerate(_list(rows)):
+    given = _list(rows)
+    columns = tuple(map(str, given[0])) if isinstance(given[0], Mapping) else ()
+    found: dict[tuple[Cell, ...], None] = {}
+    for number, row in enumerate(given):
         with at(f".{number}"):
-            if number == 0 and isinstance(row, Mapping):
-                columns = tuple(map(str, row))
-            if isinstance(row, Mapping) != bool(columns) or (columns and set(map(str, row)) != set(columns)):
-                raise UserError(
-                    f"{row!r} is unlike the row before: give all rows the columns {', '.join(columns) or 'of none'}"
-                )
-            cells = tuple(row[column] for column in columns) if columns else (row,)
-            out.append(tuple(map(_cell, cells)))
-    for row in out:
-        if out.count(row) > 1:
-            raise UserError(f"{row[0]!r} is there twice: keep one")
-    return Table(name, tuple(out), columns)
+            cells = {str(column): value for column, value in row.items()} if isinstance(row, Mapping) else {"": row}
+            if set(cells) != set(columns or ("",)):
+                alike = f"the columns {', '.join(columns)}" if columns else "one text each"
+                raise UserError(f"{row!r} is unlike the first row: give all rows {alike}")
+            values = tuple(_cell(cells[column]) for column in columns or ("",))
+            if values in found:
+                raise UserError(f"{values[0]!r} is there twice: keep one")
+            found[values] = None
+    return Table(name, tuple(found), columns)
 
 
-def _cell(value: Any) -> str | int:
+def _cell(value: Any) -> Cell:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise UserError(f"{value!r} is read as {type(value).__name__}, not text: put it in quotes")
     if isinstance(value, str) and not value.strip():
@@ -217,8 +218,8 @@ def _cell(value: Any) -> str | int:
     return " ".join(value.split()) if isinstance(value, str) else value
 
 
-def _dialogue(one: Any, tables: Mapping[str, Table], wordings: Wordings, counted: dict[str, int]) -> SlotDialogue:
-    _known(_mapping(one, ", such as skill, question and answer"), _DIALOGUE)
+def _dialogue(one: Mapping[str, Any], tables: Mapping[str, Table], wordings: Wordings, counted: dict[str, int]) -> SlotDialogue:
+    _known(one, _DIALOGUE)
     with at("skill"):
         skill = _sentence(one.get("skill"))
         if not _NAME.fullmatch(skill) or " " in skill:
@@ -267,8 +268,10 @@ def _turns(one: Mapping[str, Any], wordings: Wordings) -> tuple[ScriptTurn, ...]
     with at("turns"):
         turns = _list(one["turns"])
     for number, turn in enumerate(turns):
+        with at(f"turns.{number}"):
+            _mapping(turn, " of question and answer")
         with at(f"turns.{number}."):
-            _known(_mapping(turn, " of question and answer"), ("question", "answer"))
+            _known(turn, ("question", "answer"))
             out.append(_turn(turn, wordings))
     return tuple(out)
 
@@ -351,7 +354,7 @@ def _list(data: Any) -> list[Any]:
 
 def _texts(data: Any) -> tuple[str, ...]:
     """One sentence or a list of them."""
-    return tuple(_sentence(one) for one in (_list(data) if not isinstance(data, str) else [data]))
+    return tuple(map(_sentence, _list(data) if isinstance(data, list) else [data]))
 
 
 def _sentence(data: Any) -> str:
