@@ -88,6 +88,8 @@ def check_spec(spec: str | Mapping[str, float]) -> None:
     if kind == "command":
         CommandVoice(rest)
         return
+    if spec.lstrip().startswith(("{", "[")):
+        raise UserError(f"voice {spec}: give several voices with a number each, their weight: '{{espeak: 3, flite: 1}}'")
     if spec not in VOICES and not (kind and rest):
         raise UserError(
             f"voice {spec!r} is unknown; use espeak, espeak:en-us+f3, flite, 'command:prog {{text}} {{out}}', module:callable "

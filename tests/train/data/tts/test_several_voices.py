@@ -123,6 +123,8 @@ def test_flite_that_is_not_there_is_said_before_anything_is_read(tmp_path: Path,
         ({}, "voice: no weight is above 0"),
         ({"espeak": -1.0}, "voice: the weight of 'espeak' is -1.0; weights are numbers of at least 0"),
         ({"espeek": 1.0}, "voice 'espeek' is unknown; use espeak"),
+        ("{espeak: 1, flite: yes}", "give several voices with a number each, their weight: '{espeak: 3, flite: 1}'"),
+        ("[espeak, flite]", "give several voices with a number each"),
         ("flite:slit", r"voice flite:slit: flite has no such voice; did you mean 'slt'\?"),
     ],
 )
