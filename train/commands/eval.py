@@ -101,12 +101,16 @@ def _compare(argv: Sequence[str]) -> int:
 
 def _show_figures(run: Run, figures: Mapping[str, Figure]) -> None:
     from train.eval.measures import MEASURES, interval, shown
-    from train.eval.report import REPORT, against_of, size_lines
+    from train.eval.report import REPORT, against_of, size_lines, turn_rows
 
     rows = [(MEASURES[n].title, shown(n, f.value), interval(n, f), str(f.questions)) for n, f in figures.items()]
     print_table(
         f"{run.answered} questions answered as {run.started['task']}", ("figure", "value", "95 % interval", "questions"), rows
     )
+    turns = turn_rows(run)
+    if turns:
+        columns = ("source", "turn", "exact match", "95 % interval", "questions")
+        print_table("turns, each after the model's own answers", columns, turns)
     against = against_of(run)
     if against:
         for line in filter(None, size_lines(run)):
