@@ -18,6 +18,7 @@ from omni.plugins import load_plugins
 from omni.ranges import check_fields, ranged
 from train.balance.section import BalanceSection, check_balance
 from train.config.sections import (
+    LARGEST_SEED,
     BudgetConfig,
     CheckpointConfig,
     FabricConfig,
@@ -58,7 +59,7 @@ class FitConfig:
     model: ModelSection
     data: DataConfig
     run_folder: str = ""
-    seed: int = 0
+    seed: int = ranged(0, 0, LARGEST_SEED)
     resume: Literal["auto", "extend", "force", "restart"] = "auto"
     trainable: tuple[str, ...] = ("*",)
     lora: LoRASection | None = None

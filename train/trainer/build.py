@@ -367,18 +367,24 @@ def with_alignment(config: FitConfig) -> FitConfig:
     return replace(config, model=replace(config.model, ctc=ctc, ctc_sounds=sounds))
 
 
-def dry_run(config: FitConfig) -> str:
-    """Builds the model and one batch, and describes both. Devices that this machine lacks are a note, not an error: the run may
-    be for another machine."""
+def dry_run(config: FitConfig, profile: str | None = None) -> str:
+    """Builds the model and one batch, and describes both. Devices and packages that this machine lacks are notes, not errors:
+    the run may be for another machine.
+
+    Args:
+        profile: as of `fit`; only checked.
+    """
     from train.data.batching.draw import describe as draw
 
-    config = with_alignment(config)
+    if profile is not None:
+        step_range(profile, config.budget)
+    config, notes = with_alignment(config), list[str]()
     check_start(config)
-    try:
-        check_devices(config.fabric)
-        notes = []
-    except UserError as error:
-        notes = [f"note: {error}"]
+    for check in (lambda: check_devices(config.fabric), lambda: check_packages(config)):
+        try:
+            check()
+        except UserError as error:
+            notes.append(f"note: {error}")
     initial = build_initial(config.model, config.seed)
     model = initial.model
     if config.lora is not None:
