@@ -311,9 +311,7 @@ def _fits(kind: Any, value: Any) -> bool:
     if origin in (Union, types.UnionType):
         return any(_fits(part, value) for part in args)
     if origin is Literal:
-        return (
-            {False: "off", True: "on"}.get(value, value) in args if isinstance(value, bool) else value in args
-        )  # YAML's words
+        return value in args or (isinstance(value, bool) and {False: "off", True: "on"}[value] in args)  # YAML's words
     if origin in (tuple, list):
         return isinstance(value, (list, tuple))
     if kind is float:
