@@ -30,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
     config = in_folder(read, name)
     with importing():
         from train.distributed.fabric import leave
-        from train.trainer.build import dry_run, run_fit, with_alignment
+        from train.trainer.build import run_fit, with_alignment
+        from train.trainer.dry_run import dry_run
         from train.trainer.usage import OutOfMemory
 
     if options.get("dry_run"):
