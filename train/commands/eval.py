@@ -57,17 +57,24 @@ def _parser() -> ConfigParser:
     parser.add_argument("--text", action="store_true", help="also take the text-only score of the questions' texts (T1T2)")
     parser.add_argument(
         "--chunks",
-        type=_milliseconds,
+        type=_Milliseconds(),
+        metavar="MS,MS,...",
         help="evaluate once for each length of the encoder's chunks in ms, 0 for whole questions; figures beside the delay",
     )
     add_progress(parser)
     return parser
 
 
-def _milliseconds(text: str) -> str:
-    if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of milliseconds; give some, such as 160,320,640,0")
-    return text
+class _Milliseconds:
+    """Type of a list of milliseconds, separated by commas."""
+
+    def __call__(self, text: str) -> str:
+        if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text):
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of milliseconds; give some, such as 160,320,640,0")
+        return text
+
+    def __repr__(self) -> str:  # the parser's help prints it
+        return "milliseconds"
 
 
 def _evaluate_delays(chosen: Mapping[str, Any], config: EvalConfig) -> int:
