@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torchaudio.functional as audio
 
-from infer.serve.realtime.configuration import SemanticVad, ServerVad
-from infer.serve.realtime.turns import SURE, TurnDetector
-from infer.serve.realtime.vad import FRAME_SECONDS, SpeechStream, VoiceActivity
+from infer.turns.detector import SURE, TurnDetector
+from infer.turns.settings import SemanticVad, ServerVad
+from infer.turns.vad import FRAME_SECONDS, SpeechStream, VoiceActivity
 from tests.infer.serve.conftest import Client, noise, pcm
 from train.data.tts.espeak import synthesise, variants
 
