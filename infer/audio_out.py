@@ -119,14 +119,21 @@ class SpeakerOutput:
         self._stream.close()
 
 
-def load_sounddevice() -> Any:
-    """The `sounddevice` module; UserError naming the way to get it."""
+def load_sounddevice(what: str = "--speaker", otherwise: str = ", or use --out answer.wav") -> Any:
+    """The `sounddevice` module.
+
+    Args:
+        what: what needs it, `otherwise`, what can be done without it: for the error.
+
+    Raises:
+        UserError: it or its library is missing; it names the way to get it.
+    """
     try:
         import sounddevice
     except ImportError as error:
-        raise UserError('--speaker needs the package sounddevice: pip install "omni-speech[speaker]"') from error
+        raise UserError(f'{what} needs the package sounddevice: pip install "omni-speech[speaker]"') from error
     except OSError as error:
-        raise UserError(f"--speaker needs the PortAudio library ({error}): install it, or use --out answer.wav") from error
+        raise UserError(f"{what} needs the PortAudio library ({error}): install it{otherwise}") from error
     return sounddevice
 
 
