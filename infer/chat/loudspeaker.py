@@ -107,11 +107,14 @@ class Loudspeaker:
         """Be silent at once; returns the seconds of the answer that were heard."""
         self._stopping = True
         with self._lock:
-            played = self._played(self._stream.time) / self._rate
+            now = self._stream.time
+            self._taken = self._played(now)
             self._queue.clear()
+            self._marks.clear()
+            self._marks.append((now, self._taken, 0))
             self._whole = True
         self._stream.abort()
-        return played
+        return self._taken / self._rate
 
     def _fill(self, out: Any, frames: int, time: Any, status: Any) -> None:
         ahead = time.outputBufferDacTime - time.currentTime

@@ -167,7 +167,7 @@ class Talk:
         """End what is under way; the history and the folder keep what was heard."""
         try:
             self._drop_question()
-            self._stop_answer("(left)")
+            self._stop_answer("left")
         finally:
             self._asker.close()
             self._transcriber.shutdown(wait=False, cancel_futures=True)
@@ -214,7 +214,7 @@ class Talk:
     def _follow(self, part: QuestionPart) -> None:
         """Follow a question that begins, goes on or ends."""
         if part.kind == "began":
-            self._stop_answer("(interrupted)")
+            self._stop_answer("interrupted")
             self._question = SpokenTurn(self._count + 1)
             self._asker.ask(self._question)
             self._screen.doing("hearing you", "Enter ends the question" if self._pressed else "")
@@ -320,7 +320,7 @@ class Talk:
             return
         played = self._loudspeaker.stop()
         answer.turn.drop(played)
-        self._finish_answer(answer, played, f"{why} after {played:.1f} s" if played else why)
+        self._finish_answer(answer, played, f"({why} after {played:.1f} s)" if played else f"({why})")
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
@@ -328,14 +328,14 @@ class Talk:
         """Take a key: Enter begins or ends a question, or stops the answer; Ctrl-C drops or stops either."""
         if key == "interrupt":
             self._drop_question()
-            self._stop_answer("(stopped)")
+            self._stop_answer("stopped")
             self._screen.tell("Ctrl-C again, or Ctrl-D, leaves")
             self._listen()
         elif self._pressed:
             for part in self._finder.press():
                 self._follow(part)
         elif self._answer is not None:
-            self._stop_answer("(stopped)")
+            self._stop_answer("stopped")
             self._listen()
 
     # --- transcripts --------------------------------------------------------------------------------------------------
