@@ -11,11 +11,12 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import BinaryIO, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from infer.portaudio import load_sounddevice
 from omni.audio.io import WavWriter, pcm16
 from omni.audio.wav import write_audio
 from omni.errors import UserError
@@ -117,24 +118,6 @@ class SpeakerOutput:
         else:
             self._stream.abort()
         self._stream.close()
-
-
-def load_sounddevice(what: str = "--speaker", otherwise: str = ", or use --out answer.wav") -> Any:
-    """The `sounddevice` module.
-
-    Args:
-        what: what needs it, `otherwise`, what can be done without it: for the error.
-
-    Raises:
-        UserError: it or its library is missing; it names the way to get it.
-    """
-    try:
-        import sounddevice
-    except ImportError as error:
-        raise UserError(f'{what} needs the package sounddevice: pip install "omni-speech[speaker]"') from error
-    except OSError as error:
-        raise UserError(f"{what} needs the PortAudio library ({error}): install it{otherwise}") from error
-    return sounddevice
 
 
 class Paced:

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from infer.audio_out import load_sounddevice
 from infer.chat.devices import find_device, show_devices
 from infer.chat.keys import interruptions, keys
 from infer.chat.loudspeaker import Loudspeaker
-from infer.chat.microphone import Microphone
+from infer.chat.microphone import MicrophoneInput
 from infer.chat.questions import PressedQuestions, QuestionFinder, VoiceQuestions
 from infer.chat.saving import ChatFolder
 from infer.chat.screen import ChatScreen
-from infer.chat.talk import Block, Lost, Talk
+from infer.chat.talk import Lost, MicrophoneBlock, SpokenChat
 from infer.device import cpu_threads
 from infer.loading import audio_sampling, load
 from infer.options import ChatOptions
+from infer.portaudio import load_sounddevice
 from infer.turns.settings import PCM_RATE, ServerVad
 from infer.turns.vad import Silero
 from omni import hardware
@@ -47,7 +47,9 @@ def chat(options: ChatOptions) -> bool:
     device = hardware.find_device(options.device, options.quantize)
     events: SimpleQueue[Any] = SimpleQueue()
     with ExitStack() as stack:
-        microphone = Microphone(sound, source, lambda *block: events.put(Block(*block)), lambda: events.put(Lost("input")))
+        microphone = MicrophoneInput(
+            sound, source, lambda *block: events.put(MicrophoneBlock(*block)), lambda: events.put(Lost("input"))
+        )
         stack.callback(microphone.close)
         screen = stack.enter_context(ChatScreen())
         screen.doing("loading the model")
@@ -67,7 +69,7 @@ def chat(options: ChatOptions) -> bool:
                 system=options.system,
             )
         )
-        talk = Talk(
+        talk = SpokenChat(
             events,
             session,
             question_finder(options, longest(lm.config)),

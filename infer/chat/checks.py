@@ -6,9 +6,9 @@ import importlib.util
 import os
 from pathlib import Path
 
-from infer.audio_out import load_sounddevice
 from infer.checks import check_model, check_numbers
 from infer.options import ChatOptions
+from infer.portaudio import load_sounddevice
 from omni.errors import UserError
 from omni.generate.bounds import BOUNDS, Bound
 from omni.hardware import check_device, check_dtype, check_kernels, check_quantize

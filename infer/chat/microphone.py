@@ -15,7 +15,7 @@ from infer.samples import to_int16
 from infer.turns.settings import PCM_RATE
 
 
-class Microphone:
+class MicrophoneInput:
     """Records until it is closed.
 
     Args:

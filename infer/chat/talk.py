@@ -24,7 +24,7 @@ from infer.chat.asking import Answered, Asker, Failed, Remarked, SpokenTurn
 from infer.chat.devices import NAMES, OPTIONS, Kind, SoundDevice, all_devices, those
 from infer.chat.keys import Key
 from infer.chat.loudspeaker import Loudspeaker
-from infer.chat.microphone import Microphone
+from infer.chat.microphone import MicrophoneInput
 from infer.chat.questions import QuestionFinder, QuestionPart
 from infer.chat.saving import ChatFolder
 from infer.chat.screen import ChatScreen
@@ -44,7 +44,7 @@ DEAD = 3.0
 """Seconds of zeros after which the microphone is said to be muted."""
 
 
-class Block(NamedTuple):
+class MicrophoneBlock(NamedTuple):
     """A block of the microphone; `lost`: some before it was not taken in time."""
 
     raw: np.ndarray
@@ -80,7 +80,7 @@ class PlayedAnswer:
     ended: Ended | None = None
 
 
-class Talk:
+class SpokenChat:
     """Listens, asks and plays until it is left.
 
     Args:
@@ -110,7 +110,7 @@ class Talk:
         self._barge_in, self._pressed, self._transcribe = barge_in, pressed, transcribe
         self._asker = Asker(session, self._events.put)
         self._transcriber = ThreadPoolExecutor(1, "omni-transcriber")
-        self._microphone: Microphone
+        self._microphone: MicrophoneInput
         self._loudspeaker: Loudspeaker
         self._question: SpokenTurn | None = None  # that is being spoken
         self._answer: PlayedAnswer | None = None
@@ -122,7 +122,7 @@ class Talk:
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
-    def run(self, microphone: Microphone, loudspeaker: Loudspeaker) -> bool:
+    def run(self, microphone: MicrophoneInput, loudspeaker: Loudspeaker) -> bool:
         """Talk until the input ends; returns whether no answer broke.
 
         Raises:
@@ -145,7 +145,7 @@ class Talk:
             return Lost("input")
 
     def _take(self, event: Any) -> None:
-        if isinstance(event, Block):
+        if isinstance(event, MicrophoneBlock):
             self._hear(event)
         elif isinstance(event, Answered):
             if self._answer is not None and event.turn is self._answer.turn:
@@ -184,7 +184,7 @@ class Talk:
 
     # --- the microphone -----------------------------------------------------------------------------------------------
 
-    def _hear(self, block: Block) -> None:
+    def _hear(self, block: MicrophoneBlock) -> None:
         """Take a block of the microphone."""
         samples = self._microphone.samples(block.raw)
         if block.lost:
