@@ -1,4 +1,5 @@
-"""Asks a session question after question in a thread of its own, while the microphone is heard and answers are played."""
+"""Asks a session question after question, and has questions transcribed, each in a thread of its own, while the microphone is
+heard and answers are played."""
 
 from __future__ import annotations
 
@@ -147,3 +148,37 @@ class Asker:
         """End the thread; the last turn was dropped, or has its answer."""
         self._turns.put(None)
         self._thread.join(LAST_WORDS)
+
+
+@dataclass(frozen=True)
+class Transcribed:
+    """The transcript of a question, or why there is none."""
+
+    text: str
+    error: str | None = None
+
+
+class Transcriber:
+    """The thread that has questions transcribed, one after another; it ends with the program.
+
+    Args:
+        transcribe: returns the transcript of a question [S].
+        deliver: called there with each.
+    """
+
+    def __init__(self, transcribe: Callable[[np.ndarray], str], deliver: Callable[[Transcribed], None]) -> None:
+        self._transcribe, self._deliver = transcribe, deliver
+        self._questions: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="omni-transcriber", daemon=True).start()
+
+    def write_down(self, question: np.ndarray) -> None:
+        """Have a question [S] transcribed."""
+        self._questions.put(question)
+
+    def _work(self) -> None:
+        while True:
+            try:
+                self._deliver(Transcribed(self._transcribe(self._questions.get())))
+            except Exception as error:
+                self._deliver(Transcribed("", str(error)))
+                return

@@ -68,7 +68,7 @@ class ChatScreen:
         """The answer is over."""
         text, self.caption = self.caption, ""
         if self._live is not None:
-            self._refresh(now=False)
+            self._refresh()  # before, without the caption
             self._console.print(Text.assemble(("model: ", "bold cyan"), text, (f"  {note}" if note else "", "dim")))
         else:
             print(f"{'' if text else 'model:'}{f' {note}' if note else ''}", flush=True)
@@ -98,10 +98,10 @@ class ChatScreen:
             return
         print(f"{chr(10) if self.caption else ''}{text}", file=sys.stderr, flush=True)
 
-    def _refresh(self, now: bool = True) -> None:
+    def _refresh(self) -> None:
         if self._live is None:
             return
         status = Text.assemble(("● ", STYLES.get(self._doing, "")), self._doing, (f"  {self._detail}", "dim"))
         status.no_wrap, status.overflow = True, "ellipsis"
         caption = [Text.assemble(("model: ", "bold cyan"), self.caption)] if self.caption else []
-        self._live.update(Group(*caption, status), refresh=now)
+        self._live.update(Group(*caption, status), refresh=True)

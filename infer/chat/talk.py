@@ -12,15 +12,13 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from infer.ask import REASONS
-from infer.chat.asking import Answered, Asker, Failed, Remarked, SpokenTurn
+from infer.chat.asking import Answered, Asker, Failed, Remarked, SpokenTurn, Transcribed, Transcriber
 from infer.chat.devices import NAMES, OPTIONS, Kind, SoundDevice, all_devices, those
 from infer.chat.keys import Key
 from infer.chat.loudspeaker import Loudspeaker
@@ -40,6 +38,13 @@ GONE = 5.0
 ECHO = 0.3
 """Seconds for which the room is not heard after an answer was, where the microphone hears the loudspeaker."""
 
+REASONS = {
+    "length": "the answer was cut at the limit; see --max_seconds",
+    "silence": "the answer was ended by its silence; see --max_silence",
+    "cache": "the answer was cut: the conversation fills the model's context; see --context",
+}
+"""What is said of an answer that the model did not end."""
+
 DEAD = 3.0
 """Seconds of zeros after which the microphone is said to be muted."""
 
@@ -55,13 +60,6 @@ class Lost(NamedTuple):
     """A device is gone."""
 
     kind: Kind
-
-
-class Transcribed(NamedTuple):
-    """The transcript of a question, or why there is none."""
-
-    text: str
-    error: str | None = None
 
 
 @dataclass
@@ -107,9 +105,9 @@ class SpokenChat:
         folder: ChatFolder | None = None,
     ) -> None:
         self._events, self._session, self._finder, self._screen, self._folder = events, session, finder, screen, folder
-        self._barge_in, self._pressed, self._transcribe = barge_in, pressed, transcribe
+        self._barge_in, self._pressed = barge_in, pressed
         self._asker = Asker(session, self._events.put)
-        self._transcriber = ThreadPoolExecutor(1, "omni-transcriber")
+        self._transcriber = None if transcribe is None else Transcriber(transcribe, self._events.put)
         self._microphone: MicrophoneInput
         self._loudspeaker: Loudspeaker
         self._question: SpokenTurn | None = None  # that is being spoken
@@ -170,7 +168,6 @@ class SpokenChat:
             self._stop_answer("left")
         finally:
             self._asker.close()
-            self._transcriber.shutdown(wait=False, cancel_futures=True)
             if self._folder is not None:
                 self._folder.conversation(self._session)
 
@@ -238,7 +235,7 @@ class SpokenChat:
         self._still, self._played = 0, -1.0
         if self._folder is not None:
             self._folder.question(turn.number, turn.question)
-        if self._transcribe is None:
+        if self._transcriber is None:
             self._screen.line(f"you: ({turn.seconds:.1f} s)")
         if cut:
             self._screen.tell(f"warning: the question was cut after {turn.seconds:.1f} s, the longest that the model takes")
@@ -342,18 +339,12 @@ class SpokenChat:
 
     def _write_down(self, turn: SpokenTurn) -> None:
         """Have a question transcribed, once its answer has begun, which comes first."""
-        if self._transcribe is not None:
-            self._transcriber.submit(self._transcript, self._transcribe, np.concatenate(turn.question))
-
-    def _transcript(self, transcribe: Callable[[np.ndarray], str], question: np.ndarray) -> None:
-        try:
-            self._events.put(Transcribed(transcribe(question)))
-        except Exception as error:
-            self._events.put(Transcribed("", str(error)))
+        if self._transcriber is not None:
+            self._transcriber.write_down(np.concatenate(turn.question))
 
     def _show_transcript(self, transcribed: Transcribed) -> None:
         if transcribed.error is None:
             self._screen.you(transcribed.text.strip())
         else:
-            self._transcribe = None
+            self._transcriber = None
             self._screen.tell(f"warning: no transcripts: {in_options(transcribed.error)}")

@@ -13,8 +13,9 @@ from infer.chat.questions import PressedQuestions, QuestionFinder, VoiceQuestion
 from infer.serve.realtime.configuration import Configuration
 from infer.serve.realtime.hearing import SessionInput
 from infer.turns.settings import ServerVad
-from infer.turns.vad import SpeechStream
+from infer.turns.vad import Silero, SpeechStream
 from tests.infer.chat.fake_sound import RATE, LevelVad
+from tests.infer.turns.test_turns import at24, say
 
 PADDING = round(0.1 * RATE)
 
@@ -49,11 +50,11 @@ def found(finder: QuestionFinder, given: list[np.ndarray]) -> list[tuple[int, in
     return out
 
 
-def voice(padding: float = 0.1, longest: float = 30.0, **settings: Any) -> VoiceQuestions:
-    return VoiceQuestions(LevelVad(), ServerVad(**settings), padding, longest)  # type: ignore[arg-type]
+def voice(padding: float = 0.1, longest: float = 30.0, model: Any = None, **settings: Any) -> VoiceQuestions:
+    return VoiceQuestions(model or LevelVad(), ServerVad(**settings), padding, longest)
 
 
-def by_server(samples: np.ndarray) -> list[np.ndarray]:
+def by_server(samples: np.ndarray, model: Any) -> list[np.ndarray]:
     """The items that the server makes of a sound with its defaults."""
     items: list[np.ndarray] = []
     owner: Any = SimpleNamespace(
@@ -66,7 +67,8 @@ def by_server(samples: np.ndarray) -> list[np.ndarray]:
     )
 
     async def push(stream: SpeechStream, part: np.ndarray) -> list[float]:
-        return LevelVad().push(stream, part)
+        found: list[float] = model.push(stream, part)
+        return found
 
     async def interrupt() -> None:
         pass
@@ -100,9 +102,16 @@ def test_a_question_is_the_sound_between_its_bounds_in_any_division(division: An
     assert abs(second - (3.96 * RATE - PADDING)) <= 800 and abs(end - (4.66 * RATE + PADDING)) <= 800
 
 
-def test_questions_are_those_of_the_server() -> None:
-    questions = [heard for _, _, heard, _ in found(voice(), blocks(TALK, 480))]
-    for mine, of_server in zip(questions, by_server(TALK), strict=True):
+@pytest.mark.parametrize("model", [LevelVad, Silero])
+def test_questions_are_those_of_the_server(model: Any) -> None:
+    talk = TALK
+    if model is Silero:
+        talk = (np.concatenate([at24(say(text)) for text in ("what is two plus three", "and twice that")]) * 32767).astype(
+            np.int16
+        )
+    questions = [heard for _, _, heard, _ in found(voice(model=model()), blocks(talk, 480))]
+    assert len(questions) == 2
+    for mine, of_server in zip(questions, by_server(talk, model()), strict=True):
         assert np.array_equal(mine, of_server)
 
 
