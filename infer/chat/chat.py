@@ -25,6 +25,7 @@ from infer.portaudio import load_sounddevice
 from infer.turns.settings import PCM_RATE, ServerVad
 from infer.turns.vad import Silero
 from omni import hardware
+from omni.edit.deltas import Edits
 from omni.errors import UserError
 from omni.generate.question import longest
 from omni.generate.speech_lm import SpeechLM
@@ -76,7 +77,7 @@ def chat(options: ChatOptions) -> bool:
             screen,
             barge_in=options.headphones,
             pressed=options.push_to_talk,
-            transcribe=transcriber(lm, adapter) if options.transcribe else None,
+            transcribe=transcriber(lm, adapter, edits) if options.transcribe else None,
             folder=None if options.save is None else ChatFolder(options.save),
         )
         loudspeaker = Loudspeaker(sound, target, session.sample_rate, lambda: events.put(Lost("output")))
@@ -98,11 +99,11 @@ def question_finder(options: ChatOptions, most: float) -> QuestionFinder:
     return VoiceQuestions(Silero(), settings, options.padding_ms / 1000, most)
 
 
-def transcriber(lm: SpeechLM, adapter: str | None) -> Callable[[np.ndarray], str]:
+def transcriber(lm: SpeechLM, adapter: str | None, edits: Edits | None) -> Callable[[np.ndarray], str]:
     """Writes down a question [S], beside the conversation."""
 
     def transcribe(question: np.ndarray) -> str:
-        answer = lm.generate(question, "A1T1", sample_rate=PCM_RATE, max_tokens=TRANSCRIPT_TOKENS, adapter=adapter)
+        answer = lm.generate(question, "A1T1", sample_rate=PCM_RATE, max_tokens=TRANSCRIPT_TOKENS, adapter=adapter, edits=edits)
         if answer.error is not None:
             raise UserError(answer.error)
         return answer.text

@@ -9,6 +9,7 @@ that time, so that what was played is known between two of its calls, gaps left 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -42,6 +43,7 @@ class Loudspeaker:
         self._taken = 0  # samples of the answer that the device has got
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=512)  # when heard, first sample, samples
         self._whole = self._stopping = False
+        self._told = 0.0
         opened = open_stream(sound, device, "output", rate, self._fill, self._finished)
         self._stream, self._rate, self._channels = opened.stream, opened.rate, opened.channels
         self._resample = self._resampler()
@@ -81,9 +83,15 @@ class Loudspeaker:
     @property
     def played(self) -> float:
         """Seconds of the answer that were heard by now."""
-        now = self._stream.time
+        now = self._now()
         with self._lock:
             return self._played(now) / self._rate
+
+    def _now(self) -> float:
+        """The stream's time; of a device that is gone, the last that it told."""
+        with contextlib.suppress(self._sound.PortAudioError):
+            self._told = self._stream.time
+        return self._told
 
     def _played(self, now: float) -> int:
         for at, first, count in reversed(self._marks):
@@ -94,7 +102,7 @@ class Loudspeaker:
     @property
     def waits(self) -> bool:
         """Whether there are samples that were not heard yet."""
-        now = self._stream.time
+        now = self._now()
         with self._lock:
             return bool(self._queue.count) or self._played(now) < self._taken
 
@@ -107,18 +115,19 @@ class Loudspeaker:
         """Be silent at once; returns the seconds of the answer that were heard."""
         self._stopping = True
         with self._lock:
-            now = self._stream.time
+            now = self._now()
             self._taken = self._played(now)
             self._queue.clear()
             self._marks.clear()
             self._marks.append((now, self._taken, 0))
             self._whole = True
-        self._stream.abort()
+        with contextlib.suppress(self._sound.PortAudioError):  # the device is gone
+            self._stream.abort()
         return self._taken / self._rate
 
     def _fill(self, out: Any, frames: int, time: Any, status: Any) -> None:
         ahead = time.outputBufferDacTime - time.currentTime
-        at = self._stream.time + (ahead if 0 < ahead < MOST_AHEAD else self._stream.latency)
+        at = self._now() + (ahead if 0 < ahead < MOST_AHEAD else self._stream.latency)
         with self._lock:
             piece = self._queue.take(frames)
             if len(piece):

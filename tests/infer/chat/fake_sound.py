@@ -44,14 +44,19 @@ class FakeStream:
         self.sound, self.kind = sound, kind
         self.rate, self.channels = asked["samplerate"], asked["channels"]
         self.callback, self.finished = asked["callback"], asked["finished_callback"]
-        self.latency, self.active, self.stopped = LATENCY, False, True
+        self.latency, self.active, self.stopped, self.gone = LATENCY, False, True, False
         self.pieces: list[tuple[float, np.ndarray]] = []  # when heard, samples of the first channel
         self.calls: list[str] = []
         sound.streams[kind] = self
 
     @property
     def time(self) -> float:
+        self.check()
         return self.sound.now
+
+    def check(self) -> None:
+        if self.gone:
+            raise PortAudioError("Unanticipated host error [PaErrorCode -9999]")
 
     def start(self) -> None:
         if self.kind in self.sound.refuse_start:
@@ -60,6 +65,7 @@ class FakeStream:
         self.active, self.stopped = True, False
 
     def abort(self) -> None:
+        self.check()
         self.calls.append("abort")
         was, self.active, self.stopped = self.active, False, True
         if self.kind == "output":
@@ -76,7 +82,7 @@ class FakeStream:
 
     def unplug(self) -> None:
         """The device is gone."""
-        self.active = False
+        self.active, self.gone = False, True
         self.finished()
 
     def fill(self, seconds: float) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from infer.chat.chat import transcriber
 from omni.audio.io import pcm16
 from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM
@@ -227,7 +228,7 @@ def test_a_transcript_is_shown_where_it_is_asked_for(talk: Talks, lm: SpeechLM, 
         yield from two_questions(sound)
         yield from sound.quiet(1.0)
 
-    monkeypatch.setattr("infer.chat.chat.transcriber", lambda lm, adapter: lambda question: f"heard {len(question)}")
+    monkeypatch.setattr("infer.chat.chat.transcriber", lambda lm, *beside: lambda question: f"heard {len(question)}")
     talked = talk(script, "--transcribe", *SHORT)
     for asked in talked.asked:
         assert f"you: heard {len(asked)}\n" in talked.done.text
@@ -235,9 +236,15 @@ def test_a_transcript_is_shown_where_it_is_asked_for(talk: Talks, lm: SpeechLM, 
     def refuse(question: np.ndarray) -> str:
         raise ValueError("no such task")
 
-    monkeypatch.setattr("infer.chat.chat.transcriber", lambda lm, adapter: refuse)
+    monkeypatch.setattr("infer.chat.chat.transcriber", lambda lm, *beside: refuse)
     talked = talk(script, "--transcribe", *SHORT)
     assert talked.done.code == 0 and talked.done.err.count("no transcripts: no such task") == 1
+
+
+def test_a_transcript_is_the_models_beside_the_conversation(lm: SpeechLM, monkeypatch: Any) -> None:
+    monkeypatch.setattr("infer.chat.chat.TRANSCRIPT_TOKENS", 8)
+    heard = np.random.default_rng(0).normal(0, 3000, RATE // 2).astype(np.int16)
+    assert transcriber(lm, None, None)(heard) == lm.generate(heard, "A1T1", sample_rate=RATE, max_tokens=8).text
 
 
 def test_an_answer_that_breaks_is_told_and_the_talk_goes_on(talk: Talks, monkeypatch: Any) -> None:
