@@ -32,7 +32,7 @@ class ChatScreen:
         self._terminal = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if self._terminal else None
         self._doing, self._detail = "", ""
-        self._held: list[str] = []  # lines that wait for the end of the caption
+        self._held: list[Text] = []  # lines that wait for the end of the caption
         self.caption = ""
 
     def __enter__(self) -> ChatScreen:
@@ -74,29 +74,31 @@ class ChatScreen:
             print(f"{'' if text else 'model:'}{f' {note}' if note else ''}", flush=True)
         held, self._held = self._held, []
         for line in held:
-            self.line(line)
+            self._line(line)
 
     def you(self, text: str) -> None:
         """Show what was heard."""
-        self.line(f"you: {on_one_line(text)}")
+        self._line(Text.assemble(("you: ", "bold green"), on_one_line(text)))
 
     def line(self, text: str) -> None:
-        """Show a line of the conversation, outside of a terminal once the answer under way is over."""
+        """Show a line."""
+        self._line(Text(text, "dim"))
+
+    def _line(self, text: Text) -> None:
+        """Show a line; outside of a terminal, once the answer under way is over."""
         if self._live is not None:
-            head, sign, rest = text.partition(": ")
-            whose = head == "you"
-            self._console.print(Text.assemble((head + sign, "bold green"), rest) if whose else Text(text, "dim"))
+            self._console.print(text)
         elif self.caption:
             self._held.append(text)
         else:
-            print(text, flush=True)
+            print(text.plain, flush=True)
 
     def tell(self, text: str) -> None:
-        """Print a line on standard error."""
+        """Print a warning, an error or a hint, which go to standard error where there is no terminal."""
         if self._live is not None:
             self._console.print(Text(text, "yellow"))
-            return
-        print(f"{chr(10) if self.caption else ''}{text}", file=sys.stderr, flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
     def _refresh(self) -> None:
         if self._live is None:

@@ -236,7 +236,7 @@ class SpokenChat:
         if self._folder is not None:
             self._folder.question(turn.number, turn.question)
         if self._transcriber is None:
-            self._screen.line(f"you: ({turn.seconds:.1f} s)")
+            self._screen.you(f"({turn.seconds:.1f} s)")
         if cut:
             self._screen.tell(f"warning: the question was cut after {turn.seconds:.1f} s, the longest that the model takes")
         self._screen.doing("thinking")
