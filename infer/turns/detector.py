@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from infer.serve.realtime.configuration import SemanticVad, ServerVad
-from infer.serve.realtime.vad import FRAME_SECONDS
+from infer.turns.settings import SemanticVad, ServerVad
+from infer.turns.vad import FRAME_SECONDS
 
 ONSET = 2
 """Frames above the threshold with which speech begins; one alone is a click."""
@@ -85,6 +85,11 @@ class TurnDetector:
     @property
     def ducked(self) -> bool:
         return self._ducked is not None
+
+    @property
+    def voiced(self) -> float:
+        """Second of the input at which the last frame that was speech ended."""
+        return self._voiced
 
     @property
     def padding(self) -> float:
