@@ -34,15 +34,7 @@ from train.data.batching.pipeline import Pipeline
 from train.data.build import build_alignment, build_pipeline, held_out_by_source, synthesise_ahead
 from train.data.speech_time import estimate_speech_time
 from train.distributed.deterministic import deterministic
-from train.distributed.fabric import (
-    build_fabric,
-    compile_blocks,
-    count_processes,
-    launch,
-    leave,
-    restarted,
-    setup,
-)
+from train.distributed.fabric import build_fabric, compile_blocks, count_processes, launch, leave, restarted, setup
 from train.distributed.precision import quantized_type
 from train.distributed.process_group import ProcessGroup
 from train.distributed.sharding import ParallelDims
@@ -66,7 +58,7 @@ from train.trainer.logs import LeftOut, Logs
 from train.trainer.loop import Loop
 from train.trainer.metrics import StepMetrics
 from train.trainer.parts import Outcome, Parts
-from train.trainer.preflight import check_devices, check_packages, check_resume, check_start
+from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
 from train.trainer.profiler import NONE, StepProfiler, step_range
 from train.trainer.signals import Stop
 from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
@@ -112,6 +104,7 @@ def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str 
     notes = [*([] if larger is None else [larger]), *check_start(with_alignment(config))]
     check_devices(config.fabric)
     check_packages(config)
+    check_workers(config)
     own = build_callbacks([CALLBACKS[name] for name in config.callbacks], folder)
     with deterministic(config.fabric.deterministic):
         return _fit(config, folder, notes, [*callbacks, *own], steps)
