@@ -18,7 +18,7 @@ from train.objective.objective import Objective
 from train.trainer.logs import METRICS
 from train.trainer.lora import ADAPTER
 from train.trainer.parts import Parts
-from train.trainer.profiler import NONE, files_of, named_steps
+from train.trainer.profiler import FOLDER, NONE, named_steps
 
 Say = Callable[[str], None]
 
@@ -46,8 +46,8 @@ def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> lis
         _line("devices", f"{fabric.world_size} x {device}{strategy}, {config.fabric.precision}"),
     ]
     if profile:
-        trace, table = files_of(profile, Path(config.run_folder))
-        lines.append(_line("profile", f"{named_steps(profile)}: {trace} (for ui.perfetto.dev) and {table}"))
+        place = Path(config.run_folder) / FOLDER
+        lines.append(_line("profile", f"{named_steps(profile)}: a trace for ui.perfetto.dev and a table, in {place}"))
     return lines
 
 
