@@ -153,7 +153,9 @@ def prepare(
     parts = group.together(lambda: build_parts(config, initial, fabric, folder, group))
     loop = build_loop(config, plain, parts, fabric, folder, group, callbacks, profile)
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, text))
+    loop.begun = lambda: loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, text))
+    if not loop.group.broadcast((folder / retention.CONFIG).exists()):
+        loop.settle()
     for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.trainable], loop.position, loop.saved):
         say(line)
     return loop
@@ -214,8 +216,8 @@ def build_loop(
     share = used(config.budget, position.step, position.seconds)
     progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds))
     checkpointer.say = progress.say
-    if resumed is not None:
-        progress.say(resumed)
+    for line in resumed:
+        progress.say(line)
     profiler = StepProfiler(profile if group.first else NONE, folder, fabric.device, progress.say)
     profiler.resume(position.step + 1)
     if guard is not None:
@@ -297,7 +299,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         # The types of base and adapters may differ.
         kind = torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32
         plain = LazyTensors(cast(merged_lazies(model, lazies_of(weights)), kind))
-        save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra)
+        save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra, only_finite=True)
         return folder / MODEL
 
     def validate(weights: dict[str, Tensor], step: int) -> dict[str, float]:
