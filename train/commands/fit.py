@@ -15,6 +15,11 @@ from omni.process import importing, say
 from train.config.parse import in_folder, read_with_options
 from train.config.run import FitConfig
 
+DESCRIBED = {
+    "dry_run": "check everything, build the model and one batch, and describe them",
+    "profile": "trace these steps, such as 10:15",
+}
+
 PR_SET_PDEATHSIG = 1
 """Of Linux's `prctl`: the signal that a process gets when its parent has ended."""
 
@@ -22,15 +27,16 @@ PR_SET_PDEATHSIG = 1
 def main(argv: Sequence[str]) -> int:
     """Runs the command, given a YAML file and dotted overrides; returns 0, or 128 + the signal that stopped the run."""
     _end_with_parent()
-    read, name, options = read_with_options(argv, {"dry_run": bool, "profile": str})
+    read, name, options = read_with_options(argv, {"dry_run": bool, "profile": str}, described=DESCRIBED)
     config = in_folder(read, name)
     with importing():
         from train.distributed.fabric import leave
-        from train.trainer.build import dry_run, run_fit, with_alignment
+        from train.trainer.build import run_fit, with_alignment
+        from train.trainer.dry_run import dry_run
         from train.trainer.usage import OutOfMemory
 
     if options.get("dry_run"):
-        print(dry_run(config))
+        print(dry_run(config, options.get("profile")))
         return 0
     try:
         outcome = run_fit(config, profile=options.get("profile"))

@@ -31,14 +31,14 @@ def duration(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a number of things: `1 item`, `2 items`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """Format a number of things: `1 item`, `2 items`, `2 batches`."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def short(value: float) -> str:
     """Format a number in a few characters: `950`, `12.3k`, `4.56M`."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 0.9995 * size:  # three digits of what is just below are those of the unit
             return f"{value / size:.3g}{unit}"
     return f"{value:.3g}"
 

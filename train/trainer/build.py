@@ -26,15 +26,17 @@ from omni.tasks import TASKS
 from train.balance.section import BalanceSection, balanced_tasks
 from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
+from train.checkpoint.rng import seed_random
 from train.config.run import FitConfig, plain_config
-from train.console.progress import TrainProgress, counted
+from train.console.progress import TrainProgress
 from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader, process_shards
 from train.data.batching.pipeline import Pipeline
 from train.data.build import build_alignment, build_pipeline, held_out_by_source, synthesise_ahead
 from train.data.speech_time import estimate_speech_time
 from train.distributed.deterministic import deterministic
-from train.distributed.fabric import build_fabric, compile_blocks, count_processes, launch, leave, restarted, setup
+from train.distributed.fabric import build_fabric, compile_blocks, count_processes, leave, restarted, setup
+from train.distributed.launching import check_shared, launch
 from train.distributed.precision import quantized_type
 from train.distributed.process_group import ProcessGroup
 from train.distributed.sharding import ParallelDims
@@ -42,7 +44,7 @@ from train.distributed.watchdog import watched
 from train.objective.flops import StepFlops
 from train.objective.objective import Objective, cells, targets
 from train.optim.ema import Average
-from train.optim.optimizer import build_optimizer, describe, parameter_groups, set_trainable
+from train.optim.optimizer import build_optimizer, set_trainable
 from train.optim.schedule import used
 from train.trainer import announce, plots
 from train.trainer import lora as adapters
@@ -62,7 +64,7 @@ from train.trainer.preflight import check_devices, check_packages, check_resume,
 from train.trainer.profiler import NONE, StepProfiler, step_range
 from train.trainer.signals import Stop
 from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
-from train.trainer.usage import Usage, is_out_of_memory, out_of_memory
+from train.trainer.usage import Usage, is_out_of_memory, is_worker_lost, out_of_memory, worker_lost
 from train.trainer.validation import build_validator
 
 MODEL = "model"
@@ -99,8 +101,8 @@ def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str 
     steps = NONE if profile is None else step_range(profile, config.budget)
     refuse_remote(config.run_folder, "run_folder", write=True)
     folder = Path(config.run_folder)
-    config, larger = shared(config)
-    check_resume(config)
+    given, (config, larger) = config, shared(config)
+    check_resume(config, given)
     notes = [*([] if larger is None else [larger]), *check_start(with_alignment(config))]
     check_devices(config.fabric)
     check_packages(config)
@@ -113,13 +115,14 @@ def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str 
 def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Sequence[Callback], steps: range) -> Outcome | None:
     """Trains after the checks; see `fit`."""
     fabric = build_fabric(config.fabric)
-    launch(fabric)
+    launch(fabric, plain_config(config))
     loop: Loop | None = None
     try:
         group = process_group(config, fabric)
         with watched(group, config.fabric), ExitStack() as stack:
             wait = LEFT_SECONDS if restarted(os.environ) else 0.0
             group.run_on_first(lambda: stack.enter_context(locked(folder, wait)))
+            check_shared(folder, group)
             say = announce.speaker(config, group.first)
             for note in notes:
                 say(note)
@@ -128,6 +131,8 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
             outcome = loop.run()
         return outcome if group.first else None
     except (RuntimeError, MemoryError) as error:
+        if is_worker_lost(error):
+            raise worker_lost(error, 0 if loop is None else loop.position.step + 1, fabric.global_rank) from error
         if not is_out_of_memory(error):
             raise
         raise (loop.out_of_memory(error) if loop is not None else out_of_memory(error, fabric.device)) from error
@@ -205,7 +210,7 @@ def build_loop(
     built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip, highest)
     first = objective.align_first if isinstance(objective, Objective) else 0.0
     step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, first)
-    torch.manual_seed(config.seed + 1 + group.data_rank)
+    seed_random((config.seed + 1 + group.data_rank) % 2**63)
     checkpointer = Checkpointer(
         config, plain, folder, fabric, group, objective=objective, optimizer=optimizer, average=average, balance=balance,
         meter=meter, packer_shards=shards, rows=parts.rows,
@@ -216,6 +221,8 @@ def build_loop(
     share = used(config.budget, position.step, position.seconds)
     progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds))
     checkpointer.say = progress.say
+    if checkpointer.saved is None and restarted(os.environ):
+        progress.say("started again before there was a checkpoint: the run starts over")
     for line in resumed:
         progress.say(line)
     profiler = StepProfiler(profile if group.first else NONE, folder, fabric.device, progress.say)
@@ -360,35 +367,3 @@ def with_alignment(config: FitConfig) -> FitConfig:
     ctc = alignment.size if ctc is None else ctc
     sounds = alignment.sound_size if sounds is None else sounds
     return replace(config, model=replace(config.model, ctc=ctc, ctc_sounds=sounds))
-
-
-def dry_run(config: FitConfig) -> str:
-    """Builds the model and one batch, and describes both. Devices that this machine lacks are a note, not an error: the run may
-    be for another machine."""
-    from train.data.batching.draw import describe as draw
-
-    config = with_alignment(config)
-    check_start(config)
-    try:
-        check_devices(config.fabric)
-        notes = []
-    except UserError as error:
-        notes = [f"note: {error}"]
-    initial = build_initial(config.model, config.seed)
-    model = initial.model
-    if config.lora is not None:
-        adapters.apply(model, config.lora)
-    also = set_trainable(model, config.trainable_patterns)
-    learning = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
-    batch = next(StepLoader(pipeline, config.data.micro_batches))[0]
-    whole, data = sum(p.numel() for p in model.parameters()), config.data
-    return "\n".join(
-        [
-            f"model: {whole / 1e6:.2f} M parameters, {sum(p.numel() for _, p in learning) / 1e6:.2f} M trainable",
-            f"optimizer: {describe(parameter_groups(learning, config.optimizer, also))}",
-            f"step: {counted(data.micro_batches, 'micro-batch')} of {data.packing.rows} x {data.packing.length} time steps",
-            draw(batch, model.layout, initial.tokenizer),
-            *notes,
-        ]
-    )

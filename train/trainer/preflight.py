@@ -83,15 +83,26 @@ def check_start(config: FitConfig) -> list[str]:
     return notes
 
 
-def check_resume(config: FitConfig) -> None:
+def check_resume(config: FitConfig, given: FitConfig | None = None) -> None:
     """Refuses a folder that holds anything but a run (`retention.check_run_folder`), and a configuration other than that of the
-    run's last checkpoint (`config_diff.check_resumable`), before a model is built."""
+    run's last checkpoint (`config_diff.check_resumable`), before a model is built.
+
+    Args:
+        given: the configuration before the number of processes has made its batch larger.
+    """
     folder = Path(config.run_folder)
     retention.check_run_folder(folder, config.resume == "restart")
     found = retention.newest(folder / "checkpoints")
-    if found is not None and config.resume in ("auto", "extend"):
-        before = completed(retention.read_state(found)["config"])
-        config_diff.check_resumable(folder, (before,), (plain_config(config),), config.resume == "extend")
+    if found is None or config.resume not in ("auto", "extend"):
+        return
+    before = completed(retention.read_state(found)["config"])
+    count, now = before.get("data", {}).get("micro_batches"), config.data.micro_batches
+    if given is not None and now != count == given.data.micro_batches:
+        raise UserError(
+            f"the processes cannot share data.micro_batches {count} evenly and would take {now}, but the run in {folder} was "
+            f"started with {count}; start a number of processes that divides it, or give --resume force"
+        )
+    config_diff.check_resumable(folder, (before,), (plain_config(config),), config.resume == "extend")
 
 
 def check_packages(config: FitConfig) -> None:
@@ -155,8 +166,11 @@ def check_devices(fabric: FabricConfig) -> None:
     kind, gpus, mac = fabric.accelerator, torch.cuda.device_count(), torch.backends.mps.is_available()
     if not gpus and (kind == "cuda" or (kind == "gpu" and not mac)):
         raise UserError(f"fabric.accelerator is {kind}, but PyTorch finds no GPU here; use cpu, or auto")
-    if fabric.precision == "16-mixed" and (kind == "cpu" or (kind == "auto" and not gpus and not mac)):
+    on_cpu = kind == "cpu" or (kind == "auto" and not gpus and not mac)
+    if on_cpu and fabric.precision == "16-mixed":
         raise UserError("fabric.precision is 16-mixed, which a CPU does not compute in; use bf16-mixed, or 32-true")
+    if on_cpu and (str(fabric.devices) == "-1" or "," in str(fabric.devices)):
+        raise UserError(f"fabric.devices is {fabric.devices}; on a CPU give a number of processes, or auto")
     if fabric.processes is None and fabric.devices not in ("auto", -1, "-1"):
         raise UserError(f"fabric.devices is {fabric.devices!r}; give a number, a list such as '0,1', or auto")
     started = not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"}.isdisjoint(os.environ)

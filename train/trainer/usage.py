@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from omni.errors import UserError
+from omni.errors import LostError, UserError
 from omni.profiling import GIB
 from train.distributed.process_group import ProcessGroup
+from train.distributed.watchdog import AGAIN
 from train.optim.ema import Average
 
 
@@ -131,6 +132,20 @@ class OutOfMemory(UserError):
 
 
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def is_worker_lost(error: BaseException) -> bool:
+    """Whether an error of PyTorch's loader says that a data worker has died."""
+    return "DataLoader worker (pid" in str(error)
+
+
+def worker_lost(error: BaseException, step: int, rank: int) -> LostError:
+    """The error of a run whose data worker has died in a step."""
+    found = re.search(r"\(pid\S* (\d+)", str(error))
+    return LostError(
+        f"step {step}: a data worker{f' (pid {found[1]})' if found else ''} of process {rank} was killed, for lack of memory "
+        f"perhaps: fewer data.workers, or a smaller data.prefetch, take less; {AGAIN}"
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

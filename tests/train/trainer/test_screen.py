@@ -19,7 +19,7 @@ from train.checkpoint.state import Position
 from train.cli import main
 from train.config.sections import BudgetConfig, LogConfig, ValidationConfig
 from train.console import progress as console
-from train.console.progress import TrainProgress, figures_line, losses_line
+from train.console.progress import TrainProgress, figures_line, losses_line, short
 from train.trainer import announce, loop
 from train.trainer import build as fit
 from train.trainer.held_out_loss import HeldOut
@@ -255,3 +255,8 @@ def test_the_first_lines_come_before_anything_is_loaded(
     monkeypatch.setattr(fit, "build_initial", load)
     with pytest.raises(SystemExit, match="7"):
         main(["fit", str(recipe)])
+
+
+def test_numbers_are_three_digits_of_the_right_unit() -> None:
+    found = [short(value) for value in (0.5, 950.0, 999.4, 999.6, 2400.0, 999_700.0, 4.56e6, 1.31e9, 2.56e12)]
+    assert found == ["0.5", "950", "999", "1k", "2.4k", "1M", "4.56M", "1.31G", "2.56T"]

@@ -337,9 +337,11 @@ def test_a_limit_of_the_process_is_told_in_place_of_the_machines_memory(monkeypa
 
 
 def test_every_process_reports_its_own_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of other mistakes of a user the first process speaks for all."""
+    """Of mistakes that all processes have the first one speaks for all."""
     monkeypatch.setenv("LOCAL_RANK", "1")
-    for error, code, said in ((UserError("no"), 0, ""), (usage.OutOfMemory("memory ran out"), 2, "error: memory ran out\n")):
+    shared = UserError("no")
+    shared.shared = True
+    for error, code, said in ((shared, 0, ""), (usage.OutOfMemory("memory ran out"), 2, "error: memory ran out\n")):
 
         def fail(argv: list[str], error: UserError = error) -> int:
             raise error
