@@ -283,8 +283,10 @@ class Checkpointer:
 
     def refused(self, error: NotFinite) -> UserError:
         """The error of a model that is not exported because of a tensor that is not finite."""
-        way = f", and so may checkpoint {self.saved}: {retention.way_back(self.saved)}" if self.saved is not None else ""
-        return UserError(f"the model is not exported: {error}{way}")
+        way = f"; {retention.way_back(self.saved)}" if self.saved is not None else ""
+        if len(retention.checkpoints(self.place)) > 1:
+            way += ", and where that ends in the same way, that one too"
+        return UserError(f"the model is not exported: {error}, after checkpoint {self.saved}{way}")
 
     def own_shards(self) -> States:
         """States of this process's packers."""

@@ -57,5 +57,5 @@ def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
 
     with pytest.raises(UserError) as error:
         toy_fit(toy_config(tmp_path), toy_parts(export=export))
-    said = "the model is not exported: tensor text_head.weight holds numbers that are not finite, and so may checkpoint "
-    assert str(error.value).startswith(f"{said}{tmp_path}/checkpoints/step-00000008: there is no earlier one")
+    said = "the model is not exported: tensor text_head.weight holds numbers that are not finite, after checkpoint "
+    assert str(error.value).startswith(f"{said}{tmp_path}/checkpoints/step-00000008; there is no earlier one")
