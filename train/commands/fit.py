@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -42,15 +43,21 @@ def main(argv: Sequence[str]) -> int:
     except OutOfMemory as error:
         for one in (error, error.__cause__):
             clear_frames(one.__traceback__ if one is not None else None)  # which hold all that the run held
-        say(f"{str(error).splitlines()[0]}\nestimating which keys save how much; Ctrl-C leaves that out")
-        raise OutOfMemory("\n  ".join([str(error), *saving_lines(with_alignment(config), error.in_step)])) from error
+        say("estimating which keys save how much memory; Ctrl-C leaves that out")
+        lines = saving_lines(with_alignment(config), error.in_step, error.limit)
+        raise OutOfMemory("\n  ".join([str(error), *lines])) from error
     finally:
         leave()
     return 128 + outcome.signal if outcome is not None and outcome.signal else 0
 
 
-def saving_lines(config: FitConfig, in_step: bool) -> list[str]:
-    """Lines with the keys that save memory, in a step or in all, the most first, by the plan's estimate."""
+def saving_lines(config: FitConfig, in_step: bool, limit: float = math.inf) -> list[str]:
+    """Lines with the keys that save memory, in a step or in all, the most first, by the plan's estimate; one line where none
+    saves enough.
+
+    Args:
+        limit: bytes that the run may fill.
+    """
     from train.checkpoint.config_diff import differences
     from train.config.run import plain_config
     from train.plan.plan import GIB, savings_here
@@ -61,6 +68,10 @@ def saving_lines(config: FitConfig, in_step: bool) -> list[str]:
         return ["`omni-train plan` estimates what saves memory"]
     except Exception as error:  # an estimate is not worth an error in place of the one that it is for
         return [f"`omni-train plan` estimates what saves memory, but failed here ({in_one_line(error)})"]
+    if found and all(one.total > limit for one in found):
+        best = min(found, key=lambda one: one.total)
+        needs = f"{(best.total + best.saved) / GIB:.2f} GiB are needed, and {best.total / GIB:.2f} GiB with {best.knob.keys}"
+        return [f"no key alone saves enough, by the plan's estimate: {needs}; `omni-train plan` tries several together"]
     lines = []
     for one in found:
         keys = one.knob.keys.replace("--devices", "--fabric.devices")

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from omni.convert.lazy import Lazy, LazyTensors
 from omni.errors import UserError
+from omni.quiet import silence
 from train.config.sections import FabricConfig
 from train.distributed.precision import AdapterPrecision
 from train.distributed.process_group import PATIENCE, ProcessGroup
@@ -272,6 +273,7 @@ def compile_blocks(module: nn.Module) -> None:
 
     The encoder's are not compiled: the lengths of a batch's clips are new every time and would cause recompilation.
     """
+    silence("torch.utils.cpp_extension")
     for name, part in module.named_modules():
         if isinstance(part, nn.ModuleList) and name.endswith(("decoder.blocks", "decoder.post_blocks")):
             for block in part:

@@ -27,7 +27,7 @@ from train.plan.phases import workers_bytes
 from train.plan.trial import KEPT, RETURNED, Attempt, attempt
 from train.plan.worst_batch import worst_batch
 from train.trainer.initial_model import shape_of
-from train.trainer.preflight import check_devices, check_packages, check_resume, check_start
+from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
 
 GIB = float(1 << 30)
 
@@ -207,6 +207,7 @@ def _refused(given: FitConfig, config: FitConfig, here: bool) -> tuple[list[str]
         (lambda: notes.extend(check_start(config)), refused),
         (lambda: check_devices((given if here else config).fabric), lacking),
         (lambda: check_packages(config), lacking),
+        (lambda: check_workers(config), lacking),
         (lambda: build_fabric(given.fabric) if here and not lacking else None, lacking),
     ]
     for check, lines in checks:

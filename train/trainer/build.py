@@ -35,14 +35,7 @@ from train.data.batching.pipeline import Pipeline
 from train.data.build import build_alignment, build_pipeline, held_out_by_source, synthesise_ahead
 from train.data.speech_time import estimate_speech_time
 from train.distributed.deterministic import deterministic
-from train.distributed.fabric import (
-    build_fabric,
-    compile_blocks,
-    count_processes,
-    leave,
-    restarted,
-    setup,
-)
+from train.distributed.fabric import build_fabric, compile_blocks, count_processes, leave, restarted, setup
 from train.distributed.launching import check_shared, launch
 from train.distributed.precision import quantized_type
 from train.distributed.process_group import ProcessGroup
@@ -67,7 +60,7 @@ from train.trainer.logs import LeftOut, Logs
 from train.trainer.loop import Loop
 from train.trainer.metrics import StepMetrics
 from train.trainer.parts import Outcome, Parts
-from train.trainer.preflight import check_devices, check_packages, check_resume, check_start
+from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
 from train.trainer.profiler import NONE, StepProfiler, step_range
 from train.trainer.signals import Stop
 from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
@@ -113,6 +106,7 @@ def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str 
     notes = [*([] if larger is None else [larger]), *check_start(with_alignment(config))]
     check_devices(config.fabric)
     check_packages(config)
+    check_workers(config)
     own = build_callbacks([CALLBACKS[name] for name in config.callbacks], folder)
     with deterministic(config.fabric.deterministic):
         return _fit(config, folder, notes, [*callbacks, *own], steps)
@@ -164,7 +158,9 @@ def prepare(
     parts = group.together(lambda: build_parts(config, initial, fabric, folder, group))
     loop = build_loop(config, plain, parts, fabric, folder, group, callbacks, profile)
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, text))
+    loop.begun = lambda: loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, text))
+    if not loop.group.broadcast((folder / retention.CONFIG).exists()):
+        loop.settle()
     for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.trainable], loop.position, loop.saved):
         say(line)
     return loop
@@ -225,10 +221,10 @@ def build_loop(
     share = used(config.budget, position.step, position.seconds)
     progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds))
     checkpointer.say = progress.say
-    if resumed is None and restarted(os.environ):
-        resumed = "started again before there was a checkpoint: the run starts over"
-    if resumed is not None:
-        progress.say(resumed)
+    if checkpointer.saved is None and restarted(os.environ):
+        progress.say("started again before there was a checkpoint: the run starts over")
+    for line in resumed:
+        progress.say(line)
     profiler = StepProfiler(profile if group.first else NONE, folder, fabric.device, progress.say)
     profiler.resume(position.step + 1)
     if guard is not None:
@@ -310,7 +306,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         # The types of base and adapters may differ.
         kind = torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32
         plain = LazyTensors(cast(merged_lazies(model, lazies_of(weights)), kind))
-        save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra)
+        save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra, only_finite=True)
         return folder / MODEL
 
     def validate(weights: dict[str, Tensor], step: int) -> dict[str, float]:
