@@ -57,7 +57,10 @@ class StreamResampler:
         self._rates = source_rate, sample_rate
         ratio = _ratio(source_rate, sample_rate, name)
         self._source = ratio.numerator
-        self._kernel, self._before = (None, 0) if ratio == 1 else _filter(ratio.numerator, ratio.denominator)
+        self._kernel: Tensor | None = None
+        self._before = 0
+        if ratio != 1:
+            self._kernel, self._before = _filter(ratio.numerator, ratio.denominator)
         self._held = torch.zeros(self._before)
         self._ready = torch.zeros(0)  # beyond what the length so far says: of a filter whose ratio is beside that of the rates
         self._taken = self._given = 0  # samples

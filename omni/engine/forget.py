@@ -78,6 +78,10 @@ class Refills:
             if self._waiting.get(refill.seat) is refill:
                 del self._waiting[refill.seat]
 
+    def drop_of(self, seat: Seat) -> None:
+        with self._lock:
+            self._waiting.pop(seat, None)
+
     def first(self, runner: Runner | None) -> Refill | None:
         """The refill that waits longest. Those of conversations that have lost their slot, or are being answered, are dropped:
         the question feeds what is left."""

@@ -29,9 +29,13 @@ def unheard(running: Running) -> list[Exchange]:
 @torch.inference_mode()
 def encode(model: SpeechModel, alike: Sequence[Running]) -> list[Running]:
     """Encode what is unheard of questions with the same adapters and edits; returns those with features that are not finite,
-    whose features are dropped again."""
+    whose features are dropped again. Of one that was heard while its sound came, the rest is encoded."""
     todo = [exchange for running in alike for exchange in unheard(running)]
     with using(alike[0].active):
+        for exchange in todo:
+            if exchange.heard is not None:
+                exchange.features, exchange.heard = exchange.heard.finish(), None
+        todo = [exchange for exchange in todo if exchange.features is None]
         for low in range(0, len(todo), TOGETHER):
             some = todo[low : low + TOGETHER]
             found = encode_questions(model, [Asked(e.turn, e.clip, e.prepared) for e in some])
@@ -64,7 +68,7 @@ class Hearing:
         """
         model = self._model
         for exchange in unheard(running):
-            if exchange.clip is not None and exchange.prepared is None:
+            if exchange.clip is not None and exchange.prepared is None and exchange.heard is None:
                 exchange.prepared = model.config.encoder.prepare(exchange.clip)
         if model.device.type == "cpu" and torch.get_num_threads() < cores() and self._one.acquire(timeout=WAIT):
             try:

@@ -120,8 +120,12 @@ class SteppingThread:
         self._batch.step(talks)
 
     def _refill(self, slack: float, others: bool) -> bool:
-        """Feed a piece of what stays of a conversation, where there is time; with others to step only now and then."""
-        if (others and self._steps < PATIENCE) or not self._intake.refill(self._requests.refills, slack):
+        """Feed a piece of what stays of a conversation, or of a question whose sound is still coming, where there is time; with
+        others to step only now and then."""
+        if others and self._steps < PATIENCE:
+            return False
+        requests = self._requests
+        if not (self._intake.refill(requests.refills, slack) or self._intake.listen(requests.listens, slack)):
             return False
         self._steps = 0
         return True
