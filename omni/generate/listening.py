@@ -25,6 +25,7 @@ from omni.audio.waveform import SoundPieces
 from omni.errors import UserError
 from omni.generate.incoming import Incoming, take_all, take_all_async
 from omni.generate.question import Asked, asked_by_clip, longest
+from omni.model.multitask_projector import SHARING
 from omni.tasks import Task, find_task
 
 
@@ -118,8 +119,10 @@ class Listening:
             if self._asked is None:
                 self._asked = self._ended(task)
             asked = self._asked
-            gated = task.name != self.task.name and len(self._config.projector.tasks) > 0
-            return replace(asked, turn=replace(asked.turn, task=task), heard=None if gated else asked.heard)
+            if task.name == self.task.name or self._config.projector.kind not in SHARING:
+                return replace(asked, turn=replace(asked.turn, task=task))
+            self._session.drop_sound(self._sound)
+            return replace(asked, turn=replace(asked.turn, task=task), heard=None)
 
     def _ended(self, task: Task) -> Asked:
         incoming = self._incoming
