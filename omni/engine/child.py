@@ -179,8 +179,7 @@ class Child:
         session, stream = self._session(number), self._sound(number, heard)
         sound = None if clip is None else torch.from_numpy(clip)
         if heard is not None:
-            if stream is None:
-                raise UserError("this sound was listened to before another; ask it as samples")
+            assert stream is not None
             sound = stream.sound
         ready = None if prepared is None else PreparedSound([torch.from_numpy(part) for part in prepared[0]], *prepared[1:])
         running = session.lay_out(Asked(turn, sound, ready, stream), seed, Clock(waited))

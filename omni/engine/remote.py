@@ -52,6 +52,7 @@ class RemoteSession(Conversation[RemoteAnswer]):
         super().__init__(stop)
         self._link, self._number, self._facts, self._tokenizer, self._pace = link, number, facts, tokenizer, pace
         self._closed = False
+        self._sound: int | None = None  # that is listened to there
         self._dropped = weakref.finalize(self, link.tell, "close", 0, number)
         self._dropped.atexit = False
 
@@ -95,7 +96,7 @@ class RemoteSession(Conversation[RemoteAnswer]):
 
     def begin(self, answer: RemoteAnswer) -> None:
         asked, turn = answer.asked, replace(answer.asked.turn, task=answer.asked.task.name)
-        heard = asked.heard if isinstance(asked.heard, int) else None
+        heard = self._sound if asked.heard == self._sound else None
         clip = None if asked.clip is None or heard is not None else asked.clip.numpy()
         with self._lock:
             if not answer.start():  # it was cancelled meanwhile
@@ -105,6 +106,8 @@ class RemoteSession(Conversation[RemoteAnswer]):
                 prepared = None if asked.clip is None or heard is not None else self._prepared(asked.clip)
                 values = answer.seed, answer.pace, answer.clock.seconds, heard
                 self._link.request("ask", self._number, answer.number, turn, clip, prepared, *values)
+                if heard is not None:
+                    self._sound = None
             except Exception:  # it was refused, and nothing is left of it there
                 answer.settled = True
                 answer.end(Ended("cancelled", Timings()))
@@ -118,13 +121,16 @@ class RemoteSession(Conversation[RemoteAnswer]):
             return None
         number = self._link.number()
         self._link.request("listen", self._number, number, task.name)
+        self._sound = number
         return number
 
     def hear(self, sound: int, samples: Tensor) -> None:
-        self._link.tell("hear", self._number, sound, samples.numpy())
+        if self._sound == sound:
+            self._link.tell("hear", self._number, sound, samples.numpy())
 
     def drop_sound(self, sound: int | None) -> None:
-        if sound is not None:
+        if sound is not None and self._sound == sound:
+            self._sound = None
             self._link.tell("drop_sound", self._number, sound)
 
     def _prepared(self, clip: Tensor) -> tuple[Any, ...]:

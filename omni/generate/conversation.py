@@ -165,8 +165,8 @@ class Conversation(ABC, Faces[A], Generic[A]):
             return answer
 
     def listen(self, task: Task | str = "A1A2", *, sample_rate: int = SAMPLE_RATE) -> Listening:
-        """Listen to the next question while its sound comes; see `omni.generate.listening`. A session listens to one at a time:
-        the one before is dropped, unless it was asked.
+        """Listen to the next question while its sound comes; see `omni.generate.listening`. A session listens to one at a time;
+        one before is only gathered from then on.
 
         Args:
             task: that it is going to be asked as.
