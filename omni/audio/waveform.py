@@ -168,18 +168,21 @@ def as_waveform(samples: Any, name: str = "the question") -> Tensor:
     return torch.from_numpy(scaled[loudest].copy())
 
 
-def as_piece(samples: Any, name: str, check: Callable[[int], None] | None = None) -> tuple[np.ndarray, np.ndarray]:
+def as_piece(
+    samples: Any, name: str, check: Callable[[int], None] | None = None, two: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """A copy of the numbers of a piece of sound, [S] or [2, S], and the same as float32, full scale being 1; a piece may be
     empty.
 
     Args:
         check: called with the number of samples before memory is taken for them.
+        two: the dimension of two channels, where the pieces before said so: of one or two samples that is not clear.
 
     UserError: as of `as_waveform`, or samples that are not finite or too loud.
     """
     if not is_waveform(samples):
         raise UserError(f"{name} is a {type(samples).__name__}; {_WAY}")
-    array = _numbers(samples, name)
+    array = _numbers(samples, name, two)
     if check is not None:
         check(array.shape[-1])
     array = array.copy()
@@ -190,11 +193,13 @@ def as_piece(samples: Any, name: str, check: Callable[[int], None] | None = None
     return array, scaled
 
 
-def _numbers(samples: Any, name: str) -> np.ndarray:
+def _numbers(samples: Any, name: str, two: int | None = None) -> np.ndarray:
     """Samples as an array [S] or [2, S] of a type that sound may have."""
     array = _array(samples, name)
     if array.dtype.kind not in "iuf" or array.dtype.name in ("uint16", "uint32", "uint64"):
         raise UserError(f"{name}'s samples are of type {array.dtype}; give floating-point numbers or signed integers")
+    if two is not None and array.ndim == 2 and array.shape[two] == 2:
+        return array.T if two else array
     return _channels(array, name)
 
 

@@ -47,6 +47,7 @@ class Incoming:
         self.withdrawn = False
         self._pieces: list[np.ndarray] = []
         self._count = self._samples = 0
+        self._two: int | None = None  # dimension of the pieces that has two channels
 
     @property
     def seconds(self) -> float:
@@ -66,11 +67,13 @@ class Incoming:
             raise Withdrawn
         self._count += 1
         name = f"piece {self._count} of the question"
-        array, scaled = as_piece(piece, name, self._check_room)
+        array, scaled = as_piece(piece, name, self._check_room, self._two)
         if not array.size:
             return scaled.reshape(-1)
         if self._pieces and _kind(array) != _kind(self._pieces[0]):
             raise UserError(f"{name} is {_kind(array)}, and those before are {_kind(self._pieces[0])}; give all in one form")
+        if not self._pieces and array.ndim == 2:
+            self._two = int(np.shape(piece)[0] != 2)
         self._pieces.append(array)
         self._samples += array.shape[-1]
         return scaled

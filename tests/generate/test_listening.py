@@ -505,6 +505,18 @@ def test_a_single_sample_and_one_sample_at_a_time(lm: SpeechLM) -> None:
             same(session.answer(iter(question.split(1))), other.answer(question))
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_pieces_of_two_channels_of_any_length(lm: SpeechLM, last: bool) -> None:
+    question = torch.stack([sound(0.5), sound(0.5, 1)])
+    with lm.session(**TALK) as session, lm.session(**TALK) as other:
+        listening, at = session.listen(), 0
+        for size in (5, 0, 1, 2, 3, 1, 2, 10_000):
+            piece = question[:, at : at + size]
+            listening.push(piece.T if last else piece)
+            at += size
+        same(session.answer(listening), other.answer(question))
+
+
 def test_features_that_are_not_finite_end_one_answer(lm: SpeechLM) -> None:
     weight = lm.model.encoder.whisper.ln_post.weight  # type: ignore[union-attr]
     with lm.session(**TALK) as session, lm.session(**TALK) as other:
