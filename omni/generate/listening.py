@@ -33,7 +33,7 @@ class Listening:
     """The sound of one question; `Conversation.listen` makes it, and the calls of the session that ask take it as a question.
 
     Args:
-        session: an `omni.generate.conversation.Conversation`.
+        session: an `omni.generate.conversation.Conversation`, which may be read.
         task: that it is going to be asked as; another is taken, and encoded again where the projector is gated by task.
     """
 
@@ -43,7 +43,7 @@ class Listening:
             raise UserError(
                 f"task {self.task.name} asks in writing, and there is nothing to listen to; use one that asks by speech"
             )
-        self._session, self._config = session, session.config
+        self.session, self._config = session, session.config
         self._incoming = Incoming(sample_rate, longest(self._config))
         self._pieces = SoundPieces(self._incoming.rate)
         self._lock = threading.RLock()
@@ -68,14 +68,14 @@ class Listening:
         with self._lock:
             self._check_open()
             if not self._incoming.withdrawn:
-                self._session.check()
+                self.session.check()
             scaled = self._incoming.add(piece)
             if self._sound is not None and scaled.size:
                 self._give(self._pieces.push(scaled))
 
     def _give(self, samples: Tensor) -> None:
         self._clip.append(samples)
-        self._session.hear(self._sound, samples)
+        self.session.hear(self._sound, samples)
 
     def _check_open(self) -> None:
         if self._dropped or self._asked is not None:
@@ -85,13 +85,13 @@ class Listening:
     def drop(self) -> None:
         """Forget the sound: it was no question. The history has nothing of it, and the cache is cut by the next question."""
         self._dropped = True
-        self._session.drop_sound(self._sound)
+        self.session.drop_sound(self._sound)
         self._clip, self._asked = [], None
 
     def withdraw(self) -> None:
         """Take no more of an iterator, whose answer was cancelled: the next piece raises `Withdrawn`."""
         self._incoming.withdrawn = True
-        self._session.drop_sound(self._sound)
+        self.session.drop_sound(self._sound)
 
     def take(self, pieces: Iterator[Any]) -> None:
         """Push all pieces of an iterator, which is closed where they are not taken to its end."""
@@ -110,7 +110,7 @@ class Listening:
             UserError: there was no sound, it was dropped, it is another session's, or it is asked in writing.
         """
         with self._lock:
-            if session is not self._session:
+            if session is not self.session:
                 raise UserError("this sound was listened to by another session; ask it there")
             if task.question == "text":
                 raise UserError(f"task {task.name} asks in writing, but the question is sound; ask by speech")
@@ -121,7 +121,7 @@ class Listening:
             asked = self._asked
             if task.name == self.task.name or self._config.projector.kind not in SHARING:
                 return replace(asked, turn=replace(asked.turn, task=task))
-            self._session.drop_sound(self._sound)
+            self.session.drop_sound(self._sound)
             return replace(asked, turn=replace(asked.turn, task=task), heard=None)
 
     def _ended(self, task: Task) -> Asked:
@@ -129,8 +129,8 @@ class Listening:
         incoming.check()
         rest = None if self._sound is None else self._pieces.finish()
         if rest is None:  # the whole is read at once
-            self._session.drop_sound(self._sound)
-            found: Asked = self._session._read_question(incoming.whole(), task, incoming.rate)
+            self.session.drop_sound(self._sound)
+            found: Asked = self.session._read_question(incoming.whole(), task, incoming.rate)
             return found
         self._give(rest)
         return replace(asked_by_clip(torch.cat(self._clip), task, self._config), heard=self._sound)

@@ -87,6 +87,11 @@ class TurnDetector:
         return self._ducked is not None
 
     @property
+    def voiced(self) -> float:
+        """Second at which the last speech ended so far."""
+        return self._voiced
+
+    @property
     def padding(self) -> float:
         """Seconds before speech that belong to its turn."""
         return PREFIX if isinstance(self.settings, SemanticVad) else self.settings.prefix_padding_ms / 1000
