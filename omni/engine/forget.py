@@ -66,7 +66,7 @@ class Refills:
     """The refills that wait, the newest of each conversation; given by its listeners, fed by the stepping thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may drop one
         self._waiting: dict[Seat, Refill] = {}
 
     def put(self, refill: Refill) -> None:

@@ -140,6 +140,7 @@ class Session(Conversation[Running]):
                 self._past, self._asked = running.before, running.exchange.number
             running.settled = True
             self._engine.stop(running)
+            self._listen()
 
     def lay_out(self, asked: Asked, seed: int | None = None, clock: Clock | None = None) -> Running:
         with ExitStack() as held:
