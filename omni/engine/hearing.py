@@ -26,6 +26,15 @@ def unheard(running: Running) -> list[Exchange]:
     return [e for e in running.said if e.clip is not None and e.features is None]
 
 
+def advance(running: Running) -> bool:
+    """Encode a chunk of a question that was heard while it came, but not as far as it had come; False where none waits."""
+    heard = running.exchange.heard
+    if heard is None or not heard.begun:  # the whole is quicker
+        return False
+    with using(running.active):
+        return heard.advance()
+
+
 @torch.inference_mode()
 def encode(model: SpeechModel, alike: Sequence[Running]) -> list[Running]:
     """Encode what is unheard of questions with the same adapters and edits; returns those with features that are not finite,

@@ -14,7 +14,7 @@ from omni.engine.batch import EngineBatch
 from omni.engine.client import Running
 from omni.engine.entering import TOGETHER, Entering, Talk, same_kind, together
 from omni.engine.forget import Refills, columns_in
-from omni.engine.hearing import encode, unheard
+from omni.engine.hearing import advance, encode, unheard
 from omni.engine.listen import Listen, Listens
 from omni.engine.slots import Seat
 from omni.engine.stats import Recorder
@@ -105,6 +105,8 @@ class Intake:
         if not self.placed:
             return None
         if odd := [talk for talk in self.placed if unheard(talk.running)]:
+            if advance(odd[0].running):
+                return None
             fitting = TOGETHER if slack == float("inf") else max(1, int(slack / self._hearing))
             chosen, start = same_kind(odd, fitting), time.perf_counter()
             broken = encode(batch.model, [talk.running for talk in chosen])
@@ -144,12 +146,20 @@ class Intake:
         if listen.stream.due and slack >= 2 * self._chunk and listen.encode(batch.model):
             self._chunk = 0.5 * self._chunk + 0.5 * (time.perf_counter() - start)
             return True
-        columns = columns_in(slack, self._seconds) if listen.ready and not listen.seat.busy else 0
+        if not listen.ready or listen.seat.busy:
+            return False
+        if listen.lacks(batch.model.layout):
+            if slack < 2 * self._hearing or not listen.encode_before(batch.model):
+                return False
+            self._hearing = 0.5 * self._hearing + 0.5 * (time.perf_counter() - start)
+            return True
+        columns = columns_in(slack, self._seconds)
         if not columns or not (listen.seat.slot is not None or (not self.waiting and batch.lend(listen, open))):
             return False
         assert batch.runner is not None
         batch.slots.hold(listen.seat)
-        if fed := listen.feed(batch.runner, columns):
+        fed = listen.feed(batch.runner, columns)
+        if fed >= LEAST:  # fewer take as long
             self._timed(start, fed)
         return fed > 0
 

@@ -35,6 +35,10 @@ AFTER = 2
 """Columns of a spoken question after its features: `end` and `answer`, which are fed with the rest once it is asked."""
 
 
+STEP = 64
+"""Features by which the columns of a question that grows are laid out again."""
+
+
 @dataclass(eq=False)
 class Listen:
     """What is heard of a conversation's next question before it is asked.
@@ -58,6 +62,7 @@ class Listen:
     failed: bool = False
     fork: None = field(default=None, init=False)
     _held: tuple[object, ...] = field(default=(), init=False)
+    _asked: Exchange | None = field(default=None, init=False)
 
     @property
     def _now(self) -> tuple[object, ...]:
@@ -70,15 +75,20 @@ class Listen:
         stream = self.stream
         return not (self.failed or stream.closed or stream.lost or self.past is None) and self._held != self._now
 
+    def _stays(self, layout: Layout) -> Sequence[Exchange]:
+        """The turns that stay before a question of at least this length."""
+        past, question = self.past or (), self.stream.known + 1 + AFTER
+        return past[dropped_for(layout, past, question, self.system, self.seat.limit) :] if self.forget else past
+
     def refill(self, layout: Layout, length: int) -> Refill:
         """What the row is to hold at present, at most `length` columns."""
-        assert self.past is not None
-        stream, known = self.stream, self.stream.known
-        asked = Exchange(Turn(stream.task, features=max(known, 1)), 0, features=stream.features, sound=stream.number)
-        question, after = max(known, 1) + 1 + AFTER, AFTER + (not known)
-        said = self.past
-        if self.forget:
-            said = said[dropped_for(layout, said, question, self.system, self.seat.limit) :]
+        known = self.stream.known
+        size = -(-max(known, 1) // STEP) * STEP
+        if self._asked is None or self._asked.turn.features != size:
+            self._asked = Exchange(Turn(self.stream.task, features=size), 0, sound=self.stream.number)
+        asked, after = self._asked, size - known + AFTER
+        asked.features = self.stream.features
+        said = self._stays(layout)
         whole, keys = lay_out(layout, said, asked, self.system)
         end = min(len(keys) - after, length)
         columns = Columns(whole.tokens[:, :end], whole.targets[:, :end], whole.feature_index[:end], whole.features)
@@ -95,37 +105,43 @@ class Listen:
         self.failed |= done and not is_finite(self.stream.features)
         return done
 
+    def lacks(self, layout: Layout) -> Exchange | None:
+        """A question of the history without features."""
+        return next((e for e in self._stays(layout) if e.clip is not None and e.features is None), None)
+
+    def encode_before(self, model: SpeechModel) -> bool:
+        """Encode the question that `lacks` features; returns whether that was done."""
+        odd = self.lacks(model.layout)
+        assert odd is not None
+        try:
+            with CHANGING, using(selection_of(model, [self.selection], model.device)), torch.inference_mode():
+                (features,) = encode_questions(model, [Asked(odd.turn, odd.clip, odd.prepared)])
+            if is_finite(features):
+                odd.features, odd.prepared = features, None
+                return True
+        except Exception as error:
+            self._fails(error)
+        self.failed = True
+        return False
+
     def feed(self, runner: Runner, columns: int) -> int:
-        """Feed up to that many columns that the row lacks, or encode a question before; returns how many columns were fed."""
+        """Feed up to that many columns that the row lacks; returns how many."""
         try:
             with CHANGING:
-                return self._feed(runner, columns)
-        except Exception as error:  # a lack of memory, an adapter that was removed: the question says so to its listener
-            if not isinstance(error, UserError):
-                LOG.warning("a question could not be fed while its sound came: %s", error)
-            self.seat.held.keys, self.failed = [], True
+                refill = self.refill(runner.layout, min(self.seat.limit, runner.length))
+                fed = feed(runner, refill, min(columns, runner.chunk))
+            self._held = () if fed else self._now
+            return fed
+        except Exception as error:
+            self._fails(error)
+            self.seat.held.keys = []
             return 0
 
-    def _feed(self, runner: Runner, columns: int) -> int:
-        refill = self.refill(runner.layout, min(self.seat.limit, runner.length))
-        odd = next((e for e in refill.said if e.clip is not None and e.features is None), None)
-        if odd is not None:
-            self._encode_before(runner.model, odd)
-            return 0 if self.failed else 1
-        fed = feed(runner, refill, min(columns, runner.chunk))
-        self._held = () if fed else self._now
-        return fed
-
-    @torch.inference_mode()
-    def _encode_before(self, model: SpeechModel, odd: Exchange) -> None:
-        """Encode a question of the history."""
-        with using(selection_of(model, [self.selection], model.device)):
-            (features,) = encode_questions(model, [Asked(odd.turn, odd.clip, odd.prepared)])
-        finish_queued(model.device)
-        if is_finite(features):
-            odd.features, odd.prepared = features, None
-        else:
-            self.failed = True
+    def _fails(self, error: Exception) -> None:
+        """Of a lack of memory, or an adapter that was removed: the question says so to its listener."""
+        self.failed = True
+        if not isinstance(error, UserError):
+            LOG.warning("a question could not be fed while its sound came: %s", error)
 
 
 class Listens:

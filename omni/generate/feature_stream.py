@@ -61,6 +61,11 @@ class FeatureStream:
         return not (self.closed or self.lost) and self._came - self._taken >= self.size
 
     @property
+    def begun(self) -> bool:
+        """Whether any of it was encoded."""
+        return self._stream is not None
+
+    @property
     def sound(self) -> Tensor:
         """All samples that came, [S]."""
         return torch.cat(self._pieces) if self._pieces else torch.zeros(0)
@@ -93,7 +98,7 @@ class FeatureStream:
         with self._lock:
             if not self._finished:
                 self._finished = True
-                if self._stream is not None:
+                if self.begun:
                     self._encode(self._came - self._taken, last=True)
                 self._stream = self._frames = None
                 self._waiting.clear()

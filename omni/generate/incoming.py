@@ -94,6 +94,10 @@ class Incoming:
             what = "ended without a piece of sound" if not self._count else f"gave {self._count} pieces without samples"
             raise UserError(f"the question {what}; give at least some milliseconds of sound")
 
+    def forget(self) -> None:
+        """Free the pieces."""
+        self._pieces = []
+
     def whole(self) -> np.ndarray:
         """All pieces as one sound, [S] or [2, S]; raises as `check`."""
         self.check()

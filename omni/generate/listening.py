@@ -133,4 +133,6 @@ class Listening:
             found: Asked = self.session._read_question(incoming.whole(), task, incoming.rate)
             return found
         self._give(rest)
-        return replace(asked_by_clip(torch.cat(self._clip), task, self._config), heard=self._sound)
+        clip, self._clip = torch.cat(self._clip), []
+        incoming.forget()
+        return replace(asked_by_clip(clip, task, self._config), heard=self._sound)

@@ -217,11 +217,12 @@ class Session(Conversation[Running]):
             self._engine.stop_listening(seat)
 
     def _listen(self) -> None:
-        """Have what is heard of the next question fed behind the present history, unless an answer is under way."""
-        if self._hears is not None and self._seat is not None:
+        """Have what is heard of the next question fed behind the present history, unless an answer is under way; the lock is
+        held."""
+        sound, seat = self._hears, self._seat
+        if sound is not None and seat is not None:
             past = tuple(self._past) if self._last is None or self._last.settled else None
-            forget = self.options.overflow == "forget"
-            self._engine.listen(Listen(self._seat, self._hears, past, self._system, forget, self._selection))
+            self._engine.listen(Listen(seat, sound, past, self._system, self.options.overflow == "forget", self._selection))
 
     @property
     def sample_rate(self) -> int:

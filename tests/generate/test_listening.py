@@ -28,7 +28,7 @@ from omni.engine.slots import Slots
 from omni.errors import SoundWarning, UserError
 from omni.generate.feature_stream import FeatureStream
 from omni.generate.question import Asked, encode_questions
-from omni.generate.results import Ended
+from omni.generate.results import Clock, Ended
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.lora.attach import activate, add_adapter
@@ -148,6 +148,54 @@ def equal_conversations(lm: SpeechLM, wait: bool, turns: int = 7, **options: Any
 @pytest.mark.parametrize("shape", SHAPES)
 def test_heard_while_it_comes_equals_the_whole(layout: str, shape: str, wait: bool) -> None:
     equal_conversations(listener(layout, **SHAPES[shape]), wait)
+
+
+@pytest.mark.parametrize("cores", [1, 64])
+def test_whoever_encodes_the_rest(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    """The stepping thread, or who asks; of what was heard, of what came too fast to be heard, and of nothing."""
+    monkeypatch.setattr("omni.engine.hearing.cores", lambda: cores)
+    equal_conversations(lm, False, turns=5)
+    equal_conversations(lm, True, turns=5)
+    advance = FeatureStream.advance
+    for most in (0, 1, 3):  # chunks that the engine finds time for before the end
+        count = [0]
+
+        def some(self: FeatureStream, count: list[int] = count, most: int = most) -> bool:
+            if threading.current_thread().name == "omni-engine" and count[0] < most:
+                count[0] += 1
+                return advance(self)
+            return False
+
+        with lm.session(**TALK) as session, lm.session(**TALK) as other:
+            listening = session.listen()
+            listening.push(sound(2.0))
+            with monkeypatch.context() as patch:
+                patch.setattr(FeatureStream, "advance", some)
+                end = time.monotonic() + 0.3
+                while count[0] < most and time.monotonic() < end:
+                    time.sleep(0.001)
+                assert count[0] == most
+            same(session.answer(listening), other.answer(sound(2.0)))
+            same_cache(lm, session, other)
+
+
+def test_the_time_counts_from_the_question_s_end(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    started: list[bool] = []
+
+    def coming() -> Iterator[Tensor]:
+        yield sound(1.0)
+        ended.append(True)
+
+    class Watched(Clock):
+        def __init__(self, *values: Any) -> None:
+            started.append(bool(ended))
+            super().__init__(*values)
+
+    monkeypatch.setattr("omni.generate.conversation.Clock", Watched)
+    with lm.session(**TALK) as session:
+        timings = session.answer(coming()).timings
+    assert started == [True] and 0 < timings.encode <= timings.prefill <= (timings.first_audio or 0)
 
 
 @pytest.mark.parametrize("stack", [1, 3])

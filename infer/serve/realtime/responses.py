@@ -138,8 +138,10 @@ class Responses:
         """Listen to what somebody begins to say; None while an answer or another question is under way, or where the engine has
         no use for it."""
         owner, configuration = self._owner, self._owner.configuration
+        if self.active is not None or configuration.type != "realtime" or not self._host.listens:
+            return None
         before, question = turns_of(owner.items)
-        if self.active is not None or question is not None or configuration.type != "realtime" or not self._host.listens:
+        if question is not None:
             return None
         spoken = speaks(owner, configuration)
         options, task = options_of(owner, configuration, spoken), task_of(configuration, True, spoken)
