@@ -133,7 +133,7 @@ class Child:
     def _drop_sound(self, number: int, sound: int) -> None:
         session, found = self._sessions.get(number), self._sound(number, sound)
         if session is not None and found is not None:
-            del self._sounds[number]
+            self._sounds.pop(number, None)
             session.drop_sound(found)
 
     def _sound(self, number: int, sound: int | None) -> FeatureStream | None:
@@ -198,7 +198,7 @@ class Child:
             self._early.discard(answer)
             self._let_go(number, answer, 0)
         if stream is not None and self._sound(number, heard) is stream:
-            del self._sounds[number]
+            self._sounds.pop(number, None)
 
     def do_settle(self, number: int, answer: int, taken: int) -> Ended | None:
         """Put an answer into the history as far as it was taken."""

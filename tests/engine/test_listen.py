@@ -21,8 +21,8 @@ from omni.generate.speech_lm import SpeechLM
 from omni.lora.attach import activate, add_adapter, remove_adapter
 from omni.lora.config import LoRAConfig
 from tests.generate.conftest import SHAPES
+from tests.generate.listening_toys import listener, pieces, same, sound, wait_until_heard
 from tests.generate.session_toys import TALKATIVE
-from tests.generate.test_listening import listener, pieces, same, sound, wait_until_heard
 
 QUESTIONS: list[tuple[Any, str]] = [
     (sound(0.7, 1), "A1A2"), ("and then?", "T1A2"), (sound(1.4, 2), "A1A2"), (sound(0.2, 3), "A1T2"), (sound(2.0, 4), "A1A2")

@@ -25,7 +25,7 @@ from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, make_model
-from tests.generate.test_listening import CHUNK, ENCODER, QUESTIONS, TALK, heard, left, listener, pieces, same, sound
+from tests.generate.listening_toys import CHUNK, ENCODER, QUESTIONS, TALK, heard, left, listener, pieces, same, sound
 
 __all__ = ["left"]
 
