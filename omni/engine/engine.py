@@ -143,9 +143,9 @@ class Engine:
         if stream.due and not self._closed and not self.forked:
             self._requests.wake()
 
-    def stop_listening(self, seat: Seat) -> None:
+    def stop_listening(self, seat: Seat, stream: FeatureStream) -> None:
         """Listen to a conversation's question no more."""
-        self._requests.listens.drop(seat)
+        self._requests.listens.drop(seat, stream)
 
     def heard(self, late: Sequence[float]) -> None:
         """Note how late live listeners' chunks were that another process decoded."""

@@ -156,9 +156,11 @@ class Listens:
         with self._lock:
             self._open[listen.seat] = listen
 
-    def drop(self, seat: Seat) -> None:
+    def drop(self, seat: Seat, stream: FeatureStream | None = None) -> None:
+        """Listen no more for a conversation; where a stream is given, only to that."""
         with self._lock:
-            self._open.pop(seat, None)
+            if stream is None or (seat in self._open and self._open[seat].stream is stream):
+                self._open.pop(seat, None)
 
     def later(self, listen: Listen) -> None:
         """Let the others come first."""

@@ -113,6 +113,7 @@ class RemoteSession(Conversation[RemoteAnswer]):
                 answer.end(Ended("cancelled", Timings()))
                 raise
             except BaseException:  # Ctrl-C: it is perhaps about to be answered
+                self._sound = None
                 self.let_go(answer)
                 raise
 

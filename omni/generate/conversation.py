@@ -148,10 +148,26 @@ class Conversation(ABC, Faces[A], Generic[A]):
         if isinstance(question, Iterator) and is_coming(question) and find_task(task).question != "text":
             listening = self.begin_reading(task, sample_rate)
             try:
-                listening.take(question)
-            finally:
-                self.end_reading(listening)
-            question = listening
+                try:
+                    listening.take(question)
+                finally:
+                    self.end_reading(listening)
+                return self._read(listening, task, sample_rate, seed, gone, pace)
+            except BaseException:
+                listening.drop()
+                raise
+        return self._read(question, task, sample_rate, seed, gone, pace)
+
+    def _read(
+        self,
+        question: Question | Coming | Listening,
+        task: Task | str,
+        sample_rate: int,
+        seed: int | None,
+        gone: Callable[[], bool] | None,
+        pace: Pace | None,
+    ) -> A:
+        """`read` of what has come."""
         clock = Clock()
         if isinstance(question, Listening):
             asked = question.asked(self, find_task(task))

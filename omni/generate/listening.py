@@ -88,6 +88,10 @@ class Listening:
         self.session.drop_sound(self._sound)
         self._clip, self._asked = [], None
 
+    def __del__(self) -> None:
+        if getattr(self, "_sound", None) is not None and self._asked is None and not self.session.forked:
+            self.session.drop_sound(self._sound)  # nobody has it any more
+
     def withdraw(self) -> None:
         """Take no more of an iterator, whose answer was cancelled: the next piece raises `Withdrawn`."""
         self._incoming.withdrawn = True

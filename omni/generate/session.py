@@ -214,7 +214,7 @@ class Session(Conversation[Running]):
         seat = self._seat
         if self._hears is sound and seat is not None:
             self._hears = None
-            self._engine.stop_listening(seat)
+            self._engine.stop_listening(seat, sound)
 
     def _listen(self) -> None:
         """Have what is heard of the next question fed behind the present history, unless an answer is under way; the lock is

@@ -97,6 +97,17 @@ def test_a_sound_is_asked_again_and_by_its_own_session(lm: SpeechLM) -> None:
             session.listen("T1A2")
 
 
+def test_a_listening_that_nobody_has_any_more_is_dropped(lm: SpeechLM) -> None:
+    with lm.session(**TALK) as session, lm.session(**TALK) as other:
+        listening = session.listen()
+        listening.push(sound(1.0))
+        wait_until_heard(lm)
+        del listening
+        assert session._hears is None and not lm.engine._requests.listens.open()
+        same(session.answer(sound(0.5)), other.answer(sound(0.5)))
+        same_cache(lm, session, other)
+
+
 def test_a_session_that_is_dropped_is_freed(lm: SpeechLM) -> None:
     session = lm.session(**TALK)
     listening = session.listen()
@@ -215,6 +226,41 @@ def test_bad_pieces(chunked: bool) -> None:
             with pytest.raises(UserError, match="sample rate"):
                 session.listen(sample_rate=rate)  # type: ignore[arg-type]
         assert len(session.turns) == 1
+
+
+def test_iterators_that_fail_are_listened_to_no_more(lm: SpeechLM) -> None:
+    def breaks() -> Iterator[Any]:
+        yield sound(0.5)
+        raise ZeroDivisionError
+
+    with lm.session(**TALK) as session, lm.session(**TALK) as other:
+        for bad, error in ((breaks(), ZeroDivisionError), (iter([sound(0.5), "text"]), UserError), (iter([]), UserError)):
+            with pytest.raises(error):
+                session.ask(bad)
+            assert not lm.engine._requests.listens.open() and session._hears is None
+
+        async def run() -> None:
+            async def coming() -> AsyncIterator[Any]:
+                yield sound(0.5)
+                yield "text"
+
+            with pytest.raises(UserError, match="piece 2"):
+                await session.answer_async(coming())
+
+        asyncio.run(run())
+        assert not lm.engine._requests.listens.open() and session._hears is None
+        same(session.answer(sound(0.3)), other.answer(sound(0.3)))
+    with lm.session(**TALK | {"context": 40}) as session:
+        with pytest.raises(UserError, match="history and question take"):
+            session.ask(iter(sound(2.0).split(1000)))
+        assert session._hears is None and not session.turns
+        listening = session.listen()  # one that is held is kept
+        listening.push(sound(2.0))
+        for _ in range(2):
+            with pytest.raises(UserError, match="history and question take"):
+                session.ask(listening)
+        listening.drop()
+        assert session.answer(sound(0.3)).ended in ("end", "length", "cache")
 
 
 def test_a_single_sample_and_one_sample_at_a_time(lm: SpeechLM) -> None:
