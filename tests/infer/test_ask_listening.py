@@ -70,9 +70,9 @@ def test_a_pipe_is_answered_as_the_file(
     wanted = json.loads(done.text)
     found = ask(run, monkeypatch, listening, question.read_bytes())
     assert found.code == 0, found.err
-    assert json.loads(found.text) == wanted | {"question": "-"} | {
-        name: json.loads(found.text)[name] for name in wanted if name.endswith("_ms") or name == "real_time_factor"
-    }
+    told = json.loads(found.text)
+    assert told["question"] == "-"
+    assert all(told[name] == wanted[name] for name in ("task", "text", "audio", "seconds", "ended", "warnings", "error"))
     if subtype == "PCM_16":
         raw = soundfile.read(question, dtype="int16")[0].tobytes()
         assert json.loads(ask(run, monkeypatch, listening, raw, "--input_rate", rate).text)["text"] == wanted["text"]
