@@ -25,7 +25,8 @@ from tests.infer.serve.conftest import MANUAL, Client, deltas, noise, pcm, sound
 from tests.infer.serve.test_turns import at24, say
 
 Body = Callable[[Client], Coroutine[Any, Any, Any]]
-VAD = {"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad"}}}}
+VAD = {"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad", "interrupt_response": False}}}}
+"""An interruption cuts the history by what was heard by then, which is another part each time."""
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,18 @@ def test_found_turns_are_heard_before_they_are_committed(run: Any, asked: list[f
     deaf(monkeypatch)
     wanted = run(body, VAD)
     assert found == wanted and asked == pytest.approx(found[2])
+
+
+def test_a_turn_that_interrupts_is_heard_too(run: Any, asked: list[float]) -> None:
+    async def body(client: Client) -> None:
+        for text in ("what is two plus three", "where is the cat"):
+            since = len(client.events)
+            await append(client, at24(say(text)))
+            await client.until("response.done", since)
+
+    given = {"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad"}}}}
+    run(body, given)
+    assert len(asked) == 2
 
 
 def test_a_buffer_that_is_cleared_is_no_question(run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
