@@ -74,7 +74,7 @@ def by_server(samples: np.ndarray, model: Any) -> list[np.ndarray]:
         pass
 
     responses: Any = SimpleNamespace(
-        playing=False, interrupt=interrupt, duck=lambda on: None, respond_to_turn=lambda endpointing: None
+        playing=False, interrupt=interrupt, duck=lambda on: None, listen=lambda: None, respond_to_turn=lambda *given: None
     )
 
     async def hear() -> None:
