@@ -63,7 +63,7 @@ def by_server(samples: np.ndarray, model: Any) -> list[np.ndarray]:
         configuration=Configuration(),
         metrics=SimpleNamespace(endpointed=lambda seconds: None),
         send=lambda event: None,
-        add_spoken=lambda item, part: items.append(part),
+        add_spoken=lambda item, part: items.append(part) or SimpleNamespace(content=[SimpleNamespace()]),
     )
 
     async def push(stream: SpeechStream, part: np.ndarray) -> list[float]:
