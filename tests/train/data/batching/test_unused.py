@@ -95,7 +95,7 @@ def test_a_run_whose_rows_are_broken_below_the_limit_is_not_stopped_by_chance(tm
     assert toy_fit(config, broken_parts(4, 25, 0.1))[0].step == 8  # 16 of 100
     with pytest.raises(UserError, match=r"4000 of 25000 rows \(16.0%\)"):
         Counts.joined([counted(4, 25)["counts"]] * 1000).check(0.1)
-    with pytest.raises(UserError, match="10000 examples.*no answer_text.*chats row 0"):
+    with pytest.raises(UserError, match="500 examples.*no answer_text.*chats row 0"):
         PackerShard(pipeline(1, T1A2=1.0), 0, 1).batch()
 
 
