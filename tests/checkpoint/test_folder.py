@@ -223,7 +223,7 @@ def test_a_full_disk_leaves_the_old_folder_and_nothing_else(saved, monkeypatch):
     model, place = saved
     before = {p.name: p.read_bytes() for p in place.iterdir()}
 
-    def full(tensors, file):
+    def full(tensors, file, **more):
         file.write_bytes(b"some of it")
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -249,8 +249,8 @@ def test_a_tokenizer_that_cannot_be_written_is_a_user_error(saved, monkeypatch):
     model, place = saved
     real = module.save_tensors
 
-    def in_the_way(tensors, file):
-        real(tensors, file)
+    def in_the_way(tensors, file, **more):
+        real(tensors, file, **more)
         (file.parent / TOKENIZER).mkdir()
 
     monkeypatch.setattr(module, "save_tensors", in_the_way)

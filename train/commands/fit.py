@@ -15,11 +15,6 @@ from omni.process import importing, say
 from train.config.parse import in_folder, read_with_options
 from train.config.run import FitConfig
 
-DESCRIBED = {
-    "dry_run": "check everything, build the model and one batch, and describe them",
-    "profile": "trace these steps, such as 10:15",
-}
-
 PR_SET_PDEATHSIG = 1
 """Of Linux's `prctl`: the signal that a process gets when its parent has ended."""
 
@@ -27,7 +22,7 @@ PR_SET_PDEATHSIG = 1
 def main(argv: Sequence[str]) -> int:
     """Runs the command, given a YAML file and dotted overrides; returns 0, or 128 + the signal that stopped the run."""
     _end_with_parent()
-    read, name, options = read_with_options(argv, {"dry_run": bool, "profile": str}, described=DESCRIBED)
+    read, name, options = read_with_options(argv, {"dry_run": bool, "profile": str})
     config = in_folder(read, name)
     with importing():
         from train.distributed.fabric import leave

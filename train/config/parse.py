@@ -43,7 +43,6 @@ def read_with_options(
     options: Mapping[str, type],
     check: Callable[[dict[str, Any]], None] | None = None,
     command: str = "fit",
-    described: Mapping[str, str] | None = None,
 ) -> tuple[FitConfig, str, dict[str, Any]]:
     """Reads as `read_fit_config`, and a command's own options.
 
@@ -51,12 +50,11 @@ def read_with_options(
         options: name to type, `bool` for a flag; those given are returned.
         check: refuses values of theirs, before the configuration is made, for which PyTorch may be imported.
         command: whose options they are, for messages.
-        described: what they do, for the help of `fit`.
     """
     parser = fit_parser(command)
     for name, kind in options.items():
         more: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
-        parser.add_argument(f"--{name}", help=(described or {}).get(name, SUPPRESS), **more)
+        parser.add_argument(f"--{name}", help=SUPPRESS, **more)  # else --print_config has them
     if not argv:
         raise UserError(f"no configuration is given: {GIVE}")
     values = parser.read(file_first(argv))
@@ -105,7 +103,8 @@ def fit_parser(command: str = "fit") -> ConfigParser:
     """The parser of a command that takes a run's configuration: one option for every key of `FitConfig`."""
     parser = ConfigParser(
         prog=f"omni-train {command} FILE.yaml",
-        description="Train a model. Every key of the file can be overridden (docs/training.md).",
+        description="Train a model. Every key of the file can be overridden. --dry_run checks everything, builds the model and one "
+        "batch, and describes them; --profile 10:15 traces these steps; --debug shows where an error came from (docs/training.md).",
     )
     parser.add_config(FitConfig, "the YAML file (also as the first argument)")
     if loaded():  # by --plugin, so that --print_config names them

@@ -65,6 +65,7 @@ def test_a_pipe_counts_only_where_keys_are_asked_for(monkeypatch: pytest.MonkeyP
 
 def test_a_second_ctrl_c_leaves_only_where_it_follows_soon() -> None:
     now, came = 100.0, list[str]()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     with pytest.raises(KeyboardInterrupt), interruptions(came.append, lambda: now):
         signal.raise_signal(signal.SIGINT)
         now += TWICE
