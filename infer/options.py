@@ -163,6 +163,9 @@ class BenchOptions:
     bare: bool = option(False, "with --sessions: also let a bare loop of PyTorch's own kernels answer as many people")
     plot: str | None = option(None, "with --sessions: PNG file for the curve of lateness, steps and first audio")
     gpu: bool = option(False, "instead check what differs on a GPU, up to the first failure, in eight minutes")
+    listening: bool = option(
+        False, "instead: first sound after questions of 1, 4 and 16 s that are heard while they come, by an encoder in chunks"
+    )
     full: bool = option(False, "also with the padded encoder and without text assist")
     question: str | None = option(None, "sound file to ask; noise by default, which costs the same")
     seconds: float = option(2.0, "length of that noise")

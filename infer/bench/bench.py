@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from infer.bench.bare import bare_loops
+from infer.bench.listening import listening_table
 from infer.bench.random_model import TimedCodec, random_lm, with_encoder_mode
 from infer.bench.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, whole_answer
 from infer.bench.tables import FigureRow, FigureTable, number_format, plain, show, target_of
@@ -134,7 +135,8 @@ def _preset(
     gc.collect()
     memory = HighWater(device)
     check_quantize(options.quantize, str(device))
-    lm = random_lm(with_encoder_mode(config, "variable"), device, dtype, compile=gpu)
+    mode: EncoderMode = "chunked" if options.listening else "variable"
+    lm = random_lm(with_encoder_mode(config, mode), device, dtype, compile=gpu)
     if options.quantize:
         to_int8(lm.model)
     with cpu_threads(options.threads, lm.model) as threads:
@@ -143,7 +145,10 @@ def _preset(
         around = "compiled, CUDA graph" if gpu else f"{threads} thread{'s' * (threads > 1)}"
         precision = f"{number_format(lm.model)}, {around}"
         what = f"{name} ({config.codec}, random weights, {precision})"
-        yield from _measured(lm, options, sound, name, config, what, memory)
+        if options.listening:
+            yield listening_table(lm, name, what, options.repeat)
+        else:
+            yield from _measured(lm, options, sound, name, config, what, memory)
 
 
 def _measured(
@@ -189,6 +194,9 @@ def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Ten
             measure_kernels(lm.model)
         name = "nano" if bytes_of(lm.model) < SMALL_MODEL else ""
         what = f"{folder} ({number_format(lm.model)}, {threads} thread{'s' * (threads > 1)})"
+        if options.listening:
+            yield listening_table(lm, name, what, options.repeat)
+            return
         yield _streaming(lm, options, sound, name, what, getattr(lm.config.encoder, "mode", lm.config.encoder.kind), False)
         yield _step_table(lm, options, sound, name, what, False, compile=False)
         yield _sessions(lm, sound, what, compile=False)
