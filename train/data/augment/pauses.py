@@ -44,7 +44,7 @@ def gaps(mel: Tensor, voice: Tensor) -> list[int]:
     quiet = (power == low) & (power <= power.max() - GAP)
     quiet[: spoken[0] + 1] = quiet[spoken[-1] :] = False
     found = quiet.nonzero().flatten().tolist()
-    return [f for f, before in zip(found, [-1, *found[:-1]], strict=True) if f != before + 1]  # of a run, the first
+    return [f for f in found if not quiet[f - 1]]  # of a run, the first
 
 
 def insert(x: Tensor, places: Sequence[tuple[int, int]], value: float | bool) -> Tensor:
