@@ -145,8 +145,8 @@ class SpokenDigits:
         c, parts, pause = self.config, [question.text], 0.0
         rate, pitch, pitch_range = (rng.randint(*limits) for limits in (c.rate, c.pitch, c.pitch_range))
         before, after = (round(rng.uniform(*c.silence) * c.question_rate) for _ in range(2))
-        if hesitant > 0 and rng.random() < hesitant:
-            words = question.text.split()
+        words = question.text.split()
+        if hesitant > 0 and len(words) > 1 and rng.random() < hesitant:
             at, pause = rng.randrange(1, len(words)), rng.uniform(*c.hesitation)
             parts = [" ".join(words[:at]), " ".join(words[at:])]
         spoken = in_parts(parts, pause, voice, (rate, pitch, pitch_range), c.question_rate)
