@@ -169,6 +169,16 @@ class SpokenDigits:
         return tuple(out)
 
 
+def whole_question(config: SpokenDigitsConfig, text: str) -> bool:
+    """Whether words are a whole question that calculates or reads digits back, as `draw_question` draws them."""
+    number = f"(?:{'|'.join(NUMBERS[:10])})"
+    most = max(n for n, weight in enumerate(config.lengths, 1) if weight > 0)
+    forms = [(config.arithmetic_phrases, f"{number} (?:plus|minus) {number}")]
+    forms.append((config.digit_phrases, rf"{number}(?: {number}){{0,{most - 1}}}"))
+    patterns = (re.escape(phrase).replace(r"\{\}", asked) for phrases, asked in forms for phrase in phrases)
+    return any(re.fullmatch(pattern, text) for pattern in patterns)
+
+
 def in_parts(parts: Sequence[str], pause: float, voice: str, manner: tuple[int, int, int], rate: int) -> Tensor:
     """A question [S] whose parts are spoken one by one, silence of `pause` seconds between them.
 
