@@ -170,8 +170,8 @@ class ModelConfig:
             raise UserError(f"encoder.width is {self.encoder.width}; it must be at least 1")
         if self.turn and not self.encoder.streams:
             raise UserError(
-                "turn is true, but the encoder's frames hear what comes after them: set encoder.mode to chunked, or leave turn "
-                "out"
+                "turn is true, but the encoder's frames hear what comes after them: set encoder.mode to chunked, or turn to "
+                "false"
             )
         delay, context = max(self.layout.delays), self.decoder.context
         if delay >= context:

@@ -94,11 +94,15 @@ class TurnStream:
     def push(self, audio: Tensor) -> Tensor:
         """Takes the next samples [S]; returns the probabilities [T, 2] of the frames that they complete. UserError as of
         `EncoderStream.push`."""
-        return self.listener.probabilities(self.frames.push(audio))
+        return self._each(self.frames.push(audio))
 
     def finish(self) -> Tensor:
         """Returns the probabilities [T, 2] of what is left when the sound has ended."""
-        return self.listener.probabilities(self.frames.finish())
+        return self._each(self.frames.finish())
+
+    def _each(self, frames: Tensor) -> Tensor:
+        """Frame by frame: a product of other rows would be rounded otherwise."""
+        return torch.cat([self.listener.probabilities(frame) for frame in frames.split(1)])
 
 
 def _parts(config: ModelConfig, file: Path) -> tuple[Encoder, nn.Linear] | None:

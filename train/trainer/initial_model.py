@@ -99,7 +99,9 @@ def continued(stored: ModelConfig, section: ModelSection) -> ModelConfig:
     """
     base = stored
     if section.preset is not None:
-        base = replace(preset(section.preset), ctc=stored.ctc, ctc_sounds=stored.ctc_sounds, turn=stored.turn)
+        base = replace(preset(section.preset), ctc=stored.ctc, ctc_sounds=stored.ctc_sounds)
+    if section.turn is None:
+        section = replace(section, turn=stored.turn)
     config = changed(base, section)
     check_fits(stored, config, str(section.init_from))
     return config
