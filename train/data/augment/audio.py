@@ -144,7 +144,11 @@ def _vary(sound: _Sound, config: AugmentConfig, generator: Generator, floor: flo
     rate: feature frames of a second; None for no pauses.
     """
     mel, voice, silent = sound
-    pausing = config.pauses is not None and rate is not None and (config.pause_probability > 0 or config.pause_ends[1] > 0)
+    pausing = (
+        config.pauses is not None
+        and rate is not None
+        and (config.pause_probability > 0 or config.pause_before[1] + config.pause_after[1] > 0)
+    )
     varied = (config.warp_speed, config.warp_bands, config.feature_shape_db, config.feature_noise, config.feature_gain_db)
     rooms = (config.feature_echo, config.feature_range)
     if not any(varied + rooms) and not pausing:
@@ -181,7 +185,8 @@ def _with_pauses(
     assert config.pauses is not None
     draws = torch.rand(8, generator=generator, dtype=torch.float64).tolist()
     length = mel.shape[1]
-    runs = [(at, round(rate * _between(config.pause_ends, draw))) for at, draw in zip((0, length), draws[:2], strict=True)]
+    before, after = _between(config.pause_before, draws[0]), _between(config.pause_after, draws[1])
+    runs = [(0, round(rate * before)), (length, round(rate * after))]
     if draws[2] < config.pause_probability:
         places = gaps(mel, speech(mel) if voice is None else voice)
         for place, seconds in ((draws[4], draws[5]), (draws[6], draws[7]))[: 1 if draws[3] < 0.5 else 2]:
