@@ -1,4 +1,4 @@
-"""`omni-infer` and `python -m infer`: ask a model on the command line, serve it, examine any server, measure
+"""`omni-infer` and `python -m infer`: ask a model on the command line, talk with it, serve it, examine any server, measure
 how fast a model answers, or quantise its weights.
 
 Exit codes: 0; 1 where an answer broke (`Ended.error`) or a server breaks a point, and for an error that is not the user's (a
@@ -48,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(words: Sequence[str]) -> bool:
     """Parse the words, import the modules of the command, and run it; returns whether no answer broke, and no check failed."""
+    from infer.chat.checks import check_chat
     from infer.checks import check_ask, check_bench, check_conformance, check_quantizing, check_serve
     from infer.cli import parse
-    from infer.options import AskOptions, ConformanceOptions, QuantizeOptions, ServeOptions
+    from infer.options import AskOptions, ChatOptions, ConformanceOptions, QuantizeOptions, ServeOptions
 
     options = parse(take_plugins(words))
     if isinstance(options, AskOptions):
@@ -59,6 +60,12 @@ def run(words: Sequence[str]) -> bool:
 
         all_imported()
         return ask(options, answers)
+    if isinstance(options, ChatOptions):
+        check_chat(options)
+        from infer.chat.chat import chat
+
+        all_imported()
+        return chat(options)
     if isinstance(options, QuantizeOptions):
         check_quantizing(options)
         from infer.quantize import quantize

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import TextIO
 
 from infer.audio_in import Pending, collect, collect_warnings
-from infer.audio_out import EncodedOutput, Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, load_sounddevice
-from infer.device import cpu_threads, serving_dtype
+from infer.audio_out import EncodedOutput, Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput
+from infer.device import cpu_threads
+from infer.loading import audio_sampling, load
 from infer.messages import in_options, on_one_line
 from infer.options import AskOptions
 from infer.places import PIPE
+from infer.portaudio import load_sounddevice
 from infer.timing import AnswerMeter, Figures
-from omni.edit.storage import load_edits
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta, Timings
 from omni.generate.sampling import Sampling
 from omni.generate.session import Session
-from omni.generate.speech_lm import SpeechLM
 from omni.hardware import find_device
 from omni.tasks import Task
 
@@ -67,30 +67,13 @@ def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> boo
         UserError: something is wrong with the options, a question, the model folder or a place to write to.
         BrokenPipeError: the reader of standard output went away.
     """
-    sampling = {"audio": _audio_sampling(options), "text": _text_sampling(options)}
+    sampling = {"audio": audio_sampling(options), "text": _text_sampling(options)}
     device = find_device(options.device, options.quantize)
-    dtype = serving_dtype(options.dtype, device, options.model)
     asked = collect(options, sys.stdin.buffer)
     if options.speaker:
         load_sounddevice()
-    lm = SpeechLM.from_pretrained(
-        options.model,
-        device,
-        dtype,
-        quantize=options.quantize,
-        kernels=options.kernels,
-        codec_folder=options.codec_folder,
-    )
-    if any(task.audio for task, _ in answers) and lm.codec is None:
-        raise UserError(
-            f"{options.model} has no weights of the codec {lm.config.codec!r}, so it cannot be heard; name their folder with "
-            f"--codec_folder, put them into {options.model}/codec, or ask for text only with --task A1T2 or T1T2"
-        )
-
-    adapter = lm.load_adapter(options.adapter) if options.adapter is not None else None
-    edits = load_edits(options.edits, lm.model) if options.edits is not None else None
-    if dtype is not None and options.dtype is None:
-        print("weights in bfloat16, as this GPU multiplies them; --dtype auto keeps them as stored", file=sys.stderr)
+    speaks = any(task.audio for task, _ in answers)
+    lm, adapter, edits = load(options, device, speaks, ", or ask for text only with --task A1T2 or T1T2")
     say, whole = sys.stderr if options.out == PIPE else sys.stdout, True
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(options.threads, lm.model))
@@ -249,10 +232,6 @@ def report(
         warnings=tuple(warnings),
         error=None if ended.error is None else in_options(ended.error),
     )
-
-
-def _audio_sampling(o: AskOptions) -> Sampling:
-    return Sampling(o.temperature, o.top_k, o.top_p, o.repetition_penalty)
 
 
 def _text_sampling(o: AskOptions) -> Sampling:

@@ -11,11 +11,12 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import BinaryIO, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from infer.portaudio import load_sounddevice
 from omni.audio.io import WavWriter, pcm16
 from omni.audio.wav import write_audio
 from omni.errors import UserError
@@ -117,17 +118,6 @@ class SpeakerOutput:
         else:
             self._stream.abort()
         self._stream.close()
-
-
-def load_sounddevice() -> Any:
-    """The `sounddevice` module; UserError naming the way to get it."""
-    try:
-        import sounddevice
-    except ImportError as error:
-        raise UserError('--speaker needs the package sounddevice: pip install "omni-speech[speaker]"') from error
-    except OSError as error:
-        raise UserError(f"--speaker needs the PortAudio library ({error}): install it, or use --out answer.wav") from error
-    return sounddevice
 
 
 class Paced:

@@ -43,7 +43,7 @@ BENCH = {
 
 def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
     """Checks the options of `ask`; returns each question's task and its answer's file. UserError for the first bad option."""
-    _check_numbers(options, {**BOUNDS, **{f"text_{name}": BOUNDS[name] for name in SAMPLED}})
+    check_numbers(options, {**BOUNDS, **{f"text_{name}": BOUNDS[name] for name in SAMPLED}})
     check_device(options.device)
     check_dtype(options.dtype)
     check_quantize(options.quantize, options.device)
@@ -57,7 +57,7 @@ def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
 
 def check_bench(options: BenchOptions) -> None:
     """Checks the options of `bench`. UserError for the first bad option."""
-    _check_numbers(options, BENCH)
+    check_numbers(options, BENCH)
     check_device(options.device)
     check_dtype(options.dtype)
     check_quantize(options.quantize, options.device)
@@ -99,7 +99,7 @@ def check_serve(options: ServeOptions) -> None:
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f'serve needs {", ".join(missing)}; install them: pip install "omni-speech[serve]"')
-    _check_numbers(options, {**BOUNDS, **SERVE})
+    check_numbers(options, {**BOUNDS, **SERVE})
     check_device(options.device)
     check_dtype(options.dtype)
     check_quantize(options.quantize, options.device)
@@ -298,7 +298,8 @@ def check_quantizing(options: QuantizeOptions) -> None:
         raise UserError(f"{out} holds {foreign}, which is none of its model's files; move that away, or give another name")
 
 
-def _check_numbers(options: AskOptions | BenchOptions | ServeOptions, bounds: Mapping[str, Bound]) -> None:
+def check_numbers(options: object, bounds: Mapping[str, Bound]) -> None:
+    """Check numbers among a command's options, and its `--threads`. UserError for the first out of its bound."""
     cores = os.cpu_count() or 1
     bounds = {**bounds, "threads": Bound(1, THREADS_PER_CORE * cores, f"{THREADS_PER_CORE} for each of {cores} cores")}
     for name, bound in bounds.items():

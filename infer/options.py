@@ -84,6 +84,56 @@ class AskOptions:
 
 
 @dataclass(frozen=True)
+class ChatOptions:
+    """Talk with a model by microphone and loudspeaker.
+
+    It listens all the time, answers when you have stopped speaking, and shows what it says. Enter or Ctrl-C stops an answer;
+    Ctrl-C twice, or Ctrl-D, leaves. With --headphones you also interrupt it by speaking. Needs the extra `speaker`.
+    """
+
+    model: str = option(DEFAULT_MODEL, "model folder")
+    codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
+    adapter: str | None = option(None, "folder of a LoRA (PEFT's format) that answers, beside the model's weights")
+    edits: str | None = option(None, "folder of corrections (train edit apply), which act beside the model's weights")
+    system: str = option("", "system message before the first question, for a model that was trained with some")
+
+    headphones: bool = option(
+        False, "the microphone does not hear the loudspeaker (headphones, or echo cancellation): speech interrupts an answer"
+    )
+    push_to_talk: bool = option(False, "Enter begins and ends a question, instead of voice activity")
+    threshold: float = option(0.5, "probability of speech, by voice activity, above which a question begins")
+    silence_duration_ms: int = option(500, "milliseconds of silence after which a question has ended")
+    padding_ms: float = option(100.0, "milliseconds of sound around speech that questions keep")
+    transcribe: bool = option(False, "show what was heard, as the model transcribes it (task A1T1)")
+    device_in: str | None = option(None, "microphone: its number, or a part of its name; by default the system's")
+    device_out: str | None = option(None, "loudspeaker: its number, or a part of its name; by default the system's")
+    list_devices: bool = option(False, "list microphones and loudspeakers, and do nothing else")
+    save: str | None = option(None, "new folder for questions and answers as WAV files, and for the conversation")
+
+    seed: int = option(0, "of the random draws")
+    temperature: float = option(0.0, "of the sampling; 0 takes the likeliest")
+    top_k: int = option(0, "draw from the k likeliest ids; 0 is no limit")
+    top_p: float = option(1.0, "draw from the likeliest ids that make up this probability")
+    repetition_penalty: float = option(1.0, "above 1, what was said becomes less likely")
+    text_assist: bool = option(False, "let a second row write the text of the answers (mini-omni's batch of two)")
+    max_seconds: float = option(30.0, "longest answer")
+    max_silence: float | None = option(None, "seconds of silence after which an answer ends; by default none do")
+    context: int | None = option(
+        None,
+        "positions of the conversation, which drops its oldest turns when full; by default the model's, 4096 at most",
+    )
+
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
+    threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
+    dtype: str | None = option(
+        None, "float32, bfloat16, float16, or auto for as stored, which is the default but for fp32 on a GPU: bfloat16 there"
+    )
+    quantize: str | None = option(None, "int8: linears and tables in int8, on a CPU")
+    kernels: str = option("measured", "measured: what `bench` found to be faster on this CPU; or reference")
+    debug: bool = option(False, "show the traceback of an error")
+
+
+@dataclass(frozen=True)
 class BenchOptions:
     """Measure streaming on this machine: first audio, steps against the reading of the weights, memory.
 

@@ -76,7 +76,7 @@ class StrictParser:
                 break
             if is_option(word):
                 name, equals, value = word.partition("=")
-                self.check_option(name, value if equals else after)
+                self.check_option(name, value if equals else None if after is not None and is_option(after) else after)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

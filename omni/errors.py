@@ -15,6 +15,8 @@ class UserError(ValueError):
     code = 2
     alone = False
     """True where one process of a run raises it while the others go on: each then reports its own."""
+    shared = False
+    """True where all processes of a run raise it together."""
     again = False
     """True where another try may succeed with nothing changed, as where a disk or a network has failed."""
 

@@ -6,7 +6,9 @@ import contextlib
 import importlib
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from omni.errors import LostError, UserError, in_one_line
 from omni.plugins import take_plugins
 from omni.process import BROKEN_PIPE, FAILED, INTERRUPTED, all_imported, forget, say
 from train.console.command import check_command
+
+GRACE = 5.0
+"""Seconds that a process which is not the first one waits with a mistake of its own."""
 
 COMMANDS = {
     "fit": ("train.commands.fit", "train a model: fit configs/NAME.yaml [--any.key value ...]"),
@@ -76,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return error.code
         if not _helper() or error.alone:  # all processes of a run fail alike; the first one reports
             say(f"error: {error}")
+        elif not error.shared:
+            return _only_here(error)
         if not error.again:
             _end_launcher()
         return 0 if _helper() and not error.alone else error.code
@@ -97,7 +104,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _helper() -> bool:
     """True in every process of a run but the first."""
-    return any(int(os.environ.get(name) or 0) > 0 for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+    return _rank() > 0
+
+
+def _rank() -> int:
+    return next((rank for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if (rank := int(os.environ.get(name) or 0)) > 0), 0)
+
+
+def _only_here(error: UserError) -> int:
+    """Reports a mistake of a process that is not the first. Where the first one has it as well, the launcher ends this one
+    before."""
+    time.sleep(GRACE)
+    say(f"error: process {_rank()} (host {socket.gethostname()}): {error}")
+    return error.code
 
 
 def _end_launcher() -> None:

@@ -12,8 +12,8 @@ from infer.serve.metrics import Metrics
 from infer.serve.realtime.configuration import Configuration, Voices, updated
 from infer.serve.realtime.protocol import LOST
 from infer.serve.realtime.session import RealtimeSession
-from infer.serve.realtime.vad import VoiceActivity
 from infer.serve.settings import ServeSettings
+from infer.turns.vad import VoiceActivity
 
 
 @dataclass(eq=False)

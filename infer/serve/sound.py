@@ -1,4 +1,4 @@
-"""Sound on the wire: PCM and G.711 to samples and back, and resampling of sound that is still coming.
+"""Sound on the wire: PCM and G.711 to samples and back.
 
 S samples, float32 within -1 to 1.
 """
@@ -6,12 +6,11 @@ S samples, float32 within -1 to 1.
 from __future__ import annotations
 
 import io
-from fractions import Fraction
 
 import numpy as np
 import soundfile
-from av.audio.frame import AudioFrame
-from av.filter import Graph
+
+from infer.samples import to_int16
 
 SUBTYPES = {"audio/pcm": "PCM_16", "audio/pcmu": "ULAW", "audio/pcma": "ALAW"}
 """libsndfile's names of the formats that the Realtime API has."""
@@ -36,63 +35,6 @@ def encode(samples: np.ndarray, form: str) -> bytes:
     out = io.BytesIO()
     soundfile.write(out, np.clip(samples, -1, 1), 8000, format="RAW", subtype=SUBTYPES[form])
     return out.getvalue()
-
-
-def to_int16(samples: np.ndarray) -> np.ndarray:
-    """Samples [S] as int16; what is beyond -1 to 1 is clipped."""
-    return np.clip(np.rint(samples * 32768), -32768, 32767).astype(np.int16)
-
-
-class Resampler:
-    """Samples at another rate, piece by piece, by FFmpeg's resampler, which holds back 2 ms (soxr's best holds 33); nothing is
-    changed where the rates are the same.
-
-    Args:
-        given, wanted: samples per second.
-    """
-
-    def __init__(self, given: int, wanted: int) -> None:
-        self._given, self._pts = given, 0
-        self._filter = None if given == wanted else _resampling(given, wanted)
-
-    def push(self, samples: np.ndarray) -> np.ndarray:
-        """What is known after more samples."""
-        if self._filter is None or not len(samples):
-            return samples
-        frame = AudioFrame.from_ndarray(np.ascontiguousarray(samples, dtype=np.float32)[None], format="fltp", layout="mono")
-        frame.sample_rate, frame.pts, frame.time_base = self._given, self._pts, Fraction(1, self._given)
-        self._pts += len(samples)
-        self._filter.push(frame)
-        return _pulled(self._filter)
-
-    def finish(self) -> np.ndarray:
-        """The rest; nothing may be pushed afterwards."""
-        if self._filter is None or not self._pts:
-            return np.zeros(0, np.float32)
-        self._filter.push(None)
-        return _pulled(self._filter)
-
-
-def _resampling(given: int, wanted: int) -> Graph:
-    """FFmpeg's filters; av's own resampler would start threads for each, up to sixteen."""
-    graph = Graph()
-    graph.threads = 1
-    source = graph.add("abuffer", sample_rate=str(given), sample_fmt="fltp", channel_layout="mono", time_base=f"1/{given}")
-    resample, sink = graph.add("aresample", str(wanted)), graph.add("abuffersink")
-    source.link_to(resample)
-    resample.link_to(sink)
-    graph.configure()
-    return graph
-
-
-def _pulled(graph: Graph) -> np.ndarray:
-    """The samples that are ready."""
-    pieces = [np.zeros(0, np.float32)]
-    while True:
-        try:
-            pieces.append(graph.pull().to_ndarray()[0])
-        except (BlockingIOError, EOFError):
-            return np.concatenate(pieces)
 
 
 def faded(samples: np.ndarray, start: float, end: float) -> np.ndarray:

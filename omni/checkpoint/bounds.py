@@ -151,6 +151,13 @@ def finite(piece: Tensor) -> bool:
     return all(bool(end.isfinite()) for end in torch.aminmax(piece))
 
 
+class NotFinite(UserError):
+    """A tensor that is written holds numbers that are not finite; its text names the tensor."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"tensor {name} holds numbers that are not finite")
+
+
 def check_finite(model: nn.Module, where: Path, dtype: torch.dtype | None) -> None:
     """Refuse a model with weights that are not finite numbers (UserError naming the first tensor).
 

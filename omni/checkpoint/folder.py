@@ -66,6 +66,7 @@ def save_folder(
     *,
     codec_folder: str | os.PathLike[str] | None = None,
     extra: Mapping[str, Any] | None = None,
+    only_finite: bool = False,
 ) -> None:
     """Write a model folder beside its name, then rename it, which replaces an older folder of that name.
 
@@ -75,12 +76,13 @@ def save_folder(
         state: the `state_dict` of a `SpeechModel` (tied tensors once); lazy tensors are read one after another.
         codec_folder: weights of the codec to copy along.
         extra: plain data kept under `extra` in `config.json`.
+        only_finite: refuse weights that are not finite (`NotFinite`).
 
     Raises:
         UserError: the disk is full, or the place cannot be written; nothing half-written is left.
     """
     with replacing_folder(folder) as place:
-        save_tensors(lazies_of(state), place / WEIGHTS)
+        save_tensors(lazies_of(state), place / WEIGHTS, only_finite=only_finite)
         tokenizer.save(place / TOKENIZER)
         if codec_folder is not None:
             shutil.copytree(codec_folder, place / CODEC)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omni.checkpoint.bounds import finite, load_json, open_safetensors
+from omni.checkpoint.bounds import NotFinite, finite, load_json, open_safetensors
 from omni.convert.lazy import Lazy, WriteCallback
 from omni.errors import UserError
 from omni.files import LargeFile
@@ -269,14 +269,20 @@ def file_layout(
     return struct.pack("<Q", len(text)) + text, {name: start + place for name, place in places.items()}, start + end
 
 
-def save_tensors(tensors: Mapping[str, Tensor | Lazy], path: Path, notes: Mapping[str, str] | None = None) -> None:
+def save_tensors(
+    tensors: Mapping[str, Tensor | Lazy], path: Path, notes: Mapping[str, str] | None = None, *, only_finite: bool = False
+) -> None:
     """Write a safetensors file, byte for byte as `safetensors.torch.save_file` writes it, never holding more than a piece of a
     tensor besides those that are in memory.
 
     Large files do not go through the page cache (`omni.files.LargeFile`), and any file has the permissions of any other.
 
+    Args:
+        only_finite: refuse values that are not finite.
+
     Raises:
         OSError: from the file system.
+        NotFinite: a tensor has such values.
     """
     head, places, size = file_layout(tensors, notes)
     with LargeFile(path, size) as file:
@@ -284,6 +290,8 @@ def save_tensors(tensors: Mapping[str, Tensor | Lazy], path: Path, notes: Mappin
         for name in places:
             tensor = tensors[name]
             for piece in pieces(tensor if isinstance(tensor, Lazy) else Lazy.of(tensor)):
+                if only_finite and not finite(piece):
+                    raise NotFinite(name)
                 file.write(piece.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy())
                 del piece  # it may keep a tensor alive while the next one is made
 

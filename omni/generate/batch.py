@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,6 +94,21 @@ def check_lengths(lengths: Sequence[int], context: int) -> None:
             )
 
 
+CHECK_SECONDS = 0.1
+"""Seconds between two calls of the check in `checked`."""
+_CHECK: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
+
+
+@contextmanager
+def checked(check: Callable[[], None]) -> Iterator[None]:
+    """A context in which whoever waits for a batch of answers calls `check` again and again; what it raises ends the batch."""
+    token = _CHECK.set(check)
+    try:
+        yield
+    finally:
+        _CHECK.reset(token)
+
+
 def answer_all(engine: Engine, questions: Iterable[Callable[[], tuple[Session, Running]]], at_once: int) -> list[Answer]:
     """One answer per question, in their order.
 
@@ -112,7 +129,9 @@ def answer_all(engine: Engine, questions: Iterable[Callable[[], tuple[Session, R
                     running = under[number][1]
                     running.pace, running.wake = "whole", _setter(running, ended)
                 engine.ask([under[number][1] for number, _ in some])
-            ended.wait()
+            while not ended.wait(None if (check := _CHECK.get()) is None else CHECK_SECONDS):
+                if check is not None:
+                    check()
             ended.clear()
             for number, (session, running) in list(under.items()):
                 if _is_over(running):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from omni.errors import UserError
 from omni.model.linears import checksum_of, text_rows_of
 from omni.patterns import match_names
+from omni.quiet import silence_bitsandbytes
 
 Kind = Literal["nf4", "int8"]
 
@@ -81,6 +82,7 @@ def quantize(
     """
     if kind not in get_args(Kind):
         raise UserError(f"a weight is held as {' or '.join(get_args(Kind))}, not as {kind!r}")
+    silence_bitsandbytes()
     try:
         import bitsandbytes as bnb
     except ImportError as error:

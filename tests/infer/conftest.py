@@ -79,7 +79,7 @@ def run(folder, tmp_path, monkeypatch, capsysbinary):
 
     def call(*words: object) -> Done:
         line = [str(w) for w in words]
-        if line[:1] == ["ask"] and "--model" not in line:
+        if line[:1] in (["ask"], ["chat"]) and "--model" not in line:
             line += ["--model", str(folder)]
         capsysbinary.readouterr()
         code = main(line)

@@ -26,7 +26,7 @@ PARTS = 16
 def loaded(lm, monkeypatch) -> None:
     """The tiny model is read once for all."""
     monkeypatch.setattr("infer.checks.check_model", lambda folder: None)
-    monkeypatch.setattr("infer.ask.SpeechLM", types.SimpleNamespace(from_pretrained=lambda *_, **__: lm))
+    monkeypatch.setattr("infer.loading.SpeechLM", types.SimpleNamespace(from_pretrained=lambda *_, **__: lm))
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -42,7 +42,8 @@ from train.config.sections import (
     ScheduleConfig,
     ValidationConfig,
 )
-from train.distributed.fabric import build_fabric, launch, leave
+from train.distributed.fabric import build_fabric, leave
+from train.distributed.launching import launch
 from train.distributed.precision import quantized_type
 from train.distributed.process_group import ProcessGroup
 from train.distributed.watchdog import watched

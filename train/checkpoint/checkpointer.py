@@ -14,6 +14,7 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
+from omni.checkpoint.bounds import NotFinite
 from omni.config import from_dict
 from omni.errors import UserError
 from train.checkpoint import config_diff, retention, state
@@ -94,9 +95,9 @@ class Checkpointer:
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
-    def resume(self) -> str | None:
-        """Continue from the last checkpoint, if there is one and it is of this run; returns a line about an extended schedule,
-        or None.
+    def resume(self) -> list[str]:
+        """Continue from the last checkpoint, if there is one and it is of this run; returns lines about an extended schedule,
+        and about optimizer state that starts again.
 
         Raises:
             UserError: `resume: extend` without a checkpoint, another configuration or other data, or a checkpoint that cannot
@@ -104,13 +105,13 @@ class Checkpointer:
         """
         mode = self.config.resume
         if mode == "restart" and self._cleared():
-            return None
+            return []
         self.group.run_on_first(lambda: retention.delete_unfinished(self.place))
         found = self.group.broadcast(self.group.run_on_first(lambda: retention.newest(self.place)))
         if found is None:
             if mode == "extend":
                 raise UserError(f"--resume extend needs an earlier run, but {self.folder} has no checkpoint; leave it out")
-            return None
+            return []
         before, rows = retention.read_state(found), self.position.rows
         stored = completed(before["config"])
         if mode != "force":
@@ -121,17 +122,22 @@ class Checkpointer:
             check_larger(budget, self.config.budget)
         optimizer = self.training[1]
         settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        self.position = position = replace(state.load(found, *self.training, self.group), rows=rows)
+        fresh: list[str] = []
+        self.position = position = replace(state.load(found, *self.training, self.group, fresh), rows=rows)
+        self.group.together(lambda: state.check_weights(found, *self.training))
+        lines = [_fresh_line(fresh, optimizer)] if fresh else []
         for group, own in zip(optimizer.param_groups, settings, strict=True):
             group.update(own)
-        self.fabric.strategy.precision.load_state_dict(position.scaler)
+        if position.scaler:
+            self.fabric.strategy.precision.load_state_dict(position.scaler)
         self.meter.restore(position.meters or [position.meter])
         self._resume_balance(found, stored)
         self.saved = found
-        if budget is None:
-            return None
-        rate = max(group["base_lr"] for group in optimizer.param_groups)
-        return extension(self.config.schedule, budget, self.config.budget, position.step, position.seconds, rate)
+        if budget is not None:
+            rate = max(group["base_lr"] for group in optimizer.param_groups)
+            line = extension(self.config.schedule, budget, self.config.budget, position.step, position.seconds, rate)
+            lines += [line] if line is not None else []
+        return lines
 
     def _cleared(self) -> bool:
         """Deletes an earlier run's files; False where this launch did so, before its processes were started again."""
@@ -181,7 +187,7 @@ class Checkpointer:
         self.wait()
         position.meters = self.meter.state()
         position.meter = [sum(sums) for sums in zip(*position.meters, strict=True)]
-        retention.check_finite(self.place, position.step, "loss", position.meter[0])
+        retention.check_finite(self.place, position.step, "loss", position.meter[0], self._advice())
         position.seconds = self.group.broadcast(seconds)
         position.saved = (position.step, position.seconds)
         if position.validated[0] != position.step:
@@ -264,7 +270,23 @@ class Checkpointer:
         """Refuse to go on from a value that is not finite: UserError naming the last good checkpoint."""
         if not math.isfinite(value):
             self.wait()
-        retention.check_finite(self.place, self.position.step, what, value)
+        retention.check_finite(self.place, self.position.step, what, value, self._advice())
+
+    def _advice(self) -> str:
+        """What to try where a run diverges, by the settings that it has."""
+        groups, precision, limit = self.training[1].param_groups, self.config.fabric.precision, self.config.clip
+        keys = {"optimizer.muon_lr" if group.get("rule") == "muon" else "optimizer.lr" for group in groups}
+        ways = [f"a lower {' and '.join(sorted(keys))}"]
+        ways += ["clip 1.0"] * (limit is None or limit > 1)
+        ways += ["fabric.precision bf16-mixed"] * (precision in ("bf16-true", "16-mixed"))
+        return f"try {' or '.join(ways)}"
+
+    def refused(self, error: NotFinite) -> UserError:
+        """The error of a model that is not exported because of a tensor that is not finite."""
+        way = f"; {retention.way_back(self.saved)}" if self.saved is not None else ""
+        if len(retention.checkpoints(self.place)) > 1:
+            way += ", and where that ends in the same way, that one too"
+        return UserError(f"the model is not exported: {error}, after checkpoint {self.saved}{way}")
 
     def own_shards(self) -> States:
         """States of this process's packers."""
@@ -292,3 +314,12 @@ class Checkpointer:
     def _prune(self) -> None:
         keep = self.config.checkpoint
         retention.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.good)
+
+
+def _fresh_line(fresh: Sequence[str], optimizer: torch.optim.Optimizer) -> str:
+    """Says for how many parameters the checkpoint has the state of another rule."""
+    rules = sorted({str(group.get("rule")) for group in optimizer.param_groups})
+    return (
+        f"the optimizer's state starts again for {len(fresh)} parameter{'s' * (len(fresh) != 1)}, which another rule trained "
+        f"before (now: {', '.join(rules)})"
+    )

@@ -42,12 +42,16 @@ def check_resumable(folder: Path, before: Sequence[Mapping[str, Any]], now: Sequ
         before, now: configuration, and sizes of the data, as the run was started and at this start.
         extend: the budget may differ.
     """
-    for key, old, new in (entry for pair in zip(before, now, strict=True) for entry in differences(*pair)):
+    found = [entry for pair in zip(before, now, strict=True) for entry in differences(*pair)]
+    budget = [(old, new) for key, old, new in found if key.startswith("budget.")]
+    larger = all(new is None or (old is not None and new > old) for old, new in budget)
+    for key, old, new in found:
         if extend and key.startswith("budget."):
             continue
-        way = "--resume extend (go on with a larger budget), " if key.startswith("budget.") else ""
+        way = "--resume extend (go on with a larger budget), " if key.startswith("budget.") and larger else ""
+        started = "without a limit" if old is None and key.startswith("budget.") else f"with {brief(old)}"
         raise UserError(
-            f"{key} is {brief(new)}, but the run in {folder} was started with {brief(old)}; set it back, choose another "
+            f"{key} is {brief(new)}, but the run in {folder} was started {started}; set it back, choose another "
             f"--run_folder, or say {way}--resume restart (start over) or --resume force (go on all the same)"
         )
 

@@ -29,15 +29,29 @@ CONFIG, RESULTS = "config.yaml", ("model", "adapter")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read the `state.json` of a checkpoint; UserError where it is missing or of another version."""
+    """Read the `state.json` of a checkpoint; UserError where it is missing, damaged, or of another version."""
     file = folder / STATE
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
+        lacking = [key for key in ("format", "step", "config") if not isinstance(data, dict) or key not in data]
+        if lacking:
+            raise ValueError(f"{STATE} has no {lacking[0]!r}")
     except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint {folder} cannot be read ({error}); delete it to go on from an earlier one") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise UserError(f"{file} has format {data.get('format')!r}; this version reads format {FORMAT}")
-    return data
+        raise UserError(f"checkpoint {folder} cannot be read ({error}); {way_back(folder)}") from error
+    if data["format"] != FORMAT:
+        raise UserError(
+            f"{file} has format {data['format']!r}, and this version reads format {FORMAT}; go on with the version that wrote "
+            f"it, or else: {way_back(folder)}"
+        )
+    return dict(data)
+
+
+def way_back(folder: Path) -> str:
+    """What to do about a checkpoint that is damaged: the words that end its message."""
+    earlier = [one for one in checkpoints(folder.parent) if int(one.name[5:]) < int(folder.name[5:])]
+    if earlier:
+        return f"delete it to go on from {earlier[-1]}"
+    return "there is no earlier one: --resume restart trains from the start"
 
 
 def name_of(step: int) -> str:
@@ -165,12 +179,10 @@ def annotate(folder: Path, **entries: Any) -> None:
     write_json(folder / STATE, {**read_state(folder), **entries}, indent=None)
 
 
-def check_finite(place: Path, step: int, what: str, value: float) -> None:
-    """Refuse to go on from a value that is not finite: UserError naming the last good checkpoint."""
+def check_finite(place: Path, step: int, what: str, value: float, advice: str) -> None:
+    """Refuse to go on from a value that is not finite: UserError naming the last good checkpoint, and the `advice`."""
     if math.isfinite(value):
         return
     good = newest(place)
     where = f"the last good checkpoint is {good}" if good is not None else "no checkpoint was written yet"
-    raise UserError(
-        f"the {what} is {value} at step {step}; {where}; try a lower optimizer.lr, clip 1.0 or precision bf16-mixed"
-    )
+    raise UserError(f"the {what} is {value} at step {step}; {where}; {advice}")

@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 
 
+def seed_random(seed: int) -> None:
+    """Seeds this process's random generators: PyTorch's, Python's and NumPy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """States of this process's random generators, as tensors; that of a GPU where the run is on one."""
     _, words, _ = random.getstate()

@@ -30,19 +30,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
+from omni.checkpoint.bounds import finite
 from omni.checkpoint.tensors import save_tensors
 from omni.errors import UserError
 from omni.files import FULL, PASSING, sync, write_whole
 from omni.lora.attach import adapted
 from omni.old_names import new_fields, new_name
-from train.checkpoint.retention import FORMAT, LAST, STATE, discard, name_of, newest, read_state
+from train.checkpoint.retention import FORMAT, LAST, STATE, discard, name_of, newest, read_state, way_back
 from train.checkpoint.rng import random_state, set_random_state
 from train.data.batching.packer import PackerShard
 from train.distributed.fabric import is_sharded
 from train.distributed.process_group import ProcessGroup
 from train.optim.ema import Average
-from train.optim.optimizer import Optimizers
+from train.optim.optimizer import STATE_KEYS, Optimizers
 
 TENSORS, RNG, BALANCE = "tensors", "rng.safetensors", "balance-{}.safetensors"
 
@@ -226,9 +228,17 @@ def _cannot_write(target: Path, error: BaseException) -> UserError:
 
 
 def load(
-    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None, group: ProcessGroup
+    folder: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: Average | None,
+    group: ProcessGroup,
+    fresh: list[str] | None = None,
 ) -> Position:
     """Read a checkpoint into model, optimizer and average, in place; all processes must call it.
+
+    Args:
+        fresh: receives the parameters whose stored optimizer state is another rule's: theirs starts again.
 
     Raises:
         UserError: a file is missing or truncated, or the checkpoint holds other tensors.
@@ -237,8 +247,14 @@ def load(
     try:
         reader = dcp.HuggingFaceStorageReader(str(folder / TENSORS))
         found = reader.read_metadata().state_dict_metadata
+        if not found:
+            raise FileNotFoundError(f"{TENSORS}/state.safetensors is missing")
         names = {new_name(name): name for name in found}
         stored = {name: found[old] for name, old in names.items()}
+        others = _state_of_other_rules(stored, module, optimizer)
+        stored = {name: meta for name, meta in stored.items() if _parameter_of(name) not in others}
+        if fresh is not None:
+            fresh += sorted(others)
         _allocate_optimizer_state(stored, module, optimizer)
         wanted = tensors_of(module, optimizer, average)
         _compare_names(folder, wanted, stored)
@@ -249,7 +265,7 @@ def load(
         states = load_file(folder / RNG)
     except (OSError, SafetensorError, CheckpointException, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"checkpoint {folder} cannot be read ({reason}); delete it to go on from an earlier one") from error
+        raise UserError(f"checkpoint {folder} cannot be read ({reason}); {way_back(folder)}") from error
     own = {name.split(".", 1)[1]: t for name, t in states.items() if name.startswith(f"{group.rank}.")}
     if own:
         set_random_state(own, _device(module))
@@ -258,6 +274,16 @@ def load(
     fields["packer_shards"] = {key: new_fields(PackerShard, shard) for key, shard in fields["packer_shards"].items()}
     fields["validated"], fields["saved"] = tuple(fields["validated"]), tuple(fields["saved"])
     return Position(**fields)
+
+
+def check_weights(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> None:
+    """Refuse weights, or their average, that a checkpoint gave and that are not finite (UserError naming the first tensor).
+
+    Each process looks at its own slices.
+    """
+    for name, tensor in tensors_of(module, optimizer, average).items():
+        if not name.startswith("optimizer.") and not finite(tensor.to_local() if isinstance(tensor, DTensor) else tensor):
+            raise UserError(f"checkpoint {folder}: tensor {name} holds numbers that are not finite; {way_back(folder)}")
 
 
 def _device(module: nn.Module) -> torch.device:
@@ -278,7 +304,7 @@ def load_balance(folder: Path, module: nn.Module, group: ProcessGroup) -> dict[s
     try:
         state = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{file} cannot be read ({error}); delete {folder} to go on from an earlier one") from error
+        raise UserError(f"checkpoint {folder} cannot be read ({file.name}: {error}); {way_back(folder)}") from error
     tasks = len(state["absences"])
     if not same and any(t.ndim > 1 and t.shape[1] > tasks for t in state.values()):
         raise UserError(
@@ -288,10 +314,28 @@ def load_balance(folder: Path, module: nn.Module, group: ProcessGroup) -> dict[s
     return state
 
 
+def _parameter_of(name: str) -> str | None:
+    """The parameter whose optimizer state a stored tensor of this name is; None for another tensor."""
+    return name[len("optimizer.") :].rpartition(".")[0] if name.startswith("optimizer.") else None
+
+
+def _state_of_other_rules(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    """Parameters whose stored optimizer state is not that of the rule that trains them now."""
+    rules = {p: group.get("rule") for group in optimizer.param_groups for p in group["params"]}
+    wanted = {name: STATE_KEYS.get(str(rules.get(p))) for name, p in module.named_parameters()}
+    keys: dict[str, set[str]] = {}
+    for name in stored:
+        parameter = _parameter_of(name)
+        if parameter is not None:
+            keys.setdefault(parameter, set()).add(name.rpartition(".")[2])
+    return {name for name, found in keys.items() if (key := wanted.get(name)) is not None and key not in found}
+
+
 def _allocate_optimizer_state(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Allocate the optimizer's state as the checkpoint has it: tensors shaped like their parameter, or small ones.
 
-    Where a rule allocates its state itself (`Optimizers.allocate`: in memory that is paged), those tensors are kept.
+    State of a parameter's shape gets the parameter's type, as `torch.optim.Optimizer.load_state_dict` converts it. Where a rule
+    allocates its state itself (`Optimizers.allocate`: in memory that is paged), those tensors are kept.
     """
     params = dict(module.named_parameters())
     fused = {p: bool(group.get("fused")) for group in optimizer.param_groups for p in group["params"]}
@@ -306,15 +350,16 @@ def _allocate_optimizer_state(stored: Mapping[str, Any], module: nn.Module, opti
         if p not in optimizer.state and isinstance(optimizer, Optimizers):
             optimizer.allocate(p)
         own = optimizer.state[p].get(key)
-        if isinstance(own, Tensor) and tuple(own.shape) == tuple(meta.size) and own.dtype == meta.properties.dtype:
+        kind = meta.properties.dtype
+        alike = isinstance(own, Tensor) and tuple(own.shape) == tuple(meta.size)
+        if alike and (own.dtype == kind or (own.is_floating_point() and kind.is_floating_point)):
             continue
-        if tuple(meta.size) == tuple(p.shape):
-            kind = meta.properties.dtype
-            kind = torch.promote_types(kind, p.dtype) if kind.is_floating_point else kind  # adapters of bf16 go on in fp32
+        if tuple(meta.size) == tuple(p.shape) and key != "step":
+            kind = p.dtype if kind.is_floating_point else kind
             optimizer.state[p][key] = torch.zeros_like(p, dtype=kind).detach()
         else:
             device = p.device if fused[p] or len(meta.size) else "cpu"
-            optimizer.state[p][key] = torch.zeros(meta.size, dtype=meta.properties.dtype, device=device)
+            optimizer.state[p][key] = torch.zeros(meta.size, dtype=kind, device=device)
 
 
 def _compare_names(folder: Path, wanted: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:

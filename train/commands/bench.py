@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from omni.errors import UserError
+from omni.hardware import check_device
 from omni.process import importing
 from train.bench.names import BALANCED, OF_RECIPE, SECTIONS
 from train.console.command import check_config, find_config
-from train.console.options import Parser
+from train.console.options import Parser, check_least
 from train.console.tables import print_table
 
 
@@ -29,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
             Literal["objective", "step", "data", "balance", "guard", "precision", "checkpoint", "convert", "prepare", "reading"]
         ],
         default=list(SECTIONS),
-        help="which tables; convert and checkpoint write 6 GB of temporary files each, checkpoint holds 9 GB of memory",
+        help="which tables, such as [step,data]; convert and checkpoint write 6 GB of temporary files each, checkpoint holds "
+        "9 GB of memory",
     )
     parser.add_argument("--positions", type=int, default=2048, help="positions of the objective's table")
     parser.add_argument(
@@ -43,6 +45,10 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a table, or a check, instead of text")
     options = Namespace(**parser.read(argv))
+    check_device(options.device)
+    check_least(vars(options), positions=1)
+    if not options.only:
+        raise UserError(f"--only is empty; give tables, such as [{SECTIONS[0]}], or leave it out")
     if not options.gpu and set(OF_RECIPE) & set(options.only):
         check_config(find_config(options.config))
     with importing():

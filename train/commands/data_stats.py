@@ -14,7 +14,7 @@ from train.console.progress import counted, duration
 from train.console.tables import print_table
 from train.data.inspect.display import make_folder, save_report
 from train.data.inspect.scan import Scan
-from train.data.inspect.stats import COLUMNS, SHOWN, STATS, collect, plain
+from train.data.inspect.stats import COLUMNS, SHOWN, STATS, TEXT_COLUMNS, collect, plain
 from train.data.inspect.target import add_options, chosen_target
 from train.data.prepare.codecs import Codecs
 
@@ -68,6 +68,7 @@ def show(collected: Collected) -> None:
     for name, groups in collected.groups.items():
         if set(groups) - {""}:
             _show_groups(name, groups)
+    _show_texts(collected)
     rows = []
     for name, sample in collected.samples.items():
         summary = sample.summary()
@@ -88,6 +89,18 @@ def show(collected: Collected) -> None:
             for i, use in enumerate(uses)
         ]
         print_table(f"codes of {codec}", ("stream", "codes", "used %", "entropy, bits", "at most", "most frequent %"), cells)
+
+
+def _show_texts(collected: Collected) -> None:
+    rows = []
+    for side, counts in collected.texts.items():
+        plain = counts.plain()
+        spoken = collected.samples.get(f"{side} seconds")
+        mean = f"{spoken.total / spoken.count:.2f}" if spoken else ""
+        if counts.texts:
+            rows.append([f"{side}s", *(str(plain[name]) for name in TEXT_COLUMNS), mean])
+    if rows:
+        print_table("texts and their words", ("", *TEXT_COLUMNS.values(), "mean seconds"), rows)
 
 
 def _show_groups(name: str, groups: dict[str, Group]) -> None:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in argv):
         print(HELP)
         return 0
-    config, name, options = read_with_options(argv, {"steps": int}, partial(check_least, steps=1))
+    config, name, options = read_with_options(argv, {"steps": int}, partial(check_least, steps=1), "doctor")
     steps = options.get("steps", STEPS)
     with importing():
         from omni.diagnostics import report

@@ -1,5 +1,5 @@
 """`omni-train eval FOLDER DATA`: evaluate a model on a data set's questions; `--compare A B` compares two such runs, and
-`--turns FOLDER` evaluates its turn head."""
+`--turn_ends FOLDER` evaluates its turn head."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; prints the figures and where the files are."""
     if any(argument == "--compare" or argument.startswith("--compare=") for argument in argv):
         return _compare(argv)
-    if any(argument == "--turns" or argument.startswith("--turns=") for argument in argv):
-        return _evaluate_turns(argv)
+    if any(argument == "--turn_ends" or argument.startswith("--turn_ends=") for argument in argv):
+        return _evaluate_turn_ends(argv)
     parser = _parser()
     chosen = parser.read(argv)
     config = parser.configuration(chosen)
@@ -52,7 +52,7 @@ def _parser() -> ConfigParser:
         description="Ask a model the questions of a data set, and report figures with intervals, a picture and every answer.\n"
         "The same command goes on with what was interrupted.\n\n"
         "Two runs side by side: eval --compare OUT_A OUT_B [--out FOLDER]\n"
-        "Where questions end, of a model with a turn head: eval --turns MODEL --out FOLDER [--limit N] (and --help)\n\n"
+        "Where questions end, of a model with a turn head: eval --turn_ends MODEL --out FOLDER [--limit N] (and --help)\n\n"
         f"formats:\n{formats}",
         formatter_class=Listing,
     )
@@ -63,17 +63,24 @@ def _parser() -> ConfigParser:
     parser.add_argument("--text", action="store_true", help="also take the text-only score of the questions' texts (T1T2)")
     parser.add_argument(
         "--chunks",
-        type=_milliseconds,
+        type=_Milliseconds(),
+        metavar="MS,MS,...",
         help="evaluate once for each length of the encoder's chunks in ms, 0 for whole questions; figures beside the delay",
     )
     add_progress(parser)
     return parser
 
 
-def _milliseconds(text: str) -> str:
-    if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of milliseconds; give some, such as 160,320,640,0")
-    return text
+class _Milliseconds:
+    """Type of a list of milliseconds, separated by commas."""
+
+    def __call__(self, text: str) -> str:
+        if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text):
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of milliseconds; give some, such as 160,320,640,0")
+        return text
+
+    def __repr__(self) -> str:  # the parser's help prints it
+        return "milliseconds"
 
 
 def _evaluate_delays(chosen: Mapping[str, Any], config: EvalConfig) -> int:
@@ -86,11 +93,11 @@ def _evaluate_delays(chosen: Mapping[str, Any], config: EvalConfig) -> int:
     return 0
 
 
-def _evaluate_turns(argv: Sequence[str]) -> int:
+def _evaluate_turn_ends(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="omni-train eval", description="Evaluate where a model hears questions end, on spoken digits with pauses."
     )
-    parser.add_argument("--turns", type=given_path, metavar="MODEL", help="a model folder with a turn head", required=True)
+    parser.add_argument("--turn_ends", type=given_path, metavar="MODEL", help="a model folder with a turn head", required=True)
     parser.add_argument("--out", type=given_path, required=True, help="folder for table, figures and picture")
     parser.add_argument(
         "--config", type=given_path, help="YAML file of its run, whose spoken digits are asked (default: beside it)"
@@ -99,7 +106,7 @@ def _evaluate_turns(argv: Sequence[str]) -> int:
     parser.add_argument("--chunk_ms", type=int, help="how much the encoder hears at once (default: as stored)")
     chosen = parser.read(argv)
     check_least(chosen, limit=1)
-    model = chosen["turns"]
+    model = chosen["turn_ends"]
     check_folder(model)
     file = chosen["config"] or model.parent / "config.yaml"
     if not file.is_file():
@@ -114,7 +121,7 @@ def _evaluate_turns(argv: Sequence[str]) -> int:
         from omni.generate.turn_end import TurnListener
         from train.data.build import build_source
         from train.data.sources.spoken_digits import SpokenDigits
-        from train.eval.turns import JSON, PICTURE, TABLE, evaluate_turns
+        from train.eval.turn_ends import JSON, PICTURE, TABLE, evaluate_turn_ends
 
     config, listener = read_config(model), TurnListener.from_folder(model)
     if listener is None:
@@ -123,7 +130,7 @@ def _evaluate_turns(argv: Sequence[str]) -> int:
         listener.encoder.config = config.encoder.with_chunk(chosen["chunk_ms"])
     source = build_source(digits, load_if_given(config.codec, None), 0)
     assert isinstance(source, SpokenDigits)
-    found = evaluate_turns(listener, source, chosen["out"], chosen["limit"])
+    found = evaluate_turn_ends(listener, source, chosen["out"], chosen["limit"])
     print_table(f"ends of {chosen['limit']} questions with a pause", *found["table"])
     print(f"table, figures and picture: {', '.join(str(chosen['out'] / name) for name in (TABLE, JSON, PICTURE))}")
     return 0
@@ -150,12 +157,16 @@ def _compare(argv: Sequence[str]) -> int:
 
 def _show_figures(run: Run, figures: Mapping[str, Figure]) -> None:
     from train.eval.measures import MEASURES, interval, shown
-    from train.eval.report import REPORT, against_of, size_lines
+    from train.eval.report import REPORT, against_of, size_lines, turn_rows
 
     rows = [(MEASURES[n].title, shown(n, f.value), interval(n, f), str(f.questions)) for n, f in figures.items()]
     print_table(
         f"{run.answered} questions answered as {run.started['task']}", ("figure", "value", "95 % interval", "questions"), rows
     )
+    turns = turn_rows(run)
+    if turns:
+        columns = ("source", "turn", "exact match", "95 % interval", "questions")
+        print_table("turns, each after the model's own answers", columns, turns)
     against = against_of(run)
     if against:
         for line in filter(None, size_lines(run)):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omni.checkpoint.places import check_folder
+from omni.config import PRESETS
 from omni.errors import UserError
 from omni.process import importing, say
 from train.config.parse import in_folder, read_with_options
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in argv):
         print(HELP)
         return 0
-    config, name, options = read_with_options(argv, _OPTIONS, _check)
+    config, name, options = read_with_options(argv, _OPTIONS, _check, "plan")
     options["attempted"] = options.pop("try", False)
     config = in_folder(config, name)
     with importing():
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     flops_of(options.get("gpu", "H100"))  # refuses an unknown one
     try:
         if config.model.init_from is not None:
-            check_folder(Path(config.model.init_from))
+            _check_folder(Path(config.model.init_from))
         plan = make_plan(config, **{key: value for key, value in options.items() if key != "json"})
     except UserError as error:
         error.code = 1
@@ -58,6 +59,15 @@ def main(argv: Sequence[str]) -> int:
     for problem in plan.problems:
         say(f"error: {problem}")
     return 1 if plan.problems else 0
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        check_folder(folder)
+    except UserError as error:
+        raise UserError(
+            f"{error}; to plan without it, give its shape: --model.init_from null --model.preset {' or '.join(PRESETS)}"
+        ) from error
 
 
 def _check(given: dict[str, Any]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 import yaml
 
@@ -38,18 +39,24 @@ def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
 
 
 def read_with_options(
-    argv: Sequence[str], options: Mapping[str, type], check: Callable[[dict[str, Any]], None] | None = None
+    argv: Sequence[str],
+    options: Mapping[str, type],
+    check: Callable[[dict[str, Any]], None] | None = None,
+    command: str = "fit",
+    described: Mapping[str, str] | None = None,
 ) -> tuple[FitConfig, str, dict[str, Any]]:
     """Reads as `read_fit_config`, and a command's own options.
 
     Args:
         options: name to type, `bool` for a flag; those given are returned.
         check: refuses values of theirs, before the configuration is made, for which PyTorch may be imported.
+        command: whose options they are, for messages.
+        described: what they do, for the help of `fit`.
     """
-    parser = fit_parser()
+    parser = fit_parser(command)
     for name, kind in options.items():
         more: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
-        parser.add_argument(f"--{name}", help=SUPPRESS, **more)
+        parser.add_argument(f"--{name}", help=(described or {}).get(name, SUPPRESS), **more)
     if not argv:
         raise UserError(f"no configuration is given: {GIVE}")
     values = parser.read(file_first(argv))
@@ -94,12 +101,11 @@ def recipe(source: str | Path, /, **changes: Any) -> FitConfig:
     return read_run([str(source), *(f"--{key}={value}" for key, value in words.items())])
 
 
-def fit_parser() -> ConfigParser:
-    """The parser of `fit`: one option for every key of `FitConfig`."""
+def fit_parser(command: str = "fit") -> ConfigParser:
+    """The parser of a command that takes a run's configuration: one option for every key of `FitConfig`."""
     parser = ConfigParser(
-        prog="omni-train fit FILE.yaml",
-        description="Train a model. Every key of the file can be overridden; --dry_run builds the model and one batch only, "
-        "--profile 10:15 traces these steps (docs/training.md).",
+        prog=f"omni-train {command} FILE.yaml",
+        description="Train a model. Every key of the file can be overridden (docs/training.md).",
     )
     parser.add_config(FitConfig, "the YAML file (also as the first argument)")
     if loaded():  # by --plugin, so that --print_config names them
@@ -161,9 +167,9 @@ class ConfigParser(Parser):
         own = name in self._option_string_actions and path.partition(".")[0] not in typing.get_type_hints(self.kind)
         if own or not name.startswith("--"):
             return super().check_option(name, value)
-        kind = self._type_of(path)
+        kind, action = self._type_of(path), self._option_string_actions.get(name)
         super().check_option(name, value, inner=True)
-        if value is not None:
+        if value is not None and (action is None or action.nargs != 0):
             self._check_keys(kind, _plain(value), f"option {name}", path)
 
     def _check_keys(self, kind: Any, data: Any, where: str, path: str = "") -> None:
@@ -187,6 +193,9 @@ class ConfigParser(Parser):
         elif origin is dict and isinstance(data, Mapping):
             for key, value in data.items():
                 self._check_keys(args[1], value, where, _dotted(path, key))
+        elif (wanted := _wanted(optional)) is not None and not _fits(optional, data):
+            what = where if where.endswith(path) else f"{where}: {path}"
+            raise UserError(f"{what} is {data!r:.80}; give {wanted}")
 
     def _type_of(self, path: str) -> Any:
         """Type of the value at a dotted key, None where any is allowed; UserError where there is no such key."""
@@ -279,6 +288,44 @@ def _plain(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
+
+
+def _wanted(kind: Any) -> str | None:
+    """What a value of a plain type is, for messages; None for a type that is left to the parser."""
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        parts = [_wanted(part) for part in args]
+        return None if None in parts else ", or ".join(part for part in parts if part)
+    if origin is Literal:
+        return ", ".join(map(str, args[:-1])) + f" or {args[-1]}" if len(args) > 1 else str(args[0])
+    if origin in (tuple, list):
+        sorts = {float: ", such as [0.9, 0.95]", str: ", such as ['name']"}
+        return f"a list{sorts.get(args[0], '') if args else ''}"
+    return plain.get(kind)
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    """Whether a plain value, or a text that the parser makes one of, is of a type of which `_wanted` says what it is."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(part, value) for part in args)
+    if origin is Literal:
+        return value in args or (isinstance(value, bool) and {False: "off", True: "on"}[value] in args)  # YAML's words
+    if origin in (tuple, list):
+        return isinstance(value, (list, tuple))
+    if kind is float:
+        return not isinstance(value, bool) and _is_number(value)
+    if kind is str:
+        return not isinstance(value, (list, dict))
+    return type(value) is kind
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return isinstance(value, (int, float)) or math.isfinite(float(value))  # YAML takes 3e-4 for a text
+    except (TypeError, ValueError):
+        return False
 
 
 def _inner(kind: Any) -> Any:

@@ -18,6 +18,7 @@ from omni.plugins import load_plugins
 from omni.ranges import check_fields, ranged
 from train.balance.section import BalanceSection, check_balance
 from train.config.sections import (
+    LARGEST_SEED,
     BudgetConfig,
     CheckpointConfig,
     FabricConfig,
@@ -58,7 +59,7 @@ class FitConfig:
     model: ModelSection
     data: DataConfig
     run_folder: str = ""
-    seed: int = 0
+    seed: int = ranged(0, 0, LARGEST_SEED)
     resume: Literal["auto", "extend", "force", "restart"] = "auto"
     trainable: tuple[str, ...] = ("*",)
     lora: LoRASection | None = None
@@ -87,6 +88,7 @@ class FitConfig:
             streams = self.model.streams if self.balance.tasks == "streams" else None
             check_balance(self.balance, self.data, self.fabric.precision, self.fabric.processes, streams)
         self._check_tensor_parallel()
+        self._check_sharded_rules()
         if self.model.preset is not None:
             preset(self.model.preset)  # raises where there is none of that name
         self._check_streams()
@@ -102,6 +104,15 @@ class FitConfig:
         }
         for name in (name for name, there in given.items() if there and self.fabric.tensor_parallel > 1):
             raise UserError(f"fabric.tensor_parallel does not go with {name}; leave one of them out")
+
+    def _check_sharded_rules(self) -> None:
+        """Refuses Muon on slices of matrices."""
+        rules = {self.optimizer.name, *(group.rule for group in self.optimizer.groups)}
+        _need(
+            self.fabric.strategy != "fsdp" or "muon" not in rules,
+            "optimizer muon with fabric.strategy fsdp: Muon needs whole matrices, and fsdp gives each process a slice; use "
+            "optimizer.name adamw, or strategy ddp",
+        )
 
     def _check_streams(self) -> None:
         """Refuses weights and metrics of streams that the model lacks, as far as no model folder needs to be read."""

@@ -177,6 +177,9 @@ class ModelSection:
         return None if self.preset is None else len(preset(self.preset).layout)
 
 
+LARGEST_SEED = 2**63 - 1
+"""Largest seed that PyTorch takes."""
+
 LARGEST_RATE = 1e3
 """Largest learning rate and weight decay."""
 
@@ -231,11 +234,11 @@ class OptimizerConfig:
     name: Rule = "adamw"
     lr: float = ranged(1e-3, 0, LARGEST_RATE)
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+    eps: float = ranged(1e-8, above=0, most=1)
     weight_decay: float = ranged(0.01, 0, LARGEST_RATE)
     muon_lr: float = ranged(0.02, 0, LARGEST_RATE)
-    muon_momentum: float = 0.95
-    muon_steps: int = ranged(5, 1)
+    muon_momentum: float = ranged(0.95, 0, below=1)
+    muon_steps: int = ranged(5, 1, 100)
     muon_scale: Literal["original", "match_rms_adamw"] = "original"
     muon_exclude: tuple[str, ...] = ("*embedding*", "*_head.*")
     groups: tuple[GroupConfig, ...] = ()
@@ -243,6 +246,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "optimizer")
+        _need(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            f"optimizer.betas is {list(self.betas)}; give two numbers of at least 0 and below 1, such as [0.9, 0.95]",
+        )
 
     def rates(self, ratio: float) -> str:
         """The options that set the learning rates of a batch `ratio` times as large by `batch_rule`."""
@@ -315,8 +322,8 @@ class CheckpointConfig:
             save, write it between the steps.
     """
 
-    every_steps: int | None = None
-    every_minutes: float | None = 15.0
+    every_steps: int | None = ranged(None, 1, way=", or null")
+    every_minutes: float | None = ranged(15.0, above=0, way=", or null")
     keep_last: int = ranged(2, 1)
     keep_best: int = ranged(1, 0)
     metric: str = "exact_match"
@@ -370,8 +377,8 @@ class ValidationConfig:
         max_seconds: longest spoken answer.
     """
 
-    every_steps: int | None = None
-    every_minutes: float | None = None
+    every_steps: int | None = ranged(None, 1, way=", or null")
+    every_minutes: float | None = ranged(None, above=0, way=", or null")
     at_end: bool = True
     questions: int = ranged(64, 0)
     tasks: tuple[str, ...] = ("A1A2",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -30,14 +31,14 @@ def duration(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a number of things: `1 item`, `2 items`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """Format a number of things: `1 item`, `2 items`, `2 batches`."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def short(value: float) -> str:
     """Format a number in a few characters: `950`, `12.3k`, `4.56M`."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 0.9995 * size:  # three digits of what is just below are those of the unit
             return f"{value / size:.3g}{unit}"
     return f"{value:.3g}"
 
@@ -66,6 +67,14 @@ def losses_line(figures: Mapping[str, float]) -> str:
     return f"loss {figures['loss']:#.3g}"
 
 
+def columns(stream: TextIO) -> int | None:
+    """Width of the terminal that a stream writes to: 0 where it does not tell; None where it is no terminal."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
 class Screen:
     """A bar on a terminal, lines elsewhere, or nothing.
 
@@ -78,8 +87,10 @@ class Screen:
         from tqdm import tqdm
 
         self.stream = stream or sys.stderr
-        self.kind = ("bar" if self.stream.isatty() else "lines") if kind == "auto" else kind
-        self.bar = tqdm(file=self.stream, dynamic_ncols=True, **bar) if self.kind == "bar" else None
+        sized = columns(self.stream) != 0
+        self.kind = ("bar" if self.stream.isatty() and sized else "lines") if kind == "auto" else kind
+        width: dict[str, Any] = {"dynamic_ncols": True} if sized else {"ncols": 80}
+        self.bar = tqdm(file=self.stream, **width, **bar) if self.kind == "bar" else None
 
     def say(self, line: str) -> None:
         """Print a line, above the bar where there is one."""
@@ -90,9 +101,16 @@ class Screen:
         else:
             print(line, file=self.stream, flush=True)
 
+    def say_apart(self, line: str) -> None:
+        """Print a line over the `^C` with which a terminal echoes the key that it answers."""
+        self.say(f"\r{line}" if self.bar is None and self.stream.isatty() else line)
+
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        """Leave the bar as it is; lines said later come below it."""
+        bar, self.bar = self.bar, None
+        if bar is not None:
+            bar.close()
+            self.kind = "lines"
 
 
 class TrainProgress(Screen):
@@ -108,16 +126,22 @@ class TrainProgress(Screen):
             kind, stream, total=1000, initial=round(1000 * start[0]), bar_format="{percentage:3.0f}% {bar} {desc}{postfix}"
         )
         self.start = start
-        self.figures = ""
+        self.figures = self.last = ""
 
     def show(self, step: int, used: float, seconds: float) -> None:
         """Update the bar: steps done, share of the budget used, seconds over all starts."""
         if self.bar is None:
             return
+        self.last = f"step {step} {self.figures}"
         self.bar.n = min(1000, round(1000 * used))
         self.bar.set_description_str(f"step {step} {self.figures} {self._left(used, seconds)}", refresh=False)
         self.bar.update(0)
         self.bar.refresh()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.set_description_str(self.last, refresh=False)
+        super().close()
 
     def row(self, step: int, used: float, seconds: float, figures: Mapping[str, float]) -> None:
         """Show the figures of a new row of the log, or figures that only the screen gets."""

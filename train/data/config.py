@@ -121,7 +121,7 @@ class DataConfig:
     """
 
     sources: tuple[SourceConfig, ...] = (SourceConfig(),)
-    seed: int = 0
+    seed: int = ranged(0, 0, 2**63 - 1)
     micro_batches: int = ranged(1, 1)
     packing: PackingConfig = field(default_factory=PackingConfig)
     alignment: AlignmentKind = "none"

@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from omni.convert.lazy import Lazy, LazyTensors
 from omni.errors import UserError
+from omni.quiet import silence
 from train.config.sections import FabricConfig
 from train.distributed.precision import AdapterPrecision
 from train.distributed.process_group import PATIENCE, ProcessGroup
 from train.distributed.sharding import clip_over_meshes, fill, shard, sharded_parts, to_meta, unsynchronized
-from train.distributed.store import fresh, outlives
 
 T = TypeVar("T")
 
@@ -44,6 +44,8 @@ def build_fabric(config: FabricConfig) -> Fabric:
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     config = config.decided()
     devices, num_nodes = placement(config, os.environ)
+    if "SLURM_NTASKS" in os.environ and isinstance(devices, int):  # Fabric asks for it; srun sets it only where it was given
+        os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(devices))
     if os.environ.get("LT_STRATEGY", "").startswith("fsdp"):
         raise UserError("`fabric run --strategy fsdp` is another, older one: leave it out there, and set fabric.strategy fsdp")
     strategy: Any = config.strategy
@@ -87,27 +89,6 @@ def setup(fabric: Fabric, module: nn.Module, config: FabricConfig) -> Any:
     return fabric.setup_module(module)
 
 
-def launch(fabric: Fabric) -> None:
-    """Start the run's other processes; under `fabric run` they are there already.
-
-    Under torchrun the process group is made here, over a part of torchrun's store that is new at each restart (see `fresh`).
-    """
-    if outlives(os.environ) and fabric.world_size > 1:
-        device, wait = fabric.device, getattr(fabric.strategy, "_timeout", None)
-        if device.type == "cuda":  # NCCL connects at once
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            dist.get_default_backend_for_device(device),
-            store=fresh(int(os.environ["RANK"]), fabric.world_size),
-            rank=int(os.environ["RANK"]),
-            world_size=fabric.world_size,
-            timeout=wait,
-            device_id=None if device.type == "cpu" else device,
-        )
-    if not _by_fabric_run():
-        fabric.launch()
-
-
 def leave() -> None:
     """Destroy the process group, if there is one, and let its threads finish.
 
@@ -148,7 +129,7 @@ def placement(config: FabricConfig, environ: Mapping[str, str]) -> tuple[int | s
     for key, wanted, found in (("devices", devices, started[0]), ("num_nodes", config.num_nodes, started[1])):
         free = "auto" if key == "devices" else 1
         if wanted not in (free, -1, found) and isinstance(wanted, int):
-            raise UserError(f"fabric.{key} is {wanted}, but {launcher} has started {found}; leave fabric.{key} out")
+            raise UserError(f"fabric.{key} is {wanted}, but {launcher} has started {found}; give --fabric.{key} {free}")
     return (devices if isinstance(devices, str) and devices != "auto" else started[0]), started[1]
 
 
@@ -292,6 +273,7 @@ def compile_blocks(module: nn.Module) -> None:
 
     The encoder's are not compiled: the lengths of a batch's clips are new every time and would cause recompilation.
     """
+    silence("torch.utils.cpp_extension")
     for name, part in module.named_modules():
         if isinstance(part, nn.ModuleList) and name.endswith(("decoder.blocks", "decoder.post_blocks")):
             for block in part:

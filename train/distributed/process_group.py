@@ -107,7 +107,7 @@ class ProcessGroup:
         for rank, failure in enumerate(failures):
             if failure is not None:
                 shared = error or UserError(f"{failure[0]} (process {rank})")
-                shared.again = shared.again or failure[1]
+                shared.again, shared.shared = shared.again or failure[1], True
                 raise shared
 
     def together(self, work: Callable[[], T]) -> T:

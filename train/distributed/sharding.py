@@ -12,6 +12,7 @@ that no other holds the whole model.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -50,9 +51,11 @@ class ParallelDims:
         if config.strategy != "fsdp":
             return cls(replicas=world)
         if world % (config.replicas * config.tensor_parallel):
+            given = {"fabric.replicas": config.replicas, "fabric.tensor_parallel": config.tensor_parallel}
+            named = {key: value for key, value in given.items() if value > 1}
             raise UserError(
-                f"fabric.replicas x fabric.tensor_parallel is {config.replicas} x {config.tensor_parallel}, which does not "
-                f"divide the {world} processes; start a multiple of it, or make one of them less"
+                f"{' x '.join(named)} is {' x '.join(map(str, named.values()))}, which does not divide the {world} processes; "
+                "start a multiple of it, or make it less"
             )
         return cls(config.replicas, world // (config.replicas * config.tensor_parallel), config.tensor_parallel)
 
@@ -191,6 +194,7 @@ def distribute_decoder(decoder: Any, mesh: DeviceMesh) -> None:
     from torch.distributed.tensor.placement_types import Replicate
 
     check_divides(decoder.config, mesh.size())
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # advice on orders of few numbers
     for block in [*decoder.blocks, *decoder.post_blocks]:
         parallelize_module(
             block,
@@ -222,7 +226,8 @@ def check_divides(config: Any, tensor: int) -> None:
     for name, size in (("heads", config.heads), ("kv_heads", config.kv_heads), ("mlp_width", config.mlp_width)):
         if size % tensor:
             raise UserError(
-                f"fabric.tensor_parallel is {tensor}, which does not divide the decoder's {name}, {size}; take a divisor of it"
+                f"fabric.tensor_parallel is {tensor}, which does not divide the decoder's {name}, {size}; "
+                + ("leave it out" if size == 1 else "take a divisor of it")
             )
 
 

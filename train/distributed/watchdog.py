@@ -36,7 +36,7 @@ holds them up waits twice as long."""
 LEAVING = 30.0
 """Seconds in which the process group has to end when a process was lost."""
 
-AGAIN = "the same command goes on from the last checkpoint"
+AGAIN = "the same command goes on from the last checkpoint, if there is one"
 FOLLOWING = "as it lost another"
 """Why a process has ended that was not the first to be lost."""
 LOST = ("Connection closed by peer", "gloo/transport", "Connection reset by peer", "Timed out waiting", "NCCL communicator")

@@ -30,6 +30,8 @@ class EvalConfig:
         asr_words: all the words that sphinx may recognise, such as [zero, one].
         asr_longest: most words of an answer that sphinx recognises.
         timed: how many questions are streamed one by one, for first audio and real-time factor.
+        turns: also ask all turns of each row one after another, each after the model's own answers before it: exact match by
+            source (of prepared dialogues, by skill) and turn.
         text: also take the text-only score: the questions' texts asked as T1T2, perplexity of their reference answers.
         text_before: the model before its speech training (a model folder, or a language model's Hugging Face folder), whose
             text-only score is set beside this one's.
@@ -60,6 +62,7 @@ class EvalConfig:
     asr_words: list[str] = field(default_factory=list)
     asr_longest: int = ranged(8, 1)
     timed: int = ranged(8, 0)
+    turns: bool = False
     text: bool = False
     text_before: str | None = None
     batch: int = ranged(16, 1)
@@ -105,7 +108,8 @@ class EvalConfig:
         given = {name: getattr(self, name) for name in names} | {name: getattr(self.read, name) for name in read}
         named = {"ear": self.asr, "ear_words": self.asr_words, "ear_longest": self.asr_longest, "questions": self.limit}
         numbers = {name: getattr(self, name) for name in ("dtype", "quantize", "chunk_ms") if getattr(self, name) is not None}
-        return given | named | numbers | {"columns": dict(self.read.columns)}  # fields by their names in the file
+        later = {f"read.{name}": value for name, value in self.read.later().items()}
+        return given | named | numbers | later | {"columns": dict(self.read.columns)}  # fields by their names in the file
 
 
 Progress = Literal["auto", "bar", "lines", "off"]

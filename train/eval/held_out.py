@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from train.data.rows.row import Row
 
 SAMPLE_RATE = 16000
-GROUPS = 12
+GROUPS = 24
 """Most parts of a set (kinds, or tasks) that are reported by themselves."""
 
 

@@ -12,10 +12,12 @@ from omni.errors import UserError
 from omni.files import read_json, write_json, write_whole
 from train.eval.journal import AGAIN, RUN, read_records
 from train.eval.measures import MEASURES, Figure, difference, figure, interval, pairs_of, plain, shown
+from train.eval.turns import figures_of_turns
 from train.scoring.text import explain
 
 ANSWERS, TIMINGS, TEXT, TEXT_BEFORE = "answers.jsonl", "timings.jsonl", "text.jsonl", "text_before.jsonl"
 OTHERS, AGAINST = "against_answers.jsonl", "against.jsonl"
+TURNS = "turns.jsonl"
 REPORT, TABLE, VOICEBENCH = "report.json", "report.md", "voicebench.jsonl"
 FEW = 4
 """Fewest questions for a verdict."""
@@ -43,7 +45,7 @@ class Run:
         """Reads a folder; UserError where no evaluation was started there."""
         if not (folder / RUN).is_file():
             raise UserError(f"{folder} holds no evaluation (it has no {RUN}); name the --out of one")
-        files = (ANSWERS, TIMINGS, TEXT, TEXT_BEFORE, OTHERS, AGAINST)
+        files = (ANSWERS, TIMINGS, TEXT, TEXT_BEFORE, OTHERS, AGAINST, TURNS)
         return cls(folder, read_json(folder / RUN, AGAIN), {name: list(read_records(folder / name)) for name in files})
 
     @property
@@ -119,6 +121,8 @@ def write_report(run: Run) -> dict[str, Figure]:
     }
     if run.records.get(OTHERS):
         data["against_change"] = {name: c.plain("against", "model") for name, c in against.items()}
+    if run.records.get(TURNS):
+        data["turns"] = [one.plain() for one in figures_of_turns(run.records[TURNS])]
     write_json(run.folder / REPORT, data)
     write_whole(run.folder / TABLE, as_markdown(run, figures, changes, against))
     if run.started["format"] == "voicebench":
@@ -159,6 +163,7 @@ def as_markdown(
     if changes:
         lines += ["", f"## Text only: before ({settings['text_before']}) and after", ""]
         lines += change_table(changes, "before", "after")
+    lines += _turns(run)
     lines += ["", "Intervals: bootstrap over questions. The figures:", ""]
     lines += [f"- {MEASURES[name].title}: {MEASURES[name].what}" for name in figures]
     lines += _mistakes(run) + _broken(run)
@@ -213,6 +218,21 @@ def _circumstances(timed: Sequence[Record], device: str) -> str:
     threads, loads = timed[-1]["threads"], [r["load"] for r in timed if r["load"] is not None]
     busy = f", load of the machine {max(loads):g} (others' work slows it)" if loads else ""
     return f"{len(timed)} questions were streamed one by one on {device}, {threads} thread{'s' * (threads > 1)}{busy}"
+
+
+def turn_rows(run: Run) -> list[tuple[str, str, str, str, str]]:
+    """Cells of a table of the turns: source, turn, exact match, its interval, questions."""
+    found = [(one, one.exact_match) for one in figures_of_turns(run.records.get(TURNS, ()))]
+    name = "exact_match"
+    return [(t.source, str(t.turn), shown(name, f.value), interval(name, f), str(f.questions)) for t, f in found]
+
+
+def _turns(run: Run) -> list[str]:
+    rows = turn_rows(run)
+    if not rows:
+        return []
+    table = ["| source | turn | exact match | 95 % interval | questions |", "|---|---:|---:|---:|---:|"]
+    return ["", "## Turns, each after the model's own answers", "", *table, *("| " + " | ".join(row) + " |" for row in rows)]
 
 
 def _mistakes(run: Run) -> list[str]:

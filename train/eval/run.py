@@ -43,8 +43,9 @@ def evaluate(
         from train.eval.answers import answer_all
         from train.eval.forgetting import check_before, check_texts, load_before, score_texts
         from train.eval.pictures import draw_report
-        from train.eval.report import AGAINST, ANSWERS, OTHERS, TEXT, TEXT_BEFORE, TIMINGS, Run, write_report
+        from train.eval.report import AGAINST, ANSWERS, OTHERS, TEXT, TEXT_BEFORE, TIMINGS, TURNS, Run, write_report
         from train.eval.timing import time_some
+        from train.eval.turns import answer_turns, check_turns
         from train.scoring.asr import open_asr
 
     lm = SpeechLM.from_pretrained(
@@ -66,6 +67,8 @@ def evaluate(
         why = "writes only" if not task.audio else "has no codec weights (give --codec_folder)"
         what = task.name if not task.audio else model
         raise UserError(f"there is no speech for --asr to recognise: {what} {why}; leave --asr out")
+    if config.turns:
+        check_turns(task)
     if config.text_only:
         check_texts(questions)
     if config.text_before is not None:
@@ -76,6 +79,8 @@ def evaluate(
         answered = [r["index"] for r in read_records(out / ANSWERS) if "broken" not in r]
         if config.timed and answered:
             time_some(lm, questions, answered, task, config, out / TIMINGS, progress)
+        if config.turns:
+            answer_turns(lm, questions, task, config, out / TURNS, progress)
         if other is not None:
             answer_all(other, questions, task, config, asr, out / OTHERS, progress)
             if answered:

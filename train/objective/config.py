@@ -11,7 +11,11 @@ from omni.ranges import check_fields, ranged
 
 
 def check_stream_weights(weights: Sequence[float], streams: int) -> None:
-    """Refuses another number of `objective.stream_weights` than the layout's streams (UserError)."""
+    """Refuses `objective.stream_weights` of another number than the layout's streams, below 0, or all 0 (UserError)."""
+    if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+        raise UserError(
+            f"objective.stream_weights is {list(weights)}; give numbers of at least 0, not all of them 0, or null for 1 each"
+        )
     if len(weights) != streams:
         raise UserError(
             f"objective.stream_weights has {len(weights)} entries; the layout has {streams} streams: give a weight for each, "

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from omni.errors import UserError
 from omni.model.linears import tied_names
 from omni.patterns import NONE, match_names
+from omni.quiet import silence_bitsandbytes
 from train.config.sections import GroupConfig, OptimizerConfig
 from train.optim.muon import BatchedMuon
 
@@ -44,12 +45,14 @@ def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.
 
 def _paged_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """bitsandbytes' AdamW with its state in 8 bits (Dettmers et al. 2022), in memory that a GPU may move to the host."""
+    silence_bitsandbytes()
     try:
         from bitsandbytes.optim import PagedAdamW8bit
     except ImportError as error:
         raise UserError("optimizer paged_adamw_8bit needs the package bitsandbytes: pip install bitsandbytes") from error
 
     class PagedAdamW(PagedAdamW8bit):
+        _cpu_paged_warned = True  # it would warn that a CPU's memory is not paged
         found_inf: Tensor | None = None
 
         @torch.no_grad()
@@ -76,6 +79,9 @@ RULES: Rules = {
     "muon": _muon,
     "paged_adamw_8bit": _paged_adamw_8bit,
 }
+
+STATE_KEYS = {"adamw": "exp_avg", "muon": "momentum_buffer", "paged_adamw_8bit": "state1"}
+"""An entry that each rule's state of a parameter has, and that of the others has not."""
 
 
 class Optimizers(torch.optim.Optimizer):

@@ -118,7 +118,8 @@ def pace(
         seconds: float | None = measured * work / full
         clock = "the step tried here, by the sample's share of its work"
     elif speed:
-        seconds, clock = work / (speed * mfu * world), f"FLOPs at an MFU of {mfu:.0%} of {speed / 1e12:.0f} TFLOP/s"
+        left_out = "without launches, which are most of a small model's step, and what is sent"
+        seconds, clock = work / (speed * mfu * world), f"FLOPs at an MFU of {mfu:.0%} of {speed / 1e12:.0f} TFLOP/s, {left_out}"
     else:
         seconds, clock = None, "unknown: give --try, or --gpu NAME"
     budget = config.budget

@@ -13,6 +13,7 @@ from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.hardware import peak_flops
 from train.config.run import FitConfig
+from train.config.sections import FabricConfig
 from train.data.batching.batch import Batch
 from train.distributed.fabric import build_fabric
 from train.distributed.sharding import ParallelDims
@@ -26,7 +27,7 @@ from train.plan.phases import workers_bytes
 from train.plan.trial import KEPT, RETURNED, Attempt, attempt
 from train.plan.worst_batch import worst_batch
 from train.trainer.initial_model import shape_of
-from train.trainer.preflight import check_devices, check_packages, check_resume, check_start
+from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
 
 GIB = float(1 << 30)
 
@@ -34,6 +35,8 @@ CUDA_CONTEXT, CUDA_WASTE = 0.6 * GIB, 0.05
 """Memory of a GPU that a run cannot use: bytes of the driver's context and libraries, and the share that the caching allocator
 loses to blocks of the wrong size."""
 
+DEVICES_A_NODE = 8
+"""Devices of a machine, where more are planned for."""
 CPU_WASTE = 0.25
 """Share of a CPU's memory that is left to the C library, which keeps freed blocks (measured at 11 to 30 % over what is in use
 without checkpointing; with it at 35 % to twice what is in use, in small models)."""
@@ -140,6 +143,9 @@ def make_plan(
     mine = (here or place == "cpu" or torch.backends.mps.is_available()) and devices is None and gpu_gib is None and gpu is None
     refused, notes = _refused(given, config, mine)
     notes += [larger] if larger is not None else []
+    nodes = config.fabric.num_nodes
+    if devices is not None and nodes > 1:
+        notes.append(f"planned as {nodes} machines of {world // nodes} devices each; for others give --fabric.num_nodes")
     batch = worst_batch(config.data, shape)
     found: tuple[list[Batch], str]
     try:
@@ -201,6 +207,7 @@ def _refused(given: FitConfig, config: FitConfig, here: bool) -> tuple[list[str]
         (lambda: notes.extend(check_start(config)), refused),
         (lambda: check_devices((given if here else config).fabric), lacking),
         (lambda: check_packages(config), lacking),
+        (lambda: check_workers(config), lacking),
         (lambda: build_fabric(given.fabric) if here and not lacking else None, lacking),
     ]
     for check, lines in checks:
@@ -224,10 +231,17 @@ def _placed(config: FitConfig, devices: int | None, cuda: bool) -> FitConfig:
     """Sets the configuration's number of devices where it is given or left open."""
     fabric = config.fabric
     if devices is not None:
-        fabric = replace(fabric, devices=devices, num_nodes=1)
+        nodes = nodes_of(fabric, devices)
+        fabric = replace(fabric, devices=devices // nodes, num_nodes=nodes)
     elif fabric.devices in ("auto", -1, "-1"):
         fabric = replace(fabric, devices=max(1, torch.cuda.device_count()) if cuda else 1)
     return replace(config, fabric=fabric)
+
+
+def nodes_of(fabric: FabricConfig, devices: int) -> int:
+    """Machines of so many devices: as configured, one for each replica, or those of eight devices where there are more."""
+    asked = [fabric.num_nodes, fabric.replicas, -(-devices // DEVICES_A_NODE)]
+    return next((nodes for nodes in asked if nodes > 1 and devices % nodes == 0), 1)
 
 
 def _room(place: Place, gpu_gib: float | None, gpu: str | None, world: int) -> tuple[str, float | None]:

@@ -10,15 +10,16 @@ import torch
 from lightning_fabric import Fabric
 from torch import nn
 
+from train.checkpoint.retention import newest
 from train.checkpoint.state import Position
 from train.config.run import FitConfig
-from train.console.progress import Screen, duration
+from train.console.progress import Screen, counted, duration
 from train.distributed.sharding import ParallelDims
 from train.objective.objective import Objective
 from train.trainer.logs import METRICS
 from train.trainer.lora import ADAPTER
 from train.trainer.parts import Parts
-from train.trainer.profiler import NONE, files_of, named_steps
+from train.trainer.profiler import FOLDER, NONE, named_steps
 
 Say = Callable[[str], None]
 
@@ -46,8 +47,8 @@ def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> lis
         _line("devices", f"{fabric.world_size} x {device}{strategy}, {config.fabric.precision}"),
     ]
     if profile:
-        trace, table = files_of(profile, Path(config.run_folder))
-        lines.append(_line("profile", f"{named_steps(profile)}: {trace} (for ui.perfetto.dev) and {table}"))
+        place = Path(config.run_folder) / FOLDER
+        lines.append(_line("profile", f"{named_steps(profile)}: a trace for ui.perfetto.dev and a table, in {place}"))
     return lines
 
 
@@ -98,6 +99,16 @@ def end_lines(
         if path is not None and path.exists():
             lines.append(_line(label, str(path)))
     return lines + [_line(picture.stem, str(picture)) for picture in sorted(folder.glob("*.png"))]
+
+
+def lost_line(step: int, place: Path) -> str:
+    """A line that says what a run loses that ends at once after so many steps, with its checkpoints in `place`."""
+    saved = newest(place)
+    lost = step - (int(saved.name[5:]) if saved is not None else 0)
+    since = saved if saved is not None else "the start"
+    if not lost:
+        return f"ended: nothing is lost of {counted(step, 'step')}" + (f", which {saved} has" if saved is not None else "")
+    return f"ended without saving: {counted(lost, 'step')} since {since} {'is' if lost == 1 else 'are'} lost"
 
 
 def _line(label: str, text: str) -> str:

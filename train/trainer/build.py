@@ -26,23 +26,17 @@ from omni.tasks import TASKS
 from train.balance.section import BalanceSection, balanced_tasks
 from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
+from train.checkpoint.rng import seed_random
 from train.config.run import FitConfig, plain_config
-from train.console.progress import TrainProgress, counted
+from train.console.progress import TrainProgress
 from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader, process_shards
 from train.data.batching.pipeline import Pipeline
 from train.data.build import build_alignment, build_pipeline, held_out_by_source, synthesise_ahead
 from train.data.speech_time import estimate_speech_time
 from train.distributed.deterministic import deterministic
-from train.distributed.fabric import (
-    build_fabric,
-    compile_blocks,
-    count_processes,
-    launch,
-    leave,
-    restarted,
-    setup,
-)
+from train.distributed.fabric import build_fabric, compile_blocks, count_processes, leave, restarted, setup
+from train.distributed.launching import check_shared, launch
 from train.distributed.precision import quantized_type
 from train.distributed.process_group import ProcessGroup
 from train.distributed.sharding import ParallelDims
@@ -50,7 +44,7 @@ from train.distributed.watchdog import watched
 from train.objective.flops import StepFlops
 from train.objective.objective import Objective, cells, targets
 from train.optim.ema import Average
-from train.optim.optimizer import build_optimizer, describe, parameter_groups, set_trainable
+from train.optim.optimizer import build_optimizer, set_trainable
 from train.optim.schedule import used
 from train.trainer import announce, plots
 from train.trainer import lora as adapters
@@ -66,11 +60,11 @@ from train.trainer.logs import LeftOut, Logs
 from train.trainer.loop import Loop
 from train.trainer.metrics import StepMetrics
 from train.trainer.parts import Outcome, Parts
-from train.trainer.preflight import check_devices, check_packages, check_resume, check_start
+from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
 from train.trainer.profiler import NONE, StepProfiler, step_range
 from train.trainer.signals import Stop
 from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
-from train.trainer.usage import Usage, is_out_of_memory, out_of_memory
+from train.trainer.usage import Usage, is_out_of_memory, is_worker_lost, out_of_memory, worker_lost
 from train.trainer.validation import build_validator
 
 MODEL = "model"
@@ -107,11 +101,12 @@ def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str 
     steps = NONE if profile is None else step_range(profile, config.budget)
     refuse_remote(config.run_folder, "run_folder", write=True)
     folder = Path(config.run_folder)
-    config, larger = shared(config)
-    check_resume(config)
+    given, (config, larger) = config, shared(config)
+    check_resume(config, given)
     notes = [*([] if larger is None else [larger]), *check_start(with_alignment(config))]
     check_devices(config.fabric)
     check_packages(config)
+    check_workers(config)
     own = build_callbacks([CALLBACKS[name] for name in config.callbacks], folder)
     with deterministic(config.fabric.deterministic):
         return _fit(config, folder, notes, [*callbacks, *own], steps)
@@ -120,13 +115,14 @@ def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str 
 def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Sequence[Callback], steps: range) -> Outcome | None:
     """Trains after the checks; see `fit`."""
     fabric = build_fabric(config.fabric)
-    launch(fabric)
+    launch(fabric, plain_config(config))
     loop: Loop | None = None
     try:
         group = process_group(config, fabric)
         with watched(group, config.fabric), ExitStack() as stack:
             wait = LEFT_SECONDS if restarted(os.environ) else 0.0
             group.run_on_first(lambda: stack.enter_context(locked(folder, wait)))
+            check_shared(folder, group)
             say = announce.speaker(config, group.first)
             for note in notes:
                 say(note)
@@ -135,6 +131,8 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
             outcome = loop.run()
         return outcome if group.first else None
     except (RuntimeError, MemoryError) as error:
+        if is_worker_lost(error):
+            raise worker_lost(error, 0 if loop is None else loop.position.step + 1, fabric.global_rank) from error
         if not is_out_of_memory(error):
             raise
         raise (loop.out_of_memory(error) if loop is not None else out_of_memory(error, fabric.device)) from error
@@ -160,7 +158,9 @@ def prepare(
     parts = group.together(lambda: build_parts(config, initial, fabric, folder, group))
     loop = build_loop(config, plain, parts, fabric, folder, group, callbacks, profile)
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, text))
+    loop.begun = lambda: loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, text))
+    if not loop.group.broadcast((folder / retention.CONFIG).exists()):
+        loop.settle()
     for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.trainable], loop.position, loop.saved):
         say(line)
     return loop
@@ -210,7 +210,7 @@ def build_loop(
     built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip, highest)
     first = objective.align_first if isinstance(objective, Objective) else 0.0
     step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, first)
-    torch.manual_seed(config.seed + 1 + group.data_rank)
+    seed_random((config.seed + 1 + group.data_rank) % 2**63)
     checkpointer = Checkpointer(
         config, plain, folder, fabric, group, objective=objective, optimizer=optimizer, average=average, balance=balance,
         meter=meter, packer_shards=shards, rows=parts.rows,
@@ -221,8 +221,10 @@ def build_loop(
     share = used(config.budget, position.step, position.seconds)
     progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds))
     checkpointer.say = progress.say
-    if resumed is not None:
-        progress.say(resumed)
+    if checkpointer.saved is None and restarted(os.environ):
+        progress.say("started again before there was a checkpoint: the run starts over")
+    for line in resumed:
+        progress.say(line)
     profiler = StepProfiler(profile if group.first else NONE, folder, fabric.device, progress.say)
     profiler.resume(position.step + 1)
     if guard is not None:
@@ -304,7 +306,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         # The types of base and adapters may differ.
         kind = torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32
         plain = LazyTensors(cast(merged_lazies(model, lazies_of(weights)), kind))
-        save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra)
+        save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra, only_finite=True)
         return folder / MODEL
 
     def validate(weights: dict[str, Tensor], step: int) -> dict[str, float]:
@@ -365,35 +367,3 @@ def with_alignment(config: FitConfig) -> FitConfig:
     ctc = alignment.size if ctc is None else ctc
     sounds = alignment.sound_size if sounds is None else sounds
     return replace(config, model=replace(config.model, ctc=ctc, ctc_sounds=sounds))
-
-
-def dry_run(config: FitConfig) -> str:
-    """Builds the model and one batch, and describes both. Devices that this machine lacks are a note, not an error: the run may
-    be for another machine."""
-    from train.data.batching.draw import describe as draw
-
-    config = with_alignment(config)
-    check_start(config)
-    try:
-        check_devices(config.fabric)
-        notes = []
-    except UserError as error:
-        notes = [f"note: {error}"]
-    initial = build_initial(config.model, config.seed)
-    model = initial.model
-    if config.lora is not None:
-        adapters.apply(model, config.lora)
-    also = set_trainable(model, config.trainable_patterns)
-    learning = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
-    batch = next(StepLoader(pipeline, config.data.micro_batches))[0]
-    whole, data = sum(p.numel() for p in model.parameters()), config.data
-    return "\n".join(
-        [
-            f"model: {whole / 1e6:.2f} M parameters, {sum(p.numel() for _, p in learning) / 1e6:.2f} M trainable",
-            f"optimizer: {describe(parameter_groups(learning, config.optimizer, also))}",
-            f"step: {counted(data.micro_batches, 'micro-batch')} of {data.packing.rows} x {data.packing.length} time steps",
-            draw(batch, model.layout, initial.tokenizer),
-            *notes,
-        ]
-    )

@@ -9,7 +9,7 @@ Dimensions: T tasks, K streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -137,7 +137,7 @@ def _groups(rows: Iterator[list[Example]], size: int) -> Iterator[list[list[Exam
 def held_out_loss(
     module: Callable[..., Losses],
     objective: nn.Module,
-    batches: Sequence[Any],
+    batches: Iterable[Any],
     tasks: Sequence[str],
     streams: Sequence[str],
     device: torch.device,

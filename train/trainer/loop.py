@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,17 +14,18 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
+from omni.checkpoint.bounds import NotFinite
 from omni.errors import UserError
 from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig
-from train.console.progress import TrainProgress, figures_line
+from train.console.progress import TrainProgress, counted, figures_line
 from train.data.batching.packer import update_states
 from train.distributed.fabric import full_state, with_whole_state
 from train.distributed.process_group import ProcessGroup
 from train.optim.ema import Average
 from train.optim.optimizer import Optimizers, set_learning_rate
 from train.optim.schedule import due, learning_rate, used
-from train.trainer.announce import end_lines
+from train.trainer.announce import end_lines, lost_line
 from train.trainer.balanced_step import Balancing
 from train.trainer.callbacks import Callbacks
 from train.trainer.feed import Feed
@@ -34,7 +35,7 @@ from train.trainer.logs import LeftOut, Logs
 from train.trainer.metrics import StepMetrics
 from train.trainer.parts import Figures, Outcome, Parts
 from train.trainer.profiler import StepProfiler
-from train.trainer.signals import Stop
+from train.trainer.signals import BrokenOff, Stop, break_off
 from train.trainer.step import Step
 from train.trainer.step_times import StepTimes
 from train.trainer.usage import OutOfMemory, Usage, out_of_memory
@@ -87,6 +88,8 @@ class Loop:
         self.exported: Path | None = None
         self.before, self.since = self.position.seconds, time.perf_counter()
         self.first_step, self.shown, self.times = self.position.step + 1, self.before, StepTimes()
+        self.stop, self.tell_skipped = Stop(self.progress.say_apart if self.group.first else None), 1
+        self.begun: Callable[[], None] | None = None
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -94,10 +97,10 @@ class Loop:
         """Trains until the budget is spent or a signal comes (also while the end is written); the state is saved either way."""
         position, stopped = self.position, 0
         try:
-            with Stop() as stop:
+            with self.stop as stop:
                 feed, factor = self.feed(stop), 0.0
                 if position.step:
-                    self._validate_if_due()  # a signal came before this validation
+                    stopped = self._validate_if_due()  # a signal came before this validation
                 while not stopped and self._used() < 1:
                     self.group.step = position.step + 1
                     self.profiler.begin(position.step + 1)
@@ -116,6 +119,7 @@ class Loop:
                     self.times.of_kind(frozenset(map(id, self.parts.idle(self._used()))))
                     self.step(step, self._used())
                     position.step += 1
+                    self.settle()
                     update_states(position.packer_shards, step.batches)
                     if self.average is not None:
                         self.average.update(position.step)
@@ -124,6 +128,7 @@ class Loop:
                     self.times.add("waiting for another process", feed.held_up)
                     slow = self.times.end(position.step)
                     with self.usage.idle:
+                        self._say_skipped()
                         figures = self._report(factor)
                     self.meter.pause()
                     self.profiler.end(position.step)
@@ -131,24 +136,28 @@ class Loop:
                     self.callbacks.call("on_step", position.step, figures)
                     if slow is not None:
                         self.progress.say(slow)
-                    stopped = step.stop
+                    stopped = step.stop or (stop.number if self.group.world == 1 else 0)
                     if not stopped:
                         if self.checkpointer.is_due:
                             self._save(beside=self._used() < 1)
-                        self._validate_if_due()
+                        stopped = self._validate_if_due()
                 self.profiler.close()
                 self._save()
                 if not stopped:
-                    self._finish()
+                    stopped = self._finish()
+                self.settle()
                 assert self.saved is not None
                 outcome = Outcome(position.step, stopped, self.saved, self.exported, position.figures)
                 self.callbacks.call("on_end", outcome)
                 self.callbacks.check()
+            self.progress.close()
             if self.group.first:
                 for line in end_lines(position, stopped, self.saved, self.exported, self.folder, self.config.lora is not None):
                     self.progress.say(line)
         except KeyboardInterrupt:  # the second Ctrl-C
             self.checkpointer.close(wait=False)
+            self.progress.close()
+            self.progress.say_apart(lost_line(position.step, self.checkpointer.place))
             raise
         finally:
             self.profiler.stop()
@@ -157,6 +166,12 @@ class Loop:
             if self.logs is not None:
                 self.logs.close()
         return replace(outcome, signal=stopped or stop.number)
+
+    def settle(self) -> None:
+        """Calls `begun` once: when a step of this start is done, or none is left."""
+        begun, self.begun = self.begun, None
+        if begun is not None:
+            begun()
 
     def feed(self, stop: Stop) -> Feed:
         """Opens the feed of the steps from the position on."""
@@ -229,6 +244,22 @@ class Loop:
             self.left_out.check()
         return figures
 
+    def _say_skipped(self) -> None:
+        """Says that steps are left out: at the first, and when they are twice as many. On a GPU it asks at rows of the log."""
+        row = self.position.step % self.config.log.every == 0
+        if self.scaled or not (row or self.fabric.device.type == "cpu"):
+            return
+        skipped = round(float(self.meter.skipped))
+        if skipped >= self.tell_skipped:
+            self.tell_skipped = 2 * skipped
+            number = "" if skipped == 1 else f" ({skipped} steps so far)"
+            self.progress.say(
+                f"step {self.position.step}: left out, because its gradients are not finite{number}; {GIVE_UP} one after "
+                "another end the run"
+                if float(self.meter.skipped_in_a_row)
+                else f"step {self.position.step}: {counted(skipped, 'step')} left out so far: gradients not finite"
+            )
+
     def _line_is_due(self) -> bool:
         """True where the screen shows this step although the log has no row of it; the same in all processes."""
         first = self.position.step < self.first_step + FIRST_STEPS
@@ -240,28 +271,55 @@ class Loop:
 
     # --- validation ---------------------------------------------------------------------------------------------------
 
-    def _validate_if_due(self) -> None:
+    def _validate_if_due(self) -> int:
+        """Validates where that is due; the signal that has broken it off, or 0."""
         plan, position = self.config.validation, self.position
         if due(position.step, position.seconds, *position.validated, plan.every_steps, plan.every_minutes):
-            self._validate()
+            return self._validate()
+        return 0
 
-    def _validate(self) -> None:
-        """Measures the loss of held-out rows in all processes, and free-running generation in the first one (others wait)."""
+    def _validate(self) -> int:
+        """Validates; one that a signal breaks off is not made. Returns that signal's number, or 0."""
+        before, self.stop.phase = self.position.validated, "validation"
+        try:
+            if self._measure():
+                return 0
+        finally:
+            self.stop.phase = "step"
+        self.position.validated = before
+        return self.group.broadcast(self.stop.number)
+
+    def _measure(self) -> bool:
+        """Measures the loss of held-out rows in all processes, and free-running generation in the first one (others wait).
+        False where a signal has broken it off, which of several processes only the answers heed."""
         position, keep, parts = self.position, self.config.checkpoint, self.parts
         position.validated = (position.step, position.seconds)
         asked = self.group.broadcast(parts.validate is not None)
         batches = parts.held_out.batches
         if not asked and not batches:
-            return
+            return True
         self.group.enter_phase("held-out loss")
-        losses = held_out_loss(
-            self.module, self.objective, batches, parts.tasks, parts.streams, self.fabric.device, self.average, self.group
-        )
+        try:
+            losses = held_out_loss(
+                self.module, self.objective, self._breakable(batches), parts.tasks, parts.streams, self.fabric.device,
+                self.average, self.group,
+            )  # fmt: skip
+        except BrokenOff:
+            return False
         self.group.enter_phase("validation answers", long=True)
         device = self.fabric.device if self.config.lora is None else "cpu"  # adapters are merged into copies
         weights, validate = self._weights(device) if asked else {}, parts.validate
-        figures = self.group.run_on_first(lambda: validate(weights, position.step) if validate is not None else None)
-        position.figures = self.group.broadcast({**(figures or {}), **losses})
+
+        def answers() -> Figures | None:
+            try:
+                return validate(weights, position.step) if validate is not None else {}
+            except BrokenOff:
+                return None
+
+        figures = self.group.broadcast(self.group.run_on_first(answers))
+        if figures is None:
+            return False
+        position.figures = self.group.broadcast({**figures, **losses})
         self.group.run_on_first(self._show_validation)
         self.callbacks.call("on_validation", position.step, position.figures)
         value = position.figures.get(keep.metric)
@@ -275,6 +333,14 @@ class Loop:
                 f"{', '.join(position.figures)}: name one of them, or set checkpoint.keep_best to 0; the state is in "
                 f"{self.saved}"
             )
+        return True
+
+    def _breakable(self, batches: Sequence[Any]) -> Iterator[Any]:
+        """The batches; before each one a signal ends the validation, where no other process has to agree to that."""
+        for batch in batches:
+            if self.group.world == 1:
+                break_off()
+            yield batch
 
     def _show_validation(self) -> None:
         position = self.position
@@ -295,18 +361,26 @@ class Loop:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def _finish(self) -> None:
-        """Ends a run whose budget is spent: last validation, exported model, curves; UserError where it left out all steps."""
+    def _finish(self) -> int:
+        """Ends a run whose budget is spent: last validation, exported model, curves; UserError where it left out all steps.
+        Returns the signal that has broken off the validation, or 0."""
         steps = self.position.step - self.first_step + 1
         if steps and not self.scaled and int(self.meter.skipped_in_a_row) >= steps:
             self.checkpointer.check_finite(f"gradients' norm of all {steps} steps", math.nan)
         if self.config.validation.at_end and self.position.validated[0] < self.position.step:
-            self._validate()
+            stopped = self._validate()
+            if stopped:
+                return stopped
+        self.stop.phase = "end"
         self.group.enter_phase("export of the model", long=True)
         average, export = self.average.values if self.average else None, self.parts.export
 
         def work(weights: Mapping[str, Tensor]) -> Path | None:
-            return export(weights) if export is not None else None
+            try:
+                return export(weights) if export is not None else None
+            except NotFinite as error:
+                raise self.checkpointer.refused(error) from error
 
         self.exported = with_whole_state(self.objective, average, self.group, work, "model.")
         self.group.run_on_first(self._draw)
+        return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from omni.checkpoint.bounds import NotFinite, finite
 from omni.lora.attach import add_adapter, attach, linear_of, linears_of
 from omni.lora.peft import check_base, load_adapter, save_adapter
 from omni.lora.weights import AdapterWeights, base_checksum, base_weight, replace_whole, weights_of
@@ -76,8 +77,15 @@ def save(folder: Path, model: nn.Module, state: Mapping[str, Tensor], base: int,
         state: all values, adapters' included.
         base: checksum of the weights below.
         place: where the base model is found.
+
+    Raises:
+        NotFinite: a value is not finite.
     """
     whole = [name for name, p in model.named_parameters() if p.requires_grad and ".lora." not in name]
     weights = weights_of(model, state, whole, base)
+    pairs = {f"{name}.{which}": t for name, (a, b, _) in weights.pairs.items() for which, t in (("A", a), ("B", b))}
+    for name, tensor in (pairs | dict(weights.whole)).items():
+        if not finite(tensor):
+            raise NotFinite(name)
     save_adapter(folder / ADAPTER, weights, base=place)
     return folder / ADAPTER

@@ -23,6 +23,7 @@ class StepMetrics:
     Attributes:
         norm: of the last step's gradients.
         skipped_in_a_row: number of steps left out one after another, up to the last.
+        skipped: number of steps left out since the start of this process.
         measured: seconds of training of the last `figures`.
     """
 
@@ -43,7 +44,7 @@ class StepMetrics:
         self.positions = 0.0
         self.flops = 0.0
         self.seconds = self.measured = 0.0
-        self.norm = self.skipped_in_a_row = torch.zeros((), device=device)
+        self.norm = self.skipped_in_a_row = self.skipped = torch.zeros((), device=device)
         self._running_since: float | None = None
         self._shown: tuple[Tensor, float, float, float] | None = None  # sums, positions, FLOPs and seconds at the last look
 
@@ -61,6 +62,7 @@ class StepMetrics:
             norm: of the step's gradients.
         """
         self.norm, self.skipped_in_a_row = norm, (self.skipped_in_a_row + skipped) * skipped
+        self.skipped = self.skipped + skipped
         self.values[1] += 1.0 / self.group.data_world
         self.values[4] += skipped / self.group.data_world
         self.positions += positions

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import torch
 
 from omni.checkpoint.folder import CODEC, check_sizes
@@ -25,6 +26,7 @@ from omni.model.multitask_projector import SHARING
 from omni.model.quantize import chosen_linears
 from omni.model.speech_model import SpeechModel
 from omni.patterns import match_names
+from omni.profiling import GIB
 from omni.remote import check_there
 from omni.tasks import find_task
 from train.checkpoint import config_diff, retention
@@ -43,6 +45,8 @@ from train.trainer.initial_model import check_tokenizer, shape_of
 
 PROCESSES_A_CORE = 4
 """Most processes a core: with more, they wait for each other longer than they compute."""
+WORKERS_A_CORE = 8
+"""Most data workers a core."""
 
 
 def check_start(config: FitConfig) -> list[str]:
@@ -79,15 +83,26 @@ def check_start(config: FitConfig) -> list[str]:
     return notes
 
 
-def check_resume(config: FitConfig) -> None:
+def check_resume(config: FitConfig, given: FitConfig | None = None) -> None:
     """Refuses a folder that holds anything but a run (`retention.check_run_folder`), and a configuration other than that of the
-    run's last checkpoint (`config_diff.check_resumable`), before a model is built."""
+    run's last checkpoint (`config_diff.check_resumable`), before a model is built.
+
+    Args:
+        given: the configuration before the number of processes has made its batch larger.
+    """
     folder = Path(config.run_folder)
     retention.check_run_folder(folder, config.resume == "restart")
     found = retention.newest(folder / "checkpoints")
-    if found is not None and config.resume in ("auto", "extend"):
-        before = completed(retention.read_state(found)["config"])
-        config_diff.check_resumable(folder, (before,), (plain_config(config),), config.resume == "extend")
+    if found is None or config.resume not in ("auto", "extend"):
+        return
+    before = completed(retention.read_state(found)["config"])
+    count, now = before.get("data", {}).get("micro_batches"), config.data.micro_batches
+    if given is not None and now != count == given.data.micro_batches:
+        raise UserError(
+            f"the processes cannot share data.micro_batches {count} evenly and would take {now}, but the run in {folder} was "
+            f"started with {count}; start a number of processes that divides it, or give --resume force"
+        )
+    config_diff.check_resumable(folder, (before,), (plain_config(config),), config.resume == "extend")
 
 
 def check_packages(config: FitConfig) -> None:
@@ -99,6 +114,24 @@ def check_packages(config: FitConfig) -> None:
         raise UserError(f"{what} needs the package bitsandbytes: pip install bitsandbytes")
     if config.log.wandb and find_spec("wandb") is None:
         raise UserError("log.wandb needs the package wandb: pip install wandb, or leave it out")
+
+
+def check_workers(config: FitConfig) -> None:
+    """Refuses (UserError) more data workers than this machine's CPU can run, and more steps ahead than its memory holds."""
+    data = config.data
+    most = max(8, WORKERS_A_CORE * (os.cpu_count() or 1))
+    if data.workers > most:
+        raise UserError(
+            f"data.workers is {data.workers}, but there are {os.cpu_count()} core(s) here, for at most {most} workers; give a "
+            f"number from 0 to {most}"
+        )
+    values = data.micro_batches * data.packing.rows * data.packing.length * (config.model.streams or 2)
+    memory, ahead = psutil.virtual_memory().total, data.workers * data.prefetch
+    if 2 * 8 * values * ahead > memory:  # ids and targets alone, in int64
+        raise UserError(
+            f"data.prefetch is {data.prefetch}: the {ahead} steps that are made ahead hold more than the {memory / GIB:.2f} "
+            "GiB of this machine; give less, such as 2"
+        )
 
 
 class _Problems:
@@ -133,6 +166,11 @@ def check_devices(fabric: FabricConfig) -> None:
     kind, gpus, mac = fabric.accelerator, torch.cuda.device_count(), torch.backends.mps.is_available()
     if not gpus and (kind == "cuda" or (kind == "gpu" and not mac)):
         raise UserError(f"fabric.accelerator is {kind}, but PyTorch finds no GPU here; use cpu, or auto")
+    on_cpu = kind == "cpu" or (kind == "auto" and not gpus and not mac)
+    if on_cpu and fabric.precision == "16-mixed":
+        raise UserError("fabric.precision is 16-mixed, which a CPU does not compute in; use bf16-mixed, or 32-true")
+    if on_cpu and (str(fabric.devices) == "-1" or "," in str(fabric.devices)):
+        raise UserError(f"fabric.devices is {fabric.devices}; on a CPU give a number of processes, or auto")
     if fabric.processes is None and fabric.devices not in ("auto", -1, "-1"):
         raise UserError(f"fabric.devices is {fabric.devices!r}; give a number, a list such as '0,1', or auto")
     started = not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"}.isdisjoint(os.environ)

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,11 +56,12 @@ class StepProfiler:
         say: prints a line.
 
     Attributes:
-        trace, table: the files that it leaves.
+        trace, table: the files that it has left, named after the steps in them.
     """
 
     def __init__(self, steps: range, folder: Path, device: torch.device, say: Callable[[str], None]) -> None:
         self.steps, self.device, self.say = steps, device, say
+        self.folder = folder
         self.trace, self.table = files_of(steps, folder)
         self.taken: list[int] = []
         self.profile: Any = None
@@ -103,6 +105,7 @@ class StepProfiler:
             self.say(f"nothing is profiled: the run ended before step {self.steps[0]}")
         if profile is None or not self.taken:
             return
+        self.trace, self.table = free_files(range(self.taken[0], self.taken[-1] + 1), self.folder)
         try:
             self._write(profile)
         except (OSError, RuntimeError, UserError) as error:
@@ -147,10 +150,16 @@ class StepProfiler:
             self.say(line)
 
 
-def files_of(steps: range, folder: Path) -> tuple[Path, Path]:
-    """The trace and the table of the profile of these steps, in the folder of the run."""
-    name = f"steps-{steps.start}-{steps.stop - 1}"
+def files_of(steps: range, folder: Path, number: int = 1) -> tuple[Path, Path]:
+    """The trace and the table of the profile of these steps, in the folder of the run; `number` of several of them."""
+    name = f"steps-{steps.start}-{steps.stop - 1}" + (f"-again-{number}" if number > 1 else "")
     return folder / FOLDER / f"{name}.json.gz", folder / FOLDER / f"{name}.txt"
+
+
+def free_files(steps: range, folder: Path) -> tuple[Path, Path]:
+    """The first of `files_of` of which there is none yet."""
+    every = (files_of(steps, folder, number) for number in count(1))
+    return next(files for files in every if not any(file.exists() for file in files))
 
 
 def named_steps(steps: Sequence[int]) -> str:

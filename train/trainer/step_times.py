@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -27,26 +28,39 @@ class StepTimes:
     Args:
         clock: seconds since any fixed time.
         graphs: number of graphs compiled so far.
+        computed: seconds of CPU time that this process has used.
+        load: processes that are running or waiting for a core of this machine.
 
     Attributes:
         recent: seconds of the last steps.
+        recent_computed: seconds of CPU time of the last steps.
+        unexplained: outliers without a part that explains them, of which the 1st, 2nd, 4th, 8th and so on are reported.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, graphs: Callable[[], int] = graphs_compiled) -> None:
-        self.clock, self.graphs = clock, graphs
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        graphs: Callable[[], int] = graphs_compiled,
+        computed: Callable[[], float] = time.process_time,
+        load: Callable[[], float] = lambda: os.getloadavg()[0],
+    ) -> None:
+        self.clock, self.graphs, self.computed, self.load = clock, graphs, computed, load
         self.recent: deque[float] = deque(maxlen=100)
+        self.recent_computed: deque[float] = deque(maxlen=100)
         self.kind: Hashable = None
+        self.unexplained = 0
         self.begin()
 
     def begin(self) -> None:
         """Starts a step."""
-        self.since, self.compiled = self.clock(), self.graphs()
+        self.since, self.compiled, self.before = self.clock(), self.graphs(), self.computed()
         self.parts: dict[str, float] = {}
 
     def of_kind(self, kind: Hashable) -> None:
         """Says what kind of step this is: those of another kind take another time, and are forgotten."""
         if kind != self.kind:
             self.recent.clear()
+            self.recent_computed.clear()
             self.kind = kind
 
     def add(self, name: str, seconds: float) -> None:
@@ -60,9 +74,27 @@ class StepTimes:
         usual = statistics.median(self.recent) if len(self.recent) >= KNOWN else None
         self.add(COMPILING, seconds - sum(self.parts.values()) if self.graphs() > self.compiled else 0.0)
         name, longest = max(self.parts.items(), key=lambda part: part[1])
+        computed = self.computed() - self.before
+        usually = statistics.median(self.recent_computed) if self.recent_computed else computed
         self.recent.append(seconds)
+        self.recent_computed.append(computed)
         if seconds <= LEAST or (usual is None and name != COMPILING) or seconds <= FACTOR * (usual or 0.0):
             return None
-        cause = f"{name} took {longest:.1f} s" if 2 * longest >= seconds - (usual or 0.0) else "the cause is unknown"
+        cause, again = f"{name} took {longest:.1f} s", ""
+        if 2 * longest < seconds - (usual or 0.0):
+            self.unexplained += 1
+            if self.unexplained & (self.unexplained - 1):  # no power of two
+                return None
+            cause = self._cause(seconds, computed, usually)
+            again = f" (the {self.unexplained}th such step)" if self.unexplained > 2 else ""
         compared = "" if usual is None else f", {usual:.2g} s are usual"
-        return f"step {step} took {seconds:.1f} s{compared}: {cause}"
+        return f"step {step} took {seconds:.1f} s{compared}: {cause}{again}"
+
+    def _cause(self, seconds: float, computed: float, usually: float) -> str:
+        """Why a step took so many seconds, by the CPU time that it and the steps before it have `computed`."""
+        if computed > 1.5 * usually or computed > 0.7 * seconds:
+            return "the cause is unknown"
+        load, there = self.load(), os.cpu_count() or 1
+        if load > there:
+            return f"other processes keep the machine busy (load {load:.1f} on {there} cores)"
+        return f"this process computed for {computed:.1f} s of that, no more than usual, and waited otherwise"

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from omni.errors import UserError
+from omni.errors import LostError, UserError
 from omni.profiling import GIB
 from train.distributed.process_group import ProcessGroup
+from train.distributed.watchdog import AGAIN
 from train.optim.ema import Average
 
 
@@ -124,9 +127,25 @@ class OutOfMemory(UserError):
 
     alone = True
     in_step = True
+    limit = math.inf
+    """Bytes that there are for the run."""
 
 
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def is_worker_lost(error: BaseException) -> bool:
+    """Whether an error of PyTorch's loader says that a data worker has died."""
+    return "DataLoader worker (pid" in str(error)
+
+
+def worker_lost(error: BaseException, step: int, rank: int) -> LostError:
+    """The error of a run whose data worker has died in a step."""
+    found = re.search(r"\(pid\S* (\d+)", str(error))
+    return LostError(
+        f"step {step}: a data worker{f' (pid {found[1]})' if found else ''} of process {rank} was killed, for lack of memory "
+        f"perhaps: fewer data.workers, or a smaller data.prefetch, take less; {AGAIN}"
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -147,7 +166,7 @@ def out_of_memory(
     found = re.search(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error), re.IGNORECASE)
     asked = f"{_size(float(found[1]) * UNITS[found[2]])} were asked for" if found is not None else "the request has no size"
     on_gpu = device.type == "cuda" and not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error)
-    there = _room(device if on_gpu else None)
+    there, limit = _room(device if on_gpu else None)
     lines = [f"memory ran out{'' if step is None else f' in step {step}'}: {asked}; {there}"]
     if usage is not None:
         gradients = [p.grad for p in usage.objective.parameters() if p.grad is not None]
@@ -158,20 +177,70 @@ def out_of_memory(
         lines.append(f"the run holds {', '.join(f'{name} {_size(size)}' for name, size in largest if size)}")
     lines.append(f"the last checkpoint is {saved}" if saved is not None else "no checkpoint was written yet")
     explained = OutOfMemory("\n  ".join(lines))
-    explained.in_step = step is not None
+    explained.in_step, explained.limit = step is not None, limit
     return explained
 
 
-def _room(gpu: torch.device | None) -> str:
-    """How much memory a GPU has, or the machine, and how much of it is free."""
+def _room(gpu: torch.device | None) -> tuple[str, float]:
+    """How much memory a GPU has, or the machine, and how much of it is free; and the bytes that a run may fill.
+
+    Of the CPU's memory, the limit of this process is told where it leaves less than the machine has free.
+    """
     if gpu is None:
         memory = psutil.virtual_memory()
-        return f"the machine has {_size(memory.total)}, {_size(memory.available)} of it free"
+        least = min(own_limits(), key=lambda one: one.whole - one.held, default=None)
+        if least is not None and least.whole - least.held < memory.available:
+            held = f"{_size(least.held)} of it held"
+            return f"this process may have {_size(least.whole)} ({least.name}), {held}", least.whole
+        return f"the machine has {_size(memory.total)}, {_size(memory.available)} of it free", memory.total
     try:
         free, whole = torch.cuda.mem_get_info(gpu)
     except RuntimeError:  # no room for the driver's own
-        return f"{gpu} is full"
-    return f"{gpu} has {_size(whole)}, {_size(free)} of it free"
+        return f"{gpu} is full", math.inf
+    return f"{gpu} has {_size(whole)}, {_size(free)} of it free", whole
+
+
+class Limit(NamedTuple):
+    """A limit of this process's memory: what sets it, its bytes, and how many of them are held."""
+
+    name: str
+    whole: int
+    held: int
+
+
+def own_limits() -> list[Limit]:
+    """The limits of this process's memory that are set, but the machine's: of the process, and of its control group."""
+    found = []
+    if sys.platform == "linux":
+        import resource
+
+        names = (("ulimit -v", resource.RLIMIT_AS, "VmSize"), ("ulimit -d", resource.RLIMIT_DATA, "VmData"))
+        for name, number, field in names:
+            soft, held = resource.getrlimit(number)[0], re.search(rf"{field}:\s+(\d+) kB", _text("/proc/self/status"))
+            if soft != resource.RLIM_INFINITY and held is not None:
+                found.append(Limit(name, soft, int(held[1]) << 10))
+        for line in _text("/proc/self/cgroup").splitlines():
+            _, kinds, place = line.split(":", 2)
+            for root, most, now in CGROUPS if kinds in ("", "memory") else ():
+                whole, held_there = (_text(f"{root}{place}/{file}").strip() for file in (most, now))
+                if whole.isdecimal() and held_there.isdecimal() and int(whole) < psutil.virtual_memory().total:
+                    found.append(Limit("its control group", int(whole), int(held_there)))
+    return found
+
+
+CGROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+"""Where the two versions of control groups have their limit and what counts for it."""
+
+
+def _text(file: str) -> str:
+    """Content of a file of the system; "" where it cannot be read."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _size(count: float) -> str:

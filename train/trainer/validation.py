@@ -11,6 +11,7 @@ from torch import Tensor
 
 from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
+from omni.generate.batch import checked
 from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
@@ -18,6 +19,7 @@ from train.config.sections import ValidationConfig
 from train.data.rows.row import Row
 from train.eval.held_out import SAMPLE_RATE, HeldOutReport, Item, evaluate, items_of, spoken, write_answers
 from train.trainer.plots import SPECTROGRAMS, spectrograms
+from train.trainer.signals import break_off
 
 ANSWERS = "validation"
 
@@ -42,10 +44,10 @@ class Validator:
     folder: Path
 
     def __call__(self, weights: dict[str, Tensor], step: int) -> dict[str, float]:
-        """Evaluates weights after `step` steps; returns the figures."""
+        """Evaluates weights after `step` steps; returns the figures. `BrokenOff` where the run is asked to stop."""
         model = SpeechModel.from_state(self.model, weights).to(self.device, self.dtype).eval()
         lm = SpeechLM(model, self.tokenizer, self.codec, graph=False)  # a graph of each shape would serve once
-        with torch.no_grad():
+        with torch.no_grad(), checked(break_off):
             report = evaluate(lm, self.items, rows=self.config.rows, max_seconds=self.config.max_seconds)
         self._show(report, step)
         return report.figures

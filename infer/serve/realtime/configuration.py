@@ -9,26 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from infer.serve.realtime.protocol import Event, ProtocolError, first_mistake
+from infer.turns.settings import PCM_RATE, Section, SemanticVad, ServerVad
 
-PCM_RATE, G711_RATE = 24_000, 8_000
-"""Samples per second of `audio/pcm`, and of `audio/pcmu` and `audio/pcma`."""
-
-EAGERNESS = {"low": 8.0, "medium": 4.0, "high": 2.0, "auto": 4.0}
-"""Seconds of the longest wait of `semantic_vad`, as OpenAI states them."""
+G711_RATE = 8_000
+"""Samples per second of `audio/pcmu` and `audio/pcma`; `PCM_RATE` is that of `audio/pcm`."""
 
 LONGEST_TEXT = 100_000
 """Characters of instructions and of written questions."""
-
-Milliseconds = Annotated[int, Field(ge=0, le=60_000)]
-
-
-class Section(BaseModel):
-    """A part of the configuration; what is not given stays as it is."""
-
-    model_config = ConfigDict(extra="ignore", validate_assignment=True)
 
 
 class SoundFormat(Section):
@@ -41,31 +31,6 @@ class SoundFormat(Section):
 
     def shown(self) -> Event:
         return {"type": self.type, "rate": PCM_RATE} if self.type == "audio/pcm" else {"type": self.type}
-
-
-class ServerVad(Section):
-    """Turns end after a fixed silence."""
-
-    type: Literal["server_vad"] = "server_vad"
-    threshold: Annotated[float, Field(ge=0, le=1)] = 0.5
-    prefix_padding_ms: Milliseconds = 300
-    silence_duration_ms: Milliseconds = 500
-    idle_timeout_ms: Annotated[int, Field(ge=5000, le=30_000)] | None = None
-    create_response: bool = True
-    interrupt_response: bool = True
-
-
-class SemanticVad(Section):
-    """Turns end sooner where speech has clearly ended, and an answer goes on under a short sound of its listener."""
-
-    type: Literal["semantic_vad"] = "semantic_vad"
-    eagerness: Literal["low", "medium", "high", "auto"] = "auto"
-    create_response: bool = True
-    interrupt_response: bool = True
-
-    @property
-    def longest_wait(self) -> float:
-        return EAGERNESS[self.eagerness]
 
 
 TurnDetection = Annotated[ServerVad | SemanticVad, Field(discriminator="type")]
@@ -120,7 +85,7 @@ class Configuration(Section):
     type: Literal["realtime", "transcription"] = "realtime"
     model: str | None = None
     instructions: Annotated[str, Field(max_length=LONGEST_TEXT)] = ""
-    output_modalities: list[Literal["text", "audio"]] = ["audio"]
+    output_modalities: list[Literal["text", "audio"]] = Field(default=["audio"])
     audio: SessionAudio = Field(default_factory=SessionAudio)
     max_output_tokens: Tokens = "inf"
     tools: list[dict[str, Any]] = Field(default_factory=list)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from infer.serve.realtime.configuration import PCM_RATE, Configuration, SemanticVad
+from infer.samples import to_int16
+from infer.serve.realtime.configuration import PCM_RATE, Configuration
 from infer.serve.realtime.input_buffer import InputBuffer
 from infer.serve.realtime.items import check_length
 from infer.serve.realtime.owner import Owner
 from infer.serve.realtime.protocol import ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
 from infer.serve.realtime.turn_end import SessionTurnEnd
-from infer.serve.realtime.turns import TurnDetector, TurnEvent
-from infer.serve.realtime.vad import SpeechStream, VoiceActivity
-from infer.serve.sound import to_int16
+from infer.turns.detector import TurnDetector, TurnEvent
+from infer.turns.settings import SemanticVad
+from infer.turns.vad import SpeechStream, VoiceActivity
 
 SHORTEST = 0.1
 """Seconds of the shortest sound that can be committed, as in OpenAI's."""

@@ -6,9 +6,11 @@ from collections import deque
 
 import numpy as np
 
+from infer.resampler import Resampler
+from infer.samples import to_int16
 from infer.serve.realtime.configuration import PCM_RATE
 from infer.serve.realtime.protocol import ProtocolError
-from infer.serve.sound import Resampler, decode, to_int16
+from infer.serve.sound import decode
 
 
 class InputBuffer:

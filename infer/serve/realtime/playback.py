@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from infer.samples import SampleQueue
 from infer.serve.sound import faded
 
 PIECE = 0.1
@@ -73,41 +74,6 @@ class Outlet(ABC):
 
     def end(self) -> None:  # noqa: B027 - a client knows it by the events
         """Nothing more is sent."""
-
-
-class SampleQueue:
-    """Samples in their order.
-
-    Attributes:
-        count: how many it holds.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._pieces: deque[np.ndarray] = deque()
-
-    def push(self, samples: np.ndarray) -> None:
-        """Add samples [S]."""
-        if len(samples):
-            self._pieces.append(samples)
-            self.count += len(samples)
-
-    def take(self, most: int) -> np.ndarray:
-        """The next samples, at most that many."""
-        taken = [np.zeros(0, np.float32)]
-        while self._pieces and most:
-            piece = self._pieces.popleft()
-            if len(piece) > most:
-                self._pieces.appendleft(piece[most:])
-                piece = piece[:most]
-            taken.append(piece)
-            most -= len(piece)
-            self.count -= len(piece)
-        return np.concatenate(taken)
-
-    def clear(self) -> None:
-        self._pieces.clear()
-        self.count = 0
 
 
 class SentOutlet(Outlet):

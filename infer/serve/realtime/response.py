@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from infer.resampler import Resampler
 from infer.serve.realtime.configuration import Configuration
 from infer.serve.realtime.dialogue import Dialogue, DialogueTurn
 from infer.serve.realtime.failures import broken, is_of_the_question, told_of
@@ -23,7 +24,7 @@ from infer.serve.realtime.owner import Owner
 from infer.serve.realtime.playback import Outlet, Pacer
 from infer.serve.realtime.protocol import Event, filled, new_id
 from infer.serve.settings import ServerLimits, limited
-from infer.serve.sound import Resampler, encode
+from infer.serve.sound import encode
 from omni.errors import UserError
 from omni.generate.asynchronous import AsyncAnswer
 from omni.generate.results import AudioChunk, Ended, TextDelta

@@ -24,8 +24,8 @@ from infer.serve.realtime.owner import Transport
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
 from infer.serve.realtime.transcripts import Transcripts
-from infer.serve.realtime.vad import VoiceActivity
 from infer.serve.settings import ServeSettings
+from infer.turns.vad import VoiceActivity
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.generate.question import longest

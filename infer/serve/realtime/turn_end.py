@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from infer.serve.realtime.configuration import PCM_RATE
-from infer.serve.sound import Resampler
+from infer.resampler import Resampler
+from infer.turns.settings import PCM_RATE
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
 from omni.generate.turn_end import RULES, TurnListener, TurnStream, ended

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import soundfile
 
+from infer.resampler import Resampler
 from infer.serve.realtime.configuration import PCM_RATE
-from infer.serve.sound import Resampler, encode
+from infer.serve.sound import encode
 from omni.generate.results import AudioChunk
 from omni.generate.results import Event as Output
 

@@ -19,8 +19,8 @@ from infer.serve.metrics import Metrics
 from infer.serve.realtime.configuration import Configuration, Voices, updated
 from infer.serve.realtime.playback import Outlet, SentOutlet
 from infer.serve.realtime.session import RealtimeSession
-from infer.serve.realtime.vad import VoiceActivity
 from infer.serve.settings import Answering, ServerLimits, ServeSettings
+from infer.turns.vad import VoiceActivity
 from omni.generate.speech_lm import SpeechLM
 from tests.infer.serve.caller import calls
 

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from infer.serve.host import EngineHost
-from infer.serve.realtime.configuration import SemanticVad
 from infer.serve.realtime.turn_end import SessionTurnEnd, TurnEnds
-from infer.serve.realtime.turns import SURE, TurnDetector
-from infer.serve.realtime.vad import FRAME_SECONDS
 from infer.serve.settings import ServeSettings
+from infer.turns.detector import SURE, TurnDetector
+from infer.turns.settings import SemanticVad
+from infer.turns.vad import FRAME_SECONDS
 from omni.errors import UserError
 from omni.generate.turn_end import TurnListener
 from omni.model.speech_model import SpeechModel
 from tests.generate.test_turn_end import CONFIG, question
 from tests.infer.serve.conftest import Client, pcm
-from tests.infer.serve.test_turns import at24, say
+from tests.infer.turns.test_turns import at24, say
 
 RATE = 25
 """Encoder frames of a second."""

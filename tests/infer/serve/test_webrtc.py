@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from aiortc import RTCSessionDescription
 
-from infer.serve.realtime.vad import FRAME, VoiceActivity
 from infer.serve.server import Server
+from infer.turns.vad import FRAME, VoiceActivity
 from tests.infer.serve.caller import KEYS, RATE, Caller, no_session, session_of, tone, without
 from tests.infer.serve.conftest import MANUAL, deltas
 from tests.infer.serve.test_events import check_known

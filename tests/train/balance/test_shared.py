@@ -18,7 +18,8 @@ from train.data.batching.loader import StepLoader
 from train.data.config import DataConfig, SourceConfig
 from train.objective.objective import Objective, targets
 from train.objective.task_losses import feature_tasks
-from train.trainer.build import dry_run, fit
+from train.trainer.build import fit
+from train.trainer.dry_run import dry_run
 
 
 @pytest.mark.parametrize("kind", list(SHARING))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from omni.errors import UserError
@@ -197,20 +198,40 @@ def test_extending_with_anything_else_is_refused(undisturbed: dict[str, Path], c
         toy_fit(replace(toy_config(undisturbed["adamw"], resume="extend"), **changes))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "other version"])
-def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
-    config = toy_config(tmp_path)
-    toy_fit(config)
-    folder = retention.newest(tmp_path / "checkpoints")
-    assert folder is not None
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("truncated", "cannot be read"),
+        ("missing", r"tensors/state\.safetensors is missing"),
+        ("not finite", r"tensor model\.model\.audio_head\.weight holds numbers that are not finite"),
+        ("other version", "format 99"),
+        ("[]", r"state\.json has no 'format'"),
+        ("{}", r"state\.json has no 'format'"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, undisturbed: dict[str, Path], damage: str, said: str) -> None:
+    """With the one before it, from which the run then goes on."""
+    for step in (3, 8):
+        shutil.copytree(
+            undisturbed["adamw"] / "checkpoints" / "step-00000008", tmp_path / "checkpoints" / retention.name_of(step)
+        )
+    config, folder = toy_config(tmp_path), tmp_path / "checkpoints" / "step-00000008"
     weights, state = folder / "tensors" / "state.safetensors", folder / "state.json"
     if damage == "truncated":
         weights.write_bytes(weights.read_bytes()[:-100])
     elif damage == "missing":
         weights.unlink()
+    elif damage == "not finite":
+        tensors = load_file(weights)
+        tensors["model.model.audio_head.weight"][2, 3] = math.nan
+        save_file(tensors, weights)
     else:
-        state.write_text(state.read_text().replace('"format": 1', '"format": 99'))
-    with pytest.raises(UserError, match=r"step-00000008.*(delete it to go on|lacks|format 99)"):
+        text = state.read_text().replace('"format": 1', '"format": 99') if damage == "other version" else damage
+        state.write_text(text)
+    with pytest.raises(UserError, match=f"step-00000008.*{said}.*delete it to go on from .*step-00000003$"):
+        toy_fit(config)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
+    with pytest.raises(UserError, match=f"{said}.*there is no earlier one: --resume restart"):
         toy_fit(config)
 
 

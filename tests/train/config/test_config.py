@@ -41,7 +41,8 @@ from train.trainer.build import with_alignment
 from train.trainer.initial_model import build_initial, changed, check_fits, choose_tokenizer, shape_of
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if not path.name.startswith("nano-edit"))  # those of another command
+OF_OTHER_COMMANDS = ("nano-edit", "dialogues", "voices")
+RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if not path.name.startswith(OF_OTHER_COMMANDS))
 SMALL = {
     "encoder": {"width": 32, "heads": 2, "layers": 1},
     "decoder": {"width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "mlp_width": 64},

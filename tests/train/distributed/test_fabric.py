@@ -34,6 +34,7 @@ from tests.train.toys import (
 from train.checkpoint import retention
 from train.config.sections import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig, ValidationConfig
 from train.distributed import fabric as parallel
+from train.distributed import launching
 from train.distributed.fabric import build_fabric, compile_blocks, launch_names, placement, restarted
 from train.trainer.logs import METRICS, VALIDATION, read_table
 
@@ -277,9 +278,10 @@ def test_under_torchrun_the_process_group_has_a_store_of_this_start(
 ) -> None:
     done: list[Any] = []
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(parallel, "fresh", lambda rank, world: ("store", rank, world))
-    monkeypatch.setattr(parallel.dist, "init_process_group", lambda backend, **given: done.append((backend, given)))
+    for name, value in (("RANK", "3"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launching, "fresh", lambda rank, world: ("store", rank, world))
+    monkeypatch.setattr(launching.dist, "init_process_group", lambda backend, **given: done.append((backend, given)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(device))
     fabric: Any = SimpleNamespace(
         device=torch.device(device),
@@ -287,13 +289,13 @@ def test_under_torchrun_the_process_group_has_a_store_of_this_start(
         strategy=SimpleNamespace(_timeout=parallel.PATIENCE),
         launch=lambda: done.append("launched"),
     )
-    parallel.launch(fabric)
+    launching.launch(fabric)
     own = torch.device(device) if backend == "nccl" else None
     given = {"store": ("store", 3, 4), "rank": 3, "world_size": 4, "timeout": parallel.PATIENCE, "device_id": own}
     assert done == [*([own] if own else []), (backend, given), "launched"]
     done.clear()
     fabric.world_size = 1
-    parallel.launch(fabric)
+    launching.launch(fabric)
     assert done == ["launched"]
 
 

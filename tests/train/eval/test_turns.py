@@ -1,105 +1,59 @@
-"""An evaluation of a turn head: questions with pauses, the grammar, and figures of given probabilities."""
+"""`eval --turns`: conversations are asked as a session asks them, and counted by source and turn."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from omni.checkpoint.folder import save_folder
-from omni.codec.registry import load_if_given
-from omni.config import preset
-from omni.encoder.whisper_config import WhisperConfig
-from omni.errors import UserError
-from omni.generate.turn_end import EndRule, TurnListener
-from omni.model.speech_model import SpeechModel
-from omni.text import Tokenizer
-from tests.train.eval.test_eval import run
-from train.data.sources.config import SpokenDigitsConfig
-from train.data.sources.spoken_digits import SpokenDigits, whole_question
-from train.eval.turns import SILENCE, PausedQuestion, decided, figures_of, paused_questions
-
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
-DIGITS = SpokenDigitsConfig()
-NANO = replace(preset("nano"), encoder=replace(preset("nano").encoder, mode="chunked", layers=1), turn=True)
+from omni.generate.speech_lm import SpeechLM
+from tests.train.eval.toys import QUICK, noise, save_model
+from train.cli import main
+from train.data.rows.parquet import write_rows
+from train.data.rows.row import Row, RowTurn, Sound
+from train.eval.turns import figures_of_turns
 
 
-@pytest.mark.parametrize(
-    ("text", "whole"),
-    [
-        ("what is seven plus four", True), ("seven minus four", True), ("say seven", True),
-        ("read back one two three four", True),
-        ("what is", False), ("what is seven plus", False), ("what is seven", False), ("seven", False), ("say", False),
-        ("read back one two three four five", False), ("say seven plus two", False), ("", False),
-    ],
-)  # fmt: skip
-def test_the_grammar_says_what_could_be_a_whole_question(text: str, whole: bool) -> None:
-    assert whole_question(DIGITS, text) == whole
+def asked(number: int, answer: str = "x") -> RowTurn:
+    return RowTurn(f"question {number}", Sound(torch.from_numpy(noise(number)), 16000), answer)
 
 
-def test_questions_with_pauses_have_their_times() -> None:
-    source = SpokenDigits(DIGITS, load_if_given("codec2", None), 0)  # type: ignore[arg-type]
-    some, again = paused_questions(source, 6), paused_questions(source, 6)
-    for one, same in zip(some, again, strict=True):
-        assert one.voice in DIGITS.held_out and one.sound.equal(same.sound)
-        start, end = (round(16_000 * second) for second in one.pause)
-        assert not one.sound[start:end].any() and one.sound[start - 400 : start].any() and one.sound[end : end + 400].any()
-        assert not one.sound[round(16_000 * one.end) :].any() and len(one.sound) == round(16_000 * (one.end + SILENCE))
-        assert one.kinds[0] in ("more", "whole") and one.kinds[1] in ("closed", "open")
-    assert {one.kinds[1] for one in some[::2]} == {"closed"}  # nothing follows a sum
-
-
-class Listener:
-    """What `decided` asks of one: frames of 40 ms, chunks of 320."""
-
-    class encoder:
-        config = WhisperConfig(mode="chunked", hop=320)
-
-    frames_per_second = 25
-
-
-def asked(kind: str = "more") -> PausedQuestion:
-    return PausedQuestion("", "", (kind, "closed"), torch.zeros(16_000 * 7), (1.0, 2.0), 3.0)
-
-
-def probabilities(*sure: int) -> Tensor:
-    found = torch.zeros(175, 2)
-    found[list(sure), 1] = 1.0
-    return found
-
-
-def test_figures_of_given_probabilities() -> None:
-    rule, listener = EndRule(0.5, 2), Listener()
-    # Frames 74 and 75: the second ends at 3.04 s, and is there with the chunk that ends at 3.2 s.
-    assert decided(listener, asked(), probabilities(74, 75), rule) == (False, pytest.approx(0.2))  # type: ignore[arg-type]
-    assert decided(listener, asked(), probabilities(30, 31, 80, 81), rule) == (True, pytest.approx(0.52))  # type: ignore[arg-type]
-    assert decided(listener, asked(), probabilities(40, 60), rule) == (False, pytest.approx(4.0))  # type: ignore[arg-type]
-    given = [probabilities(74, 75), probabilities(30, 31, 80, 81), probabilities(40, 60), probabilities(74, 75)]
-    found = figures_of(listener, [asked(), asked(), asked(), asked("whole")], given, rule)  # type: ignore[arg-type]
-    assert list(found) == ["more", "whole", "closed"] and found["more"].questions == 3
-    assert found["more"].cut_off == found["more"].missed == pytest.approx(1 / 3)
-    assert found["more"].p50 == pytest.approx(0.52) and found["whole"].p95 == pytest.approx(0.2)
-
-
-def test_the_command_writes_table_figures_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(0)
-    save_folder(tmp_path / "model", NANO, SpeechModel(NANO).state_dict(), Tokenizer.bytes())
-    (tmp_path / "config.yaml").write_text(
-        "budget: {steps: 1}\nmodel: {preset: nano}\ndata: {sources: [{kind: spoken-digits}]}\n"
-    )
+def test_turns_are_those_of_a_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_model(tmp_path / "model")
+    said = []
+    with SpeechLM.from_pretrained(model).session(max_tokens=10) as session:
+        said = [session.answer(torch.from_numpy(noise(number)), "A1T2").text for number in (1, 2, 3)]
+    rows = [
+        Row((asked(1, said[0]), asked(2, said[1]), asked(3, "wrong")), id="a", source="dialogues/sums"),
+        Row((asked(1, said[0]),), id="b", source="dialogues/talk"),
+        Row((asked(1, said[0]), RowTurn("no sound", None, "y")), id="c", source="dialogues/talk"),
+        Row((asked(1, "wrong"), asked(2, said[1])), id="d", source="dialogues/sums"),
+    ]
+    write_rows(tmp_path / "rows.parquet", rows)
     out = tmp_path / "out"
-    assert run("--turns", tmp_path / "model", "--out", out, "--limit", 4, "--chunk_ms", 160) == 0
-    assert "ends of 4 questions with a pause" in capsys.readouterr().out
-    figures = json.loads((out / "turns.json").read_text())
-    assert figures["chunk_ms"] == 160 and list(figures["eagerness"]) == ["low", "medium", "high"]
-    assert (out / "turns.png").is_file() and "delay p95" in (out / "turns.md").read_text().splitlines()[0]
-    bare = replace(NANO, turn=False)
-    save_folder(tmp_path / "bare", bare, SpeechModel(bare).state_dict(), Tokenizer.bytes())
-    assert TurnListener.from_folder(tmp_path / "bare") is None
-    with pytest.raises(UserError, match="has no turn head: train one with model.turn"):
-        run("--turns", tmp_path / "bare", "--out", out)
+    command = ["eval", str(model), str(tmp_path / "rows.parquet"), "--out", str(out), *QUICK, "--timed", "0", "--turns", "true"]
+    assert main([*command, "--task", "A1T2"]) == 0
+    records = [json.loads(line) for line in (out / "turns.jsonl").read_text().splitlines()]
+    assert [turn["response"] for turn in records[0]["turns"]] == said
+    assert records[2]["broken"] == "turn 1 has no question_audio, which A1T2 needs" and len(records) == 4
+    shares = {(one["source"], one["turn"]): (one["exact_match"], one["questions"]) for one in report(out)["turns"]}
+    sums = {("dialogues/sums", 1): (0.5, 2), ("dialogues/sums", 2): (1, 2), ("dialogues/sums", 3): (0, 1)}
+    assert shares == sums | {("dialogues/talk", 1): (1, 1)}
+    assert "turns, each after the model's own answers" in capsys.readouterr().out
+    assert re.search(r"\| dialogues/sums \| 2 \| 100[^|]*\| [^|]*\| 2 \|", (out / "report.md").read_text())
+    before = (out / "turns.jsonl").read_bytes()
+    (out / "turns.jsonl").write_bytes(before[: len(before) // 2])  # as if it had been interrupted
+    assert main([*command, "--task", "A1T2"]) == 0 and (out / "turns.jsonl").read_bytes() == before
+    assert main([*command[:3], "--out", str(tmp_path / "none"), *command[5:], "--task", "T1A1"]) == 2
+    assert "--turns compares texts, and T1A1 writes none" in capsys.readouterr().err
+
+
+def report(folder: Path) -> dict:
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_no_records_have_no_figures() -> None:
+    assert figures_of_turns([]) == figures_of_turns([{"index": 0, "broken": "why"}]) == []

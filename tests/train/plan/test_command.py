@@ -183,7 +183,7 @@ def test_the_exit_code_is_that_of_fit(
         (["--trainable", "[nothing.*]"], "nothing", 1),
         (["--optimiser.lr", "1"], "optimizer", 2),
         (["--model.init_from", "nothing"], "nothing does not exist; give a folder with config.json", 1),
-        (["--fabric.strategy", "fsdp", "--optimizer.name", "muon"], "muon", 1),
+        (["--fabric.strategy", "fsdp", "--optimizer.name", "muon"], "muon", 2),
     ],
 )
 def test_bad_input_is_one_clear_line(file: str, arguments: list[str], message: str, code: int) -> None:

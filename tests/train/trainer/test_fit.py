@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -192,6 +193,8 @@ def test_no_space_left_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
 
     def fill(step: int) -> None:
         if step == 4:
+            while not (tmp_path / "checkpoints" / "last").exists():  # the one before is written while the run trains on
+                time.sleep(0.01)
             resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
 
     try:

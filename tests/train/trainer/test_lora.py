@@ -28,7 +28,8 @@ from train.distributed.fabric import build_fabric
 from train.distributed.precision import quantized_type
 from train.plan.parameters import count_parameters, meta_model
 from train.trainer import lora as adapters
-from train.trainer.build import build_parts, dry_run
+from train.trainer.build import build_parts
+from train.trainer.dry_run import dry_run
 from train.trainer.initial_model import build_initial
 
 SECTION = LoRASection(targets=("blocks.*",), rank=2, trainable=("audio_head.*",))

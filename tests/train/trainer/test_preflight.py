@@ -24,7 +24,7 @@ from train.config.run import FitConfig, plain_config
 from train.config.sections import FabricConfig
 from train.trainer.build import fit
 from train.trainer.initial_model import changed
-from train.trainer.preflight import check_devices, check_start
+from train.trainer.preflight import check_devices, check_start, check_workers
 
 
 def read(recipe: str, *overrides: str) -> FitConfig:
@@ -169,6 +169,24 @@ def test_another_configuration_is_refused_before_a_model_is_built(tmp_path: Path
     config = read("nano.yaml", "--run_folder", str(tmp_path))
     place = tmp_path / "checkpoints" / "step-00000001"
     place.mkdir(parents=True)
-    (place / STATE).write_text(json.dumps({"format": FORMAT, "config": plain_config(config)}))
+    (place / STATE).write_text(json.dumps({"format": FORMAT, "step": 1, "config": plain_config(config)}))
     with pytest.raises(UserError, match="seed is 7, but the run in .* was started with 0"):
         fit(replace(config, seed=7))
+
+
+def test_more_workers_or_steps_ahead_than_the_machine_has_room_for_are_refused(tmp_path: Path) -> None:
+    config = read("nano.yaml", "--run_folder", str(tmp_path / "run"))
+    for changes, said in (
+        ({"workers": 10**4}, r"data\.workers is 10000, but there are \d+ core\(s\) here, for at most \d+ workers"),
+        ({"prefetch": 10**9, "workers": 1}, r"data\.prefetch is 1000000000: .* GiB of this machine; give less, such as 2"),
+    ):
+        with pytest.raises(UserError, match=said):
+            fit(replace(config, data=replace(config.data, **changes)))
+    check_workers(replace(config, data=replace(config.data, workers=8, prefetch=8)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_precision_that_a_cpu_lacks_is_refused(tmp_path: Path) -> None:
+    config = read("nano.yaml", "--run_folder", str(tmp_path / "run"), "--fabric.precision", "16-mixed")
+    with pytest.raises(UserError, match="16-mixed, which a CPU does not compute in; use bf16-mixed, or 32-true"):
+        fit(config)

@@ -18,7 +18,8 @@ from tests.train.toys import ALONE, OF_THE_MACHINE, toy_batch, toy_config, toy_f
 from train.checkpoint.state import Position
 from train.cli import main
 from train.config.sections import BudgetConfig, LogConfig, ValidationConfig
-from train.console.progress import TrainProgress, figures_line, losses_line
+from train.console import progress as console
+from train.console.progress import TrainProgress, figures_line, losses_line, short
 from train.trainer import announce, loop
 from train.trainer import build as fit
 from train.trainer.held_out_loss import HeldOut
@@ -59,6 +60,37 @@ def test_losses_are_told_by_target_text_and_audio_apart() -> None:
     assert losses_line({"loss": 1.0, "loss/text": 0.01234}) == "text 0.0123"
     assert losses_line({"loss": 1.0, "loss/alignment": 7.1}) == "alignment 7.10"
     assert losses_line({"loss": 1.5}) == "loss 1.50"
+
+
+class Terminal(io.StringIO):
+    """A terminal of this size."""
+
+    def __init__(self, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        monkeypatch.setattr(console, "columns", lambda stream: columns)
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_without_a_size_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"loss": 1.5, "lr": 1e-3}
+    TrainProgress("auto", stream=(screen := Terminal(0, monkeypatch))).row(10, 0.1, 5.0, figures)
+    assert screen.getvalue() == "step 10 (10.0%) loss 1.50 lr 1.00e-03 45s left\n"
+    TrainProgress("bar", stream=(screen := Terminal(0, monkeypatch))).row(10, 0.1, 5.0, figures)
+    assert "step 10 loss 1.50" in screen.getvalue()
+
+
+def test_what_is_said_after_a_bar_comes_below_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar stays as it was, without the time that was left."""
+    bar = TrainProgress("auto", stream=(screen := Terminal(100, monkeypatch)))
+    bar.row(10, 0.1, 5.0, {"loss": 1.5, "lr": 1e-3})
+    before = len(screen.getvalue())
+    bar.close()
+    bar.say("stopped")
+    bar.close()
+    after = screen.getvalue()[before:]
+    assert after.endswith("\nstopped\n") and after.count("step 10") == 1 and "left" not in after
 
 
 def test_shares_and_error_rates_are_told_in_per_cent() -> None:
@@ -223,3 +255,8 @@ def test_the_first_lines_come_before_anything_is_loaded(
     monkeypatch.setattr(fit, "build_initial", load)
     with pytest.raises(SystemExit, match="7"):
         main(["fit", str(recipe)])
+
+
+def test_numbers_are_three_digits_of_the_right_unit() -> None:
+    found = [short(value) for value in (0.5, 950.0, 999.4, 999.6, 2400.0, 999_700.0, 4.56e6, 1.31e9, 2.56e12)]
+    assert found == ["0.5", "950", "999", "1k", "2.4k", "1M", "4.56M", "1.31G", "2.56T"]

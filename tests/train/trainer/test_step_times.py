@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -15,15 +16,16 @@ class Machine:
     """A clock, and a number of compiled graphs."""
 
     def __init__(self) -> None:
-        self.now, self.graphs = 0.0, 0
-        self.times = StepTimes(lambda: self.now, lambda: self.graphs)
+        self.now, self.graphs, self.computed, self.load = 0.0, 0, 0.0, 0.0
+        self.times = StepTimes(lambda: self.now, lambda: self.graphs, lambda: self.computed, lambda: self.load)
 
-    def step(self, seconds: float, compiled: int = 0, **parts: float) -> str | None:
+    def step(self, seconds: float, compiled: int = 0, computed: float | None = None, **parts: float) -> str | None:
         self.times.begin()
         self.graphs += compiled
         for name, part in parts.items():
             self.times.add(name.replace("_", " "), part)
         self.now += seconds + sum(parts.values())
+        self.computed += seconds if computed is None else computed
         line = self.times.end(7)
         self.now += 30.0  # what comes between two steps
         return line
@@ -48,6 +50,22 @@ def test_a_new_graph_is_the_cause_of_what_nothing_else_explains(machine: Machine
     assert machine.step(20.0, compiled=2) == "step 7 took 20.0 s, 0.5 s are usual: compiling took 20.0 s"
     assert "the cause is unknown" in str(machine.step(20.0))
     assert "waiting for data took 20.0 s" in str(machine.step(0.5, compiled=1, waiting_for_data=20.0))
+
+
+def test_a_step_that_had_to_wait_for_a_core_says_so(machine: Machine) -> None:
+    """Computing no more than usual, on a machine that is busy or not; told the 1st, 2nd, 4th and 8th time."""
+    there = os.cpu_count()
+    machine.load = 9.25 + there
+    said = [machine.step(2.0, computed=0.4) for _ in range(9)]
+    busy = (
+        f"step 7 took 2.0 s, 0.5 s are usual: other processes keep the machine busy (load {machine.load:.1f} on {there} cores)"
+    )
+    assert said == [busy, busy, None, f"{busy} (the 4th such step)", None, None, None, f"{busy} (the 8th such step)", None]
+    quiet = Machine()
+    assert [quiet.step(0.5) for _ in range(10)] == [None] * 10
+    assert str(quiet.step(2.0, computed=0.4)).endswith(
+        ": this process computed for 0.4 s of that, no more than usual, and waited otherwise"
+    )
 
 
 def test_what_is_usual_or_short_is_not_told_of(machine: Machine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from train import cli, recipe
 from train.commands.fit import saving_lines
 from train.config.sections import LogConfig
 from train.plan import plan
+from train.plan.knobs import Knob, KnobEffect
 from train.trainer import usage
 from train.trainer.logs import METRICS, read_table
 from train.trainer.loop import Loop
@@ -274,8 +276,8 @@ def test_a_run_without_memory_says_what_to_do(
         changed = {**RECIPE, "optimizer": {"lr": 0.01}, "ema": 0.9, "validation": {"questions": 0}}
         Path("run.yaml").write_text(yaml.safe_dump({**changed, "run_folder": "run"}))
         assert cli.main(["fit", "run.yaml"]) == 2
-        first, then, *said = capsys.readouterr().err.splitlines()
-        assert said[0] == f"error: {first}" and then == "estimating which keys save how much; Ctrl-C leaves that out"
+        first, *said = capsys.readouterr().err.splitlines()
+        assert first == "estimating which keys save how much memory; Ctrl-C leaves that out"
         assert said[0].startswith("error: memory ran out in step 3: 4194304.00 GiB were asked for; the machine has ")
         held = [part.rpartition(" ")[0].rpartition(" ")[0] for part in said[1].removeprefix("  the run holds ").split(", ")]
         assert held == ["activations and all else", "optimizer", *sorted(held[2:], reverse=True)]
@@ -306,10 +308,40 @@ def test_an_estimate_that_fails_or_is_left_out_hides_nothing(monkeypatch: pytest
         assert line.startswith("`omni-train plan` estimates what saves memory") and said in line
 
 
+def test_where_no_key_saves_enough_none_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe("nano")
+    found = [
+        KnobEffect(Knob(keys, "slow", config), total * GIB, (32 - total) * GIB, True)
+        for keys, total in (("--a", 9), ("--b", 8))
+    ]
+    monkeypatch.setattr("train.plan.plan.savings_here", lambda *_: found)
+    assert saving_lines(config, True, 7 * GIB) == [
+        "no key alone saves enough, by the plan's estimate: 32.00 GiB are needed, and 8.00 GiB with --b; `omni-train plan` "
+        "tries several together"
+    ]
+    assert len(saving_lines(config, True, 8 * GIB)) == 3
+
+
+def test_a_limit_of_the_process_is_told_in_place_of_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limits, said in (
+        ([usage.Limit("ulimit -v", 5 * GIB, 5 * GIB - 9)], "this process may have 5.00 GiB (ulimit -v), 5.00 GiB of it held"),
+        ([usage.Limit("its control group", 1 << 60, 0)], "the machine has "),
+    ):
+        monkeypatch.setattr(usage, "own_limits", lambda limits=limits: limits)
+        error = out_of_memory(MemoryError(), CPU)
+        assert said in str(error) and (error.limit == 5 * GIB) == ("ulimit" in said)
+    monkeypatch.undo()
+    monkeypatch.setattr(resource, "getrlimit", lambda number: (1 << 50, 1 << 50) if number == resource.RLIMIT_AS else (-1, -1))
+    found = {one.name: one for one in usage.own_limits()}
+    assert found["ulimit -v"].whole == 1 << 50 and 1 << 20 < found["ulimit -v"].held < 1 << 50 and "ulimit -d" not in found
+
+
 def test_every_process_reports_its_own_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of other mistakes of a user the first process speaks for all."""
+    """Of mistakes that all processes have the first one speaks for all."""
     monkeypatch.setenv("LOCAL_RANK", "1")
-    for error, code, said in ((UserError("no"), 0, ""), (usage.OutOfMemory("memory ran out"), 2, "error: memory ran out\n")):
+    shared = UserError("no")
+    shared.shared = True
+    for error, code, said in ((shared, 0, ""), (usage.OutOfMemory("memory ran out"), 2, "error: memory ran out\n")):
 
         def fail(argv: list[str], error: UserError = error) -> int:
             raise error

@@ -30,7 +30,7 @@ _CHOICE = 1.25
 """Least total length of the examples in a buffer, in rows: with less than a row and a quarter there is little choice."""
 
 _GIVE_UP = 10_000
-"""Consecutive unusable draws after which a packer raises an error."""
+"""Consecutive unusable draws after which a packer raises an error; a twentieth where none could be used before."""
 
 States = dict[str, dict[str, Any]]
 """State of every part of every shard, by `shard_key`; plain data, fit for JSON and `torch.save(..., weights_only)`."""
@@ -57,6 +57,7 @@ class PackerShard:
         self.stride = shards * parts
         self.next = shard + shards * part
         self.skipped = self.broken = 0
+        self.fitting = state is not None  # an example could be used
         self.counts = Counts()
         self.buffer: list[Example] = []
         if state is not None:
@@ -87,13 +88,14 @@ class PackerShard:
                 self.broken += example.reason != TOO_LONG
                 self.counts.leave_out(example)
                 unused += 1
-                if unused == _GIVE_UP:
+                if unused == (_GIVE_UP if self.fitting else _GIVE_UP // 20):
                     reasons = "; ".join([*self.counts.lines().values()][:2])
                     raise UserError(
-                        f"{_GIVE_UP} examples one after another cannot be used; {reasons}. Complete the rows, or "
+                        f"{unused} examples one after another cannot be used; {reasons}. Complete the rows, or "
                         f"raise packing.length {packing.length} where it is too small"
                     )
             else:
+                self.fitting = True
                 self.counts.add(example.source, example.tasks)
                 self.buffer.append(example)
                 filled += len(example.columns)

@@ -60,9 +60,10 @@ class Pipeline:
         example = self.maker.make(draw.number, prepared, tasks, self.names[draw.source])
         if len(example.columns) <= self.packing.length:
             return example
+        way = "raise packing.length" + ", or set packing.too_long to skip" * (self.packing.too_long == "error")
         raise TooLong(
             f"{example.where} takes {len(example.columns)} time steps as {'+'.join(tasks)}, a packed row holds "
-            f"{self.packing.length}: raise packing.length, or set packing.too_long to skip",
+            f"{self.packing.length}: {way}",
             tasks[0],
         )
 

@@ -23,6 +23,7 @@ from train.data.batching.columns import turn_columns
 from train.data.inspect.checks import characters
 from train.data.inspect.measures import BadSound, head
 from train.data.inspect.target import Target
+from train.data.inspect.texts import TextCounts
 from train.data.prepare.codecs import BadCodes, Codecs
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 
@@ -113,6 +114,7 @@ class Collected:
     Attributes:
         groups: counts of rows by field, by value.
         samples: samples of measures by name.
+        texts: counts of words and texts by side.
         codes: by codec, counts [codes] of each stream in the model's order.
         noted: numbers of rows or turns that could not be measured, by reason.
         damaged: files and parts of files that cannot be read, with the reason.
@@ -121,6 +123,7 @@ class Collected:
     all: Group = field(default_factory=Group)
     groups: dict[str, dict[str, Group]] = field(default_factory=lambda: {name: {} for name in FIELDS})
     samples: dict[str, Sample] = field(default_factory=dict)
+    texts: dict[str, TextCounts] = field(default_factory=lambda: {"question": TextCounts(), "answer": TextCounts()})
     codes: dict[str, list[np.ndarray]] = field(default_factory=dict)
     noted: Counter[str] = field(default_factory=Counter)
     damaged: list[str] = field(default_factory=list)
@@ -180,6 +183,7 @@ class Collector:
 
     def _side(self, side: str, text: str, seconds: float | None) -> None:
         count = characters(text)
+        self.done.texts[side].add(text)
         if seconds is not None:
             self._note(f"{side} seconds", seconds)
         if count:

@@ -24,6 +24,9 @@ SHOWN = 12
 COLUMNS = {"mean": "mean", "min": "min", "p5": "5 %", "p50": "50 %", "p95": "95 %", "max": "max"}
 """Columns of the table of lengths: keys of `Sample.summary`, and their titles."""
 
+TEXT_COLUMNS = {"texts": "texts", "distinct_texts": "distinct", "words": "words", "distinct_words": "distinct words"}
+"""Columns of the table of texts: keys of `TextCounts.plain`, and their titles."""
+
 
 def collect(
     scan: Scan, codecs: Codecs, target: Target | None = None, tasks: tuple[Task, ...] = (), progress: Kind = "off"
@@ -56,6 +59,7 @@ def plain(collected: Collected, data: Path) -> dict[str, Any]:
         "by": {
             name: {value: asdict(group) for value, group in sorted(groups.items())} for name, groups in collected.groups.items()
         },
+        "texts": {side: counts.plain() for side, counts in collected.texts.items()},
         "lengths": {name: sample.summary() for name, sample in sorted(collected.samples.items())},
         "codes": {
             codec: [

@@ -9,9 +9,12 @@ from omni.errors import UserError
 from omni.hardware import cores
 from omni.ranges import check_fields, ranged
 from train.data.readers import ReaderOptions
+from train.data.tts.speaking import SpeakingConfig
 from train.data.tts.voices import check_spec
 
 SIDES = ("question", "answer")
+ONE = "espeak:+f3"
+"""The voice of answers where questions are asked in many."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,13 @@ class PrepareConfig:
         limit: prepare the first so many items only; by default all.
         speak: sides that are spoken where a row has them as text only: `question`, `answer` or `question,answer`.
         voice: who speaks. `espeak`: espeak-ng in many voices of the row's language, one for each row. `espeak:en-us+f3`: in
-            this one; `espeak:+f3`: in this variant of the row's language. `command:prog {text} {out}`: a program that writes a
-            sound file to `{out}`, with no shell between (also `{language}`, `{seed}`). `module:name`: a Python callable
-            that takes a text (and `language`, `seed` where it names them) and returns samples and their rate.
-        answer_voice: who answers; empty for `voice`, or one voice (`espeak:+f3`) where that is espeak-ng in many.
+            this one; `espeak:+f3`: in this variant of the row's language. `flite`, `flite:slt`: the same by the program flite.
+            `command:prog {text} {out}`: a program that writes a sound file to `{out}`, with no shell between (also
+            `{language}`, `{seed}`). `module:name`: a Python callable that takes a text (and `language`, `seed` where it names
+            them) and returns samples and their rate. `{espeak: 3, flite: 1}`: one of these for each row, by weight.
+        answer_voice: who answers; empty for `voice`, or one voice (`espeak:+f3`) where that is espeak-ng in many, or
+            several.
+        speaking: how questions are spoken.
         seed: of the choice of voices, together with the row's id.
         codec: encode spoken answers by this audio codec (`codec2`, `snac`, ...); empty leaves codes and sound as they are.
         codec_folder: its weights.
@@ -44,8 +50,9 @@ class PrepareConfig:
     read: ReaderOptions = field(default_factory=ReaderOptions)
     limit: int | None = ranged(None, 1, way=", or left out to prepare all")
     speak: str = ""
-    voice: str = "espeak"
+    voice: str | dict[str, float] = "espeak"
     answer_voice: str = ""
+    speaking: SpeakingConfig = field(default_factory=SpeakingConfig)
     seed: int = 0
     codec: str = ""
     codec_folder: str = ""
@@ -76,7 +83,9 @@ class PrepareConfig:
     @property
     def answering(self) -> str:
         """The voice of the answers."""
-        return self.answer_voice or ("espeak:+f3" if self.voice == "espeak" else self.voice)
+        if self.answer_voice or not isinstance(self.voice, str):
+            return self.answer_voice or ONE
+        return ONE if self.voice == "espeak" else self.voice
 
     @property
     def processes(self) -> int:

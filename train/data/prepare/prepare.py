@@ -18,9 +18,8 @@ from train.data.prepare.report import REPORT, read_report, write_report
 from train.data.prepare.rows import PrepareTally
 from train.data.prepare.settings import check_settings, discard, settings_of
 from train.data.prepare.shards import ShardWriter, stored
-from train.data.prepare.worker import BLOCK, codec_of
+from train.data.prepare.worker import BLOCK, codec_of, voice_of
 from train.data.readers import OpenedSource, open_source
-from train.data.tts.voices import make_voice
 
 if TYPE_CHECKING:
     from omni.codec.base import AudioCodec
@@ -62,7 +61,7 @@ def prepare(
     work = out.with_name(f"{out.name}.preparing")
     codec = codec_of(config)  # loaded before processes start and folders are made, so that errors come first
     for side in config.sides:
-        make_voice(config.voice if side == "question" else config.answering)
+        voice_of(config, side)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:

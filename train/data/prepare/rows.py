@@ -15,7 +15,7 @@ from train.data.prepare.codecs import Codecs
 from train.data.prepare.config import PrepareConfig
 from train.data.rows.row import Codes, Row, RowTurn, Sound, inside, to_plain
 from train.data.seeding import key
-from train.data.tts.voices import Voice
+from train.data.tts.contract import Voice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,8 @@ class RowMaker:
                 turns.append(self._turn(row, number, turn, done))
             except UserError as error:
                 raise UserError(f"turn {number}: {error}" if len(row.turns) > 1 else str(error)) from error
-        return to_plain(replace(row, turns=tuple(turns))), done
+        speaker = row.speaker or (self._speaker(row) if done.spoken_questions else "")
+        return to_plain(replace(row, turns=tuple(turns), speaker=speaker)), done
 
     def _turn(self, row: Row, number: int, turn: RowTurn, done: PrepareTally) -> RowTurn:
         question = turn.question_audio
@@ -105,6 +106,10 @@ class RowMaker:
     def _say(self, side: str, text: str, row: Row, number: int) -> Sound:
         """Speak a side in its voice. A row's voice depends on its id and the seed alone, so all its turns have the same."""
         return self.voices[side].say(text, row.language, key(self.config.seed, side, row.id))
+
+    def _speaker(self, row: Row) -> str:
+        """Name of the voice that asks a row's questions; "" where it is not known."""
+        return self.voices["question"].speaker(row.language, key(self.config.seed, "question", row.id))
 
 
 def stored(sound: Sound, rate: int) -> tuple[Sound, float]:

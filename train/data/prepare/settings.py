@@ -16,11 +16,15 @@ from train.data.prepare.config import PrepareConfig
 from train.data.prepare.shards import AGAIN, checksum, stored
 from train.data.prepare.worker import BLOCK
 from train.data.readers import OpenedSource
+from train.data.readers.contract import LATER
 from train.data.rows.row import ROW_VERSION
+from train.data.tts.speaking import SpeakingConfig
 
 NAME = "settings.json"
 FORMAT = 1
-_DATA = ("source_bytes", "source_files")
+_DATA = ("source_bytes", "source_files", "source_checksum")
+_SMALL = 1 << 20
+"""Largest file, in bytes, that is compared by its checksum: such as one that people edit."""
 _WITHOUT_EFFECT = ("workers",)
 
 
@@ -28,9 +32,14 @@ def settings_of(path: Path, source: OpenedSource, config: PrepareConfig) -> dict
     """Collect everything that rows and shards depend on: the configuration, the source's files, and the codec's weights."""
     plain: dict[str, Any] = {name: value for name, value in asdict(config).items() if name not in _WITHOUT_EFFECT}
     plain["limit"] = config.limit or 0  # as earlier versions wrote it
-    plain["read"] = {name: dict(value) if name == "columns" else value for name, value in plain["read"].items()}
+    read = {name: dict(value) if name == "columns" else value for name, value in plain["read"].items()}
+    plain["read"] = {name: value for name, value in read.items() if name not in LATER} | config.read.later()
     if not config.sides:
-        plain = {name: value for name, value in plain.items() if name not in ("voice", "answer_voice", "seed")}
+        plain = {name: value for name, value in plain.items() if name not in ("voice", "answer_voice", "seed", "speaking")}
+    elif config.speaking == SpeakingConfig():
+        del plain["speaking"]
+    else:
+        plain["speaking"] = {name: [*value] if isinstance(value, tuple) else value for name, value in plain["speaking"].items()}
     codec = Path(config.codec_folder) if config.codec_folder else None
     return {
         "format": FORMAT,
@@ -41,6 +50,7 @@ def settings_of(path: Path, source: OpenedSource, config: PrepareConfig) -> dict
         "source_items": len(source),
         "source_bytes": path.stat().st_size if path.is_file() else None,
         "source_files": _files(path) if path.is_dir() else None,
+        "source_checksum": checksum(path) if path.is_file() and path.stat().st_size <= _SMALL else None,
         "codec_weights": {file.name: checksum(file) for file in sorted(codec.iterdir()) if file.is_file()} if codec else None,
         **plain,
     }
@@ -89,7 +99,7 @@ def check_settings(folder: Path, settings: dict[str, Any], finished: bool) -> No
     state = "was prepared" if finished else "was started"
     differing = []
     for name, was, now in _differing(held, settings):
-        if name == "source_files" and name not in held:  # written by a version without this setting
+        if name in _DATA and name not in held:  # written by a version without this setting
             continue
         if name in _DATA:
             raise UserError(

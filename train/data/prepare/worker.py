@@ -14,6 +14,8 @@ from train.data.prepare.config import PrepareConfig
 from train.data.prepare.rows import PrepareTally, RowMaker
 from train.data.readers import Broken, OpenedSource
 from train.data.rows.row import Row
+from train.data.tts.contract import Voice
+from train.data.tts.speaking import SpeakingVoice
 from train.data.tts.voices import make_voice
 
 if TYPE_CHECKING:
@@ -87,9 +89,8 @@ class BlockMaker:
 
         torch.set_num_threads(config.threads)
         codec = codec or codec_of(config)
-        specs = {"question": config.voice, "answer": config.answering}
         self.source = source
-        self.maker = RowMaker(config, codec, {side: make_voice(specs[side]) for side in config.sides})
+        self.maker = RowMaker(config, codec, {side: voice_of(config, side) for side in config.sides})
         self.schema = schema
 
     def make(self, start: int, stop: int, tick: Tick) -> PreparedBlock:
@@ -173,6 +174,14 @@ class BlockMaker:
 def codec_of(config: PrepareConfig) -> AudioCodec | None:
     """Load the codec that encodes answers, None where none is set; UserError where it cannot be loaded."""
     return load_codec(config.codec, config.codec_folder or None, config.device) if config.codec else None
+
+
+def voice_of(config: PrepareConfig, side: str) -> Voice:
+    """Make the voice that speaks a side; UserError where it cannot be made."""
+    if side == "answer":
+        return make_voice(config.answering)
+    voice, speaking = make_voice(config.voice, config.speaking), config.speaking
+    return SpeakingVoice(voice, speaking) if speaking.pause or speaking.silence[1] else voice
 
 
 def _one_line(error: BaseException) -> str:

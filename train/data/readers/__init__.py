@@ -27,6 +27,7 @@ from train.data.readers.lucy import LUCY
 from train.data.readers.moshi import MOSHI
 from train.data.readers.rows import ROWS
 from train.data.readers.table import TableReader
+from train.data.readers.templates.source import PARTS, DialoguesReader
 
 __all__ = ["READERS", "Broken", "OpenedSource", "Reader", "ReaderOptions", "open_source", "recognise", "register_reader"]
 
@@ -40,6 +41,7 @@ _ALL: tuple[Reader, ...] = (
     CHAT,
     ALPACA,
     ROWS,
+    DialoguesReader(),
     CommonVoice(),
     LibriSpeech(),
     TableReader(),
@@ -92,12 +94,15 @@ def open_source(path: str | os.PathLike[str], options: ReaderOptions | None = No
         ("order", ORDERS),
         ("packing", PACKINGS),
         ("audio", AUDIO),
+        ("part", PARTS),
     ):
         value = getattr(options, option)
-        if value not in known and (value or option in ("packing", "audio")):
+        if value not in known and (value or option in ("packing", "audio", "part")):
             raise UserError(f"--read.{option} {value!r} is unknown: there are {', '.join(known)}")
     if not options.pause > 0:
         raise UserError(f"--read.pause {options.pause} is no time: give seconds above 0")
+    if options.rows < 1:
+        raise UserError(f"--read.rows {options.rows} makes no row: give a number of at least 1")
     if not options.format:
         # Mapped columns mean that the data are a table, even where the columns would fit another format.
         reader = READERS["table"] if options.columns else recognise(path)

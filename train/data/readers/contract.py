@@ -20,9 +20,9 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from train.data.rows.row import Row
 
@@ -33,6 +33,10 @@ class Broken:
 
     where: str
     why: str
+
+
+LATER = ("rows", "seed", "part")
+"""Options that earlier versions did not have: settings that are stored have them only where they are not as by default."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,9 @@ class ReaderOptions:
         name: what the rows' `source` says; "" for the reader's name.
         task: written into the rows' `task`.
         pause: for conversations on two channels: silence in seconds that ends an utterance.
+        rows: for dialogues with slots: number of rows to make.
+        seed: for the same: of the order of rows and wordings.
+        part: for the same: combinations of slots to `train` on, those `held_out` for evaluation, or `all`.
     """
 
     format: str = ""
@@ -72,6 +79,15 @@ class ReaderOptions:
     name: str = ""
     task: str = ""
     pause: float = 1.0
+    rows: int = 10_000
+    seed: int = 0
+    part: str = "train"
+
+    def later(self) -> dict[str, Any]:
+        """Those of `LATER` that are not as by default."""
+        return {
+            one.name: value for one in fields(self) if one.name in LATER and (value := getattr(self, one.name)) != one.default
+        }
 
 
 class OpenedSource(ABC):

@@ -11,10 +11,6 @@ from omni.ranges import check_fields, ranged
 from train.data.tts.espeak import SAMPLE_RATE
 from train.data.tts.voices import check_spec
 
-NUMBERS = (
-    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
-    *("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
-)
 RATE = 16000
 """Sample rate of the questions."""
 _ACCENTS = ("en-us", "en-gb", "en-gb-scotland", "en-gb-x-rp")

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from omni.audio.io import resample
 from omni.codec.base import AudioCodec
+from train.data.number_words import NUMBERS, spoken_number
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word
 from train.data.seeding import dice
-from train.data.sources.config import NUMBERS, SpokenDigitsConfig
+from train.data.sources.config import SpokenDigitsConfig
 from train.data.tts.espeak import SAMPLE_RATE, check_voice, synthesise
 
-TENS = ("twenty", "thirty")
 RESULTS = range(-9, 19)
 """Results of sums and differences, which are also the numbers that can be doubled."""
 
@@ -198,13 +198,6 @@ def vocabulary(config: SpokenDigitsConfig) -> tuple[str, ...]:
     follow_ups = (*config.twice_phrases, *config.again_phrases) if config.follow_ups > 0 else ()
     phrases = " ".join((*config.arithmetic_phrases, *config.digit_phrases, *follow_ups)).replace("{}", " ")
     return tuple(sorted({*re.findall(r"[\w']+", phrases), *NUMBERS[:10], "plus", "minus"}))
-
-
-def spoken_number(number: int) -> str:
-    """Spell out a number from -39 to 39: "minus eighteen", "thirty six"."""
-    tens, ones = divmod(abs(number), 10)
-    words = NUMBERS[abs(number)] if abs(number) < len(NUMBERS) else f"{TENS[tens - 2]} {NUMBERS[ones] if ones else ''}".rstrip()
-    return f"minus {words}" if number < 0 else words
 
 
 def doubled_number(number: int) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""TTS for rows that have text only, by espeak-ng, a program, a plug-in's voice, or a Python callable.
+"""TTS for rows that have text only, by espeak-ng, flite, a program, a plug-in's voice, a Python callable, or several of these.
 
 Dimensions: S samples.
 """
@@ -8,18 +8,23 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import random
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.audio.io import audio_info, read_audio
 from omni.errors import UserError
 from omni.plugins import Registry
 from train.data.rows.row import Sound
 from train.data.seeding import dice
+from train.data.sources.mixture import check_weights
+from train.data.tts import flite
+from train.data.tts.contract import Voice
+from train.data.tts.speaking import SpeakingConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,13 +39,6 @@ _MAIN_ACCENTS = {"en": "en-us"}
 _VARIANTS = ("f1", "f2", "f3", "f4", "f5", "m1", "m2", "m3", "m4", "m5", "m6", "m7", "m8")
 
 
-class Voice(Protocol):
-    """Turns text into sound: a pure function of its arguments, if the program or callable behind it is one."""
-
-    def say(self, text: str, language: str, seed: int) -> Sound:
-        """Speak the text in a language (BCP 47); `seed` chooses among voices. UserError where it cannot be spoken."""
-
-
 VOICES: Registry[Callable[..., Any]] = Registry("voice", "a function of a text", callable)
 """Voices of plug-ins by name."""
 
@@ -51,35 +49,87 @@ def register_voice(name: str) -> Callable[[Callable[..., Any]], Callable[..., An
     It takes the text, and `language` (BCP 47) and `seed` where it has parameters of these names; it returns samples [S] and
     their rate in Hz.
     """
-    if isinstance(name, str) and (":" in name or name == "espeak"):
-        raise UserError(f"voice {name!r}: a name has no colon, and espeak is taken; give it another")
+    if isinstance(name, str) and (":" in name or name in ("espeak", "flite")):
+        raise UserError(f"voice {name!r}: a name has no colon, and espeak and flite are taken; give it another")
     return VOICES.register(name)
 
 
-def make_voice(spec: str) -> Voice:
-    """Make the voice of a setting, see `PrepareConfig.voice`; UserError for a setting that names none."""
+def make_voice(spec: str | Mapping[str, float], speaking: SpeakingConfig | None = None) -> Voice:
+    """Make the voice of a setting, see `PrepareConfig.voice`; UserError for a setting that names none.
+
+    Args:
+        speaking: ranges of rate and pitch; None for the voices' own.
+    """
     check_spec(spec)
+    if not isinstance(spec, str):
+        return MixedVoice({one: make_voice(one, speaking) for one in spec}, spec)
     kind, _, rest = spec.partition(":")
     if kind == "espeak":
-        return EspeakVoice(rest)
+        return EspeakVoice(rest, speaking)
+    if kind == "flite":
+        return FliteVoice(rest, speaking)
     if kind == "command":
         return CommandVoice(rest)
     return CallableVoice(spec, VOICES[spec] if spec in VOICES else imported(spec))
 
 
-def check_spec(spec: str) -> None:
+def check_spec(spec: str | Mapping[str, float]) -> None:
     """Refuse a setting that names no voice (UserError), without loading anything."""
+    if not isinstance(spec, str):
+        check_weights("voice", spec)
+        for one in spec:
+            check_spec(one)
+        return
     kind, colon, rest = spec.partition(":")
-    if kind == "espeak" and (rest or not colon):
+    if kind in ("espeak", "flite") and (rest or not colon):
+        if kind == "flite" and rest:
+            flite.check_voice(rest)
         return
     if kind == "command":
         CommandVoice(rest)
         return
+    if spec.lstrip().startswith(("{", "[")):
+        raise UserError(f"voice {spec}: give several voices with a number each, their weight: '{{espeak: 3, flite: 1}}'")
     if spec not in VOICES and not (kind and rest):
         raise UserError(
-            f"voice {spec!r} is unknown; use espeak, espeak:en-us+f3, 'command:prog {{text}} {{out}}', module:callable or "
-            f"the name of a plug-in's ({', '.join(VOICES) or 'none is loaded: --plugin'})"
+            f"voice {spec!r} is unknown; use espeak, espeak:en-us+f3, flite, 'command:prog {{text}} {{out}}', module:callable "
+            f"or the name of a plug-in's ({', '.join(VOICES) or 'none is loaded: --plugin'})"
         )
+
+
+class MixedVoice:
+    """One of several voices for each seed, by weight."""
+
+    def __init__(self, voices: Mapping[str, Voice], weights: Mapping[str, float]) -> None:
+        self.voices, self.weights = voices, [weights[name] for name in voices]
+
+    def say(self, text: str, language: str, seed: int) -> Sound:
+        return self.voices[self._drawn(seed)].say(text, language, seed)
+
+    def speaker(self, language: str, seed: int) -> str:
+        name = self._drawn(seed)
+        return self.voices[name].speaker(language, seed) or name
+
+    def _drawn(self, seed: int) -> str:
+        return dice(seed, "voice").choices(list(self.voices), self.weights)[0]
+
+
+class _Drawn(NamedTuple):
+    """A voice with its rate in words per minute and its pitch; pitch range is espeak-ng's."""
+
+    voice: str
+    rate: int = 175
+    pitch: int = 50
+    pitch_range: int = 50
+
+
+def _drawn(voices: Sequence[str], rng: random.Random, speaking: SpeakingConfig) -> _Drawn:
+    """Draw the settings of one of the voices: its own, unless one of several is drawn or ranges are given."""
+    if len(voices) > 1:
+        rates, pitches, ranges = speaking.rate or (130, 200), speaking.pitch or (25, 75), (25, 75)
+        return _Drawn(rng.choice(voices), *(rng.randint(*limits) for limits in (rates, pitches, ranges)))
+    rate, pitch = (rng.randint(*limits) if limits else own for limits, own in ((speaking.rate, 175), (speaking.pitch, 50)))
+    return _Drawn(voices[0], rate, pitch)
 
 
 class EspeakVoice:
@@ -88,22 +138,47 @@ class EspeakVoice:
     UserError where there is no such voice, or no espeak-ng.
     """
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", speaking: SpeakingConfig | None = None) -> None:
         from train.data.tts.espeak import check_voice
 
         check_voice(f"en{name}" if name.startswith("+") else name or "en-us")
-        self.name = name
+        self.name, self.speaking = name, speaking or SpeakingConfig()
 
     def say(self, text: str, language: str, seed: int) -> Sound:
         from train.data.tts.espeak import synthesise
 
+        return Sound(*synthesise(text, *self._settings(language, seed)))
+
+    def speaker(self, language: str, seed: int) -> str:
+        return f"espeak:{self._settings(language, seed).voice}"
+
+    def _settings(self, language: str, seed: int) -> _Drawn:
+        rng = dice(seed, "espeak")
         if self.name:
             voice = _accents(language)[0] + self.name if self.name.startswith("+") else self.name
-            return Sound(*synthesise(text, voice))
-        rng = dice(seed, "espeak")
-        voice = f"{rng.choice(_accents(language))}+{rng.choice(_VARIANTS)}"
-        samples, rate = synthesise(text, voice, rng.randint(130, 200), rng.randint(25, 75), rng.randint(25, 75))
-        return Sound(samples, rate)
+            return _drawn([voice], rng, self.speaking)
+        accent = rng.choice(_accents(language))
+        return _drawn([f"{accent}+{variant}" for variant in _VARIANTS], rng, self.speaking)
+
+
+class FliteVoice:
+    """Speaks by flite: the voice `name`, or, for "", a different voice per seed. UserError where there is no flite."""
+
+    def __init__(self, name: str = "", speaking: SpeakingConfig | None = None) -> None:
+        flite.check_program()
+        self.voices, self.speaking = [name] if name else flite.VOICES, speaking or SpeakingConfig()
+
+    def say(self, text: str, language: str, seed: int) -> Sound:
+        if (language or "en").lower().replace("_", "-").partition("-")[0] != "en":
+            raise UserError(f"flite speaks English, not {language!r}: give another voice, or the rows another language")
+        drawn = self._settings(seed)
+        return CommandVoice(flite.command(drawn.voice, drawn.rate, drawn.pitch)).say(text, language, seed)
+
+    def speaker(self, language: str, seed: int) -> str:
+        return f"flite:{self._settings(seed).voice}"
+
+    def _settings(self, seed: int) -> _Drawn:
+        return _drawn(self.voices, dice(seed, "flite"), self.speaking)
 
 
 @functools.cache
@@ -136,6 +211,9 @@ class CommandVoice:
         for place in ("{text}", "{out}"):
             if not any(place in word for word in self.words[1:]):
                 raise UserError(f"voice command:{line}: it has no {place}; write 'command:prog {{text}} {{out}}'")
+
+    def speaker(self, language: str, seed: int) -> str:
+        return ""
 
     def say(self, text: str, language: str, seed: int) -> Sound:
         with tempfile.TemporaryDirectory(prefix="omni-voice-") as folder:
@@ -192,6 +270,9 @@ class CallableVoice:
 
     def __init__(self, spec: str, function: Callable[..., Any]) -> None:
         self.spec, self.function, self.extra = spec, function, _taken(function)
+
+    def speaker(self, language: str, seed: int) -> str:
+        return ""
 
     def say(self, text: str, language: str, seed: int) -> Sound:
         from omni.audio.waveform import whole_rate

@@ -141,7 +141,7 @@ def test_what_no_row_can_hold_is_named_or_skipped_and_counted():
     assert taken + shard.skipped == shard.next
     shard = PackerShard(pipeline_of(model, packing=PackingConfig(rows=2, length=2, buffer=4, too_long="skip")), 0, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.data.batching.packer._GIVE_UP", 50)
+        patch.setattr("train.data.batching.packer._GIVE_UP", 1000)
         with pytest.raises(UserError, match=r"\b50 examples.* too long .*packing.length 2 "):
             shard.batch()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,12 @@ def test_counts_equal_the_plain_counts(codec: str, tmp_path: Path, capsys: pytes
     assert stats["by"]["source"]["from1"]["turns"] == 7 and stats["by"]["language"]["nl"]["rows"] == 3
     lengths = stats["lengths"]["question seconds"]
     assert lengths["p25"] == pytest.approx(np.percentile(seconds, 25)) and lengths["max"] == pytest.approx(max(seconds))
+    said = [turn.question_text.lower() for turn in turns]
+    words = [word for text in said for word in re.findall(r"[\w']+", text)]
+    assert stats["texts"]["question"] == {
+        "texts": 13, "distinct_texts": len(set(said)), "words": len(words), "distinct_words": len(set(words)),
+        "vocabulary": sorted(set(words)),
+    }  # fmt: skip
     for stream in range(len(stats["codes"][codec])):
         codes = [c for turn in turns for c in turn.answer_codes.frames[stream].tolist()]  # type: ignore[union-attr]
         entropy = -sum(n / len(codes) * math.log2(n / len(codes)) for n in Counter(codes).values())
@@ -104,7 +111,7 @@ def test_counts_equal_the_plain_counts(codec: str, tmp_path: Path, capsys: pytes
         assert found["entropy"] == pytest.approx(entropy) and found["frames"] == len(codes)
         assert found["used"] == pytest.approx(len(set(codes)) / found["codes"])
     out = capsys.readouterr().out
-    assert "12 rows, 13 turns" in out and "by speaker" in out and f"codes of {codec}" in out
+    assert "12 rows, 13 turns" in out and "by speaker" in out and "texts and their words" in out and f"codes of {codec}" in out
     pictures = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert pictures == [f"codes-{codec}.png", "durations.png", "rates.png", "stats.json", "texts.png"]
     for name in pictures:

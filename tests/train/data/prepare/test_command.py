@@ -124,7 +124,7 @@ def test_one_is_no_plural() -> None:
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--config", "TWICE"], "twice.yaml line 3: limit is given again, after line 1; keep one"),
         (["--limit", "0"], "limit is 0; it must be at least 1, or left out to prepare all"),
-        (["--workers", "few"], '"workers"'),
+        (["--workers", "few"], "option --workers is 'few'; give a whole number, or null"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(arguments, line, tmp_path, capsys):

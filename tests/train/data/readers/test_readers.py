@@ -42,10 +42,10 @@ from train.data.rows.row import Row
 def test_formats_are_recognised_and_any_slice_is_a_slice_of_all(tmp_path, kind):
     path = make(kind, tmp_path / "d")
     assert recognise(path).name == kind
-    source = open_source(path, ReaderOptions(codec="cosyvoice2" if kind == "llama-omni" else ""))
+    source = open_source(path, ReaderOptions(codec="cosyvoice2" if kind == "llama-omni" else "", rows=5))
     found = list(source)
     assert source.format == kind and len(source) == len(found) > 0
-    assert all(isinstance(item, Row) and item.source == kind for item in found)
+    assert all(isinstance(item, Row) and item.source.partition("/")[0] == kind for item in found)
     copy = pickle.loads(pickle.dumps(source))
     for start in range(len(found) + 2):
         for stop in (start, start + 2, None):

@@ -251,6 +251,10 @@ def make(kind: str, folder: Path) -> Path:
         return write_lines(folder / "a.jsonl", [{"key": f"k{i}"} | asked for i in range(5)])
     if kind == "cuts":
         return write_lines(folder / "cuts.jsonl", [cut(folder, id=f"c{i}") for i in range(3)])
+    if kind == "dialogues":
+        folder.mkdir()
+        (folder / "d.yaml").write_text("dialogues: [{skill: greeting, question: '(hi | hello)', answer: hello}]\n")
+        return folder / "d.yaml"
     if kind == "table":
         write_tone(folder / "q.wav")
         (folder / "a.csv").write_text("question_audio,question_text,answer_text\nq.wav,Hi?,Ho.\n,Hu?,Ha.\n")

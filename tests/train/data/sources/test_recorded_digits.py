@@ -18,7 +18,8 @@ from omni.text import Tokenizer
 from tests.train.data.toys import ToyCodec
 from train.data.build import build_alignment, held_out_rows
 from train.data.config import DataConfig, SourceConfig
-from train.data.sources.config import NUMBERS, RecordedDigitsConfig, SpokenDigitsConfig
+from train.data.number_words import NUMBERS
+from train.data.sources.config import RecordedDigitsConfig, SpokenDigitsConfig
 from train.data.sources.recorded_digits import RecordedDigits, find_recordings, trimmed
 from train.data.tts.espeak import synthesise
 

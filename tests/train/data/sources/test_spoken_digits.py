@@ -13,9 +13,10 @@ import torch
 from omni.audio.io import resample
 from omni.errors import UserError
 from tests.train.data.toys import ToyCodec
+from train.data.number_words import NUMBERS, spoken_number
 from train.data.seeding import dice
-from train.data.sources.config import NUMBERS, SpokenDigitsConfig
-from train.data.sources.spoken_digits import SpokenDigits, draw_question, draw_questions, spoken_number, vocabulary
+from train.data.sources.config import SpokenDigitsConfig
+from train.data.sources.spoken_digits import SpokenDigits, draw_question, draw_questions, vocabulary
 from train.data.tts.espeak import synthesise
 
 CODEC = ToyCodec((12, 12, 6, 8))

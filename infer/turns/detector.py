@@ -2,7 +2,7 @@
 
 `server_vad`: speech begins with `ONSET` frames above the threshold, and has ended after a fixed silence.
 
-`semantic_vad`: a turn ends where the model's turn head says so (`infer.serve.realtime.turn_end`), or without such a head `SURE`
+`semantic_vad`: a turn ends where the model's turn head says so (`said`), or without such a head `SURE`
 seconds after speech that has clearly stopped; and after the longest wait of its eagerness where that stays unclear (breath,
 noise, a question that lacks its end). While an answer plays, speech first makes it softer (`duck`); it interrupts where it
 lasts for `PROVE` seconds, and was a "mm-hmm" or a cough where it has ended before (`restore`).
@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from infer.serve.realtime.configuration import SemanticVad, ServerVad
-from infer.serve.realtime.vad import FRAME_SECONDS
+from infer.turns.settings import SemanticVad, ServerVad
+from infer.turns.vad import FRAME_SECONDS
 
 ONSET = 2
 """Frames above the threshold with which speech begins; one alone is a click."""
@@ -86,6 +86,11 @@ class TurnDetector:
     @property
     def ducked(self) -> bool:
         return self._ducked is not None
+
+    @property
+    def voiced(self) -> float:
+        """Second of the input at which the last frame that was speech ended."""
+        return self._voiced
 
     @property
     def padding(self) -> float:

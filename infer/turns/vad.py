@@ -1,7 +1,8 @@
 """Voice activity by silero's ONNX model (MIT, in the wheel of `silero-vad`): the probability of speech every 32 ms.
 
-The model's inputs are 512 samples at 16 kHz after the 64 before them, and a state [2, B, 128]. Frames of all sessions that
-wait are resampled and judged as one batch, in one thread: that takes a third of the time, and leaves the loop free.
+The model's inputs are 512 samples at 16 kHz after the 64 before them, and a state [2, B, 128]. A server's sessions share
+`VoiceActivity`: frames of all that wait are resampled and judged as one batch, in one thread, which takes a third of the time
+and leaves the loop free. One who listens alone takes `Silero` itself.
 
     24 kHz    ...|  MARGIN  |  context  |        a frame        |  MARGIN  |...     the margins are the filter's
 """
@@ -20,7 +21,7 @@ import onnxruntime
 import torch
 from torchaudio.transforms import Resample
 
-from infer.serve.realtime.configuration import PCM_RATE
+from infer.turns.settings import PCM_RATE
 
 RATE, FRAME, CONTEXT = 16_000, 512, 64
 """Samples per second of the model; samples of a frame, and of those before it that the model sees again."""
@@ -49,6 +50,12 @@ class SpeechStream:
     pieces: list[np.ndarray] = field(default_factory=lambda: [np.zeros(BEFORE, np.int16)])
     count: int = BEFORE
 
+    def add(self, samples: np.ndarray) -> bool:
+        """Take more samples [S], int16 at 24 kHz; returns whether a frame is whole."""
+        self.pieces.append(samples)
+        self.count += len(samples)
+        return self.count >= BEFORE + STEP + MARGIN
+
     def frames(self) -> np.ndarray:
         """The frames that are whole, with what is around them: [N, BEFORE + STEP + MARGIN]; they are taken."""
         sound = np.concatenate(self.pieces)
@@ -65,8 +72,8 @@ def model_file() -> Path:
     return Path(found.origin).parent / "data" / "silero_vad.onnx"
 
 
-class VoiceActivity:
-    """The model, for all sessions of one loop of asyncio."""
+class Silero:
+    """The model; one call at a time."""
 
     def __init__(self) -> None:
         options = onnxruntime.SessionOptions()
@@ -74,42 +81,14 @@ class VoiceActivity:
         options.log_severity_level = 3
         self._model = onnxruntime.InferenceSession(model_file(), options, providers=["CPUExecutionProvider"])
         self._resample = Resample(PCM_RATE, RATE)
-        self._thread = ThreadPoolExecutor(1, "omni-vad", lambda: torch.set_num_threads(1))
-        self._waiting: deque[tuple[SpeechStream, asyncio.Future[list[float]]]] = deque()
-        self._task: asyncio.Task[None] | None = None
 
-    async def push(self, stream: SpeechStream, samples: np.ndarray) -> list[float]:
-        """Probabilities of speech of the frames that are whole after more samples [S], int16 at 24 kHz; one call of a stream at
-        a time."""
-        stream.pieces.append(samples)
-        stream.count += len(samples)
-        if stream.count < BEFORE + STEP + MARGIN:
-            return []
-        done: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((stream, done))
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._work())
-        return await done
+    def push(self, stream: SpeechStream, samples: np.ndarray) -> list[float]:
+        """Probabilities of speech of the frames that are whole after more samples [S], int16 at 24 kHz."""
+        return self.judge([stream])[0] if stream.add(samples) else []
 
-    async def _work(self) -> None:
-        while self._waiting:
-            await asyncio.sleep(GATHER)
-            batch = list(self._waiting)
-            self._waiting.clear()
-            try:
-                given = [stream for stream, _ in batch]
-                found = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, given)
-            except BaseException as error:
-                for _, done in batch:
-                    if not done.done():
-                        done.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-                raise
-            for (_, done), probabilities in zip(batch, found, strict=True):
-                if not done.done():
-                    done.set_result(probabilities)
-
-    def _run(self, batch: list[SpeechStream]) -> list[list[float]]:
-        """Frame after frame of all streams together; a stream leaves with its last."""
+    def judge(self, batch: list[SpeechStream]) -> list[list[float]]:
+        """Probabilities of streams that each have a whole frame: frame after frame of all together; a stream leaves with its
+        last."""
         given = [stream.frames() for stream in batch]
         counts = [len(frames) for frames in given]
         sound = torch.from_numpy(np.concatenate(given).astype(np.float32) / 32768)
@@ -127,3 +106,41 @@ class VoiceActivity:
                 stream.state = state[:, place]
                 found[row].append(float(speech[place, 0]))
         return found
+
+
+class VoiceActivity:
+    """The model, for all sessions of one loop of asyncio."""
+
+    def __init__(self) -> None:
+        self._model = Silero()
+        self._thread = ThreadPoolExecutor(1, "omni-vad", lambda: torch.set_num_threads(1))
+        self._waiting: deque[tuple[SpeechStream, asyncio.Future[list[float]]]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    async def push(self, stream: SpeechStream, samples: np.ndarray) -> list[float]:
+        """Probabilities of speech of the frames that are whole after more samples [S], int16 at 24 kHz; one call of a stream at
+        a time."""
+        if not stream.add(samples):
+            return []
+        done: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((stream, done))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._work())
+        return await done
+
+    async def _work(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(GATHER)
+            batch = list(self._waiting)
+            self._waiting.clear()
+            try:
+                given = [stream for stream, _ in batch]
+                found = await asyncio.get_running_loop().run_in_executor(self._thread, self._model.judge, given)
+            except BaseException as error:
+                for _, done in batch:
+                    if not done.done():
+                        done.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+                raise
+            for (_, done), probabilities in zip(batch, found, strict=True):
+                if not done.done():
+                    done.set_result(probabilities)

@@ -1,0 +1,130 @@
+"""`omni-infer chat`: a spoken conversation in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+
+from infer.chat.devices import find_device, show_devices
+from infer.chat.keys import interruptions, keys
+from infer.chat.loudspeaker import Loudspeaker
+from infer.chat.microphone import MicrophoneInput
+from infer.chat.questions import PressedQuestions, QuestionFinder, VoiceQuestions
+from infer.chat.saving import ChatFolder
+from infer.chat.screen import ChatScreen
+from infer.chat.talk import Lost, MicrophoneBlock, SpokenChat
+from infer.device import cpu_threads
+from infer.loading import audio_sampling, load
+from infer.options import ChatOptions
+from infer.portaudio import load_sounddevice
+from infer.turns.settings import PCM_RATE, ServerVad
+from infer.turns.vad import Silero
+from omni import hardware
+from omni.edit.deltas import Edits
+from omni.errors import UserError
+from omni.generate.question import longest
+from omni.generate.speech_lm import SpeechLM
+
+TRANSCRIPT_TOKENS = 512
+"""Most tokens of a transcript."""
+
+
+def chat(options: ChatOptions) -> bool:
+    """Talk until the user leaves; returns whether no answer broke.
+
+    Raises:
+        UserError: something is wrong with the options, a device or the model, or a device went away.
+    """
+    sound = load_sounddevice("chat")
+    if options.list_devices:
+        show_devices(sound)
+        return True
+    source, target = find_device(sound, "input", options.device_in), find_device(sound, "output", options.device_out)
+    device = hardware.find_device(options.device, options.quantize)
+    events: SimpleQueue[Any] = SimpleQueue()
+    with ExitStack() as stack:
+        microphone = MicrophoneInput(
+            sound, source, lambda *block: events.put(MicrophoneBlock(*block)), lambda: events.put(Lost("input"))
+        )
+        stack.callback(microphone.close)
+        screen = stack.enter_context(ChatScreen())
+        screen.doing("loading the model")
+        lm, adapter, edits = load(options, device, speaks=True)
+        stack.enter_context(cpu_threads(options.threads, lm.model))
+        session = stack.enter_context(
+            lm.session(
+                sampling=audio_sampling(options),
+                seed=options.seed,
+                max_seconds=options.max_seconds,
+                max_silence=options.max_silence,
+                text_assist=options.text_assist,
+                overflow="forget",
+                context=options.context,
+                adapter=adapter,
+                edits=edits,
+                system=options.system,
+            )
+        )
+        talk = SpokenChat(
+            events,
+            session,
+            question_finder(options, longest(lm.config)),
+            screen,
+            barge_in=options.headphones,
+            pressed=options.push_to_talk,
+            transcribe=transcriber(lm, adapter, edits) if options.transcribe else None,
+            folder=None if options.save is None else ChatFolder(options.save),
+        )
+        loudspeaker = Loudspeaker(sound, target, session.sample_rate, lambda: events.put(Lost("output")))
+        stack.callback(loudspeaker.close)
+        screen.doing("warming up")
+        warm_up(lm)
+        screen.line(f"microphone {source}, loudspeaker {target}")
+        screen.line(welcome(options))
+        stack.enter_context(interruptions(events.put))
+        stack.enter_context(keys(events.put, piped=options.push_to_talk))
+        return talk.run(microphone, loudspeaker)
+
+
+def question_finder(options: ChatOptions, most: float) -> QuestionFinder:
+    """What finds the questions, of at most that many seconds."""
+    if options.push_to_talk:
+        return PressedQuestions(most)
+    settings = ServerVad(threshold=options.threshold, silence_duration_ms=options.silence_duration_ms)
+    return VoiceQuestions(Silero(), settings, options.padding_ms / 1000, most)
+
+
+def transcriber(lm: SpeechLM, adapter: str | None, edits: Edits | None) -> Callable[[np.ndarray], str]:
+    """Writes down a question [S], beside the conversation."""
+
+    def transcribe(question: np.ndarray) -> str:
+        answer = lm.generate(question, "A1T1", sample_rate=PCM_RATE, max_tokens=TRANSCRIPT_TOKENS, adapter=adapter, edits=edits)
+        if answer.error is not None:
+            raise UserError(answer.error)
+        return answer.text
+
+    return transcribe
+
+
+def warm_up(lm: SpeechLM) -> None:
+    """Answer once, so that the first question does not wait for what is compiled or packed with it."""
+    noise = torch.randn(PCM_RATE, generator=torch.Generator().manual_seed(0)) / 10
+    lm.generate(noise, sample_rate=PCM_RATE, max_seconds=0.5)
+
+
+def welcome(options: ChatOptions) -> str:
+    """What to do, and who hears whom."""
+    leave = "Ctrl-C stops an answer, twice (or Ctrl-D) leaves"
+    if options.push_to_talk:
+        return f"Enter begins and ends a question; {leave}"
+    if options.headphones:
+        return f"speak; you interrupt an answer by speaking, so the microphone must not hear the loudspeaker; {leave}"
+    return (
+        "speak; while an answer plays you are not heard, because the microphone hears the loudspeaker too (with headphones or "
+        f"echo cancellation give --headphones); Enter or {leave}"
+    )

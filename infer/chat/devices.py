@@ -1,0 +1,194 @@
+"""Finds microphones and loudspeakers, and opens streams of 16-bit samples on them.
+
+PortAudio is reached through the package `sounddevice`. A stream is opened in one channel at the rate that is wanted, or else at
+the device's own rate, or else in two channels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from omni.errors import UserError
+
+Kind = Literal["input", "output"]
+
+NAMES = {"input": "microphone", "output": "loudspeaker"}
+OPTIONS = {"input": "--device_in", "output": "--device_out"}
+
+LATENCY = 0.06
+"""Seconds that a device is asked to hold: its callbacks are Python's, and wait for other threads."""
+
+
+@dataclass(frozen=True)
+class SoundDevice:
+    """A device of PortAudio.
+
+    Attributes:
+        inputs, outputs: its channels.
+        rate: its own samples per second.
+        default: it is the default microphone, loudspeaker, or both.
+    """
+
+    index: int
+    name: str
+    host: str
+    inputs: int
+    outputs: int
+    rate: int
+    default: tuple[Kind, ...] = ()
+
+    def channels(self, kind: Kind) -> int:
+        return self.inputs if kind == "input" else self.outputs
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.index})"
+
+
+def all_devices(sound: Any) -> list[SoundDevice]:
+    """The devices that there are; `sound` is the module `sounddevice`."""
+    hosts = [host["name"] for host in sound.query_hostapis()]
+    usual: dict[Kind, int] = {}
+    for kind in ("input", "output"):
+        with contextlib.suppress(sound.PortAudioError):  # there is none
+            usual[kind] = sound.query_devices(kind=kind)["index"]
+    return [
+        SoundDevice(
+            index,
+            " ".join(found["name"].split()),
+            hosts[found["hostapi"]],
+            found["max_input_channels"],
+            found["max_output_channels"],
+            round(found["default_samplerate"]),
+            tuple(kind for kind in usual if usual[kind] == index),
+        )
+        for index, found in enumerate(sound.query_devices())
+    ]
+
+
+def those(devices: list[SoundDevice], kind: Kind) -> str:
+    """The devices of a kind, for an error."""
+    found = [str(device) for device in devices if device.channels(kind)]
+    return f"there are {', '.join(found)}" if found else f"there is no {NAMES[kind]} at all; connect one"
+
+
+def find_device(sound: Any, kind: Kind, given: str | None) -> SoundDevice:
+    """The device of a number or a part of a name, by default the system's.
+
+    Raises:
+        UserError: none, several, or one of the other kind; it names those that there are.
+    """
+    devices, name, option = all_devices(sound), NAMES[kind], OPTIONS[kind]
+    able = [device for device in devices if device.channels(kind)]
+    if given is None:
+        found = [device for device in able if kind in device.default]
+        if not found:
+            way = f": {those(devices, kind)}" if not able else f"; choose one with {option}: {those(devices, kind)}"
+            raise UserError(f"the system names no {name}{way}")
+        return found[0]
+    if given.isascii() and given.isdigit():
+        found = [device for device in devices if device.index == int(given)]
+    else:
+        try:
+            wanted = sound.query_devices(given, kind)["index"]
+        except (ValueError, sound.PortAudioError):
+            matching = [device for device in able if given.lower() in f"{device.name}, {device.host}".lower()]
+            few = f"{option} {given!r} is the name of several: {', '.join(map(str, matching))}; give the number of one"
+            none = f"{option} {given!r} is no {name}; {those(devices, kind)}"
+            raise UserError(few if len(matching) > 1 else none) from None
+        found = [device for device in devices if device.index == wanted]
+    if not found or not found[0].channels(kind):
+        other = f" ({found[0].name!r} has no {kind})" if found else ""
+        raise UserError(f"{option} {given} is no {name}{other}; {those(devices, kind)}")
+    return found[0]
+
+
+@dataclass(frozen=True)
+class OpenStream:
+    """A stream that was opened, and not started, with the rate and the channels that the device took."""
+
+    stream: Any
+    rate: int
+    channels: int
+
+
+def open_stream(
+    sound: Any, device: SoundDevice, kind: Kind, rate: int, callback: Callable[..., None], finished: Callable[[], None]
+) -> OpenStream:
+    """Open a stream on a device, at `rate` where it takes that.
+
+    Args:
+        callback: PortAudio's: called in a thread of its own with a buffer, its frames, their times and the status.
+        finished: called in that thread when the stream has ended.
+
+    Raises:
+        UserError: the device takes no rate and no number of channels that was tried.
+    """
+    make = sound.RawInputStream if kind == "input" else sound.RawOutputStream
+    refusals: dict[str, None] = {}
+    for channels, one in _forms(device.channels(kind), rate, device.rate):
+        try:
+            stream = make(
+                samplerate=one,
+                channels=channels,
+                dtype="int16",
+                device=device.index,
+                latency=LATENCY,
+                callback=callback,
+                finished_callback=finished,
+            )
+        except sound.PortAudioError as error:
+            refusals[f"{one} Hz in {channels} channel{'s' * (channels > 1)}: {' '.join(str(error).split())}"] = None
+        else:
+            return OpenStream(stream, one, channels)
+    raise UserError(
+        f"the {NAMES[kind]} {device} cannot be opened ({'; '.join(refusals)}); end other programs that use it, or choose "
+        f"another with {OPTIONS[kind]}: {those(all_devices(sound), kind)}"
+    )
+
+
+def _forms(most: int, wanted: int, own: int) -> Iterator[tuple[int, int]]:
+    """Channels and rates in the order in which they are tried."""
+    for channels in (1, 2):
+        if channels <= most:
+            yield from ((channels, rate) for rate in dict.fromkeys((wanted, own)))
+
+
+def start_stream(sound: Any, device: SoundDevice, kind: Kind, stream: Any) -> None:
+    """Start a stream; UserError where the device refuses."""
+    try:
+        stream.start()
+    except sound.PortAudioError as error:
+        raise UserError(
+            f"the {NAMES[kind]} {device} cannot be started ({' '.join(str(error).split())}); end other programs that use it, "
+            f"or choose another with {OPTIONS[kind]}: {those(all_devices(sound), kind)}"
+        ) from error
+
+
+def close_stream(sound: Any, stream: Any) -> None:
+    """Stop a stream at once and close it, also where its device is gone."""
+    for act in (stream.abort, stream.close):
+        with contextlib.suppress(sound.PortAudioError):
+            act()
+
+
+def show_devices(sound: Any) -> None:
+    """Print a table of the devices."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    devices = all_devices(sound)
+    if not devices:
+        print("PortAudio finds no microphone and no loudspeaker; connect one, or give this user access to it")
+        return
+    table = Table(box=box.SIMPLE)
+    for head in ("", "device", "by", "in", "out", "Hz", "default"):
+        table.add_column(head, justify="right" if head in ("", "in", "out", "Hz") else "left", overflow="fold")
+    for one in devices:
+        channels = [str(number or "") for number in (one.inputs, one.outputs)]
+        usual = ", ".join(NAMES[kind] for kind in one.default)
+        table.add_row(str(one.index), one.name, one.host, *channels, str(one.rate), usual)
+    Console().print(table)

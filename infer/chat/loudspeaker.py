@@ -1,0 +1,146 @@
+"""The loudspeaker: plays answers as they come, stops at once, and knows what was played.
+
+PortAudio asks for the samples that are to be heard at a time ahead of the present one. Each piece of an answer is noted with
+that time, so that what was played is known between two of its calls, gaps left out:
+
+    time          ... | piece 0       | gap | piece 1       | piece 2 ...
+    stream.time                               ^ now: played = piece 0 and this part of piece 1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from infer.chat.devices import SoundDevice, close_stream, open_stream, start_stream
+from infer.samples import SampleQueue, to_int16
+
+MOST_AHEAD = 2.0
+"""Seconds by which a device can be ahead; where it tells more, or less than none, its latency is taken."""
+
+
+class Loudspeaker:
+    """Plays one answer after another.
+
+    Args:
+        sound: the module `sounddevice`.
+        rate: samples per second of the answers.
+        lost: called in PortAudio's thread when the device is gone.
+
+    Raises:
+        UserError: the device cannot be opened.
+    """
+
+    def __init__(self, sound: Any, device: SoundDevice, rate: int, lost: Callable[[], None]) -> None:
+        self.device, self._sound, self._given_rate, self._lost = device, sound, rate, lost
+        self._lock = threading.Lock()
+        self._queue = SampleQueue()
+        self._taken = 0  # samples of the answer that the device has got
+        self._marks: deque[tuple[float, int, int]] = deque(maxlen=512)  # when heard, first sample, samples
+        self._whole = self._stopping = False
+        self._told = 0.0
+        opened = open_stream(sound, device, "output", rate, self._fill, self._finished)
+        self._stream, self._rate, self._channels = opened.stream, opened.rate, opened.channels
+        self._resample = self._resampler()
+
+    def _resampler(self) -> Any:
+        if self._rate == self._given_rate:
+            return None
+        from infer.resampler import Resampler  # PyAV, which most loudspeakers do not need
+
+        return Resampler(self._given_rate, self._rate)
+
+    def begin(self) -> None:
+        """Make ready for an answer; UserError where the device refuses."""
+        with self._lock:
+            self._queue.clear()
+            self._marks.clear()
+            self._taken, self._whole = 0, False
+        self._resample = self._resampler()
+        if not self._stream.active:
+            if not self._stream.stopped:  # the device ended it by itself
+                self._stream.stop()
+            self._stopping = False
+            start_stream(self._sound, self.device, "output", self._stream)
+
+    def write(self, samples: np.ndarray) -> None:
+        """Play samples [S], float32, after those before."""
+        with self._lock:
+            self._queue.push(samples if self._resample is None else self._resample.push(samples))
+
+    def end(self) -> None:
+        """The answer has no more samples."""
+        with self._lock:
+            if self._resample is not None:
+                self._queue.push(self._resample.finish())
+            self._whole = True
+
+    @property
+    def played(self) -> float:
+        """Seconds of the answer that were heard by now."""
+        now = self._now()
+        with self._lock:
+            return self._played(now) / self._rate
+
+    def _now(self) -> float:
+        """The stream's time; of a device that is gone, the last that it told."""
+        with contextlib.suppress(self._sound.PortAudioError):
+            self._told = self._stream.time
+        return self._told
+
+    def _played(self, now: float) -> int:
+        for at, first, count in reversed(self._marks):
+            if at <= now:
+                return first + min(int((now - at) * self._rate), count)
+        return self._marks[0][1] if self._marks else 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are samples that were not heard yet."""
+        now = self._now()
+        with self._lock:
+            return bool(self._queue.count) or self._played(now) < self._taken
+
+    @property
+    def done(self) -> bool:
+        """Whether all of the answer was heard."""
+        return self._whole and not self.waits
+
+    def stop(self) -> float:
+        """Be silent at once; returns the seconds of the answer that were heard."""
+        self._stopping = True
+        with self._lock:
+            now = self._now()
+            self._taken = self._played(now)
+            self._queue.clear()
+            self._marks.clear()
+            self._marks.append((now, self._taken, 0))
+            self._whole = True
+        with contextlib.suppress(self._sound.PortAudioError):  # the device is gone
+            self._stream.abort()
+        return self._taken / self._rate
+
+    def _fill(self, out: Any, frames: int, time: Any, status: Any) -> None:
+        ahead = time.outputBufferDacTime - time.currentTime
+        at = self._now() + (ahead if 0 < ahead < MOST_AHEAD else self._stream.latency)
+        with self._lock:
+            piece = self._queue.take(frames)
+            if len(piece):
+                self._marks.append((at, self._taken, len(piece)))
+                self._taken += len(piece)
+        data = np.repeat(to_int16(piece), self._channels).tobytes()
+        out[: len(data)] = data
+        out[len(data) :] = bytes(len(out) - len(data))
+
+    def _finished(self) -> None:
+        if not self._stopping:
+            self._lost()
+
+    def close(self) -> None:
+        self._stopping = True
+        close_stream(self._sound, self._stream)

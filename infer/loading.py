@@ -1,0 +1,86 @@
+"""Loads the model that `ask` and `chat` answer with, and what acts beside it."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple, Protocol
+
+import torch
+
+from infer.device import serving_dtype
+from omni.edit.deltas import Edits
+from omni.edit.storage import load_edits
+from omni.errors import UserError
+from omni.generate.sampling import Sampling
+from omni.generate.speech_lm import SpeechLM
+
+
+class ModelOptions(Protocol):
+    """Options of a command that say which model answers; `infer.options` documents them."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def codec_folder(self) -> str | None: ...
+    @property
+    def adapter(self) -> str | None: ...
+    @property
+    def edits(self) -> str | None: ...
+    @property
+    def dtype(self) -> str | None: ...
+    @property
+    def quantize(self) -> str | None: ...
+    @property
+    def kernels(self) -> str: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+
+
+class Loaded(NamedTuple):
+    """A model, the name of the adapter that answers, and the corrections that act, where there are any."""
+
+    lm: SpeechLM
+    adapter: str | None
+    edits: Edits | None
+
+
+def load(options: ModelOptions, device: torch.device, speaks: bool, otherwise: str = "") -> Loaded:
+    """Load the model of the options.
+
+    Args:
+        speaks: whether answers are to be heard.
+        otherwise: what else can be done where they cannot be, for the error.
+
+    Raises:
+        UserError: no model, adapter or corrections that fit, or no weights of the codec where it is to be heard.
+    """
+    dtype = serving_dtype(options.dtype, device, options.model)
+    lm = SpeechLM.from_pretrained(
+        options.model,
+        device,
+        dtype,
+        quantize=options.quantize,
+        kernels=options.kernels,
+        codec_folder=options.codec_folder,
+    )
+    if speaks and lm.codec is None:
+        raise UserError(
+            f"{options.model} has no weights of the codec {lm.config.codec!r}, so it cannot be heard; name their folder with "
+            f"--codec_folder, {'or ' * (not otherwise)}put them into {options.model}/codec{otherwise}"
+        )
+    adapter = lm.load_adapter(options.adapter) if options.adapter is not None else None
+    edits = load_edits(options.edits, lm.model) if options.edits is not None else None
+    if dtype is not None and options.dtype is None:
+        print("weights in bfloat16, as this GPU multiplies them; --dtype auto keeps them as stored", file=sys.stderr)
+    return Loaded(lm, adapter, edits)
+
+
+def audio_sampling(options: ModelOptions) -> Sampling:
+    """How the audio streams are drawn."""
+    return Sampling(options.temperature, options.top_k, options.top_p, options.repetition_penalty)

@@ -1,0 +1,71 @@
+"""Runs `omni-infer chat` over a stand-in for the sound library, with the tiny model of `tests/infer`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omni.generate.session import Session
+from tests.infer.chat.fake_sound import FakeSound, LevelVad, LockstepQueue, Script
+from tests.infer.conftest import Done
+
+
+@dataclass
+class Talked:
+    """What a chat has done.
+
+    Attributes:
+        asked: the pieces of each question, joined; `cancelled`, the seconds heard that the session was told.
+    """
+
+    done: Done
+    sound: FakeSound
+    asked: list[np.ndarray] = field(default_factory=list)
+    cancelled: list[float] = field(default_factory=list)
+
+
+Talks = Callable[..., Talked]
+
+
+@pytest.fixture
+def talk(run: Any, monkeypatch: pytest.MonkeyPatch) -> Talks:
+    """Run a chat over a script."""
+
+    def call(script: Script | None, *words: object, sound: FakeSound | None = None) -> Talked:
+        fake = sound or FakeSound(script)
+        talked = Talked(Done(0, b"", ""), fake)
+        ask, cancel = Session.ask, Session.cancel
+
+        def recorded(self: Session, question: Any, *args: Any, **more: Any) -> Any:
+            pieces: list[np.ndarray] = []
+            talked.asked.append(np.zeros(0, np.int16))
+
+            def noted() -> Iterator[np.ndarray]:
+                for piece in question:
+                    pieces.append(piece.copy())
+                    talked.asked[-1] = np.concatenate(pieces)
+                    yield piece
+
+            return ask(self, noted(), *args, **more)
+
+        def noted(self: Session, played_seconds: float | None = None, shown_characters: int | None = None) -> None:
+            if played_seconds is not None:
+                talked.cancelled.append(played_seconds)
+            cancel(self, played_seconds, shown_characters)
+
+        monkeypatch.setitem(sys.modules, "sounddevice", fake)
+        monkeypatch.setattr("infer.chat.chat.SimpleQueue", lambda: LockstepQueue(fake))
+        monkeypatch.setattr("infer.chat.chat.Silero", LevelVad)
+        monkeypatch.setattr(Session, "ask", recorded)
+        monkeypatch.setattr(Session, "cancel", noted)
+        talked.done = run("chat", *words)
+        monkeypatch.setattr(Session, "ask", ask)
+        monkeypatch.setattr(Session, "cancel", cancel)
+        return talked
+
+    return call

@@ -1,0 +1,317 @@
+"""Whole conversations over a scripted microphone: what was asked, what was heard, and what stays in the history."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from infer.chat.chat import transcriber
+from omni.audio.io import pcm16
+from omni.generate.runner import Runner
+from omni.generate.speech_lm import SpeechLM
+from omni.tasks import Turn
+from tests.infer.chat.conftest import Talks
+from tests.infer.chat.fake_sound import RATE, FakeSound, Wait
+
+SHORT = ("--max_seconds", "0.8")
+
+
+def question(sound: FakeSound, seconds: float = 0.6) -> Iterator[Any]:
+    yield from sound.say(seconds)
+    yield from sound.quiet(0.7)
+
+
+def two_questions(sound: FakeSound) -> Iterator[Any]:
+    yield from sound.quiet(0.5)
+    yield from question(sound)
+    yield from sound.until_played()
+    yield from sound.quiet(0.3)
+    yield from question(sound, 0.4)
+    yield from sound.until_played()
+
+
+def barge_in(sound: FakeSound) -> Iterator[Any]:
+    yield from sound.quiet(0.5)
+    yield from question(sound)
+    yield Wait()
+    yield from sound.until_heard(0.33)
+    yield from question(sound, 0.5)
+    yield from sound.until_played()
+
+
+def place_of(piece: np.ndarray, whole: np.ndarray) -> int:
+    """Where a piece begins in a sound; -1 where it is not in it."""
+    return whole.tobytes().find(piece.tobytes()) // 2
+
+
+def read(file: Path) -> np.ndarray:
+    return np.asarray(soundfile.read(file, dtype="int16")[0])
+
+
+def history(lm: SpeechLM, folder: Path) -> tuple[Turn, ...]:
+    """The turns of a conversation that was kept."""
+    with lm.session(history=folder / "conversation.safetensors") as session:
+        return session.turns
+
+
+def test_questions_are_asked_bit_for_bit_and_answers_played_whole(talk: Talks, lm: SpeechLM, tmp_path: Path) -> None:
+    talked = talk(two_questions, "--save", "kept", *SHORT)
+    assert talked.done.code == 0, talked.done.err
+    first, second = (place_of(asked, talked.sound.input) for asked in talked.asked)
+    assert abs(first / RATE - 0.4) < 0.05 and abs(len(talked.asked[0]) / RATE - 0.8) < 0.07
+    assert second > first + len(talked.asked[0]) and abs(len(talked.asked[1]) / RATE - 0.6) < 0.07
+    with lm.session(max_seconds=0.8) as session:
+        answers = [session.answer(asked, sample_rate=RATE) for asked in talked.asked]
+        turns = session.turns
+    for number, (answer, heard) in enumerate(zip(answers, talked.sound.silenced, strict=False), 1):
+        wanted = np.frombuffer(pcm16(answer.audio), np.int16)
+        assert np.array_equal(heard[: len(wanted)], wanted) and not heard[len(wanted) :].any()
+        assert np.array_equal(read(tmp_path / f"kept/answer-{number}.wav"), wanted)
+        assert np.array_equal(read(tmp_path / f"kept/question-{number}.wav"), talked.asked[number - 1])
+        assert f"model: {answer.text} (0.8 s, first audio" in talked.done.text
+    assert talked.cancelled == [] and repr(history(lm, tmp_path / "kept")) == repr(turns)
+    states = ["listening", "hearing you", "thinking", "speaking"]
+    shown = [line for line in talked.done.err.split("\n") if line.startswith("[")]
+    assert shown == [f"[{state}]" for state in ("loading the model", "warming up", *states, *states, "listening")]
+
+
+def test_speech_stops_an_answer_and_the_history_keeps_what_was_heard(talk: Talks, lm: SpeechLM, tmp_path: Path) -> None:
+    talked = talk(barge_in, "--headphones", "--save", "kept", *SHORT)
+    assert talked.done.code == 0, talked.done.err
+    heard = talked.sound.silenced[0]
+    frame = lm.codec.sample_rate / lm.codec.frame_rate
+    assert 0.33 * 8000 <= len(heard) < 0.55 * 8000  # two frames of speech, in blocks of 20 ms
+    assert abs(talked.cancelled[0] * 8000 - len(heard)) <= 1
+    turns = history(lm, tmp_path / "kept")
+    assert turns[0].codes.shape[1] == len(heard) // frame and turns[1].codes.shape[1] * frame == 0.8 * 8000
+    assert abs(len(read(tmp_path / "kept/answer-1.wav")) - len(heard)) <= 1
+    whole = lm.generate(talked.asked[0], sample_rate=RATE, max_seconds=0.8)
+    assert np.array_equal(heard, np.frombuffer(pcm16(whole.audio), np.int16)[: len(heard)])
+    assert "(interrupted after 0." in talked.done.text and whole.text not in talked.done.text
+    # The question that interrupts begins with its padding, while the answer still played, and holds none of the first.
+    first, second = (place_of(asked, talked.sound.input) for asked in talked.asked)
+    assert first + len(talked.asked[0]) <= second and abs(len(talked.asked[1]) / RATE - 0.7) < 0.07
+
+
+def test_without_headphones_nobody_is_heard_while_an_answer_plays(talk: Talks) -> None:
+    def script(sound: FakeSound) -> Iterator[Any]:
+        yield from question(sound)
+        yield Wait()
+        yield from sound.until_heard(0.2)
+        yield from sound.say(0.4)
+        yield from sound.quiet(0.6)
+        told.append(sound.samples)
+        yield from question(sound)
+        yield from sound.until_played()
+
+    told: list[int] = []
+    talked = talk(script, *SHORT)
+    assert talked.done.code == 0 and talked.cancelled == []
+    assert len(talked.asked) == 2 and "interrupted" not in talked.done.text
+    assert abs(place_of(talked.asked[1], talked.sound.input) - (told[0] - 0.1 * RATE)) < 0.04 * RATE
+
+
+def test_speech_before_the_first_sound_takes_the_place_of_the_question(talk: Talks, monkeypatch: Any) -> None:
+    both, step = threading.Event(), Runner.step
+
+    def script(sound: FakeSound) -> Iterator[Any]:
+        yield from sound.quiet(0.3)
+        yield from question(sound)
+        yield from question(sound)
+        both.set()
+        yield from sound.until_played()
+
+    def late(self: Runner, *args: Any, **more: Any) -> Any:
+        assert both.wait(20)
+        return step(self, *args, **more)
+
+    monkeypatch.setattr("infer.chat.chat.warm_up", lambda lm: None)
+    monkeypatch.setattr(Runner, "step", late)
+    talked = talk(script, *SHORT)
+    assert talked.done.code == 0 and len(talked.asked) == 2
+    assert talked.done.text.count("(interrupted)") == 1 and talked.done.text.count("first audio") == 1
+
+
+def test_a_barge_in_while_the_answer_is_still_made(talk: Talks, lm: SpeechLM, tmp_path: Path) -> None:
+    def script(sound: FakeSound) -> Iterator[Any]:
+        yield from question(sound)
+        yield Wait(12)
+        yield from sound.until_heard(0.1)
+        yield from question(sound, 0.5)
+        yield from sound.until_played()
+
+    talked = talk(script, "--headphones", "--save", "kept", "--max_seconds", "2")
+    assert talked.done.code == 0, talked.done.err
+    frame = lm.codec.sample_rate / lm.codec.frame_rate
+    kept = history(lm, tmp_path / "kept")[0].codes.shape[1]
+    assert kept * frame <= talked.cancelled[0] * 8000 < (kept + 1) * frame
+
+
+def test_noise_is_no_question(talk: Talks) -> None:
+    def script(sound: FakeSound) -> Iterator[Any]:
+        yield from sound.quiet(0.5)
+        yield from sound.noise(0.5, 0.03)
+        yield from sound.quiet(0.5)
+
+    talked = talk(script)
+    assert talked.done.code == 0 and talked.asked == [] and "[hearing you]" not in talked.done.err
+
+
+def test_enter_begins_and_ends_a_pressed_question_and_stops_an_answer(talk: Talks) -> None:
+    bounds: list[int] = []
+
+    def script(sound: FakeSound) -> Iterator[Any]:
+        def press() -> Iterator[Any]:
+            bounds.append(sound.samples)
+            yield "enter"
+
+        yield from sound.say(0.5)  # nobody has pressed
+        yield from press()
+        yield from sound.quiet(0.4)
+        yield from press()
+        yield Wait()
+        yield from sound.until_heard(0.3)
+        yield from press()
+        yield from sound.quiet(0.2)
+        yield from press()
+        yield from sound.until_played()
+        yield "enter"
+        yield "enter"  # before a block came
+
+    talked = talk(script, "--push_to_talk", *SHORT)
+    assert talked.done.code == 0, talked.done.err
+    whole = talked.sound.input
+    assert len(talked.asked) == 3 and not len(talked.asked[2])
+    assert np.array_equal(talked.asked[0], whole[bounds[0] : bounds[1]])
+    assert np.array_equal(talked.asked[1], whole[bounds[2] : bounds[3]])
+    assert len(talked.cancelled) == 1 and 0.28 <= talked.cancelled[0] <= 0.34
+
+
+def test_ctrl_c_stops_the_answer_and_twice_leaves_with_what_was_heard(talk: Talks, lm: SpeechLM, tmp_path: Path) -> None:
+    def script(sound: FakeSound) -> Iterator[Any]:
+        yield from question(sound)
+        yield Wait()
+        yield from sound.until_heard(0.2)
+        signal.raise_signal(signal.SIGINT)
+        yield from sound.quiet(0.1)
+        signal.raise_signal(signal.SIGINT)
+        yield from sound.quiet(0.1)
+
+    before = signal.getsignal(signal.SIGINT)
+    talked = talk(script, "--save", "kept", *SHORT)
+    assert talked.done.code == 130 and talked.done.err.endswith("interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "(stopped after 0.2 s)" in talked.done.text and "Ctrl-C again, or Ctrl-D, leaves" in talked.done.err
+    assert history(lm, tmp_path / "kept")[0].codes.shape[1] == 0.2 * 8000 // (8000 / lm.codec.frame_rate)
+    assert talked.sound.streams["input"].calls[-2:] == talked.sound.streams["output"].calls[-2:] == ["abort", "close"]
+
+
+def test_leaving_drops_the_question_under_way(talk: Talks, tmp_path: Path) -> None:
+    def script(sound: FakeSound) -> Iterator[Any]:
+        yield from sound.quiet(0.3)
+        yield from sound.say(0.5)
+        yield "end"
+
+    talked = talk(script, "--save", "kept")
+    assert talked.done.code == 0 and len(talked.asked) == 1 and list((tmp_path / "kept").iterdir()) == []
+
+
+def test_a_transcript_is_shown_where_it_is_asked_for(talk: Talks, lm: SpeechLM, monkeypatch: Any) -> None:
+    def script(sound: FakeSound) -> Iterator[Any]:
+        yield from two_questions(sound)
+        yield from sound.quiet(1.0)
+
+    monkeypatch.setattr("infer.chat.chat.transcriber", lambda lm, *beside: lambda question: f"heard {len(question)}")
+    talked = talk(script, "--transcribe", *SHORT)
+    for asked in talked.asked:
+        assert f"you: heard {len(asked)}\n" in talked.done.text
+
+    def refuse(question: np.ndarray) -> str:
+        raise ValueError("no such task")
+
+    monkeypatch.setattr("infer.chat.chat.transcriber", lambda lm, *beside: refuse)
+    talked = talk(script, "--transcribe", *SHORT)
+    assert talked.done.code == 0 and talked.done.err.count("no transcripts: no such task") == 1
+
+
+def test_a_transcript_is_the_models_beside_the_conversation(lm: SpeechLM, monkeypatch: Any) -> None:
+    monkeypatch.setattr("infer.chat.chat.TRANSCRIPT_TOKENS", 8)
+    heard = np.random.default_rng(0).normal(0, 3000, RATE // 2).astype(np.int16)
+    assert transcriber(lm, None, None)(heard) == lm.generate(heard, "A1T1", sample_rate=RATE, max_tokens=8).text
+
+
+def test_an_answer_that_breaks_is_told_and_the_talk_goes_on(talk: Talks, monkeypatch: Any) -> None:
+    from omni.generate.results import Ended, Timings
+    from omni.generate.session import Session
+
+    answer, count = Session.events_of, 0
+
+    def broken(self: Session, running: Any) -> Any:
+        nonlocal count
+        count += 1
+        for event in answer(self, running):
+            if isinstance(event, Ended) and count == 1:
+                event = Ended("error", Timings(), "the logits are not finite; load the model in float32")
+            yield event
+
+    monkeypatch.setattr("infer.chat.chat.warm_up", lambda lm: None)
+    monkeypatch.setattr(Session, "events_of", broken)
+    talked = talk(two_questions, *SHORT)
+    assert talked.done.code == 1 and "error: the logits are not finite; use --dtype float32" in talked.done.err
+    assert talked.done.text.count("(broken off)") == 1 and talked.done.text.count("first audio") == 1
+
+
+@pytest.mark.parametrize("kind", ["input", "output"])
+def test_a_device_that_goes_away_is_named_with_those_that_are_left(talk: Talks, kind: str, tmp_path: Path) -> None:
+    def script(sound: FakeSound) -> Iterator[Any]:
+        yield from question(sound)
+        yield Wait()
+        yield from sound.until_heard(0.2)
+        sound.streams[kind].unplug()
+        yield from sound.quiet(0.1)
+
+    talked = talk(script, "--save", "kept", *SHORT)
+    name = {"input": "microphone 'Built-in Microphone' (0)", "output": "loudspeaker 'Built-in Speakers' (1)"}[kind]
+    assert talked.done.code == 2 and f"error: the {name} is gone" in talked.done.err
+    assert f"--device_{kind.removesuffix('put')}: besides it there are 'USB Headset' (2)" in talked.done.err
+    assert (tmp_path / "kept/conversation.safetensors").exists() and (tmp_path / "kept/question-1.wav").exists()
+
+
+def test_a_muted_microphone_is_told_once(talk: Talks) -> None:
+    def script(sound: FakeSound) -> Iterator[Any]:
+        yield np.zeros(RATE * 4, np.int16)
+        yield np.zeros(RATE * 4, np.int16)
+
+    assert talk(script).done.err.count("nothing but zeros") == 1
+
+
+def test_other_rates_and_two_channels_are_converted(talk: Talks, lm: SpeechLM) -> None:
+    sound = FakeSound()
+    sound.takes = {"input": ((48_000,), (2,)), "output": ((48_000,), (2,))}
+    sound.script = iter([*sound.quiet(0.5), *sound.say(1.2), *sound.quiet(1.4), Wait()])  # at twice the pace
+    talked = talk(None, *SHORT, sound=sound)
+    assert talked.done.code == 0, talked.done.err
+    assert sound.opened == [(k, i, r, c) for k, i in (("input", 0), ("output", 1)) for r, c in forms(k)]
+    assert len(talked.asked) == 1 and abs(len(talked.asked[0]) / RATE - 0.8) < 0.07
+
+
+def forms(kind: str) -> list[tuple[int, int]]:
+    own = RATE if kind == "input" else 8000
+    return [(own, 1), (48_000, 1), (own, 2), (48_000, 2)]
+
+
+def test_a_kept_question_has_the_same_answer_by_ask(talk: Talks, run: Any, tmp_path: Path) -> None:
+    def script(sound: FakeSound) -> Iterator[Any]:
+        yield from question(sound)
+        yield from sound.until_played()
+
+    assert talk(script, "--save", "kept", *SHORT).done.code == 0
+    assert run("ask", "kept/question-1.wav", "--out", "a.wav", *SHORT).code == 0
+    assert np.array_equal(read(tmp_path / "a.wav"), read(tmp_path / "kept/answer-1.wav"))

@@ -1,0 +1,152 @@
+"""Processes that meet: what differs between them is found before anything is trained, and nobody waits in silence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from omni.errors import UserError
+from tests.processes import environment, free_port, two
+from train import cli
+from train.distributed import launching
+from train.trainer.usage import is_worker_lost, worker_lost
+
+NANO = ("fit", "configs/nano.yaml", "--fabric.accelerator", "cpu", "--fabric.devices", "auto")
+
+
+def told(**other: Any) -> list[Any]:
+    return [["a", {"seed": 0, "optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}}], ["b", {**other}]]
+
+
+def test_configurations_that_differ_are_named_with_process_host_and_both_values() -> None:
+    same = told()[0][1]
+    launching._check_same([["a", same], ["b", {**same}]])
+    for other, said in (
+        ({**same, "seed": 3}, r"process 1 \(host b\) has seed 3, and the first process 0; start all with the same"),
+        ({**same, "optimizer": {"lr": 0.2, "betas": [0.9, 0.95]}}, r"has optimizer.lr 0\.2, and the first process 0\.1"),
+        ({"seed": 0}, r"has optimizer.lr None"),
+        ({**same, "more": 1}, r"has more 1, and the first process None"),
+    ):
+        with pytest.raises(UserError, match=said) as error:
+            launching._check_same([["a", same], ["b", other]])
+        assert error.value.shared
+
+
+def test_a_run_folder_that_another_process_does_not_see_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "LOOKS", (0.0, 0.0))
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+
+    def group(sees: bool) -> Any:
+        broadcast = lambda value: value  # noqa: E731
+        return SimpleNamespace(world=2, first=True, broadcast=broadcast, gather=lambda own: [own, ("b", sees)])
+
+    launching.check_shared(here, group(True))
+    with pytest.raises(UserError, match=r"process 1 \(host b\) does not see .*here of the first process .*all nodes share"):
+        launching.check_shared(here, group(False))
+    assert not list(here.iterdir())
+    other = SimpleNamespace(world=2, first=False, broadcast=lambda value: ".shared-x", gather=lambda own: [("a", True), own])
+    with pytest.raises(UserError, match="process 1"):
+        launching.check_shared(there, other)
+    alone = SimpleNamespace(world=1)
+    launching.check_shared(there, alone)  # type: ignore[arg-type]
+
+
+def test_an_address_that_is_unknown_and_a_port_that_is_taken_are_one_line() -> None:
+    with (
+        pytest.raises(UserError, match="MASTER_ADDR nosuch.invalid is not known here"),
+        launching._meeting(2, "nosuch.invalid", "1"),
+    ):
+        pass
+    with pytest.raises(UserError, match="port 7 of localhost is taken"), launching._meeting(2, "localhost", "7"):
+        raise dist.DistNetworkError("The server socket has failed to listen: EADDRINUSE")
+
+
+def test_whoever_waits_at_the_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, over = list[str](), threading.Event()
+    monkeypatch.setattr(launching, "PATIENT", 0.01)
+    monkeypatch.setattr(launching, "say", lambda line: said.append(line) or (len(said) == 3 and over.set()))
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("RANK", "1")
+    launching._say_waiting(over, 2, "node1:29500")
+    assert (
+        len(said) == 3 and "process 1: waiting for the others of 2 processes at node1:29500, for 0 s; Slurm's job 77" in said[0]
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_whoever_waits_at_the_start(number: int) -> None:
+    """The library waits in code that no handler of Python's interrupts."""
+    program = (
+        "import os, signal, sys\n"
+        "from datetime import timedelta\n"
+        "import torch.distributed as dist\n"
+        "from omni.process import end_in_order\n"
+        "from train.distributed.launching import _meeting\n"
+        "end_in_order()\n"
+        "with _meeting(2, '127.0.0.1', sys.argv[1]):\n"
+        "    print('waits', flush=True)\n"
+        "    dist.TCPStore('127.0.0.1', int(sys.argv[1]), 2, True, timedelta(seconds=60))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, free_port()], stdout=subprocess.PIPE, env=environment()) as waiting:
+        assert waiting.stdout is not None and waiting.stdout.readline() == b"waits\n"
+        time.sleep(0.2)
+        waiting.send_signal(number)
+        assert waiting.wait(10) == -number
+
+
+def test_a_process_that_is_lost_is_told_before_whoever_started_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    over = threading.Event()
+    monkeypatch.setattr(launching.os, "_exit", lambda code: ended.append(code) or over.set())
+    monkeypatch.setattr(launching, "ENDED", 0.0)
+    monkeypatch.setattr(launching, "say", lambda line: ended.append(line))  # type: ignore[arg-type]
+    monkeypatch.setattr(launching.time, "sleep", lambda seconds: None)
+    codes = iter([None, None, -9, -9])
+    launching._observe([SimpleNamespace(poll=lambda: next(codes), pid=5)])  # type: ignore[list-item]
+    assert over.wait(10) and ended[1] == 75 and "process 1 has died (pid 5)" in str(ended[0])
+
+
+def test_a_mistake_that_only_another_process_has_is_told_by_it(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(cli, "GRACE", 0.0)
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setattr(os, "getppid", lambda: 0)
+    assert cli.main(["fti"]) == 2
+    assert "error: process 2 (host " in capsys.readouterr().err
+    shared = UserError("all have it")
+    shared.shared = True
+    lost = SimpleNamespace(main=lambda words: (_ for _ in ()).throw(shared))
+    monkeypatch.setitem(sys.modules, "lost", lost)  # type: ignore[arg-type]
+    monkeypatch.setitem(cli.COMMANDS, "lost", ("lost", ""))
+    assert cli.main(["lost"]) == 0 and capsys.readouterr().err == ""
+
+
+def test_a_data_worker_that_was_killed_is_no_mistake_of_ours() -> None:
+    error = RuntimeError("DataLoader worker (pid 9919) is killed by signal: Killed. ")
+    assert is_worker_lost(error) and not is_worker_lost(RuntimeError("worker"))
+    found = worker_lost(error, 7, 1)
+    assert found.code == 75
+    assert str(found).startswith("step 7: a data worker (pid 9919) of process 1 was killed, for lack of memory perhaps")
+
+
+@pytest.mark.long
+def test_two_processes_with_different_configurations_are_refused_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = ["import os, runpy, sys", "sys.argv = ['train', *sys.argv[1:], os.environ['RANK']]"]
+    (tmp_path / "different.py").write_text("\n".join([*program, "runpy.run_module('train', run_name='__main__')"]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    first, other = two("different", *NANO, "--run_folder", str(tmp_path / "run"), "--seed", seconds=120)
+    assert first.code == 2 and "process 1 (host" in first.said and "has seed 1, and the first process 0" in first.said
+    assert other.code == 0 and "error" not in other.said

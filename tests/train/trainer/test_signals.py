@@ -1,0 +1,165 @@
+"""What a signal brings about, and what the screen says of it: at the first, in a validation, and at a second Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from tests.train.toys import toy_config, toy_fit, toy_held_out, toy_parts
+from train.checkpoint import retention
+from train.config.sections import CheckpointConfig, LogConfig, ValidationConfig
+from train.trainer.held_out_loss import HeldOut
+from train.trainer.logs import METRICS, VALIDATION, read_table
+from train.trainer.signals import BrokenOff, Stop, break_off
+
+LINES = LogConfig(every=1, progress="lines")
+
+
+def kill(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
+
+
+def waits(lines: list[str], count: int) -> None:
+    """Waits until so many lines were said by the other thread."""
+    end = time.monotonic() + 5
+    while len(lines) < count and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def test_the_first_signal_says_what_it_brings_about_and_ctrl_c_after_it_interrupts() -> None:
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt), Stop(said.append) as stop:
+        stop.phase = "validation"
+        break_off()
+        kill(signal.SIGTERM)
+        waits(said, 1)
+        kill(signal.SIGTERM)
+        with pytest.raises(BrokenOff):
+            break_off()
+        kill()
+    assert stop.number == signal.SIGTERM and len(said) == 1
+    assert said[0].startswith("SIGTERM: the validation is broken off, and the state saved; Ctrl-C again ends")
+    break_off()
+
+
+def test_a_stop_is_said_at_once_and_on_a_line_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def before(step: int) -> None:
+        if step == 3:
+            kill()
+            end = time.monotonic() + 5
+            while "SIGINT: " not in (said := capfd.readouterr().err) and time.monotonic() < end:
+                time.sleep(0.001)
+            heard.append(said)
+
+    heard: list[str] = []
+    outcome, _ = toy_fit(toy_config(tmp_path, log=LINES), toy_parts(before))
+    assert (outcome.step, outcome.signal) == (4, signal.SIGINT)
+    line = "SIGINT: the run stops after this step and saves its state; Ctrl-C again ends it at once, without saving"
+    assert line in heard[0].splitlines()
+
+
+def test_a_signal_within_a_step_ends_the_run_after_it(tmp_path: Path) -> None:
+    parts = toy_parts()
+    flops: list[int] = []
+
+    def idle(progress: float) -> list:
+        flops.append(1)
+        if len(flops) == 6:  # asked twice in a step
+            kill(signal.SIGTERM)
+        return []
+
+    outcome, _ = toy_fit(toy_config(tmp_path), replace(parts, idle=idle))
+    assert (outcome.step, outcome.signal) == (3, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("where", ["answers", "loss", "end"])
+def test_a_validation_that_is_broken_off_is_made_when_the_run_goes_on(
+    tmp_path: Path, where: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int] = []
+
+    def validate(weights: dict[str, Tensor], step: int) -> dict[str, float]:
+        asked.append(step)
+        if len(asked) == 1 and where != "loss":
+            kill(signal.SIGTERM)
+        break_off()
+        return {"exact_match": 0.5}
+
+    plan = ValidationConfig(at_end=True) if where == "end" else ValidationConfig(every_steps=3, at_end=False)
+    config = toy_config(tmp_path, validation=plan, log=LINES, checkpoint=CheckpointConfig(every_minutes=None, keep_best=0))
+    parts = toy_parts(validate=validate)
+    if where == "loss":
+        parts = replace(parts, held_out=HeldOut(Killing(toy_held_out(0, 1))))
+    outcome, _ = toy_fit(config, parts)
+    stopped = 8 if where == "end" else 3
+    assert (outcome.step, outcome.signal, outcome.figures) == (stopped, signal.SIGTERM, {})
+    said = capfd.readouterr().err
+    assert "SIGTERM: the validation is broken off" in said and "validation at step" not in said
+    assert f"stopped by SIGTERM after step {stopped}" in said and not read_table(tmp_path / VALIDATION)
+    outcome, _ = toy_fit(config, toy_parts(validate=validate))
+    assert (outcome.step, outcome.signal) == (8, 0)
+    assert [row["step"] for row in read_table(tmp_path / VALIDATION)] == ([8] if where == "end" else [3, 6])
+    assert [row["step"] for row in read_table(tmp_path / METRICS)] == list(range(1, 9))
+
+
+class Killing(list):
+    """Batches, with a signal after the first."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch
+            kill(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("every", "line"), [(None, "3 steps since the start are lost"), (2, "1 step since {} is lost")])
+def test_a_second_ctrl_c_says_what_is_lost(
+    tmp_path: Path, every: int | None, line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def before(step: int) -> None:
+        if step == 3:
+            kill()
+            kill()
+
+    plan = CheckpointConfig(every_steps=every, every_minutes=None, asynchronous=False)
+    with pytest.raises(KeyboardInterrupt):
+        toy_fit(toy_config(tmp_path, log=LINES, checkpoint=plan), toy_parts(before))
+    saved = retention.newest(tmp_path / "checkpoints")
+    assert f"ended without saving: {line.format(saved)}" in capfd.readouterr().err.splitlines()
+
+
+def test_questions_are_broken_off_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a batch of answers asks again and again whether it is still wanted."""
+    from omni.generate import batch
+
+    class Engine:
+        def ask(self, running: object) -> None: ...
+
+    closed: list[int] = []
+
+    class Session:
+        def close(self) -> None:
+            closed.append(1)
+
+    class Running:
+        over = cancelled = False
+        failure = None
+
+    looks: list[int] = []
+
+    def check() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            raise BrokenOff
+
+    monkeypatch.setattr(batch, "CHECK_SECONDS", 0.01)
+    ask: Callable = lambda: (Session(), Running())  # noqa: E731
+    with pytest.raises(BrokenOff), batch.checked(check):
+        batch.answer_all(Engine(), [ask, ask], 2)
+    assert len(closed) == 2

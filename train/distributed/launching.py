@@ -1,0 +1,226 @@
+"""Starts the processes of a run, has them meet, and checks that all of them are about the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from lightning_fabric import Fabric
+from lightning_fabric.strategies.launchers import subprocess_script
+
+from omni.errors import LostError, UserError
+from omni.files import write_whole
+from omni.process import ENDING, say
+from train.distributed.store import START, fresh, outlives
+from train.distributed.watchdog import AGAIN
+
+T = TypeVar("T")
+
+PATIENT = 15.0
+"""Seconds after which a process that waits for the others at the start says so; again after twice as long."""
+ENDED = 20.0
+"""Seconds after the end of a process that the first one has started, in which the watchdog tells of it."""
+LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)
+"""Seconds before each look for a file that another process has written: network file systems show it late."""
+
+
+class Exchanging(Protocol):
+    """A process group, as far as it is needed here."""
+
+    world: int
+
+    @property
+    def first(self) -> bool: ...
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+    def broadcast(self, value: Any) -> Any: ...
+
+
+def launch(fabric: Fabric, plain: Mapping[str, Any] | None = None) -> None:
+    """Start the run's other processes, or meet those that a launcher has started; under `fabric run` they have met already.
+
+    Under torchrun the process group is made here, over a part of torchrun's store that is new at each restart (see `fresh`).
+
+    Args:
+        plain: the run's configuration, which must be the same in all processes.
+
+    Raises:
+        UserError: they have different configurations, the address of the first one is unknown, or its port is taken.
+    """
+    ready = bool(int(os.environ.get("LT_CLI_USED", "0")))  # by `fabric run`
+    start = (lambda: None) if ready else fabric.launch
+    if fabric.world_size == 1:
+        start()
+    elif outlives(os.environ):
+        device, wait = fabric.device, getattr(fabric.strategy, "_timeout", None)
+        if device.type == "cuda":  # NCCL connects at once
+            torch.cuda.set_device(device)
+        rank, world = int(os.environ["RANK"]), fabric.world_size
+        with _meeting(world, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]):
+            store = fresh(rank, world)
+            if plain is not None:
+                _check_same(_told(store, rank, world, plain))
+            dist.init_process_group(
+                dist.get_default_backend_for_device(device),
+                store=store,
+                rank=rank,
+                world_size=world,
+                timeout=wait,
+                device_id=None if device.type == "cpu" else device,
+            )
+            start()
+    else:
+        around = getattr(fabric.strategy, "cluster_environment", None)
+        address, port = (str(getattr(around, name, "")) for name in ("main_address", "main_port"))
+        with _meeting(fabric.world_size, address, port), _observed():
+            start()
+        if plain is not None:
+            told: list[Any] = [None] * fabric.world_size
+            dist.all_gather_object(told, (socket.gethostname(), dict(plain)))
+            _check_same(told)
+
+
+# --- the meeting ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _meeting(world: int, address: str, port: str) -> Iterator[None]:
+    """While processes wait for each other: signals end this one at once, where they have not changed anything yet, and a line
+    says for whom it waits."""
+    try:
+        socket.getaddrinfo(address or "localhost", None)
+    except OSError as error:
+        raise UserError(f"MASTER_ADDR {address} is not known here ({error.strerror}); give the first node's name") from error
+    over, place = threading.Event(), f"{address}:{port}"
+    threading.Thread(target=partial(_say_waiting, over, world, place), daemon=True).start()
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [n for n in (*ENDING, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"port {port} of {address} is taken, by another run perhaps; give a free one, such as MASTER_PORT=29501"
+            ) from error
+        raise
+    except dist.DistStoreError as error:
+        raise LostError(f"not all of the {world} processes came to {place} within {START}; {AGAIN}") from error
+    finally:
+        over.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say_waiting(over: threading.Event, world: int, place: str) -> None:
+    waited, rank = PATIENT, os.environ.get("RANK", os.environ.get("SLURM_PROCID", os.environ.get("LOCAL_RANK", "0")))
+    hint = ""
+    if "SLURM_JOB_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        hint = f"; Slurm's job {os.environ['SLURM_JOB_ID']} has {world} tasks, which srun starts"
+    while not over.wait(waited / (1 if waited == PATIENT else 2)):
+        say(f"process {rank}: waiting for the others of {world} processes at {place}, for {round(waited)} s{hint}")
+        waited *= 2
+
+
+@contextmanager
+def _observed() -> Iterator[None]:
+    """While processes are started: those of this one are observed by `_observe`, and not by Fabric, which kills this process
+    within five seconds, before it has said which one was lost."""
+    library: Any = subprocess_script
+    before = library._launch_process_observer
+    library._launch_process_observer = _observe
+    try:
+        yield
+    finally:
+        library._launch_process_observer = before
+
+
+def _observe(started: Sequence[subprocess.Popen[Any]]) -> None:
+    """Ends this process where one that it has started has failed, and nothing else tells of it in time."""
+
+    def look() -> None:
+        failed: list[int] = []
+        while not failed:
+            time.sleep(1.0)
+            codes = [one.poll() for one in started]
+            if all(code == 0 for code in codes):
+                return
+            failed = [rank for rank, code in enumerate(codes, 1) if code]
+        time.sleep(ENDED)
+        say(f"error: process {failed[0]} has died (pid {started[failed[0] - 1].pid}); {AGAIN}")
+        os._exit(LostError.code)
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+
+def _told(store: dist.Store, rank: int, world: int, plain: Mapping[str, Any]) -> list[Any]:
+    """Host and configuration of every process."""
+    store.set(f"config/{rank}", json.dumps([socket.gethostname(), plain]))
+    names = [f"config/{other}" for other in range(world)]
+    store.wait(names, START)
+    return [json.loads(text) for text in store.multi_get(names)]
+
+
+def _check_same(told: Sequence[Any]) -> None:
+    """Refuses (UserError, in all processes) configurations that are not the first one's."""
+    first = _flat(told[0][1])
+    for rank, (host, plain) in enumerate(told):
+        here = _flat(plain)
+        for key in (key for key in {**first, **here} if first.get(key) != here.get(key)):
+            error = UserError(
+                f"process {rank} (host {host}) has {key} {here.get(key)!r:.60}, and the first process {first.get(key)!r:.60}; "
+                "start all with the same configuration"
+            )
+            error.shared = True
+            raise error
+
+
+def _flat(plain: Any, key: str = "") -> dict[str, Any]:
+    """Values by dotted keys."""
+    if not isinstance(plain, Mapping) or not plain:
+        return {key: plain}
+    return {k: v for name, part in plain.items() for k, v in _flat(part, f"{key}.{name}".removeprefix(".")).items()}
+
+
+def check_shared(folder: Path, group: Exchanging) -> None:
+    """Refuses (UserError, in all processes) a run folder that not all processes see; it exists for the first one."""
+    if group.world == 1:
+        return
+    name = group.broadcast(f".shared-{uuid4().hex}")
+    if group.first:
+        write_whole(folder / name, "")
+    group.broadcast(None)  # it is written
+    sees = False
+    for seconds in LOOKS:
+        time.sleep(seconds)
+        if sees := (folder / name).exists():
+            break
+    told = group.gather((socket.gethostname(), sees))
+    if group.first:
+        (folder / name).unlink(missing_ok=True)
+    for rank, (host, there) in enumerate(told):
+        if not there:
+            error = UserError(
+                f"run_folder: process {rank} (host {host}) does not see {folder.absolute()} of the first process (host "
+                f"{told[0][0]}); name a folder that all nodes share"
+            )
+            error.shared = True
+            raise error
