@@ -47,7 +47,7 @@ class Clip:
     turn: Tensor | None = None
 
 
-class Heard(NamedTuple):
+class HeardClip(NamedTuple):
     """A window of a question's sound: features [M, F], its number of encoder frames, and frames with speech [F] bool, None
     where nobody asks for them."""
 
@@ -95,7 +95,7 @@ class Prepared:
     def __init__(self, row: Row, kept_as: tuple[int, int] | None = None) -> None:
         self.row = row
         self.kept_as = kept_as
-        self.heard: dict[int, list[Heard]] = {}
+        self.heard: dict[int, list[HeardClip]] = {}
         self.codes: dict[int, Tensor] = {}
         self.ids: dict[str, list[int]] = {}
 
@@ -248,7 +248,7 @@ class ExampleMaker:
             clips.append(Clip(mel, frames, transcript, None if voice is None else turn_labels(voice, frames)))
         return clips
 
-    def _features(self, audio: Tensor, *key: int | str) -> list[Heard]:
+    def _features(self, audio: Tensor, *key: int | str) -> list[HeardClip]:
         """Features [M, F] and encoder frames of each window of a question [S], its sound augmented by the seed `key`."""
         encoder, stack = self.model.encoder, self.model.projector.stack
         try:
@@ -266,20 +266,20 @@ class ExampleMaker:
                 f"the question lasts {len(audio) / SAMPLE_RATE:.1f} s and is split into windows of {encoder.positions} frames, "
                 f"which projector.stack {stack} does not divide: cut it, or change one of them"
             )
-        heard = [Heard(encoder.features(piece), encoder.clip_frames(len(piece))) for piece in pieces]
+        heard = [HeardClip(encoder.features(piece), encoder.clip_frames(len(piece))) for piece in pieces]
         if not self.model.turn or len(heard) > 1:
             return heard
         voice = speech(heard[0].mel if self.augment is None or self.augment.noise_snr_db is None else encoder.features(clean))
         place = torch.arange(heard[0].mel.shape[1]) * len(voice) // heard[0].mel.shape[1]  # speed may have changed the length
         return [heard[0]._replace(voice=voice[place])]
 
-    def _vary(self, heard: Heard, *key: int | str) -> Heard:
+    def _vary(self, heard: HeardClip, *key: int | str) -> HeardClip:
         """Augment a clip by the seed `key`."""
         assert self.augment is not None
         encoder, dice, (mel, frames, voice) = self.model.encoder, torch_dice(self.seed, *key), heard
         if encoder.fixed_length:
             changed = augment_mel(mel, self.augment, dice, frames=min(2 * frames, mel.shape[1]))
-            return Heard(changed, frames)
+            return HeardClip(changed, frames)
         if encoder.feature_floor is None:
             changed = augment_mel(mel, self.augment, dice)
         else:
@@ -287,7 +287,7 @@ class ExampleMaker:
             changed, voice = augment_turn(mel, voice, self.augment, dice, rate, encoder.feature_floor)
         if changed.shape[1] > encoder.feature_frames(encoder.positions):  # as in `_features`
             return heard
-        return Heard(changed, encoder.frames_of(changed.shape[1]), voice)
+        return HeardClip(changed, encoder.frames_of(changed.shape[1]), voice)
 
     def _codes(self, prepared: Prepared, number: int, turn: RowTurn) -> Tensor:
         """Codes [A, F] of the answer: the row's own, or encoded from its audio."""
