@@ -121,8 +121,8 @@ def _turn(session: Session, question: Pending, task: Task, place: Path | None, o
 
     try:
         with outputs:
-            with collect_warnings() as read:
-                asked = question.take()
+            with collect_warnings() as read, named(question):
+                asked = question.hear(session, task)
             meter.restart()
             with collect_warnings() as heard, named(question):
                 events = session.ask(asked, task)

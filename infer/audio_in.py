@@ -3,7 +3,7 @@
 Data from a pipe is identified by its first bytes: a sound file is decoded by its format, text and other files are
 refused by name, and the rest is raw PCM. Everything is read and checked before the model is loaded, except standard
 input: it is drained in the background from the start, so that a recorder that writes into the pipe is never blocked, and
-the question has ended when the pipe ends.
+the question has ended when the pipe ends. Raw PCM and WAV are heard while they come, where the model's encoder hears in chunks.
 
 Dimensions: S samples.
 """
@@ -18,14 +18,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
+import numpy as np
 from torch import Tensor
 
 from infer.given import SOUND
 from infer.options import AskOptions
 from infer.places import PIPE
-from omni.audio.io import MAX_SECONDS, MAX_STREAM_BYTES, from_pcm16, read_audio
+from omni.audio.io import MAX_SECONDS, MAX_STREAM_BYTES, SAMPLE_RATE, from_pcm16, read_audio
 from omni.audio.sniff import HEAD, container, foreign
+from omni.audio.wav_stream import SampleForm, wav_form
 from omni.errors import SoundWarning, UserError
+from omni.generate.listening import Listening
+from omni.generate.question import longest
+from omni.generate.session import Session
+from omni.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,33 @@ class Pending:
         spoken: whether it is sound.
         take: returns the text, or the sound [S] at 16 kHz; waits until the question has ended.
         sound_warnings: warnings about the sound from when it was read.
+        pipe: standard input, where it is that.
     """
 
     name: str
     take: Callable[[], str | Tensor]
     spoken: bool = True
     sound_warnings: tuple[str, ...] = ()
+    pipe: PipeReader | None = None
+
+    def hear(self, session: Session, task: Task) -> str | Tensor | Listening:
+        """The question once it has ended; what is still coming is heard meanwhile.
+
+        Raises:
+            UserError: as `take`; or it is longer than the model takes, as soon as it is.
+        """
+        if self.pipe is None or session.config.encoder.chunk_samples is None:
+            return self.take()
+        listening = self.pipe.heard(session, task)
+        with collect_warnings() as doubts:
+            whole = self.take()  # says what is wrong with it
+        if listening is not None and not doubts and abs(listening.seconds * SAMPLE_RATE - len(whole)) < 1:
+            return listening
+        for doubt in doubts:
+            warnings.warn(doubt, SoundWarning, stacklevel=2)
+        if listening is not None:
+            listening.drop()
+        return whole
 
 
 @contextmanager
@@ -71,6 +98,8 @@ class PipeReader:
         self._kind: str | None = None
         self._data = bytearray()
         self._error: Exception | None = None
+        self._ended = False
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._drain, daemon=True)
         self._thread.start()
 
@@ -81,10 +110,65 @@ class PipeReader:
                 self._data += block
                 if begins and len(self._data) >= HEAD:
                     self._look()
+                with self._changed:
+                    self._changed.notify_all()
         except Exception as error:  # `take` raises it: nobody catches errors of this thread
             self._error = error
         if len(self._data) < HEAD:
             self._look()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def heard(self, session: Session, task: Task) -> Listening | None:
+        """What a session has heard of it, once it has ended; None for what is decoded whole, or is wrong (`take` says so).
+
+        Raises:
+            UserError: it is too long, as soon as it is.
+        """
+        form, listening = self._form(), None
+        if form is None:
+            return None
+        try:
+            listening = session.listen(task, sample_rate=form.rate)
+            for samples in self._samples(form):
+                too_long = listening.seconds + samples.shape[-1] / form.rate > longest(session.config)
+                listening.push(samples)
+        except BaseException as error:
+            if listening is not None:
+                listening.drop()
+            if not isinstance(error, UserError) or (listening is not None and too_long):
+                raise
+            return None
+        return listening
+
+    def _form(self) -> SampleForm | None:
+        """Where its samples are, once that is known; None where they are not read piece by piece."""
+        self._wait(HEAD)
+        head = bytes(self._data[:HEAD])
+        if self._kind == "WAV":
+            form = wav_form(head)
+            chosen = form is not None and (form.channels <= 2 if self._channel == "mix" else self._channel < form.channels)
+            return form if chosen else None
+        return SampleForm(self._rate) if self._kind is None and head and foreign(head) is None else None
+
+    def _wait(self, count: int) -> None:
+        """Wait until so many bytes have come, or all."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or len(self._data) >= count)
+
+    def _samples(self, form: SampleForm) -> Iterator[np.ndarray]:
+        """Its samples as they come: [S], or [2, S] of two channels that are mixed."""
+        at = form.start
+        while True:
+            self._wait(at + form.frame)
+            ready = len(self._data) if form.end is None else min(len(self._data), form.end)
+            whole = (ready - at) // form.frame * form.frame
+            if whole <= 0:
+                return
+            samples = form.samples(bytes(self._data[at : at + whole]))
+            at += whole
+            yield samples if samples.ndim == 1 or self._channel == "mix" else samples[self._channel]
 
     def _look(self) -> None:
         self._kind = container(bytes(self._data[:HEAD]))
@@ -130,7 +214,7 @@ def collect(options: AskOptions, stdin: BinaryIO) -> list[Pending]:
 
 def _spoken(name: str, pipe: PipeReader | None, channel: int | Literal["mix"]) -> Pending:
     if name == PIPE and pipe is not None:
-        return Pending(name, pipe.take)
+        return Pending(name, pipe.take, pipe=pipe)
     with collect_warnings() as sound_warnings:
         sound = read_audio(name, channel=channel)
     return Pending(name, lambda: sound, sound_warnings=tuple(sound_warnings))

@@ -66,6 +66,11 @@ class EngineHost:
         return self._engine is not None and getattr(self._engine, "alive", True)
 
     @property
+    def listens(self) -> bool:
+        """Whether the engine hears questions while they come."""
+        return self.alive and self._engine.config.encoder.chunk_samples is not None
+
+    @property
     def engine(self) -> Any:
         """The engine; EngineLost while there is none."""
         if not self.alive:

@@ -30,28 +30,97 @@ def resample(audio: Tensor, source_rate: int, sample_rate: int, *, name: str = "
     """
     import torch
 
-    if source_rate < 1 or sample_rate < 1:
-        raise UserError(f"{name}: cannot convert {source_rate} Hz to {sample_rate} Hz: rates start at 1")
+    ratio = _ratio(source_rate, sample_rate, name)
     if source_rate == sample_rate:
         return audio
+    length = -(-audio.shape[-1] * sample_rate // source_rate)
+    if ratio == 1:
+        converted = audio[..., :length]
+    else:
+        kernel, before = _filter(ratio.numerator, ratio.denominator)
+        padded = torch.nn.functional.pad(audio, (before, before + ratio.numerator))
+        converted = _convert(padded, kernel.to(audio.device), ratio.numerator)[..., :length]
+    return torch.nn.functional.pad(converted, (0, length - converted.shape[-1]))
+
+
+class StreamResampler:
+    """`resample` of a sound [S] that is still coming: what `push` and `finish` return, joined, is that of the whole (to 1e-6).
+
+    It holds back what its filter needs of the samples that follow, 6 zero crossings.
+
+    UserError: as of `resample`.
+    """
+
+    def __init__(self, source_rate: int, sample_rate: int, *, name: str = "audio") -> None:
+        import torch
+
+        self._rates = source_rate, sample_rate
+        ratio = _ratio(source_rate, sample_rate, name)
+        self._source = ratio.numerator
+        self._kernel: Tensor | None = None
+        self._before = 0
+        if ratio != 1:
+            self._kernel, self._before = _filter(ratio.numerator, ratio.denominator)
+        self._held = torch.zeros(self._before)
+        self._ready = torch.zeros(0)  # beyond what the length so far says: of a filter whose ratio is beside that of the rates
+        self._taken = self._given = 0  # samples
+
+    def push(self, audio: Tensor) -> Tensor:
+        """Takes the next samples [S]; returns those at the other rate that no later one changes."""
+        self._taken += len(audio)
+        return self._next(audio)
+
+    def finish(self) -> Tensor:
+        """Returns the rest when the sound has ended; nothing may be pushed afterwards."""
+        import torch
+
+        out = self._next(torch.zeros(0 if self._kernel is None or not self._taken else self._before + self._source))
+        return torch.nn.functional.pad(out, (0, self._length - self._given))
+
+    @property
+    def _length(self) -> int:
+        """Samples of what has come at the other rate."""
+        given, wanted = self._rates
+        return -(-self._taken * wanted // given)
+
+    def _next(self, audio: Tensor) -> Tensor:
+        import torch
+
+        if self._kernel is not None:
+            held = torch.cat([self._held, audio])
+            count = max((len(held) - len(self._kernel)) // self._source + 1, 0)
+            audio = _convert(held, self._kernel, self._source) if count else torch.zeros(0)
+            self._held = held[count * self._source :].clone()
+        ready = torch.cat([self._ready, audio]) if len(self._ready) else audio
+        known = min(self._length - self._given, len(ready))
+        self._given, self._ready = self._given + known, ready[known:]
+        return ready[:known]
+
+
+def _ratio(source_rate: int, sample_rate: int, name: str) -> Fraction:
+    """By how much the samples become fewer, as exactly as a filter can be made."""
+    if source_rate < 1 or sample_rate < 1:
+        raise UserError(f"{name}: cannot convert {source_rate} Hz to {sample_rate} Hz: rates start at 1")
     ratio = Fraction(source_rate, sample_rate)
+    if ratio == 1:
+        return ratio
     if _taps(ratio) * ratio.denominator > _MAX_KERNEL:  # 44,101 to 16,000 Hz: by a ratio at most 0.05 % (a cent) beside it
         ratio = ratio.limit_denominator(max(1, isqrt(_CLOSE // ceil(ratio))))
-    source, target = ratio.numerator, ratio.denominator
-    if _taps(ratio) * target > _MAX_KERNEL:
+    if _taps(ratio) * ratio.denominator > _MAX_KERNEL:
         raise UserError(
             f"{name}: {source_rate} Hz cannot be converted to {sample_rate} Hz: convert it to a usual rate first, such as "
             "16000, 22050, 24000, 44100 or 48000"
         )
-    length = -(-audio.shape[-1] * sample_rate // source_rate)
-    kernel, before = _filter(source, target)
-    padded = torch.nn.functional.pad(audio, (before, before + source))
-    kernel = kernel.to(audio.device)
+    return ratio
+
+
+def _convert(padded: Tensor, kernel: Tensor, source: int) -> Tensor:
+    """Applies a filter [taps, target] at every `source` samples of [..., S]."""
+    import torch
+
     frames = padded.unfold(-1, kernel.shape[0], source)  # [..., n, taps], each n gives `target` samples
     # In parts, because the product copies the frames, which overlap.
-    converted = torch.cat([part @ kernel for part in frames.split(_FRAMES, dim=-2)], dim=-2)
-    converted = converted.flatten(-2)[..., :length]
-    return torch.nn.functional.pad(converted, (0, length - converted.shape[-1]))
+    return torch.cat([part @ kernel for part in frames.split(_FRAMES, dim=-2)], dim=-2).flatten(-2)
 
 
 def _taps(ratio: Fraction) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from omni.audio.io import MAX_SECONDS, SAMPLE_RATE, read_audio, resample, shorten
 from omni.audio.level import cancelled, heard_alone
+from omni.audio.resample import StreamResampler
 from omni.errors import SoundWarning, UserError
 
 LOUDEST = 100.0
@@ -58,6 +59,32 @@ def read_sound(
         )
     check_level(samples, name)  # before resampling, which adds samples up
     return resample(samples, rate, target, name=name)
+
+
+class SoundPieces:
+    """`read_sound` of samples that are still coming: what `push` and `finish` return, joined, is mono [S] at `target`.
+
+    UserError: a rate that cannot be converted.
+    """
+
+    def __init__(self, rate: int, target: int = SAMPLE_RATE, name: str = "the question") -> None:
+        self._rate = StreamResampler(rate, target, name=name)
+        self._mixed, self._channels = 0.0, np.zeros(2)  # energies, of two channels
+
+    def push(self, piece: np.ndarray) -> Tensor:
+        """Takes the next samples, [S] or [2, S], as `as_piece` scales them; returns those that no later one changes."""
+        mixed = piece
+        if piece.ndim == 2:
+            mixed = piece.mean(axis=0)
+            self._mixed += float(np.square(mixed).sum())
+            self._channels += np.square(piece).sum(axis=1)
+        return self._rate.push(torch.from_numpy(mixed))
+
+    def finish(self) -> Tensor | None:
+        """The rest; None where two channels cancel each other, so that the whole is to be read by `as_waveform`."""
+        if self._channels.any() and cancelled(self._mixed, self._channels.tolist()) is not None:
+            return None
+        return self._rate.finish()
 
 
 def check_level(clip: Tensor, name: str = "the question") -> None:
@@ -141,24 +168,38 @@ def as_waveform(samples: Any, name: str = "the question") -> Tensor:
     return torch.from_numpy(scaled[loudest].copy())
 
 
-def as_piece(samples: Any, name: str) -> np.ndarray:
-    """A copy of the numbers of a piece of sound, [S] or [2, S], not scaled yet; a piece may be empty.
+def as_piece(
+    samples: Any, name: str, check: Callable[[int], None] | None = None, two: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """A copy of the numbers of a piece of sound, [S] or [2, S], and the same as float32, full scale being 1; a piece may be
+    empty.
+
+    Args:
+        check: called with the number of samples before memory is taken for them.
+        two: the dimension of two channels, where the pieces before said so: of one or two samples that is not clear.
 
     UserError: as of `as_waveform`, or samples that are not finite or too loud.
     """
     if not is_waveform(samples):
         raise UserError(f"{name} is a {type(samples).__name__}; {_WAY}")
-    array = _numbers(samples, name).copy()
-    if array.size:
-        check_level(torch.from_numpy(_scaled(array, name).reshape(-1)), name)
-    return array
+    array = _numbers(samples, name, two)
+    if check is not None:
+        check(array.shape[-1])
+    array = array.copy()
+    if not array.size:
+        return array, np.zeros(array.shape, np.float32)
+    scaled = _scaled(array, name)
+    check_level(torch.from_numpy(scaled.reshape(-1)), name)
+    return array, scaled
 
 
-def _numbers(samples: Any, name: str) -> np.ndarray:
+def _numbers(samples: Any, name: str, two: int | None = None) -> np.ndarray:
     """Samples as an array [S] or [2, S] of a type that sound may have."""
     array = _array(samples, name)
     if array.dtype.kind not in "iuf" or array.dtype.name in ("uint16", "uint32", "uint64"):
         raise UserError(f"{name}'s samples are of type {array.dtype}; give floating-point numbers or signed integers")
+    if two is not None and array.ndim == 2 and array.shape[two] == 2:
+        return array.T if two else array
     return _channels(array, name)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from omni.engine.client import Running
 from omni.engine.entering import Talk
+from omni.engine.listen import Listen
 from omni.engine.measure import LENGTH
 from omni.engine.slots import Seat, Slots
 from omni.engine.sound import Outputs, SoundThread
@@ -68,7 +69,24 @@ class EngineBatch:
         """Whether a question or an answer has a slot."""
         return any(seat is not None and seat.busy for seat in self.slots.holders)
 
-    def room(self, waiting: Sequence[Running]) -> bool:
+    def lend(self, listen: Listen, others: Sequence[Seat]) -> bool:
+        """Give a conversation a slot before it asks, where one is free, or has been idle; a cache is made or grows for it only
+        while nobody is answered. Those that are listened to keep theirs. Returns whether it has one."""
+        seat, slots = listen.seat, self.slots
+        if not self.busy:
+            if not self.room([listen]):
+                return False
+        elif self.runner is None or self.runner.length < seat.limit:
+            return False
+        if not slots.free:
+            idle = [other for other in slots.idle() if other not in others]
+            if not idle or (self.fixed is None and len(slots.holders) < KEPT):
+                return False
+            slots.give(idle[0])
+        slots.hold(seat)
+        return True
+
+    def room(self, waiting: Sequence[Running | Listen]) -> bool:
         """Whether the first of the waiting questions has its slots, or they were made."""
         if self.runner is not None and not self.busy:
             cache, norm = self.runner.cache, self.model.decoder.norm.weight

@@ -28,13 +28,14 @@ from omni.engine.engine import Engine
 from omni.engine.outbox import LOOK, Outbox, end_of
 from omni.engine.wire import Item, ModelFacts, pack, pack_error, unpack
 from omni.errors import SoundWarning, UserError
+from omni.generate.feature_stream import FeatureStream
 from omni.generate.listener import DeliveredPart, delivered_part
 from omni.generate.question import Asked
 from omni.generate.results import Clock, Ended, Reason
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.plugins import load_plugins
-from omni.tasks import Turn
+from omni.tasks import Turn, find_task
 
 DRAIN = 30.0
 """Seconds for which SIGTERM lets answers under way come to their ends."""
@@ -47,6 +48,7 @@ class Child:
         self._pipe, self._lm, self._threads = pipe, lm, threads
         self._sessions: dict[int, Session] = {}
         self._last: dict[int, int] = {}  # number of each session's last answer
+        self._sounds: dict[int, tuple[int, FeatureStream]] = {}  # of each session, what it listens to, and its number
         self._early: set[int] = set()  # answers that were let go before they were asked: their requests overtook each other
         self._gone = threading.Event()  # the other process has ended, or asked for the end
         self._until: float | None = None  # time at which answers under way are cut, once it drains
@@ -84,7 +86,13 @@ class Child:
     # --- the reader ---------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        now: dict[str, Callable[..., None]] = {"taken": self._taken, "stop": self._stop, "let_go": self._let_go}
+        now: dict[str, Callable[..., None]] = {
+            "taken": self._taken,
+            "stop": self._stop,
+            "let_go": self._let_go,
+            "hear": self._hear,
+            "drop_sound": self._drop_sound,
+        }
         try:
             while True:
                 for kind, *rest in unpack(self._pipe.recv_bytes()):
@@ -116,6 +124,23 @@ class Child:
         elif session is not None:
             session.let_go(found.running)
 
+    def _hear(self, number: int, sound: int, samples: Any) -> None:
+        """Take more of a question whose sound is still coming."""
+        session, found = self._sessions.get(number), self._sound(number, sound)
+        if session is not None and found is not None:
+            session.hear(found, torch.from_numpy(samples))
+
+    def _drop_sound(self, number: int, sound: int) -> None:
+        session, found = self._sessions.get(number), self._sound(number, sound)
+        if session is not None and found is not None:
+            self._sounds.pop(number, None)
+            session.drop_sound(found)
+
+    def _sound(self, number: int, sound: int | None) -> FeatureStream | None:
+        """What a session listens to, where it has that number."""
+        known, found = self._sounds.get(number, (None, None))
+        return found if sound is not None and known == sound else None
+
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _do(self, name: str, request: int, *args: Any) -> None:
@@ -132,14 +157,32 @@ class Child:
         self._admit()
         self._sessions[number] = self._lm.session(**values)
 
+    def do_listen(self, number: int, sound: int, task: str) -> None:
+        self._admit()
+        found = self._session(number).open_sound(find_task(task))
+        assert found is not None
+        self._sounds[number] = sound, found
+
     def do_ask(
-        self, number: int, answer: int, turn: Turn, clip: Any, prepared: Any, seed: int | None, pace: Pace, waited: float
+        self,
+        number: int,
+        answer: int,
+        turn: Turn,
+        clip: Any,
+        prepared: Any,
+        seed: int | None,
+        pace: Pace,
+        waited: float,
+        heard: int | None,
     ) -> None:
         self._admit()
-        session = self._session(number)
+        session, stream = self._session(number), self._sound(number, heard)
         sound = None if clip is None else torch.from_numpy(clip)
+        if heard is not None:
+            assert stream is not None
+            sound = stream.sound
         ready = None if prepared is None else PreparedSound([torch.from_numpy(part) for part in prepared[0]], *prepared[1:])
-        running = session.lay_out(Asked(turn, sound, ready), seed, Clock(waited))
+        running = session.lay_out(Asked(turn, sound, ready, stream), seed, Clock(waited))
         running.pace = pace
         codec = running.codec
         portable = codec is not None and is_portable(codec)
@@ -154,6 +197,8 @@ class Child:
         if answer in self._early:
             self._early.discard(answer)
             self._let_go(number, answer, 0)
+        if stream is not None and self._sound(number, heard) is stream:
+            self._sounds.pop(number, None)
 
     def do_settle(self, number: int, answer: int, taken: int) -> Ended | None:
         """Put an answer into the history as far as it was taken."""
@@ -212,6 +257,7 @@ class Child:
 
     def do_close(self, number: int) -> None:
         session = self._sessions.pop(number, None)
+        self._sounds.pop(number, None)
         if session is not None:
             session.close()
             self._outbox.answers.pop(self._last.pop(number, 0), None)

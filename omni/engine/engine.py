@@ -11,6 +11,7 @@ A row's answer does not depend on its company, so that each conversation is what
 
     engine.py      what clients call                    batch.py       the rows and their slots
     hearing.py     questions, encoded                   intake.py      questions on their way into the batch
+    listen.py      those whose sound is still coming    forget.py      what stays where the oldest turns go
     requests.py    what they asked, until a boundary    stepping.py    the thread that owns these two
     client.py      an answer, as all threads share it
 """
@@ -27,6 +28,7 @@ from omni.engine.client import Running, check_patience
 from omni.engine.forget import Refill
 from omni.engine.hearing import Hearing
 from omni.engine.intake import Intake
+from omni.engine.listen import Listen
 from omni.engine.measure import MOST, KnownCosts, StepCosts, check_measuring, powers_to
 from omni.engine.requests import Requests
 from omni.engine.schedule import Watermarks
@@ -36,6 +38,7 @@ from omni.engine.stats import EngineStats, Recorder
 from omni.engine.stepping import SteppingThread
 from omni.errors import BusyError, UserError
 from omni.generate.bounds import check_number
+from omni.generate.feature_stream import FeatureStream
 from omni.generate.runner import Runner
 from omni.hardware import release_threads
 from omni.model.speech_model import SpeechModel
@@ -127,6 +130,22 @@ class Engine:
         if not self._closed and not self.forked:
             self._requests.refills.put(refill)
             self._requests.wake()
+
+    def listen(self, listen: Listen) -> None:
+        """Listen to a conversation's next question while its sound comes, in the time that nobody else needs."""
+        if not self._closed and not self.forked:
+            self._requests.listen(listen)
+            release_threads()
+            self._requests.wake()
+
+    def came(self, stream: FeatureStream) -> None:
+        """Note that sound came for a question that is listened to."""
+        if stream.due and not self._closed and not self.forked:
+            self._requests.wake()
+
+    def stop_listening(self, seat: Seat, stream: FeatureStream) -> None:
+        """Listen to a conversation's question no more."""
+        self._requests.listens.drop(seat, stream)
 
     def heard(self, late: Sequence[float]) -> None:
         """Note how late live listeners' chunks were that another process decoded."""

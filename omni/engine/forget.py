@@ -66,7 +66,7 @@ class Refills:
     """The refills that wait, the newest of each conversation; given by its listeners, fed by the stepping thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may drop one
         self._waiting: dict[Seat, Refill] = {}
 
     def put(self, refill: Refill) -> None:
@@ -77,6 +77,10 @@ class Refills:
         with self._lock:
             if self._waiting.get(refill.seat) is refill:
                 del self._waiting[refill.seat]
+
+    def drop_of(self, seat: Seat) -> None:
+        with self._lock:
+            self._waiting.pop(seat, None)
 
     def first(self, runner: Runner | None) -> Refill | None:
         """The refill that waits longest. Those of conversations that have lost their slot, or are being answered, are dropped:

@@ -26,12 +26,25 @@ def unheard(running: Running) -> list[Exchange]:
     return [e for e in running.said if e.clip is not None and e.features is None]
 
 
+def advance(running: Running) -> bool:
+    """Encode a chunk of a question that was heard while it came, but not as far as it had come; False where none waits."""
+    heard = running.exchange.heard
+    if heard is None or not heard.begun:  # the whole is quicker
+        return False
+    with using(running.active):
+        return heard.advance()
+
+
 @torch.inference_mode()
 def encode(model: SpeechModel, alike: Sequence[Running]) -> list[Running]:
     """Encode what is unheard of questions with the same adapters and edits; returns those with features that are not finite,
-    whose features are dropped again."""
+    whose features are dropped again. Of one that was heard while its sound came, the rest is encoded."""
     todo = [exchange for running in alike for exchange in unheard(running)]
     with using(alike[0].active):
+        for exchange in todo:
+            if exchange.heard is not None:
+                exchange.features, exchange.heard = exchange.heard.finish(), None
+        todo = [exchange for exchange in todo if exchange.features is None]
         for low in range(0, len(todo), TOGETHER):
             some = todo[low : low + TOGETHER]
             found = encode_questions(model, [Asked(e.turn, e.clip, e.prepared) for e in some])
@@ -64,7 +77,7 @@ class Hearing:
         """
         model = self._model
         for exchange in unheard(running):
-            if exchange.clip is not None and exchange.prepared is None:
+            if exchange.clip is not None and exchange.prepared is None and exchange.heard is None:
                 exchange.prepared = model.config.encoder.prepare(exchange.clip)
         if model.device.type == "cpu" and torch.get_num_threads() < cores() and self._one.acquire(timeout=WAIT):
             try:

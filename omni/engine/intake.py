@@ -14,7 +14,8 @@ from omni.engine.batch import EngineBatch
 from omni.engine.client import Running
 from omni.engine.entering import TOGETHER, Entering, Talk, same_kind, together
 from omni.engine.forget import Refills, columns_in
-from omni.engine.hearing import encode, unheard
+from omni.engine.hearing import advance, encode, unheard
+from omni.engine.listen import Listen, Listens
 from omni.engine.slots import Seat
 from omni.engine.stats import Recorder
 
@@ -23,7 +24,8 @@ LEAST = 32
 
 
 class Intake:
-    """Feeds what is not in the cache: questions that come in, and, in idle time, what stays of conversations.
+    """Feeds what is not in the cache: questions that come in, and, in idle time, what stays of conversations, and what has
+    come of questions whose sound is still coming.
 
     Attributes:
         waiting: questions without a slot, in their order.
@@ -38,6 +40,7 @@ class Intake:
         self._batch, self._recorder = batch, recorder
         self._seconds = 1e-3  # of a column's prefill, measured
         self._hearing = 1e-2  # of the encoding of a question, measured
+        self._chunk = 1e-3  # of the encoding of a chunk, measured
 
     @property
     def coming(self) -> list[Talk]:
@@ -102,6 +105,8 @@ class Intake:
         if not self.placed:
             return None
         if odd := [talk for talk in self.placed if unheard(talk.running)]:
+            if advance(odd[0].running):
+                return None
             fitting = TOGETHER if slack == float("inf") else max(1, int(slack / self._hearing))
             chosen, start = same_kind(odd, fitting), time.perf_counter()
             broken = encode(batch.model, [talk.running for talk in chosen])
@@ -125,6 +130,38 @@ class Intake:
         if fed := refills.piece(runner, refill, columns):
             self._timed(start, fed)
         return True
+
+    def listen(self, listens: Listens, slack: float) -> bool:
+        """Encode a chunk, or feed a piece, of a question whose sound is still coming, where there is one and it fits into
+        `slack` seconds."""
+        every = listens.open()
+        for listen in every:
+            if self._listen(listen, [other.seat for other in every], slack):
+                listens.later(listen)
+                return True
+        return False
+
+    def _listen(self, listen: Listen, open: Sequence[Seat], slack: float) -> bool:
+        batch, start = self._batch, time.perf_counter()
+        if listen.stream.due and slack >= 2 * self._chunk and listen.encode(batch.model):
+            self._chunk = 0.5 * self._chunk + 0.5 * (time.perf_counter() - start)
+            return True
+        if not listen.ready or listen.seat.busy:
+            return False
+        if listen.lacks(batch.model.layout):
+            if slack < 2 * self._hearing or not listen.encode_before(batch.model):
+                return False
+            self._hearing = 0.5 * self._hearing + 0.5 * (time.perf_counter() - start)
+            return True
+        columns = columns_in(slack, self._seconds)
+        if not columns or not (listen.seat.slot is not None or (not self.waiting and batch.lend(listen, open))):
+            return False
+        assert batch.runner is not None
+        batch.slots.hold(listen.seat)
+        fed = listen.feed(batch.runner, columns)
+        if fed >= LEAST:  # fewer take as long
+            self._timed(start, fed)
+        return fed > 0
 
     def _timed(self, start: float, fed: int) -> None:
         self._seconds = 0.5 * self._seconds + 0.5 * (time.perf_counter() - start) / fed

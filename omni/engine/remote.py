@@ -52,6 +52,7 @@ class RemoteSession(Conversation[RemoteAnswer]):
         super().__init__(stop)
         self._link, self._number, self._facts, self._tokenizer, self._pace = link, number, facts, tokenizer, pace
         self._closed = False
+        self._sound: int | None = None  # that is listened to there
         self._dropped = weakref.finalize(self, link.tell, "close", 0, number)
         self._dropped.atexit = False
 
@@ -95,22 +96,43 @@ class RemoteSession(Conversation[RemoteAnswer]):
 
     def begin(self, answer: RemoteAnswer) -> None:
         asked, turn = answer.asked, replace(answer.asked.turn, task=answer.asked.task.name)
-        clip = None if asked.clip is None else asked.clip.numpy()
+        heard = self._sound if asked.heard == self._sound else None
+        clip = None if asked.clip is None or heard is not None else asked.clip.numpy()
         with self._lock:
             if not answer.start():  # it was cancelled meanwhile
                 return
             self._link.register(answer)
             try:
-                prepared = None if asked.clip is None else self._prepared(asked.clip)
-                values = answer.seed, answer.pace, answer.clock.seconds
+                prepared = None if asked.clip is None or heard is not None else self._prepared(asked.clip)
+                values = answer.seed, answer.pace, answer.clock.seconds, heard
                 self._link.request("ask", self._number, answer.number, turn, clip, prepared, *values)
+                if heard is not None:
+                    self._sound = None
             except Exception:  # it was refused, and nothing is left of it there
                 answer.settled = True
                 answer.end(Ended("cancelled", Timings()))
                 raise
             except BaseException:  # Ctrl-C: it is perhaps about to be answered
+                self._sound = None
                 self.let_go(answer)
                 raise
+
+    def open_sound(self, task: Task) -> int | None:
+        if self.config.encoder.chunk_samples is None:
+            return None
+        number = self._link.number()
+        self._link.request("listen", self._number, number, task.name)
+        self._sound = number
+        return number
+
+    def hear(self, sound: int, samples: Tensor) -> None:
+        if self._sound == sound:
+            self._link.tell("hear", self._number, sound, samples.numpy())
+
+    def drop_sound(self, sound: int | None) -> None:
+        if sound is not None and self._sound == sound:
+            self._sound = None
+            self._link.tell("drop_sound", self._number, sound)
 
     def _prepared(self, clip: Tensor) -> tuple[Any, ...]:
         """The clip's features, made here, where that delays nobody else's sound; as arrays, which are quicker to send."""
@@ -205,7 +227,7 @@ class RemoteSession(Conversation[RemoteAnswer]):
             self._closed = True
             self._dropped.detach()
             if self._incoming is not None:
-                self._incoming.withdrawn = True
+                self._incoming.withdraw()
             if self._last is not None:
                 self._settle(self._last)
             with suppress(EngineLost):  # its slot went with it

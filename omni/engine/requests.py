@@ -12,6 +12,7 @@ import torch
 
 from omni.engine.client import Running
 from omni.engine.forget import Refills
+from omni.engine.listen import Listen, Listens
 from omni.engine.slots import Seat
 
 
@@ -40,13 +41,14 @@ class Requests:
         wake: has the stepping thread take them.
         seats: places of the open conversations.
         asked: questions that were not taken yet.
-        refills: what stays of conversations whose oldest turns went; it has a lock of its own.
+        refills: what stays of conversations whose oldest turns went; listens: questions whose sound is still coming. They have
+            locks of their own.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.wake: Callable[[], None] = lambda: None
-        self.refills = Refills()
+        self.refills, self.listens = Refills(), Listens()
         self.seats: weakref.WeakSet[Seat] = weakref.WeakSet()
         self.asked: deque[Running] = deque()
         self._ended: list[Running] = []
@@ -61,6 +63,13 @@ class Requests:
                 running.given = True
                 self.asked.append(running)
         self._threads = torch.get_num_threads()
+
+    def listen(self, listen: Listen) -> None:
+        """Have a question listened to; what stays of its conversation is fed with it."""
+        with self.lock:
+            self._threads = torch.get_num_threads()
+        self.listens.put(listen)
+        self.refills.drop_of(listen.seat)
 
     def withdraw(self, running: Running) -> bool:
         """Let a question go that was not asked yet; returns whether it was not."""
@@ -79,6 +88,7 @@ class Requests:
 
     def vacate(self, seat: Seat) -> None:
         """Have a conversation's slot freed; the stepping thread is not woken."""
+        self.listens.drop(seat)
         with self.lock:
             self._vacated.append(seat)
             self.seats.discard(seat)

@@ -74,7 +74,12 @@ class Slots:
 
     def place(self, seat: Seat) -> None:
         """Give a seat its slot, where it has none, and mark it as busy."""
-        seat.busy, seat.used = True, next(_TURNS)
+        seat.busy = True
+        self.hold(seat)
+
+    def hold(self, seat: Seat) -> None:
+        """Give a seat its slot, where it has none, and let it be the last that gives one up."""
+        seat.used = next(_TURNS)
         if seat.slot is None:
             seat.slot, seat.held = self.take(seat), CachedHistory()
 

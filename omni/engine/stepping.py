@@ -44,7 +44,7 @@ class SteppingThread:
         self._requests, self._batch, self._intake, self._recorder = requests, batch, intake, recorder
         self._marks, self._patience = marks, patience
         self._unread = UNREAD if patience is None else patience
-        self._steps = 0  # since a piece of a question
+        self._steps = self._unfed = 0  # since a piece of a question, and since one that was fed ahead
         self._filling = False
         self.worker = Worker("omni-engine", self._turn)
         requests.wake = self.worker.wake
@@ -116,14 +116,18 @@ class SteppingThread:
         return due.along if cheap else []
 
     def _step(self, talks: Sequence[Talk]) -> None:
-        self._steps += 1
+        self._steps, self._unfed = self._steps + 1, self._unfed + 1
         self._batch.step(talks)
 
     def _refill(self, slack: float, others: bool) -> bool:
-        """Feed a piece of what stays of a conversation, where there is time; with others to step only now and then."""
-        if (others and self._steps < PATIENCE) or not self._intake.refill(self._requests.refills, slack):
+        """Feed a piece of what stays of a conversation, or of a question whose sound is still coming, where there is time; with
+        others to step only now and then."""
+        if others and self._unfed < PATIENCE:
             return False
-        self._steps = 0
+        requests = self._requests
+        if not (self._intake.refill(requests.refills, slack) or self._intake.listen(requests.listens, slack)):
+            return False
+        self._unfed = 0
         return True
 
     def _take(self) -> None:

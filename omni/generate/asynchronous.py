@@ -10,9 +10,9 @@ from typing import Any
 
 from omni.engine.client import Pace
 from omni.errors import UserError
-from omni.generate.incoming import Incoming, Withdrawn, is_coming
+from omni.generate.incoming import Withdrawn, is_coming
 from omni.generate.listener import AnswerReader, Listened
-from omni.generate.question import longest
+from omni.generate.listening import Listening
 from omni.generate.results import Ended, Event, Timings
 from omni.tasks import Task, find_task
 
@@ -51,7 +51,7 @@ class AsyncAnswer:
         self._rate, self._seed, self._pace = sample_rate, seed, pace
         self.running: Listened | None = None
         self._listener: AnswerReader | None = None
-        self._incoming: Incoming | None = None
+        self._incoming: Listening | None = None
         self._bell: _Bell | None = None
         self._over = self._gone = self._busy = False
         self._guard = threading.RLock()  # between the loop and the thread that reads the question; never held while one waits
@@ -108,23 +108,37 @@ class AsyncAnswer:
                 await asyncio.sleep(0)
         self._bell = _Bell(asyncio.get_running_loop())
         if is_coming(self._question) and find_task(self._task).question != "text":
-            await self._hear()
+            await self._take()
         running = await asyncio.to_thread(self._read)
         running.wake = self._bell.of(running, self._session.let_go)
         self._listener = self._session.listener(running)
         await self._session.aside(self._session.begin, running)
 
-    async def _hear(self) -> None:
-        """Gather a question whose sound is still coming: an asynchronous iterator here, another in a thread."""
-        session = self._session
-        session.check()
-        incoming = self._incoming = Incoming(self._rate, longest(session.config))
-        await asyncio.to_thread(session.commit)
-        with session.hearing(incoming):
-            if isinstance(self._question, AsyncIterable):
-                self._question = await incoming.gather_async(self._question)
+    async def _take(self) -> None:
+        """Listen to a question whose sound is still coming: an asynchronous iterator here, another in a thread."""
+        self._session.check()
+        listening, pieces = await asyncio.to_thread(self._listen), self._question
+        try:
+            if isinstance(pieces, AsyncIterable):
+                await listening.take_async(pieces)
             else:
-                self._question = await asyncio.to_thread(incoming.gather, self._question)
+                await asyncio.to_thread(listening.take, pieces)
+        finally:
+            self._session.end_reading(listening)
+        self._question = listening
+
+    def _listen(self) -> Listening:
+        listening: Listening = self._session.begin_reading(self._task, self._rate)  # in a thread, as `_read`
+        with self._guard:
+            self._incoming = listening
+            if not self._gone:
+                return listening
+        self._withdraw(listening)
+        raise Withdrawn
+
+    def _withdraw(self, listening: Listening) -> None:
+        listening.withdraw()
+        self._session.end_reading(listening)
 
     def _read(self) -> Listened:
         running = self._session.read(
@@ -166,7 +180,7 @@ class AsyncAnswer:
         with self._guard:
             self._gone, running = True, self.running
         if self._incoming is not None:
-            self._incoming.withdrawn = True
+            self._withdraw(self._incoming)
         if running is not None:
             running.wake = None
             self._session.let_go(running)

@@ -1,6 +1,6 @@
 """What sessions have in common, wherever their engine is: one answer at a time, whose events its listener takes.
 
-read: check, hear --> lay_out --> begin --> events_of: take, take, ... --> settle: the taken part is in the history
+read: check, listen --> lay_out --> begin --> events_of: take, take, ... --> settle: the taken part is in the history
                          cancel, let_go, break_off: end it before
 """
 
@@ -10,18 +10,22 @@ import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from torch import Tensor
+
+from omni.audio.io import SAMPLE_RATE
 from omni.config import ModelConfig
 from omni.engine.client import Pace
 from omni.errors import UserError
 from omni.generate.bounds import check_number
 from omni.generate.faces import Faces
-from omni.generate.incoming import Incoming, Withdrawn, is_coming
+from omni.generate.feature_stream import FeatureStream
+from omni.generate.incoming import Withdrawn, is_coming
 from omni.generate.listener import AnswerReader, Listened
+from omni.generate.listening import Listening
 from omni.generate.messages import Message
-from omni.generate.question import Asked, Coming, Question, longest
+from omni.generate.question import Asked, Coming, Question
 from omni.generate.results import Clock, Ended, Event
 from omni.tasks import Task, find_task
 
@@ -41,7 +45,7 @@ class Conversation(ABC, Faces[A], Generic[A]):
     def __init__(self, stop: Callable[[str], bool] | None) -> None:
         self._stop = stop
         self._last: A | None = None
-        self._incoming: Incoming | None = None  # of a question whose sound is still coming
+        self._incoming: Listening | None = None  # of an iterator that is read
         self._lock = threading.RLock()  # guards the history and the last answer
 
     # --- defined by those two -----------------------------------------------------------------------------------------
@@ -102,6 +106,18 @@ class Conversation(ABC, Faces[A], Generic[A]):
     def _interrupt(self, answer: A, played: float | None, shown: int | None) -> None:
         """Settle an answer, or cut it in the history once more, where less of it was heard or seen than was delivered."""
 
+    @abstractmethod
+    def open_sound(self, task: Task) -> FeatureStream | int | None:
+        """Listen to the next question; None where the encoder makes all features of the whole sound."""
+
+    @abstractmethod
+    def hear(self, sound: Any, samples: Tensor) -> None:
+        """Take the next samples [S] at 16 kHz of the sound that `open_sound` returned."""
+
+    @abstractmethod
+    def drop_sound(self, sound: Any) -> None:
+        """Listen no more; waits for nobody."""
+
     def _make_room(self) -> None:
         """Prepare for the next question."""
 
@@ -109,7 +125,7 @@ class Conversation(ABC, Faces[A], Generic[A]):
 
     def read(
         self,
-        question: Question | Coming,
+        question: Question | Coming | Listening,
         task: Task | str,
         sample_rate: int,
         seed: int | None = None,
@@ -130,11 +146,33 @@ class Conversation(ABC, Faces[A], Generic[A]):
         self.check()
         self._commit(self._last)
         if isinstance(question, Iterator) and is_coming(question) and find_task(task).question != "text":
-            incoming = Incoming(sample_rate, longest(self.config))
-            with self.hearing(incoming):
-                question = incoming.gather(question)
+            listening = self.begin_reading(task, sample_rate)
+            try:
+                try:
+                    listening.take(question)
+                finally:
+                    self.end_reading(listening)
+                return self._read(listening, task, sample_rate, seed, gone, pace)
+            except BaseException:
+                listening.drop()
+                raise
+        return self._read(question, task, sample_rate, seed, gone, pace)
+
+    def _read(
+        self,
+        question: Question | Coming | Listening,
+        task: Task | str,
+        sample_rate: int,
+        seed: int | None,
+        gone: Callable[[], bool] | None,
+        pace: Pace | None,
+    ) -> A:
+        """`read` of what has come."""
         clock = Clock()
-        asked = self._read_question(question, task, sample_rate)
+        if isinstance(question, Listening):
+            asked = question.asked(self, find_task(task))
+        else:
+            asked = self._read_question(question, task, sample_rate)
         with self._lock:
             if gone is not None and gone():
                 raise Withdrawn
@@ -142,17 +180,31 @@ class Conversation(ABC, Faces[A], Generic[A]):
             answer.pace = pace or answer.pace
             return answer
 
-    @contextmanager
-    def hearing(self, incoming: Incoming) -> Iterator[None]:
-        """While sound is still coming: another question is refused, and `cancel` and `close` end it."""
+    def listen(self, task: Task | str = "A1A2", *, sample_rate: int = SAMPLE_RATE) -> Listening:
+        """Listen to the next question while its sound comes; see `omni.generate.listening`. A session listens to one at a time;
+        one before is only gathered from then on.
+
+        Args:
+            task: that it is going to be asked as.
+            sample_rate: of its pieces, in Hz.
+
+        Raises:
+            UserError: a task that asks in writing, a bad sample rate, or a closed session.
+        """
+        self.check()
+        return Listening(self, task, sample_rate)
+
+    def begin_reading(self, task: Task | str, sample_rate: int) -> Listening:
+        """Listen to an iterator: until `end_reading` another question is refused, and `cancel` and `close` end it."""
         with self._lock:
             self._commit(self._last)
-            self._incoming = incoming
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._incoming = None
+            self._incoming = listening = self.listen(task, sample_rate=sample_rate)
+            return listening
+
+    def end_reading(self, listening: Listening) -> None:
+        """The iterator has ended, or nobody wants its sound; waits for nobody."""
+        if self._incoming is listening:
+            self._incoming = None
 
     def commit(self) -> None:
         """Settle the last answer before a question is read; UserError where another thread waits for it."""
@@ -217,7 +269,7 @@ class Conversation(ABC, Faces[A], Generic[A]):
         """`cancel`, unless the last answer is another than `only`, where that is given."""
         self.check_process()
         if (incoming := self._incoming) is not None:
-            incoming.withdrawn = True
+            incoming.withdraw()
             return
         with self._lock:
             last = self._last

@@ -12,6 +12,7 @@ from omni.generate.asynchronous import AsyncAnswer
 from omni.generate.callbacks import Started
 from omni.generate.incoming import Withdrawn, is_coming
 from omni.generate.listener import Listened
+from omni.generate.listening import Listening
 from omni.generate.options import refuse_keywords
 from omni.generate.question import Coming, Question
 from omni.generate.results import Answer, Ended, Event, Timings
@@ -48,7 +49,7 @@ class Faces(Generic[A]):
 
     def ask(
         self,
-        question: Question | Coming,
+        question: Question | Coming | Listening,
         task: Task | str = "A1A2",
         *,
         sample_rate: int = SAMPLE_RATE,
@@ -60,7 +61,8 @@ class Faces(Generic[A]):
 
         Args:
             question: a text or sound, as the task asks; see `omni.generate.question.Question`. Or sound that is still coming:
-                an iterator of its pieces, samples at `sample_rate`, which is read to its end first.
+                an iterator of its pieces, samples at `sample_rate`, which is read to its end first, and heard meanwhile where
+                the encoder hears in chunks; or what `listen` returned.
             sample_rate: of samples that come without their own, in Hz; files have their own.
             seed: of this answer's draws; by default derived from the session's seed and the turn's number.
 
@@ -79,7 +81,7 @@ class Faces(Generic[A]):
 
     def ask_async(
         self,
-        question: Question | Coming | AsyncIterable[Any],
+        question: Question | Coming | Listening | AsyncIterable[Any],
         task: Task | str = "A1A2",
         *,
         sample_rate: int = SAMPLE_RATE,
@@ -94,7 +96,7 @@ class Faces(Generic[A]):
 
     def start(
         self,
-        question: Question | Coming,
+        question: Question | Coming | Listening,
         task: Task | str = "A1A2",
         *,
         on_event: Callable[[Event], object],
@@ -121,7 +123,7 @@ class Faces(Generic[A]):
 
     def answer(
         self,
-        question: Question | Coming,
+        question: Question | Coming | Listening,
         task: Task | str = "A1A2",
         *,
         sample_rate: int = SAMPLE_RATE,
@@ -139,7 +141,7 @@ class Faces(Generic[A]):
 
     async def answer_async(
         self,
-        question: Question | Coming | AsyncIterable[Any],
+        question: Question | Coming | Listening | AsyncIterable[Any],
         task: Task | str = "A1A2",
         *,
         sample_rate: int = SAMPLE_RATE,

@@ -18,26 +18,37 @@ from torch import Tensor
 
 from omni.encoder.config import PreparedSound
 from omni.errors import RoomError
+from omni.generate.feature_stream import FeatureStream, new_sound
 from omni.generate.question import Asked
 from omni.kv_cache import KVCache
 from omni.layout import Layout
 from omni.tasks import Columns, Task, Turn, answer, join, prompt, system_message
 
 Key = tuple[int, ...]
-"""Identifies a column: its K ids, and the exchange and index of the feature that it takes (-1 and -1 for none)."""
+"""Identifies a column: its K ids, and the sound and index of the feature that it takes (-1 and -1 for none)."""
 
 
 @dataclass(eq=False)
 class Exchange:
     """A turn, its number in the conversation, its spoken question [S] at 16 kHz, and that question's features [N, W] once they
-    were made; until then what was prepared for the encoder."""
+    were made; until then what was prepared for the encoder, or heard while the sound came.
+
+    Attributes:
+        sound: number of its features, by which their columns are known in a cache.
+    """
 
     turn: Turn
     number: int
     clip: Tensor | None = None
     features: Tensor | None = None
     prepared: PreparedSound | None = None
+    heard: FeatureStream | None = None
+    sound: int = field(default_factory=new_sound)
     _parts: dict[bool, _Part] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.heard is not None:
+            self.sound = self.heard.number
 
     def part(self, layout: Layout, answered: bool) -> _Part:
         """The columns of its question, without a system message, or those of its answer; made once, since every question of a
@@ -45,7 +56,7 @@ class Exchange:
         found = self._parts.get(answered)
         if found is None or found.layout is not layout or found.turn is not self.turn:
             columns = answer(layout, self.turn) if answered else _question(layout, self.turn)
-            found = self._parts[answered] = _Part(layout, self.turn, columns, _keys(columns, self.number))
+            found = self._parts[answered] = _Part(layout, self.turn, columns, _keys(columns, self.sound))
         return found
 
 
@@ -71,9 +82,9 @@ class _Part(NamedTuple):
     keys: list[Key]
 
 
-def _keys(columns: Columns, number: int) -> list[Key]:
+def _keys(columns: Columns, sound: int) -> list[Key]:
     pairs = zip(columns.tokens.T.tolist(), columns.feature_index.tolist(), strict=True)
-    return [(*column, number if index >= 0 else -1, index) for column, index in pairs]
+    return [(*column, sound if index >= 0 else -1, index) for column, index in pairs]
 
 
 def lay_out(
@@ -114,12 +125,7 @@ def fit(
     Raises:
         RoomError: there is no room for an answer.
     """
-    dropped = 0
-    if forget:
-        dropped, sizes = forgotten(layout, past, system, length), [_size(layout, exchange) for exchange in past]
-        own = _system_size(layout, system) + len(asked.part(layout, False).keys)
-        while dropped < len(past) and own + sum(sizes[dropped:]) > length - length // 4:
-            dropped += 1
+    dropped = dropped_for(layout, past, len(asked.part(layout, False).keys), system, length) if forget else 0
     past = list(past[dropped:])
     columns, keys = lay_out(layout, past, asked, system)
     if len(keys) >= length:
@@ -129,6 +135,16 @@ def fit(
             f"answer needs some: {way}{_or_larger(length, most)}"
         )
     return past, columns, keys
+
+
+def dropped_for(layout: Layout, past: Sequence[Exchange], question: int, system: Sequence[int], length: int) -> int:
+    """Number of the oldest turns that go before a question of so many columns, in a cache of `length` positions; no fewer than
+    before a shorter one."""
+    dropped, sizes = forgotten(layout, past, system, length), [_size(layout, exchange) for exchange in past]
+    own = _system_size(layout, system) + question
+    while dropped < len(past) and own + sum(sizes[dropped:]) > length - length // 4:
+        dropped += 1
+    return dropped
 
 
 def forgotten(layout: Layout, past: Sequence[Exchange], system: Sequence[int], length: int) -> int:

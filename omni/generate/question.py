@@ -21,6 +21,7 @@ from omni.audio.waveform import read_sound, unwrap
 from omni.config import ModelConfig
 from omni.encoder.config import PreparedSound
 from omni.errors import SoundWarning, UserError
+from omni.generate.feature_stream import FeatureStream
 from omni.generate.incoming import Incoming, is_coming
 from omni.model.speech_model import SpeechModel
 from omni.remote import refuse_remote
@@ -70,11 +71,12 @@ def longest(config: ModelConfig) -> float:
 @dataclass(frozen=True)
 class Asked:
     """A question as ids and sound: the turn without its answer, the spoken question [S] at 16 kHz, and what was prepared of it
-    for the encoder."""
+    for the encoder, or heard while the sound came (in the engine's process where that is another; then its number there)."""
 
     turn: Turn
     clip: Tensor | None
     prepared: PreparedSound | None = None
+    heard: FeatureStream | int | None = None
 
     @property
     def task(self) -> Task:
@@ -124,10 +126,15 @@ def read_question(
         raise UserError(f"task {task.name} asks by speech, and there is no sound file {shorten(sound)}; {way}")
     clip = read_sound(sound, rate, max_seconds=longest(model.config))
     name = shorten(os.fspath(sound)) if isinstance(sound, (str, os.PathLike)) else "the question"
+    return asked_by_clip(clip, task, model.config, name, stacklevel=4)
+
+
+def asked_by_clip(clip: Tensor, task: Task, config: ModelConfig, name: str = "the question", stacklevel: int = 3) -> Asked:
+    """A spoken question [S] at 16 kHz; UserError where the model does not take it."""
     for remark in sound_warnings(clip, SAMPLE_RATE):
-        warnings.warn(f"{name} {remark}", SoundWarning, stacklevel=3)
-    turn = Turn(task, features=model.config.features(len(clip)))
-    prompt(model.layout, turn)
+        warnings.warn(f"{name} {remark}", SoundWarning, stacklevel=stacklevel)
+    turn = Turn(task, features=config.features(len(clip)))
+    prompt(config.layout, turn)
     return Asked(turn, clip)
 
 

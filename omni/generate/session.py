@@ -20,14 +20,18 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
 from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.engine.client import Pace, Running, WhenFull, check_pace
 from omni.engine.engine import Engine
 from omni.engine.forget import plan
+from omni.engine.listen import Listen
 from omni.engine.slots import Seat
 from omni.errors import UserError
 from omni.generate.conversation import Conversation
+from omni.generate.feature_stream import FeatureStream
 from omni.generate.history import Exchange, Past, check_room, fit
 from omni.generate.listener import DeliveredPart, answer_of, delivered_part, joined
 from omni.generate.messages import Message, messages
@@ -97,6 +101,7 @@ class Session(Conversation[Running]):
         if options.max_silence is not None and (codec is None or not sound):
             raise UserError("max_silence listens to the answer's sound, and no codec makes any here; leave it out")
         self._seat: Seat | None = engine.seat(context)
+        self._hears: FeatureStream | None = None  # the next question, while its sound comes
         _OPEN.add(self)
         self._dropped = weakref.finalize(self, _abandon, engine, self._seat, release)
         self._dropped.atexit = False
@@ -135,6 +140,7 @@ class Session(Conversation[Running]):
                 self._past, self._asked = running.before, running.exchange.number
             running.settled = True
             self._engine.stop(running)
+            self._listen()
 
     def lay_out(self, asked: Asked, seed: int | None = None, clock: Clock | None = None) -> Running:
         with ExitStack() as held:
@@ -148,8 +154,11 @@ class Session(Conversation[Running]):
             with self._lock:
                 seat = self._open()
                 self._commit(self._last)  # once more: another thread may have asked meanwhile
-                clip = None if asked.clip is None else asked.clip.clone()  # a caller may fill its buffer again
-                before, exchange = self._past, Exchange(asked.turn, self._asked, clip, None, asked.prepared)
+                heard = asked.heard if isinstance(asked.heard, FeatureStream) else None
+                clip = asked.clip
+                if clip is not None and heard is None:
+                    clip = clip.clone()  # a caller may fill its buffer again
+                before, exchange = self._past, Exchange(asked.turn, self._asked, clip, None, asked.prepared, heard)
                 room, forget = (seat.limit, self.model.config.decoder.context), options.overflow == "forget"
                 self._past, columns, keys = fit(layout, before, exchange, self._system, *room, forget)
                 key = seed_key(options.seed, self._asked) if seed is None else seed_key(seed)
@@ -176,7 +185,44 @@ class Session(Conversation[Running]):
                     when_full=self._when_full,
                 )
                 self._last = running
+                if heard is not None:
+                    self._end_listening(heard)
+                self._listen()
         return running
+
+    def open_sound(self, task: Task) -> FeatureStream | None:
+        if self.config.encoder.chunk_samples is None:
+            return None
+        with self._lock:
+            self._open()
+            if self._hears is not None:
+                self._hears.closed = True
+            self._hears = sound = FeatureStream(self.model, task.name)
+            self._listen()
+        return sound
+
+    def hear(self, sound: FeatureStream, samples: Tensor) -> None:
+        sound.push(samples)
+        self._engine.came(sound)
+
+    def drop_sound(self, sound: FeatureStream | None) -> None:
+        if sound is not None:
+            sound.closed = True
+            self._end_listening(sound)
+
+    def _end_listening(self, sound: FeatureStream) -> None:
+        seat = self._seat
+        if self._hears is sound and seat is not None:
+            self._hears = None
+            self._engine.stop_listening(seat, sound)
+
+    def _listen(self) -> None:
+        """Have what is heard of the next question fed behind the present history, unless an answer is under way; the lock is
+        held."""
+        sound, seat = self._hears, self._seat
+        if sound is not None and seat is not None:
+            past = tuple(self._past) if self._last is None or self._last.settled else None
+            self._engine.listen(Listen(seat, sound, past, self._system, self.options.overflow == "forget", self._selection))
 
     @property
     def sample_rate(self) -> int:
@@ -238,7 +284,9 @@ class Session(Conversation[Running]):
             if seat is None:
                 return
             if self._incoming is not None:
-                self._incoming.withdrawn = True
+                self._incoming.withdraw()
+            if self._hears is not None:
+                self._hears.closed = True
             if self._last is not None:
                 self._settle(self._last)
             self._engine.vacate(seat)
@@ -254,6 +302,7 @@ class Session(Conversation[Running]):
         if self._lock.acquire(blocking=False):
             try:
                 self._settle(running, wait=False)
+                self._listen()
             finally:
                 self._lock.release()
 
@@ -280,7 +329,9 @@ class Session(Conversation[Running]):
 
     def _make_room(self) -> None:
         """Have what stays fed before the next question, where turns go before it; the history keeps them until then."""
-        if self._seat is None or self.options.overflow != "forget":
+        if self._hears is not None:
+            self._listen()
+        if self._seat is None or self._hears is not None or self.options.overflow != "forget":
             return
         refill = plan(self.model.layout, self._seat, self._past, self._system, self._selection)
         if refill is not None:

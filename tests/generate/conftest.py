@@ -63,13 +63,20 @@ class EchoStream(CodecStream):
         return self._sound(self.held, torch.zeros_like(self.held))
 
 
-def make_model(layout: Layout, seed: int = 0, spread: float = 0.3, **decoder: object) -> SpeechModel:
+def make_model(
+    layout: Layout,
+    seed: int = 0,
+    spread: float = 0.3,
+    encoder: WhisperConfig | None = None,
+    projector: ProjectorConfig | None = None,
+    **decoder: object,
+) -> SpeechModel:
     """A random model, with weights large enough that its choices vary from step to step."""
     shape = {"width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_width": 48, "context": 512} | decoder
     config = ModelConfig(
         layout=layout,
-        encoder=WhisperConfig(width=16, heads=2, layers=1),
-        projector=ProjectorConfig("linear", stack=2),
+        encoder=encoder or WhisperConfig(width=16, heads=2, layers=1),
+        projector=projector or ProjectorConfig("linear", stack=2),
         decoder=DecoderConfig(**shape),  # type: ignore[arg-type]
     )
     torch.manual_seed(seed)

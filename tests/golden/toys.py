@@ -217,9 +217,8 @@ FIRST = {
 }
 """Words in the names of tensors and keys that are other ones in the golden files."""
 
-
-LATER = ("chunk_ms", "train_chunk_ms", "history_ms", "turn")
-"""Keys of models that came after the golden files."""
+LATER = {"chunk_ms": 320, "train_chunk_ms": [160, 1280], "history_ms": None, "turn": False}
+"""Keys that came after the golden files, with their defaults, by which what was written before is read."""
 
 
 def at_first(value: Any) -> Any:
@@ -227,7 +226,8 @@ def at_first(value: Any) -> Any:
     if isinstance(value, str):
         return re.sub(r"\b(" + "|".join(FIRST) + r")\b", lambda found: FIRST[found[1]], value)
     if isinstance(value, Mapping):
-        return {at_first(key): at_first(part) for key, part in value.items() if key not in LATER}
+        old = {key: part for key, part in value.items() if key not in LATER or part != LATER[key]}
+        return {at_first(key): at_first(part) for key, part in old.items()}
     return [at_first(part) for part in value] if isinstance(value, list) else value
 
 

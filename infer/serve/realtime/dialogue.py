@@ -114,8 +114,20 @@ class Dialogue:
         async with self._lock:
             session, before = await self._session_for(before, options)
             self._marks = [turn.mark for turn in before] + [(*question.mark[:2], answer.id, answer.version)]
-            given: Any = question.part.text if question.part.sound is None else question.part.sound
+            part = question.part
+            given: Any = part.text
+            if part.sound is not None:
+                turn, part.turn = part.turn, None
+                heard = None if turn is None else turn.heard(session, part.sound)
+                given = part.sound if heard is None else heard
             return session.ask_async(given, task, sample_rate=PCM_RATE)
+
+    async def listen(self, before: Sequence[DialogueTurn], task: str, options: dict[str, Any]) -> Any:
+        """Listen to a question after the turns before it, while it comes; arguments and errors as of `ask`."""
+        async with self._lock:
+            session, before = await self._session_for(before, options)
+            self._marks = [turn.mark for turn in before]
+            return await asyncio.to_thread(session.listen, task, sample_rate=PCM_RATE)
 
     async def _session_for(self, before: Sequence[DialogueTurn], options: dict[str, Any]) -> tuple[Any, Sequence[DialogueTurn]]:
         """The session that has these turns as its history, and those of them that the model can take.

@@ -12,6 +12,7 @@ from infer.serve.realtime.owner import Owner
 from infer.serve.realtime.protocol import ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
 from infer.serve.realtime.turn_end import SessionTurnEnd
+from infer.serve.realtime.turn_sound import TurnSound
 from infer.turns.detector import TurnDetector, TurnEvent
 from infer.turns.settings import SemanticVad
 from infer.turns.vad import SpeechStream, VoiceActivity
@@ -39,12 +40,15 @@ class SessionInput:
         self._turn_end = SessionTurnEnd(owner.settings.turn_ends)
         self._item = ""  # id of the item that the present turn is going to be
         self._begins = 0.0  # second at which the present turn's sound begins
+        self._turn: TurnSound | None = None  # what the engine hears of it
         self.configure(owner.configuration)
 
     def configure(self, now: Configuration) -> None:
         """Take changed settings over."""
         wanted = now.audio.input.turn_detection
         if wanted is None:
+            if self._detector is not None:
+                self._drop()
             self._detector = None
         elif self._detector is None:
             self._restart(TurnDetector(wanted, self.buffer.end))
@@ -52,6 +56,7 @@ class SessionInput:
             self._detector.settings = wanted
 
     def _restart(self, detector: TurnDetector) -> None:
+        self._drop()
         self._detector = detector
         self._stream = SpeechStream()
 
@@ -73,7 +78,26 @@ class SessionInput:
     async def _follow(self, samples: np.ndarray) -> None:
         """Follow the turns in new samples."""
         self.uncounted += len(samples) / PCM_RATE
-        if self._detector is None or not len(samples):
+        if not len(samples):
+            return
+        await self._find_turns(samples)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Give the engine what surely belongs to the present turn."""
+        detector, buffer = self._detector, self.buffer
+        if not buffer.seconds or (detector is not None and not detector.speaking):
+            return
+        self._turn = self._turn or self._responses.listen()
+        if self._turn is None:
+            return
+        if detector is None:
+            self._turn.follow(buffer, None, buffer.end)
+        else:
+            self._turn.follow(buffer, self._begins, detector.voiced + self._owner.settings.padding - 0.001)  # less a rounding
+
+    async def _find_turns(self, samples: np.ndarray) -> None:
+        if self._detector is None:
             return
         await self._turn_end.push(samples)
         for probability in await self._vad.push(self._stream, samples):
@@ -126,7 +150,7 @@ class SessionInput:
         sound = self.buffer.take(self._begins)
         kept = len(sound) - max(round((end - ended - owner.settings.padding) * PCM_RATE), 0)
         owner.metrics.endpointed(endpointing)
-        owner.add_spoken(self._item, sound[: max(min(kept, int(owner.longest * PCM_RATE)), 1)])
+        self._add(self._item, sound[: max(min(kept, int(owner.longest * PCM_RATE)), 1)])
         detection = owner.configuration.audio.input.turn_detection
         if owner.configuration.type == "realtime" and detection is not None and detection.create_response:
             self._responses.respond_to_turn(endpointing)
@@ -152,12 +176,22 @@ class SessionInput:
         self._turn_end.stop()
         if self._detector is not None and speaking:
             self._detector.stop()
-        self._owner.add_spoken(item, self.buffer.take(first))
+        self._add(item, self.buffer.take(first))
+
+    def _add(self, item: str, sound: np.ndarray) -> None:
+        turn, self._turn = self._turn, None
+        self._owner.add_spoken(item, sound).content[0].turn = turn
+
+    def _drop(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            self._owner.spawn(turn.drop())
 
     def clear(self) -> None:
         """Drop what the buffer holds."""
         self.buffer.clear()
         self._turn_end.stop()
+        self._drop()
         if self._detector is not None:
             self._restart(TurnDetector(self._detector.settings, self.buffer.end))
 

@@ -98,6 +98,18 @@ class InputBuffer:
         whole = np.concatenate(self._pieces) if self._pieces else np.zeros(0, np.int16)
         return whole[max(round((first - self.start) * PCM_RATE), 0) :]
 
+    def part(self, first: float | None, skip: int, last: float) -> np.ndarray:
+        """Samples [S] of what `take(first)` would return, without the first `skip`, up to a second of the input."""
+        begin = skip + (0 if first is None else max(round((first - self.start) * PCM_RATE), 0))
+        end = min(round((last - self.start) * PCM_RATE), self._samples)
+        found, at = list[np.ndarray](), self._samples
+        for piece in reversed(self._pieces):
+            if at <= begin:
+                break
+            at -= len(piece)
+            found.append(piece[max(begin - at, 0) : max(end - at, 0)])
+        return np.concatenate([np.zeros(0, np.int16), *reversed(found)])
+
     def clear(self) -> None:
         self.start = self.end
         self._pieces.clear()

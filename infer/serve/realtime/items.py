@@ -17,6 +17,7 @@ import numpy as np
 
 from infer.serve.realtime.configuration import LONGEST_TEXT, PCM_RATE
 from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
+from infer.serve.realtime.turn_sound import TurnSound
 from infer.serve.sound import decode
 from omni.generate.messages import Message
 
@@ -48,6 +49,7 @@ class ContentPart:
         text: the text, or the transcript of sound; None where that is not known.
         refused: the model cannot take it as a question: it is left out of the history.
         forgotten: its samples were dropped, long after the model has forgotten them.
+        turn: what the engine has heard of the sound while it came.
     """
 
     type: str
@@ -55,6 +57,7 @@ class ContentPart:
     sound: np.ndarray | None = None
     refused: bool = False
     forgotten: bool = False
+    turn: TurnSound | None = None
 
     def shown(self) -> Event:
         if self.type == "input_audio":

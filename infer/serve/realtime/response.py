@@ -71,7 +71,7 @@ class Response:
     def __init__(self, owner: Owner, dialogue: Dialogue, wanted: Wanted) -> None:
         self.id, self.wanted = new_id("resp"), wanted
         self.item = ConversationItem("message", "assistant", status="in_progress")
-        self.speaks = owner.voices.speaks and wanted.configuration.output_modalities == ["audio"]
+        self.speaks = speaks(owner, wanted.configuration)
         self.first, self.over = asyncio.Event(), asyncio.Event()
         self.status = "in_progress"
         self._owner, self._dialogue = owner, dialogue
@@ -178,19 +178,14 @@ class Response:
 
     def _task(self, question: DialogueTurn) -> str:
         """The task's name (`omni.tasks`)."""
-        if self.wanted.configuration.omni.task == "transcribe" and question.spoken:
+        task = task_of(self.wanted.configuration, question.spoken, self.speaks)
+        if task == "A1T1":
             self.speaks, self._part.type = False, "output_text"
-            return "A1T1"
-        return f"{'A' if question.spoken else 'T'}1{'A' if self.speaks else 'T'}2"
+        return task
 
     def _options(self) -> dict[str, Any]:
         """Keywords of the engine's session."""
-        wanted, answering = self.wanted.configuration, self._owner.settings.answering
-        most = None if wanted.max_output_tokens == "inf" else wanted.max_output_tokens
-        options = limited(answering.keywords(wanted.omni.temperature), most, self.speaks)
-        options["adapter"] = self._owner.voices.adapter(wanted.audio.output.voice)
-        options["system"] = wanted.instructions if answering.use_instructions else ""
-        return options
+        return options_of(self._owner, self.wanted.configuration, self.speaks)
 
     async def _tell_place(self) -> None:
         """Tell the page its place while the question waits for room."""
@@ -355,6 +350,28 @@ class Response:
             "input_token_details": {**given, "cached_tokens": 0},
             "output_token_details": {"text_tokens": used["text"], "audio_tokens": used["audio"]},
         }
+
+
+def speaks(owner: Owner, configuration: Configuration) -> bool:
+    """Whether answers are spoken."""
+    return owner.voices.speaks and configuration.output_modalities == ["audio"]
+
+
+def task_of(configuration: Configuration, spoken: bool, speaks: bool) -> str:
+    """Name of the task (`omni.tasks`) of a question."""
+    if configuration.omni.task == "transcribe" and spoken:
+        return "A1T1"
+    return f"{'A' if spoken else 'T'}1{'A' if speaks else 'T'}2"
+
+
+def options_of(owner: Owner, wanted: Configuration, speaks: bool) -> dict[str, Any]:
+    """Keywords of the engine's session."""
+    answering = owner.settings.answering
+    most = None if wanted.max_output_tokens == "inf" else wanted.max_output_tokens
+    options = limited(answering.keywords(wanted.omni.temperature), most, speaks)
+    options["adapter"] = owner.voices.adapter(wanted.audio.output.voice)
+    options["system"] = wanted.instructions if answering.use_instructions else ""
+    return options
 
 
 def _rate_limits(limits: ServerLimits) -> list[Event]:

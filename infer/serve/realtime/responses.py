@@ -12,7 +12,8 @@ from infer.serve.realtime.dialogue import Dialogue, turns_of
 from infer.serve.realtime.items import ConversationItem, read_item
 from infer.serve.realtime.owner import Owner
 from infer.serve.realtime.protocol import Event, ProtocolError
-from infer.serve.realtime.response import Response, Wanted, Why
+from infer.serve.realtime.response import Response, Wanted, Why, options_of, speaks, task_of
+from infer.serve.realtime.turn_sound import TurnSound
 
 CHANGEABLE = ("instructions", "output_modalities", "audio", "max_output_tokens", "tools", "tool_choice", "omni")
 """Fields of the configuration that `response.create` may change for its response."""
@@ -132,6 +133,21 @@ class Responses:
             self._waits = wanted
         elif question is not None:
             self.respond(wanted)
+
+    def listen(self) -> TurnSound | None:
+        """Listen to what somebody begins to say; None while an answer or another question is under way, or where the engine has
+        no use for it."""
+        owner, configuration = self._owner, self._owner.configuration
+        if self.active is not None or configuration.type != "realtime" or not self._host.listens:
+            return None
+        before, question = turns_of(owner.items)
+        if question is not None:
+            return None
+        spoken = speaks(owner, configuration)
+        options, task = options_of(owner, configuration, spoken), task_of(configuration, True, spoken)
+        turn = TurnSound(lambda: self._dialogue.listen(before, task, options))
+        owner.spawn(turn.begin())
+        return turn
 
     def duck(self, on: bool) -> None:
         """Have the answer softer, or as loud as before: by the page, which does it at once, or by what is sent."""

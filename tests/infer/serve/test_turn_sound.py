@@ -1,0 +1,218 @@
+"""Turns that the engine hears while they come: the answers are those of the committed sound."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infer.serve.host import EngineHost
+from infer.serve.realtime.input_buffer import InputBuffer
+from infer.serve.settings import ServeSettings
+from omni.codec.codec2 import Codec2Codec
+from omni.generate.feature_stream import FeatureStream
+from omni.generate.listening import Listening
+from omni.generate.speech_lm import SpeechLM
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
+from tests.infer.conftest import TINY, tiny_model
+from tests.infer.serve.conftest import MANUAL, Client, deltas, noise, pcm, sound_of
+from tests.infer.serve.test_turns import at24, say
+
+Body = Callable[[Client], Coroutine[Any, Any, Any]]
+VAD = {"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad", "interrupt_response": False}}}}
+"""An interruption cuts the history by what was heard by then, which is another part each time."""
+
+
+@pytest.fixture(scope="module")
+def chunked() -> SpeechLM:
+    config = replace(TINY, encoder=replace(TINY.encoder, mode="chunked", chunk_ms=160))  # type: ignore[type-var]
+    model = SpeechModel(config).eval()
+    model.load_state_dict(tiny_model().state_dict())
+    return SpeechLM(model, Tokenizer.bytes(), Codec2Codec())
+
+
+@pytest.fixture
+def run(chunked: SpeechLM, settings: ServeSettings) -> Iterator[Callable[..., Any]]:
+    host = EngineHost(lambda: chunked)
+    host.open()
+
+    def run(body: Body, given: dict[str, Any] = MANUAL) -> Any:
+        async def whole() -> Any:
+            client = Client(host, settings, given)
+            try:
+                return await asyncio.wait_for(body(client), 60)
+            finally:
+                await client.session.close()
+
+        return asyncio.run(whole())
+
+    yield run
+    assert host.stats().sessions == 0 and not chunked.engine._requests.listens.open()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds of the sounds that were asked as they were heard."""
+    found: list[float] = []
+    end = Listening.asked
+
+    def watched(self: Listening, *values: Any) -> Any:
+        found.append(self.seconds)
+        return end(self, *values)
+
+    monkeypatch.setattr(Listening, "asked", watched)
+    return found
+
+
+def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineHost, "listens", property(lambda self: False))
+
+
+async def append(client: Client, sound: np.ndarray) -> None:
+    for start in range(0, len(sound), 960):
+        await client.send("input_audio_buffer.append", audio=pcm(sound[start : start + 960]))
+        await asyncio.sleep(0.001)
+
+
+def said(client: Client) -> list[Any]:
+    return [
+        deltas(client.events),
+        sound_of(client.events).tobytes(),
+        [i.seconds for i in client.session.items if i.role == "user"],
+    ]
+
+
+async def three_turns(client: Client) -> list[Any]:
+    for turn in range(3):
+        await append(client, noise(0.9 + 0.3 * turn, turn))
+        await client.send("input_audio_buffer.commit")
+        await client.ask()
+    return said(client)
+
+
+def test_manual_turns_are_answered_as_their_sound(run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(three_turns)
+    assert asked == pytest.approx([0.9, 1.2, 1.5])
+    deaf(monkeypatch)
+    wanted = run(three_turns)
+    assert found == wanted and len(asked) == 3
+
+
+def test_found_turns_are_heard_before_they_are_committed(run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    sounds = [at24(say(text)) for text in ("what is two plus three", "where is the cat")]
+    lacking: list[int] = []
+
+    async def body(client: Client) -> list[Any]:
+        for sound in sounds:
+            since = len(client.events)
+            await append(client, sound)
+            await client.until("response.done", since)
+        return said(client)
+
+    end = Listening.asked
+
+    def watched(self: Listening, *values: Any) -> Any:
+        stream = self._sound
+        assert isinstance(stream, FeatureStream)
+        limit = time.monotonic() + 5
+        while stream.due and time.monotonic() < limit:
+            time.sleep(0.001)
+        lacking.append(stream._came - stream._taken)
+        return end(self, *values)
+
+    monkeypatch.setattr(Listening, "asked", watched)
+    found = run(body, VAD)
+    assert len(asked) == 2 and max(lacking) < 2 * 2560
+    deaf(monkeypatch)
+    wanted = run(body, VAD)
+    assert found == wanted and asked == pytest.approx(found[2])
+
+
+def test_a_turn_that_interrupts_is_heard_too(run: Any, asked: list[float]) -> None:
+    async def body(client: Client) -> None:
+        for text in ("what is two plus three", "where is the cat"):
+            since = len(client.events)
+            await append(client, at24(say(text)))
+            await client.until("response.done", since)
+
+    given = {"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad"}}}}
+    run(body, given)
+    assert len(asked) == 2
+
+
+def test_a_buffer_that_is_cleared_is_no_question(run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(client: Client) -> list[Any]:
+        await append(client, noise(2.0, 7))
+        await asyncio.sleep(0.05)
+        await client.send("input_audio_buffer.clear")
+        return await three_turns(client)
+
+    found = run(body)
+    assert asked == pytest.approx([0.9, 1.2, 1.5])
+    deaf(monkeypatch)
+    assert run(body) == found
+
+
+def test_other_options_than_were_heard_with_ask_the_sound(
+    run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(client: Client) -> list[Any]:
+        await append(client, noise(1.0))
+        await client.send("input_audio_buffer.commit")
+        await client.ask(max_output_tokens=5)
+        await append(client, noise(1.0, 1))
+        await client.send("input_audio_buffer.commit")  # and is never asked
+        await client.ask("and?")
+        return said(client)
+
+    found = run(body)
+    assert not asked
+    deaf(monkeypatch)
+    assert run(body) == found
+
+
+def test_sound_that_comes_while_an_answer_is_under_way(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(client: Client) -> list[Any]:
+        await append(client, noise(0.9))
+        await client.send("input_audio_buffer.commit")
+        await client.send("response.create")
+        since = len(client.events)
+        await append(client, noise(0.5, 1))
+        await client.until("response.done", since)
+        await append(client, noise(0.5, 2))
+        await client.send("input_audio_buffer.commit")
+        await client.ask()
+        return said(client)
+
+    found = run(body)
+    deaf(monkeypatch)
+    assert run(body) == found
+
+
+def test_too_much_sound_is_refused_as_before(run: Any) -> None:
+    async def body(client: Client) -> None:
+        for _ in range(32):
+            await client.send("input_audio_buffer.append", audio=pcm(noise(1.0)))
+        events = await client.send("input_audio_buffer.commit")
+        assert [event["type"] for event in events] == ["error"] and "at most 30 s" in events[0]["error"]["message"]
+        await client.send("input_audio_buffer.clear")
+        await three_turns(client)
+
+    run(body)
+
+
+def test_parts_of_the_buffer() -> None:
+    buffer = InputBuffer(60.0)
+    samples = np.arange(10_000).astype(np.int16)
+    for piece in np.split(samples, [10, 10, 4000, 9999]):
+        buffer.add(piece)
+    for first in (None, 0.0, 100 / 24_000, 5000 / 24_000):
+        begin = 0 if first is None else round(first * 24_000)
+        for skip, last in ((0, 10_000), (0, 3), (50, 4001), (9990, 10_000), (20_000, 10_000), (0, 99_999)):
+            assert np.array_equal(buffer.part(first, skip, last / 24_000), samples[begin + skip : last])
