@@ -130,7 +130,7 @@ class SessionInput:
             owner.send({"type": "input_audio_buffer.speech_started", **started})
             if isinstance(detection, SemanticVad):
                 first = max(self._begins, self.buffer.start)
-                await self._turn_end.begin(first, self.buffer.since(first))
+                await self._turn_end.begin(first, self.buffer.part(first, 0, self.buffer.end))
             if detection is not None and detection.interrupt_response:
                 await self._responses.interrupt()
         elif event.kind == "ended":

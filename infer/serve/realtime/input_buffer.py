@@ -89,14 +89,10 @@ class InputBuffer:
 
     def take(self, first: float | None = None) -> np.ndarray:
         """All samples [S], int16, from a second of the input on; the buffer is empty then."""
-        taken = self.since(self.start if first is None else first)
-        self.clear()
-        return taken
-
-    def since(self, first: float) -> np.ndarray:
-        """The samples [S], int16, from a second of the input on, which stay."""
         whole = np.concatenate(self._pieces) if self._pieces else np.zeros(0, np.int16)
-        return whole[max(round((first - self.start) * PCM_RATE), 0) :]
+        skipped = 0 if first is None else max(round((first - self.start) * PCM_RATE), 0)
+        self.clear()
+        return whole[skipped:]
 
     def part(self, first: float | None, skip: int, last: float) -> np.ndarray:
         """Samples [S] of what `take(first)` would return, without the first `skip`, up to a second of the input."""
