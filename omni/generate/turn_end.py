@@ -63,7 +63,7 @@ class TurnListener:
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> TurnListener | None:
-        """Those of a model folder, whose other weights are not read; None where it has no turn head."""
+        """Those of a model folder in float32, its other weights left unread; None where it has no turn head."""
         config = read_config(folder)
         if not config.turn:
             return None
@@ -117,4 +117,4 @@ def _parts(config: ModelConfig, file: Path) -> tuple[Encoder, nn.Linear] | None:
         state = {name: stored.get_tensor(name) for name in names}
     check_state(state, parts.state_dict(), str(file))
     parts.load_state_dict(state, assign=True)
-    return encoder, head
+    return encoder.float(), head.float()
