@@ -11,10 +11,14 @@ import torch.nn.functional as F
 
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
+from omni.tasks import TASKS
 from tests.train.objective.test_objective import MODELS, gradients, make_examples, pack
+from tests.train.toys import ALONE
 from train.data.batching.batch import Batch
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import HEADS, Objective, targets
+from train.trainer.held_out_loss import held_out_loss
+from train.trainer.metrics import StepMetrics
 
 CHUNKED = replace(MODELS["codec2"], encoder=replace(MODELS["codec2"].encoder, mode="chunked"))
 TURN = replace(CHUNKED, turn=True)
@@ -106,3 +110,20 @@ def test_a_weight_without_the_head_and_the_head_without_chunks_are_refused_by_na
     with pytest.raises(UserError, match="turn is true, but the encoder's frames hear what comes after them: set encoder.mode"):
         replace(MODELS["codec2"], turn=True)
     SpeechModel(TURN).set_chunk(0)  # a chunked encoder that hears whole clips for once
+
+
+def test_its_mean_is_in_the_log_and_on_held_out_batches(model: SpeechModel) -> None:
+    batches = [labelled(model, ["A1T1", "A1A2"]), labelled(model, ["A1A2"])]
+    objective, names = Objective(model, WEIGHT), (tuple(TASKS), model.layout.names)
+    losses = [objective(batch, targets(batch)) for batch in batches]
+    wanted = sum(float(one.turn_sum) for one in losses) / sum(batch.turn_labels for batch in batches)
+    metrics = StepMetrics(*names, "cpu", ALONE)
+    for one in losses:
+        metrics.add(one)
+    kept = metrics.state()
+    assert metrics.figures()["loss/turn"] == pytest.approx(wanted, rel=1e-5)
+    found = held_out_loss(objective, objective, batches, *names, torch.device("cpu"), None, ALONE)
+    assert found["loss/turn"] == pytest.approx(wanted, rel=1e-5) and found["loss/alignment"] > 0
+    metrics.restore([sums[:-2] for sums in kept])  # of a checkpoint from before turn heads
+    again = metrics.figures()
+    assert "loss/turn" not in again and again["loss/alignment"] == pytest.approx(found["loss/alignment"], rel=1e-5)
