@@ -63,7 +63,7 @@ def by_server(samples: np.ndarray, model: Any) -> list[np.ndarray]:
         configuration=Configuration(),
         metrics=SimpleNamespace(endpointed=lambda seconds: None),
         send=lambda event: None,
-        add_spoken=lambda item, part: items.append(part),
+        add_spoken=lambda item, part: items.append(part) or SimpleNamespace(content=[SimpleNamespace()]),
     )
 
     async def push(stream: SpeechStream, part: np.ndarray) -> list[float]:
@@ -74,7 +74,7 @@ def by_server(samples: np.ndarray, model: Any) -> list[np.ndarray]:
         pass
 
     responses: Any = SimpleNamespace(
-        playing=False, interrupt=interrupt, duck=lambda on: None, respond_to_turn=lambda endpointing: None
+        playing=False, interrupt=interrupt, duck=lambda on: None, listen=lambda: None, respond_to_turn=lambda *given: None
     )
 
     async def hear() -> None:
