@@ -37,8 +37,8 @@ class EndRule:
     frames: int = 2
 
 
-RULES = {"low": EndRule(0.9, 4), "medium": EndRule(0.7), "high": EndRule(0.4), "auto": EndRule(0.7)}
-"""By eagerness, as the Realtime API names it."""
+RULES = {"low": EndRule(0.8), "medium": EndRule(0.4), "high": EndRule(0.2), "auto": EndRule(0.4)}
+"""By eagerness, as the Realtime API names it; chosen on the nano model, see docs/training.md."""
 
 
 def ended(probabilities: Tensor, rule: EndRule) -> Tensor:
