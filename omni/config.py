@@ -147,6 +147,7 @@ class ModelConfig:
             fit.
         ctc: ids of an alignment head on the encoder (blank first), 0 for none; used in training only.
         ctc_sounds: ids of its second spelling, by sounds (their blank first); they follow those of the first.
+        turn: a head on the encoder's frames says whether there is a voice, and whether the question has ended.
     """
 
     layout: Layout = field(default_factory=lambda: Layout.preset("codec2"))
@@ -156,6 +157,7 @@ class ModelConfig:
     codec: str = field(default="codec2", metadata={"check": check_codec_name})
     ctc: int = 0
     ctc_sounds: int = 0
+    turn: bool = False
 
     def __post_init__(self) -> None:
         if self.ctc < 0 or self.ctc_sounds < 0:
@@ -166,6 +168,11 @@ class ModelConfig:
             raise UserError(f"ctc is {self.ctc} and ctc_sounds {self.ctc_sounds}; they must be at most {LARGEST}")
         if self.encoder.width < 1:
             raise UserError(f"encoder.width is {self.encoder.width}; it must be at least 1")
+        if self.turn and not self.encoder.streams:
+            raise UserError(
+                "turn is true, but the encoder's frames hear what comes after them: set encoder.mode to chunked, or turn to "
+                "false"
+            )
         delay, context = max(self.layout.delays), self.decoder.context
         if delay >= context:
             raise UserError(f"layout: a stream's delay is {delay}, but decoder.context is {context}; it must be less")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infer.serve.realtime.turn_end import TurnEnds
 
 LEAST_TOP_P = 1e-6
 """Smallest `top_p` of a model; clients send 0 for it."""
@@ -97,6 +100,7 @@ class ServeSettings:
             they hear as much as in training.
         lead: seconds of sound that are sent ahead of what a client plays.
         open_access: nobody needs a key.
+        turn_ends: the model's own judgement of where a turn ends; None without a turn head.
     """
 
     model: str = "omni"
@@ -107,3 +111,4 @@ class ServeSettings:
     open_access: bool = True
     limits: ServerLimits = field(default_factory=ServerLimits)
     answering: Answering = field(default_factory=Answering)
+    turn_ends: TurnEnds | None = None

@@ -2,8 +2,9 @@
 
 `server_vad`: speech begins with `ONSET` frames above the threshold, and has ended after a fixed silence.
 
-`semantic_vad`: a turn ends `SURE` seconds after speech that has clearly stopped, and after the longest wait of its eagerness
-where that stays unclear (breath, noise). While an answer plays, speech first makes it softer (`duck`); it interrupts where it
+`semantic_vad`: a turn ends where the model's turn head says so (`said`), or without such a head `SURE`
+seconds after speech that has clearly stopped; and after the longest wait of its eagerness where that stays unclear (breath,
+noise, a question that lacks its end). While an answer plays, speech first makes it softer (`duck`); it interrupts where it
 lasts for `PROVE` seconds, and was a "mm-hmm" or a cough where it has ended before (`restore`).
 
         answer plays         speech                              still speech after PROVE
@@ -96,8 +97,8 @@ class TurnDetector:
         """Seconds before speech that belong to its turn."""
         return PREFIX if isinstance(self.settings, SemanticVad) else self.settings.prefix_padding_ms / 1000
 
-    def push(self, probability: float, playing: bool) -> list[TurnEvent]:
-        """Take the next frame; `playing` while an answer is heard."""
+    def push(self, probability: float, playing: bool, said: bool | None = None) -> list[TurnEvent]:
+        """Take the next frame; `playing` while an answer is heard; `said`: by the model the turn has ended, or has not."""
         start, self.now = self.now, self.now + FRAME_SECONDS
         threshold = THRESHOLD if isinstance(self.settings, SemanticVad) else self.settings.threshold
         if probability >= threshold:
@@ -110,7 +111,7 @@ class TurnDetector:
             if probability >= max(threshold - HYSTERESIS, 0.01):
                 self._quiet = self.now
         if self.speaking:
-            return self._end()
+            return self._end(said)
         return self._begin(playing) or self._idle(playing)
 
     def _begin(self, playing: bool) -> list[TurnEvent]:
@@ -139,10 +140,11 @@ class TurnDetector:
         self._quiet = self._voiced
         return TurnEvent("began", self._onset, self.now)
 
-    def _end(self) -> list[TurnEvent]:
+    def _end(self, said: bool | None) -> list[TurnEvent]:
         """Whether the turn has ended."""
         if isinstance(self.settings, SemanticVad):
-            ended = self.now - self._quiet >= SURE[self.settings.eagerness]
+            sure = self.now - self._quiet >= SURE[self.settings.eagerness]
+            ended = sure if said is None else said and not self._run
             ended = ended or self.now - self._voiced >= self.settings.longest_wait
         else:
             ended = self.now - self._quiet >= self.settings.silence_duration_ms / 1000

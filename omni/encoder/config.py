@@ -100,6 +100,11 @@ class EncoderConfig(ABC):
         return None
 
     @property
+    def streams(self) -> bool:
+        """True where a frame hears its chunk and what came before, so that frames come while the sound does."""
+        return self.chunk_samples is not None
+
+    @property
     def attention_size(self) -> int:
         """Layers times width of what attends, for FLOPs; 0 without attention."""
         return 0

@@ -166,6 +166,10 @@ class WhisperConfig(EncoderConfig):
         return self.chunk_ms * SAMPLE_RATE // 1000 or None if self.mode == "chunked" else None
 
     @property
+    def streams(self) -> bool:
+        return self.mode == "chunked"
+
+    @property
     def attention_size(self) -> int:
         return self.layers * self.width
 

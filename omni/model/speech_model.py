@@ -38,6 +38,7 @@ class SpeechModel(nn.Module):
         self.decoder = Decoder(config.decoder, config.layout)
         ids = config.ctc + config.ctc_sounds
         self.alignment_head = nn.Linear(config.encoder.width, ids) if ids else None
+        self.turn_head = nn.Linear(config.encoder.width, 2) if config.turn else None  # voice, end
 
     def __getattr__(self, name: str) -> Any:
         if name in MODULES:

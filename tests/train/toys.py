@@ -136,7 +136,7 @@ def toy_steps(
 
 
 def toy_targets(batch: ToyBatch) -> Tensor:
-    return torch.cat([(batch.targets != -100).sum((0, 2)), torch.zeros(1, dtype=torch.long)])
+    return torch.cat([(batch.targets != -100).sum((0, 2)), torch.zeros(2, dtype=torch.long)])
 
 
 def toy_held_out(rank: int, world: int) -> list[ToyBatch]:

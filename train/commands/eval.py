@@ -1,4 +1,5 @@
-"""`omni-train eval FOLDER DATA`: evaluate a model on a data set's questions; `--compare A B` compares two such runs."""
+"""`omni-train eval FOLDER DATA`: evaluate a model on a data set's questions; `--compare A B` compares two such runs, and
+`--turn_ends FOLDER` evaluates its turn head."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from omni.checkpoint.places import check_folder
+from omni.errors import UserError
 from omni.process import importing
-from train.config.parse import ConfigParser
-from train.console.options import Listing, Parser, add_progress, given_path
+from train.config.parse import ConfigParser, read_fit_config
+from train.console.options import Listing, Parser, add_progress, check_least, given_path
 from train.console.tables import print_table
 from train.data.readers import READERS
 from train.eval.config import EvalConfig
@@ -26,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; prints the figures and where the files are."""
     if any(argument == "--compare" or argument.startswith("--compare=") for argument in argv):
         return _compare(argv)
+    if any(argument == "--turn_ends" or argument.startswith("--turn_ends=") for argument in argv):
+        return _evaluate_turn_ends(argv)
     parser = _parser()
     chosen = parser.read(argv)
     config = parser.configuration(chosen)
@@ -46,7 +51,8 @@ def _parser() -> ConfigParser:
         prog="omni-train eval",
         description="Ask a model the questions of a data set, and report figures with intervals, a picture and every answer.\n"
         "The same command goes on with what was interrupted.\n\n"
-        "Two runs side by side: eval --compare OUT_A OUT_B [--out FOLDER]\n\n"
+        "Two runs side by side: eval --compare OUT_A OUT_B [--out FOLDER]\n"
+        "Where questions end, of a model with a turn head: eval --turn_ends MODEL --out FOLDER [--limit N] (and --help)\n\n"
         f"formats:\n{formats}",
         formatter_class=Listing,
     )
@@ -84,6 +90,49 @@ def _evaluate_delays(chosen: Mapping[str, Any], config: EvalConfig) -> int:
     found = evaluate_delays(chosen["model"], chosen["data"], out, config, chunks, chosen["progress"])
     print_table("figures by delay", *delay_table(found))
     print(f"table and picture: {out / TABLE}, {out / PICTURE}; each evaluation in a folder beside them")
+    return 0
+
+
+def _evaluate_turn_ends(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog="omni-train eval", description="Evaluate where a model hears questions end, on spoken digits with pauses."
+    )
+    parser.add_argument("--turn_ends", type=given_path, metavar="MODEL", help="a model folder with a turn head", required=True)
+    parser.add_argument("--out", type=given_path, required=True, help="folder for table, figures and picture")
+    parser.add_argument(
+        "--config", type=given_path, help="YAML file of its run, whose spoken digits are asked (default: beside it)"
+    )
+    parser.add_argument("--limit", type=int, default=400, help="how many questions")
+    parser.add_argument("--chunk_ms", type=int, help="how much the encoder hears at once (default: as stored)")
+    chosen = parser.read(argv)
+    check_least(chosen, limit=1)
+    model = chosen["turn_ends"]
+    check_folder(model)
+    file = chosen["config"] or model.parent / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"{file} does not exist; give the run's configuration with --config")
+    data = read_fit_config([str(file)])[0].data
+    digits = next((one for one in data.sources if one.kind == "spoken-digits"), None)
+    if digits is None:
+        raise UserError(f"{file} has no source of kind spoken-digits, whose grammar says where more must come")
+    with importing():
+        from omni.checkpoint.folder import read_config
+        from omni.codec.registry import load_if_given
+        from omni.generate.turn_end import TurnListener
+        from train.data.build import build_source
+        from train.data.sources.spoken_digits import SpokenDigits
+        from train.eval.turn_ends import JSON, PICTURE, TABLE, evaluate_turn_ends
+
+    config, listener = read_config(model), TurnListener.from_folder(model)
+    if listener is None:
+        raise UserError(f"{model} has no turn head: train one with model.turn (and encoder.mode chunked)")
+    if chosen["chunk_ms"] is not None:
+        listener.encoder.config = config.encoder.with_chunk(chosen["chunk_ms"])
+    source = build_source(digits, load_if_given(config.codec, None), 0)
+    assert isinstance(source, SpokenDigits)
+    found = evaluate_turn_ends(listener, source, chosen["out"], chosen["limit"])
+    print_table(f"ends of {chosen['limit']} questions with a pause", *found["table"])
+    print(f"table, figures and picture: {', '.join(str(chosen['out'] / name) for name in (TABLE, JSON, PICTURE))}")
     return 0
 
 

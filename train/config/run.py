@@ -32,7 +32,7 @@ from train.config.sections import (
     learning,
 )
 from train.data.config import DataConfig
-from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head
+from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head, no_turn_head
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class FitConfig:
         return replace(self, data=replace(self.data, micro_batches=count)), line
 
     def check_head(self) -> None:
-        """Refuses an alignment loss on a model without a head for it, as far as no model folder needs to be read."""
+        """Refuses a loss on a head that the model lacks, as far as no model folder needs to be read."""
         objective, model = self.objective, self.model
         if objective.ctc_weight > 0 and (self.data.alignment == "none" or model.ctc == 0):
             ids = model.ctc
@@ -149,6 +149,8 @@ class FitConfig:
                 ids = preset(model.preset).ctc
             if ids == 0:
                 raise UserError(no_alignment_head(objective.ctc_weight))
+        if objective.turn_weight > 0 and (model.turn is False or (model.turn is None and model.init_from is None)):
+            raise UserError(no_turn_head(objective.turn_weight))
 
     @property
     def trainable_patterns(self) -> tuple[str, ...]:

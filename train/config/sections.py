@@ -142,6 +142,7 @@ class ModelSection:
         codec: name of the audio codec; where it is not the preset's, and no `layout.streams` are given, the audio streams are
             its codebooks.
         ctc, ctc_sounds: ids of the alignment head on the encoder, each with its blank; 0 for none.
+        turn: a head on the encoder's frames for voice and the end of a question (`encoder.mode: chunked`).
     """
 
     preset: str | None = None
@@ -155,6 +156,7 @@ class ModelSection:
     codec: str | None = None
     ctc: int | None = None
     ctc_sounds: int | None = None
+    turn: bool | None = None
 
     def __post_init__(self) -> None:
         _need(

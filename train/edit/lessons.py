@@ -65,7 +65,7 @@ class EditObjective:
         if not (min(self.weights) >= 0 and 0 < sum(self.weights) < float("inf")):
             raise UserError(f"stream_weights are {list(self.weights)}; give weights of at least 0, one of them above")
         self.listening = any(name.startswith(LISTENING) for name in linears)
-        self.maker = ExampleMaker(replace(lm.config, ctc=0, ctc_sounds=0), lm.tokenizer, lm.codec)
+        self.maker = ExampleMaker(replace(lm.config, ctc=0, ctc_sounds=0, turn=False), lm.tokenizer, lm.codec)
 
     def pieces(self, rows: Sequence[Row], tasks: Sequence[str]) -> list[EditExample]:
         """Every row as an example of each task that it has all parts for."""

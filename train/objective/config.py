@@ -31,6 +31,14 @@ def no_alignment_head(weight: float) -> str:
     )
 
 
+def no_turn_head(weight: float) -> str:
+    """Error text for a loss of the turn head on a model without one."""
+    return (
+        f"objective.turn_weight is {weight}, but the model has no turn head: set model.turn to true, with encoder.mode "
+        "chunked, or objective.turn_weight to 0"
+    )
+
+
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """Weights of the losses and their schedule.
@@ -40,8 +48,9 @@ class ObjectiveConfig:
         ctc_weight: weight of the alignment loss on the encoder; needs `model.ctc`.
         ctc_final: its weight at the end of the budget, reached linearly; None for the same all along.
         ctc_words: what a word or letter counts beside a sound, where questions are spelt by both (`data.sounds`).
-        align_first: share of the budget in which only the encoder is trained, by the alignment loss alone: recognising speech
-            takes longest to train, and a step is cheapest while nothing else runs.
+        turn_weight: weight of the loss of the turn head on the encoder; needs `model.turn`.
+        align_first: share of the budget in which only the encoder is trained, by the losses of its heads alone: recognising
+            speech takes longest to train, and a step is cheapest while nothing else runs.
         chunk: largest number of logits held at once; None for 2^28 on a GPU (1.5 GB in half precision) and 2^25 on a CPU.
     """
 
@@ -49,6 +58,7 @@ class ObjectiveConfig:
     ctc_weight: float = ranged(0.0, 0)
     ctc_final: float | None = ranged(None, 0)
     ctc_words: float = ranged(1.0, above=0, below=math.inf)
+    turn_weight: float = ranged(0.0, 0, below=math.inf)
     align_first: float = ranged(0.0, 0, below=1)
     chunk: int | None = ranged(None, 1)
 
@@ -56,6 +66,11 @@ class ObjectiveConfig:
         check_fields(self, "objective")
         if self.align_first > 0 and self.ctc_weight == 0:
             raise UserError("objective.align_first trains by the alignment loss alone, but objective.ctc_weight is 0")
+
+    @property
+    def by_heads(self) -> bool:
+        """True where heads on the encoder are trained, by losses that belong to no task."""
+        return max(self.ctc_weight, self.ctc_final or 0, self.turn_weight) > 0
 
     def chunk_on(self, cuda: bool) -> int:
         """The largest number of logits held at once on a GPU, or on a CPU."""

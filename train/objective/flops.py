@@ -30,7 +30,7 @@ class StepFlops:
         self.encoder_pair = model.config.encoder.attention_size
 
     def __call__(self, batch: Batch, targets: Tensor) -> float:
-        """FLOPs of a batch; targets: supervised positions of each stream, [K + 1] (the last entry is not used)."""
+        """FLOPs of a batch; targets: supervised positions of each stream, [K] and more (which are not used)."""
         heads = sum(6.0 * w * n for w, n in zip(self.widths, targets.tolist(), strict=False))
         pairs = float((batch.lengths.double() ** 2).sum()) / 2
         frames = float(sum(batch.frames))

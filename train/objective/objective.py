@@ -22,7 +22,7 @@ from omni.hardware import to_device
 from omni.lora.attach import low_rank
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
-from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head
+from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head, no_turn_head
 from train.objective.cross_entropy import Heads, HeadTargets, vocabulary_shards
 from train.objective.task_losses import PlainLosses, feature_tasks
 
@@ -32,18 +32,23 @@ if TYPE_CHECKING:
 
 PLAIN = PlainLosses()
 
+HEADS = 2
+"""Losses of heads on the encoder: alignment and turns. Their counts of a step follow those of the K streams."""
+
 
 class Losses(NamedTuple):
     """Losses of a packed batch, with the counts to divide them by.
 
     Attributes:
-        total: scalar to call `backward` on: sum over streams of weight * sum / denominator, plus the alignment loss.
+        total: scalar to call `backward` on: sum over streams of weight * sum / denominator, plus the losses of the heads on the
+            encoder (alignment, turns).
         sums, counts: summed loss and number of targets by task and stream, [tasks, K], without graph.
         ctc_sum, ctc_count: summed alignment loss (of two spellings, the first `ctc_words` times) and number of its target ids,
             without graph.
-        by_task: where tasks are balanced, the loss of each before its weight, and last that of the rest (the alignment loss,
-            other tasks), [M + 1]; with its graph for `GraphLosses`.
+        by_task: where tasks are balanced, the loss of each before its weight, and last that of the rest (losses of heads on
+            the encoder, other tasks), [M + 1]; with its graph for `GraphLosses`.
         by_example: for `ExampleLosses`, summed loss and number of targets by segment of the batch, [2, S], without graph.
+        turn_sum, turn_count: summed loss of the turn head and number of its labels, without graph; None without such a head.
     """
 
     total: Tensor
@@ -53,6 +58,15 @@ class Losses(NamedTuple):
     ctc_count: Tensor
     by_task: Tensor | None = None
     by_example: Tensor | None = None
+    turn_sum: Tensor | None = None
+    turn_count: Tensor | None = None
+
+
+class HeadLosses(NamedTuple):
+    """Losses of the heads on the encoder, each summed over a batch; `turn` is None without such a head."""
+
+    alignment: Tensor
+    turn: Tensor | None = None
 
 
 def cells(batch: Batch) -> Tensor:
@@ -63,9 +77,10 @@ def cells(batch: Batch) -> Tensor:
 
 
 def targets(batch: Batch) -> Tensor:
-    """Count the targets of each stream of a batch, and last the ids of its alignment loss, [K + 1] float (on the CPU)."""
+    """Count the targets of each stream of a batch, and last the ids of its alignment loss and the labels of its turn head,
+    [K + HEADS] float (on the CPU)."""
     aligned = sum(len(ids) for ids in batch.transcripts)
-    return torch.tensor([float(len(at)) for at in batch.supervised] + [float(aligned)])
+    return torch.tensor([float(len(at)) for at in batch.supervised] + [float(aligned), float(batch.turn_labels)])
 
 
 def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[Sequence[int]]) -> Tensor:
@@ -90,6 +105,19 @@ def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[
     return loss.to(logits.device)
 
 
+def turn_loss(logits: Tensor, labels: Tensor | None) -> Tensor:
+    """Binary cross-entropy of voice and end summed over all labels; 0 without any.
+
+    Args:
+        logits: of the frames of all clips, one after the other, [sum of frames, 2].
+        labels: 1, 0, or -1 for none, of the same shape; None for none at all.
+    """
+    if labels is None:
+        return logits.sum() * 0
+    each = F.binary_cross_entropy_with_logits(logits, labels.clamp_min(0).to(logits), reduction="none")
+    return torch.where(labels >= 0, each, 0).sum()
+
+
 class Objective(nn.Module):
     """Model and losses as one module. `forward(batch, denominators)` is the only entry (Fabric, DDP and FSDP wrap it alone).
 
@@ -106,6 +134,8 @@ class Objective(nn.Module):
         check_stream_weights(weights, streams)
         if self.config.ctc_weight > 0 and model.alignment_head is None:
             raise UserError(no_alignment_head(self.config.ctc_weight))
+        if self.config.turn_weight > 0 and model.turn_head is None:
+            raise UserError(no_turn_head(self.config.turn_weight))
         self.compiled = False
         # Not a buffer: a module in bf16 has its buffers rounded, and with them the weights of the losses.
         self.stream_weights = torch.tensor(weights, dtype=torch.float32)
@@ -113,7 +143,7 @@ class Objective(nn.Module):
     @property
     def align_first(self) -> float:
         """Share of the budget in which only what hears is trained (`ObjectiveConfig.align_first`); 0 where nothing of it is."""
-        hears = self.model.encoder, self.model.alignment_head
+        hears = self.model.encoder, self.model.alignment_head, self.model.turn_head
         learns = any(p.requires_grad for part in hears if part is not None for p in part.parameters())
         return self.config.align_first if learns else 0.0
 
@@ -132,16 +162,22 @@ class Objective(nn.Module):
 
         Args:
             batch: see `train.data.batching.batch.Batch`.
-            denominators: targets of each stream in the whole step, over all processes, and ids of its alignment loss, [K + 1].
+            denominators: targets of each stream in the whole step, over all processes, ids of its alignment loss, and labels of
+                its turn head, [K + HEADS].
             progress: share of the budget that is used, by which the alignment loss is scheduled.
             task_losses: how the tasks are weighed; all alike by default.
         """
         model, decoder = self.model, self.model.decoder
-        features, ctc = self._encode(batch)
-        weighted = self._ctc_weight(progress) * ctc / denominators[-1].clamp_min(1).to(ctc)
+        features, (ctc, turn) = self._encode(batch)
+        weighted = self._ctc_weight(progress) * ctc / denominators[-2].clamp_min(1).to(ctc)
         aligned = ctc.new_full((), sum(map(len, batch.transcripts)), dtype=torch.float32)
+        turns: dict[str, Tensor] = {}
+        if turn is not None:
+            weighted = weighted + self.config.turn_weight * turn / denominators[-1].clamp_min(1).to(turn)
+            turns = {"turn_sum": turn.detach(), "turn_count": torch.full_like(aligned, batch.turn_labels)}
         if not task_losses.aligned:  # a pass for some tasks alone
             weighted, ctc, aligned = 0 * weighted, 0 * ctc, 0 * aligned
+            turns = {name: 0 * value for name, value in turns.items()}
         if progress < self.align_first or task_losses.alignment_only:
             # Under DDP all parameters must take part in the backward pass, here times 0; sharded ones (FSDP2) may be left out.
             idle = [*self.model.decoder.parameters(), *self.model.projector.parameters()]
@@ -149,13 +185,13 @@ class Objective(nn.Module):
             unused_sum = sum(p.flatten()[:1].float().sum() for p in idle)
             none = ctc.new_zeros(len(TASKS), len(model.layout))
             total = weighted + 0 * (features.sum() + unused_sum)
-            return Losses(total, none, none, ctc.detach(), aligned, task_losses.silent(weighted))
+            return Losses(total, none, none, ctc.detach(), aligned, task_losses.silent(weighted), **turns)
         features = task_losses.at_features(batch, features)
         hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments, packed=batch.packed)
         text = hidden.text.flatten(0, 1)
         audio = text if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
         index: Sequence[Tensor] = [at.to(text.device, non_blocking=True) for at in batch.supervised]
-        scale = self.stream_weights.to(text.device, non_blocking=True) / denominators[:-1].clamp_min(1).float()
+        scale = self.stream_weights.to(text.device, non_blocking=True) / denominators[:-HEADS].clamp_min(1).float()
         low_ranks = (
             *(low_rank(decoder.text_head, text) or (None, None)),
             *(low_rank(decoder.audio_head, audio) or (None, None)),
@@ -170,15 +206,15 @@ class Objective(nn.Module):
         chunk = self.config.chunk_on(text.is_cuda)
         goals = HeadTargets(decoder.audio_offsets, index, ids, scale, chunk, ratio, self.compiled and text.is_cuda, shards)
         total, sums, counts, by_task, by_example = task_losses.sum(batch, heads, goals, weighted)
-        return Losses(total, sums, counts, ctc.detach(), aligned, by_task, by_example)
+        return Losses(total, sums, counts, ctc.detach(), aligned, by_task, by_example, **turns)
 
     def _ctc_weight(self, progress: float) -> float:
         first = self.config.ctc_weight
         last = first if self.config.ctc_final is None else self.config.ctc_final
         return first + (last - first) * min(max(progress, 0.0), 1.0)
 
-    def _encode(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Features of the batch's clips, and the alignment loss summed over those with a transcript (0 without alignment head).
+    def _encode(self, batch: Batch) -> tuple[Tensor, HeadLosses]:
+        """Features of the batch's clips, and the losses of the heads on the encoder (0 without alignment head).
 
         A batch without clips still runs the encoder on one silent frame, times 0: every process then takes part in the same
         collectives, and every parameter in the backward pass.
@@ -198,15 +234,21 @@ class Objective(nn.Module):
             features = model.projector(heard, frames)
         if empty:
             features, heard = features * 0, heard * 0
+        turn = None if model.turn_head is None else turn_loss(model.turn_head(heard).float(), batch.turn)
+        return features, HeadLosses(self._alignment(batch, heard, empty), turn)
+
+    def _alignment(self, batch: Batch, heard: Tensor, empty: bool) -> Tensor:
+        """The alignment loss summed over the clips with a transcript; 0 without alignment head."""
+        model, frames = self.model, batch.frames
         if model.alignment_head is None:
-            return features, heard.new_zeros(())
+            return heard.new_zeros(())
         logits = model.alignment_head(heard).float()
         if empty:
-            return features, logits.sum() * 0
+            return logits.sum() * 0
         first = model.config.ctc  # ids of the first spelling
         if not model.config.ctc_sounds:
-            return features, alignment_loss(logits, frames, batch.transcripts)
+            return alignment_loss(logits, frames, batch.transcripts)
         spelt = [[i for i in ids if i < first] for ids in batch.transcripts]
         heard_as = [[i - first for i in ids if i >= first] for ids in batch.transcripts]
         words = alignment_loss(logits[:, :first], frames, spelt)
-        return features, self.config.ctc_words * words + alignment_loss(logits[:, first:], frames, heard_as)
+        return self.config.ctc_words * words + alignment_loss(logits[:, first:], frames, heard_as)

@@ -95,7 +95,7 @@ class PlainLosses:
         return Summed(total + alignment, *sums_by_task(batch, targets.index, each), None, examples)
 
     def silent(self, alignment: Tensor) -> Tensor | None:
-        """`by_task` of a pass of the alignment loss only."""
+        """`by_task` of a pass of the losses of heads on the encoder only."""
         return None
 
 

@@ -32,12 +32,11 @@ Passes = tuple[float, float]
 
 
 def rest_of(config: FitConfig) -> bool:
-    """True where a step has losses that belong to no balanced task: of tasks that are not named, or of the alignment."""
+    """True where a step has losses that belong to no balanced task: of tasks that are not named, or of heads on the encoder."""
     section, objective = config.balance, config.objective
     assert section is not None
     names = balanced_tasks(section, config.data)
-    aligned = max(objective.ctc_weight, objective.ctc_final or 0) > 0
-    return aligned or (section.tasks == "tasks" and not config.data.drawn <= set(names))
+    return objective.by_heads or (section.tasks == "tasks" and not config.data.drawn <= set(names))
 
 
 def count_of(config: FitConfig, streams: int) -> int:

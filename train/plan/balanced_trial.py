@@ -56,9 +56,9 @@ def balance_of(bench: Workbench, config: FitConfig, batch: Batch, micro_batches:
     given = Balanced(balanced_tasks(section, config.data), cells, bench.objective.encoder_parameters, outer)
     fabric: Any = _Fabric(device)
     streams = bench.objective.model.layout.names
-    aligned = max(config.objective.ctc_weight, config.objective.ctc_final or 0) > 0
     module = _Wrapped(bench.objective, device.type, product_type(config.fabric.precision, config.lora is not None))
     group = ProcessGroup(fabric)
+    aligned = config.objective.by_heads
     balancing = Balancing(
         section, given, fabric, module, bench.named, tuple(TASKS), streams, targets, group, micro_batches, aligned
     )

@@ -13,7 +13,7 @@ from train.config.run import FitConfig
 from train.optim.optimizer import set_trainable
 from train.plan.quantized import adapt
 
-PARTS = ("encoder", "projector", "decoder blocks", "tables", "heads", "alignment head", "norms", "LoRA")
+PARTS = ("encoder", "projector", "decoder blocks", "tables", "heads", "alignment head", "turn head", "norms", "LoRA")
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def take_step(
     """Runs forward and backward of every micro-batch, clipping, the optimizer and the running average.
 
     Args:
-        wanted: targets of the step by stream, and of its alignment loss, [K + 1] float on the batches' device.
+        wanted: targets of the step by stream, and of heads on the encoder, [K + HEADS] float on the batches' device.
         number: of the step, from 1.
         enter: called with the name of each phase when it starts.
     """

@@ -73,9 +73,9 @@ class Balancing:
         module: the objective as Fabric wraps it.
         learning: trainable parameters, by name.
         tasks, streams: names, in the order of `Losses.sums`.
-        targets: number of targets of a batch by stream, and of its alignment loss, [K + 1].
+        targets: number of targets of a batch by stream, and of heads on the encoder, [K + HEADS].
         micro_batches: of this process in a step.
-        aligned: an alignment loss is trained.
+        aligned: heads on the encoder are trained.
 
     Raises:
         UserError: the model or the number of processes does not fit the method.
@@ -143,7 +143,7 @@ class Balancing:
         """Runs all forward and backward passes of a step; gradients are in `grad` afterwards.
 
         Args:
-            denominators: targets of the whole step, [K + 1] on the device.
+            denominators: targets of the whole step, [K + HEADS] on the device.
             progress: share of the budget that is used.
             lr: of the optimizer.
             add: receives the losses of each pass; every target is in one of them, and `total` is the plain objective.
@@ -218,7 +218,9 @@ class Balancing:
         assert losses.by_task is not None
         total, lost = losses.by_task.detach().nan_to_num(0, 0, 0).sum(), ~losses.sums.isfinite()
         sums, counts = losses.sums.masked_fill(lost, 0), losses.counts.masked_fill(lost, 0)
-        now.add(losses._replace(total=total, sums=sums, counts=counts, ctc_sum=losses.ctc_sum.nan_to_num(0, 0, 0)))
+        turn = None if losses.turn_sum is None else losses.turn_sum.nan_to_num(0, 0, 0)
+        aligned = losses.ctc_sum.nan_to_num(0, 0, 0)
+        now.add(losses._replace(total=total, sums=sums, counts=counts, ctc_sum=aligned, turn_sum=turn))
 
     def _backward(self, loss: Tensor) -> None:
         self.fabric.backward(loss * self.group.world)

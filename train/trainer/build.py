@@ -267,7 +267,7 @@ def build_balance(
     """
     if parts.balanced is None:
         raise UserError("balance is given, but this run's objective does not give its losses by task; leave it out")
-    aligned = max(config.objective.ctc_weight, config.objective.ctc_final or 0) > 0
+    aligned = config.objective.by_heads
     return Balancing(
         section, parts.balanced, fabric, module, trainable, parts.tasks, parts.streams, parts.targets, group, micro_batches,
         aligned,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from omni.errors import UserError
 from train.distributed.process_group import ProcessGroup
+from train.objective.objective import HEADS
 from train.trainer.signals import SIGNALS, Stop
 
 Batch = Any
@@ -23,7 +24,7 @@ class StepBatches:
 
     Attributes:
         batches: this process's micro-batches.
-        denominators: targets of the whole step by stream, and of its alignment loss, [K + 1] int64 (whole numbers: the
+        denominators: targets of the whole step by stream, and of heads on the encoder, [K + HEADS] int64 (whole numbers: the
             precisions that Fabric casts floating-point inputs to cannot count).
         positions, flops: of the whole step.
         seconds: of the run, by the first process's clock.
@@ -43,7 +44,7 @@ class Feed:
 
     Args:
         batches: this process's micro-batches of each step.
-        targets: number of targets of a batch, [K + 1].
+        targets: number of targets of a batch, [K + HEADS].
         flops: FLOPs of a batch with its numbers of targets.
         clock: seconds that the run has taken.
 
@@ -75,7 +76,7 @@ class Feed:
         self.group.enter_phase("waiting for data")
         batches: Sequence[Batch] = ()
         failure: UserError | None = None
-        counts, positions, flops = torch.zeros(self.streams + 1, dtype=torch.float64), 0.0, 0.0
+        counts, positions, flops = torch.zeros(self.streams + HEADS, dtype=torch.float64), 0.0, 0.0
         try:
             batches = next(self.batches)
             for batch in batches:
@@ -122,7 +123,7 @@ class CountingFeed(Feed):
         group: ProcessGroup,
         stop: Stop,
     ) -> None:
-        self.shape, plain = shape, shape[1] + 1
+        self.shape, plain = shape, shape[1] + HEADS
 
         def both(batch: Batch) -> Tensor:
             return torch.cat([targets(batch).float(), cells(batch).flatten().float()])
@@ -133,7 +134,7 @@ class CountingFeed(Feed):
         super().__init__(batches, both, work, clock, shape[1] + shape[0] * shape[1], group, stop)
 
     def next(self) -> CountedStep:
-        step, plain = super().next(), self.shape[1] + 1
+        step, plain = super().next(), self.shape[1] + HEADS
         given = {name: getattr(step, name) for name in StepBatches.__dataclass_fields__} | {
             "denominators": step.denominators[:plain]
         }

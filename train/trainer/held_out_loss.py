@@ -28,7 +28,7 @@ from train.data.config import PackingConfig, SourceConfig
 from train.data.rows.row import Row
 from train.distributed.fabric import reshard
 from train.distributed.process_group import ProcessGroup
-from train.objective.objective import Losses
+from train.objective.objective import HEADS, Losses
 from train.optim.ema import Average
 from train.trainer.metrics import means
 
@@ -152,17 +152,20 @@ def held_out_loss(
         average: measured in place of the weights, where there is one.
     """
     cells = len(tasks) * len(streams)
-    found = torch.zeros(2 * cells + 2, dtype=torch.float64)
-    ones = torch.ones(len(streams) + 1, dtype=torch.long, device=device)
+    found = torch.zeros(2 * cells + 4, dtype=torch.float64)
+    ones = torch.ones(len(streams) + HEADS, dtype=torch.long, device=device)
     with evaluated(objective, average):
         for batch in batches:
             losses = module(batch.to(device), ones, 1.0)
-            parts = (losses.sums.flatten(), losses.counts.flatten(), losses.ctc_sum[None], losses.ctc_count[None])
+            heads = (losses.ctc_sum, losses.ctc_count, losses.turn_sum, losses.turn_count)
+            alone = [torch.zeros(1) if part is None else part[None] for part in heads]
+            parts = (losses.sums.flatten(), losses.counts.flatten(), *alone)
             found += torch.cat([part.to("cpu", torch.float64) for part in parts])
     found = group.sum(found)
     sums, counts = found[: 2 * cells].view(2, len(tasks), len(streams))
     whole = {"loss": float(sums.sum() / counts.sum())} if counts.sum() > 0 else {}
-    aligned = {"loss/alignment": float(found[-2] / found[-1])} if found[-1] > 0 else {}
+    tails = zip(("loss/alignment", "loss/turn"), found[2 * cells :].view(2, 2), strict=True)
+    aligned = {name: float(own[0] / own[1]) for name, own in tails if own[1] > 0}
     return {**whole, **means(sums, counts, tasks, streams), **aligned}
 
 

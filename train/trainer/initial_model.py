@@ -21,8 +21,9 @@ from train.checkpoint.config_diff import brief, differences
 from train.config.sections import ModelSection
 
 CHUNKS = ("encoder.chunk_ms", "encoder.train_chunk_ms", "encoder.history_ms")
-ADJUSTABLE = ("ctc", "ctc_sounds", "decoder.context", "encoder.mode", "encoder.long_audio", *CHUNKS)
-"""Keys in which a run may differ from the folder it starts from: no weight depends on them but the alignment head's."""
+HEADS = ("alignment_head.", "turn_head.")
+ADJUSTABLE = ("ctc", "ctc_sounds", "turn", "decoder.context", "encoder.mode", "encoder.long_audio", *CHUNKS)
+"""Keys in which a run may differ from the folder it starts from: no weight depends on them but those of `HEADS`."""
 
 BYTES = 256
 """Ids of the byte tokenizer."""
@@ -91,7 +92,7 @@ def shape_of(section: ModelSection) -> ModelConfig:
 
 def continued(stored: ModelConfig, section: ModelSection) -> ModelConfig:
     """The configuration of a run that starts from a folder of `stored`: the folder's, or the preset's with the folder's
-    alignment head, with what the section gives.
+    heads on the encoder, with what the section gives.
 
     Raises:
         UserError: an unknown preset or key, or a configuration that the folder's weights were not made for.
@@ -99,6 +100,8 @@ def continued(stored: ModelConfig, section: ModelSection) -> ModelConfig:
     base = stored
     if section.preset is not None:
         base = replace(preset(section.preset), ctc=stored.ctc, ctc_sounds=stored.ctc_sounds)
+    if section.turn is None:
+        section = replace(section, turn=stored.turn)
     config = changed(base, section)
     check_fits(stored, config, str(section.init_from))
     return config
@@ -114,7 +117,7 @@ def changed(base: ModelConfig, section: ModelSection) -> ModelConfig:
         data["encoder"] = {}
     for name in ("layout", "encoder", "projector", "decoder"):
         _merge(data[name], getattr(section, name))
-    for name in ("codec", "ctc", "ctc_sounds"):
+    for name in ("codec", "ctc", "ctc_sounds", "turn"):
         if getattr(section, name) is not None:
             data[name] = getattr(section, name)
     if section.ctc == 0 and section.ctc_sounds is None:
@@ -141,13 +144,13 @@ def check_fits(stored: ModelConfig, wanted: ModelConfig, folder: str) -> None:
 
 
 def _with_weights(config: ModelConfig, source: SpeechModel) -> SpeechModel:
-    """A model of `config` with the weights of `source`; an alignment head of other ids stays random."""
+    """A model of `config` with the weights of `source`; an alignment head of other ids, and a new turn head, stay random."""
     model = SpeechModel(config)
-    own, head = model.state_dict(), "alignment_head."
+    own, head = model.state_dict(), HEADS[0]
     alike = (config.ctc, config.ctc_sounds) == (source.config.ctc, source.config.ctc_sounds)
     weights = {name: t for name, t in source.state_dict().items() if name in own and (alike or not name.startswith(head))}
-    missing = [name for name in own if name not in weights and not name.startswith(head)]
-    assert not missing, missing  # check_fits lets only the alignment head differ
+    missing = [name for name in own if name not in weights and not name.startswith(HEADS)]
+    assert not missing, missing  # check_fits lets only the heads differ
     model.load_state_dict(weights, strict=False)
     return model
 

@@ -25,7 +25,7 @@ class Parts:
             is used; its `model` is what is validated and exported.
         micro_batches: of one step, over all processes.
         steps: from this process's shards, the first step and the shards' states: the micro-batches of each step, without end.
-        targets: number of targets of a batch by stream, and of its alignment loss, [K + 1].
+        targets: number of targets of a batch by stream, and of heads on the encoder, [K + HEADS].
         streams, tasks: names, in the order of `Losses.sums`.
         idle: parameters that are not trained at that share of the budget.
         balanced: what the balance of the tasks needs, where the configuration has one.

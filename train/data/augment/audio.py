@@ -6,6 +6,7 @@ changed in place. Augmentations that are switched off draw no random numbers.
     generator = torch.Generator().manual_seed(seed)
     audio = augment_audio(audio, config, generator)   # its length may change: count frames afterwards
     mel = augment_mel(features(audio, ...), config, generator)
+    mel, voice = augment_turn(mel, voice, config, generator, rate)  # the same, with pauses, and where there is speech
 
 S samples, M mel bands, F feature frames.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -23,6 +25,7 @@ from omni.audio.io import SAMPLE_RATE, read_audio, resample
 from omni.errors import UserError
 from train.data.augment.config import AugmentConfig, Range
 from train.data.augment.features import add_echo, add_feature_noise, shape, warp
+from train.data.augment.pauses import gaps, insert, speech
 
 _SUFFIXES = {".wav", ".flac", ".ogg", ".mp3"}
 
@@ -78,39 +81,91 @@ def augment_mel(
     Source of the masks: Park et al. 2019, "SpecAugment", frequency and time masking.
     """
     if frames is None:
-        mel = _vary(mel, config, generator, floor)
+        mel = _vary(_Sound(mel), config, generator, floor).mel
+    return _mask(mel, config, generator, frames)
+
+
+def augment_turn(
+    mel: Tensor, voice: Tensor | None, config: AugmentConfig, generator: Generator, rate: float, floor: float
+) -> tuple[Tensor, Tensor | None]:
+    """As `augment_mel` of features `[M, F]` that have only sound, with the pauses of the configuration besides.
+
+    Pauses are at the floor, before echo and noise are added, which they get like the rest. Time masks leave them alone: where a
+    mask hides them, nothing shows that nobody speaks.
+
+    Args:
+        voice: frames with speech [F] bool, None where nobody asks for them.
+        rate: feature frames of a second.
+        floor: the least value of a feature.
+
+    Returns:
+        features `[M, F']`, and frames with speech [F'].
+    """
+    sound = _vary(_Sound(mel, voice), config, generator, floor, rate)
+    return _mask(sound.mel, config, generator, None, sound.silent), sound.voice
+
+
+def _mask(
+    mel: Tensor, config: AugmentConfig, generator: Generator, frames: int | None = None, silent: Tensor | None = None
+) -> Tensor:
+    """Mask runs of bands and of frames; `silent` frames [F] bool keep theirs, and count for no mean."""
     bands, length = mel.shape[0], mel.shape[1] if frames is None else min(frames, mel.shape[1])
     if not config.freq_masks and not config.time_masks:
         return mel
     out = mel.clone()
-    mean = mel[:, :length].mean()
+    mean = mel[:, :length].mean() if silent is None else mel[:, ~silent].mean()
     places = torch.rand(config.freq_masks + config.time_masks, 2, generator=generator, dtype=torch.float64).tolist()
     for place in places[: config.freq_masks]:
         start, width = _run(bands, config.freq_width, place)
         out[start : start + width, :length] = mean
     for place in places[config.freq_masks :]:
         start, width = _run(length, min(config.time_width, int(config.time_fraction * length)), place)
-        out[:, start : start + width] = mean
+        if silent is None:
+            out[:, start : start + width] = mean
+        else:
+            out[:, start : start + width][:, ~silent[start : start + width]] = mean
     return out
 
 
 # ---------------------------------------------------------------------------------------------------- drawing
 
 
-def _vary(mel: Tensor, config: AugmentConfig, generator: Generator, floor: float | None) -> Tensor:
-    """Vary speaker, room, noise and loudness in features `[M, F]`, without their sound: `[M, F']`."""
+class _Sound(NamedTuple):
+    """Features `[M, F]`, frames with speech and frames that were put in `[F]` bool; None where nobody asks, or none were."""
+
+    mel: Tensor
+    voice: Tensor | None = None
+    silent: Tensor | None = None
+
+
+def _vary(sound: _Sound, config: AugmentConfig, generator: Generator, floor: float | None, rate: float | None = None) -> _Sound:
+    """Vary speaker, pauses, room, noise and loudness in features `[M, F]`, without their sound: `[M, F']`.
+
+    rate: feature frames of a second; None for no pauses.
+    """
+    mel, voice, silent = sound
+    pausing = (
+        config.pauses is not None
+        and rate is not None
+        and (config.pause_probability > 0 or config.pause_before[1] + config.pause_after[1] > 0)
+    )
     varied = (config.warp_speed, config.warp_bands, config.feature_shape_db, config.feature_noise, config.feature_gain_db)
     rooms = (config.feature_echo, config.feature_range)
-    if not any(varied + rooms):
-        return mel
+    if not any(varied + rooms) and not pausing:
+        return sound
     # All numbers are drawn at once, at a seventh of the cost of single draws.
     places = torch.rand(11 if any(rooms) else 7, generator=generator, dtype=torch.float64).tolist()
     if config.warp_speed is not None or config.warp_bands is not None:
         speed = _between(config.warp_speed, places[0]) if config.warp_speed else 1.0
         bands = _between(config.warp_bands, places[1]) if config.warp_bands else 1.0
         mel = warp(mel, speed, bands)
+        if voice is not None:  # each frame has the speech of the one that it is made of
+            voice = voice[(torch.arange(mel.shape[1]) * speed).long().clamp_max(len(voice) - 1)]
     if config.feature_shape_db:
         mel = shape(mel, places[2] * config.feature_shape_db, generator)
+    if pausing:
+        assert rate is not None and floor is not None
+        mel, voice, silent = _with_pauses(mel, voice, config, generator, rate, floor)
     if config.feature_echo is not None and places[7] < config.feature_echo_probability:
         mel = add_echo(mel, _between(config.feature_echo, places[8]), _between(config.feature_echo_db, places[9]))
     if config.feature_noise is not None and places[3] < config.feature_noise_probability:
@@ -120,7 +175,29 @@ def _vary(mel: Tensor, config: AugmentConfig, generator: Generator, floor: float
     if config.feature_gain_db is not None:
         louder = mel + _between(config.feature_gain_db, places[6]) / 40.0  # a feature is log10 of power, over 4
         mel = louder if floor is None else torch.where(mel > floor, louder, floor)
-    return mel if floor is None else mel.clamp_min(floor)
+    return _Sound(mel if floor is None else mel.clamp_min(floor), voice, silent)
+
+
+def _with_pauses(
+    mel: Tensor, voice: Tensor | None, config: AugmentConfig, generator: Generator, rate: float, floor: float
+) -> _Sound:
+    """Put silence between words, and around the sound."""
+    assert config.pauses is not None
+    draws = torch.rand(8, generator=generator, dtype=torch.float64).tolist()
+    length = mel.shape[1]
+    before, after = _between(config.pause_before, draws[0]), _between(config.pause_after, draws[1])
+    runs = [(0, round(rate * before)), (length, round(rate * after))]
+    if draws[2] < config.pause_probability:
+        places = gaps(mel, speech(mel) if voice is None else voice)
+        for place, seconds in ((draws[4], draws[5]), (draws[6], draws[7]))[: 1 if draws[3] < 0.5 else 2]:
+            if places:
+                at = places.pop(int(place * len(places)))
+                runs.append((at, round(rate * _between(config.pauses, seconds))))
+    runs = sorted((at, frames) for at, frames in runs if frames)
+    if not runs:
+        return _Sound(mel, voice)
+    silent = insert(torch.zeros(length, dtype=torch.bool), runs, True)
+    return _Sound(insert(mel, runs, floor), None if voice is None else insert(voice, runs, False), silent)
 
 
 def _uniform(bounds: Range, generator: Generator) -> float:

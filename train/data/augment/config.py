@@ -51,6 +51,14 @@ class AugmentConfig:
     """Part of the clips that echo."""
     feature_range: Range | None = ranged(None, 0.5, 8)
     """Another recorder's floor: what lies further below the loudest band, in log10 of power, is raised to it: (3.4, 5.4)."""
+    pauses: Range | None = ranged(None, 0, 10)
+    """Seconds of silence that is put between words, as speakers who think do: (0.2, 1.0)."""
+    pause_probability: float = ranged(0.5, 0, 1)
+    """Part of the clips with such pauses: one, or as often two."""
+    pause_before: Range = ranged((0.0, 0.8), 0, 10)
+    """Seconds of silence before the first sound of all clips, where there are `pauses`."""
+    pause_after: Range = ranged((0.0, 1.6), 0, 10)
+    """The same after the last sound. Longer than `pauses`: a silence longer than any of them is an end."""
     freq_masks: int = ranged(0, 0)
     """Number of masks over mel bands, each of 0 to `freq_width` bands."""
     freq_width: int = ranged(12, 0)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from omni.attention import PackedRows
 from omni.layout import IGNORE, Layout
-from train.data.batching.examples import Example
+from train.data.batching.examples import Clip, Example
 
 
 class SegmentNames:
@@ -42,6 +42,7 @@ class Batch:
         input_lengths, frames: feature frames and encoder frames of each clip.
         transcripts: ids for the alignment loss of each clip, empty where there are none.
         examples: number of examples.
+        turn: labels of the turn head for the frames of all clips, [sum of frames, 2] int8, see `Clip.turn`; None for none.
         positions: columns in use.
         state: plain data: of the packer after this batch; see `train.data.batching.packer`.
         names: of the segments.
@@ -60,6 +61,7 @@ class Batch:
     positions: int
     state: dict[str, Any]
     names: SegmentNames = field(default_factory=SegmentNames)
+    turn: Tensor | None = None
 
     TENSORS = ("tokens", "targets", "feature_index", "segments", "task", "inputs")
 
@@ -78,6 +80,11 @@ class Batch:
         """The same positions, with the task of each, for each stream (on the CPU)."""
         task = self.task.reshape(-1)
         return [(at, task[at]) for at in self.supervised]
+
+    @cached_property
+    def turn_labels(self) -> int:
+        """Number of labels of the turn head."""
+        return 0 if self.turn is None else int((self.turn >= 0).sum())
 
     @cached_property
     def packed(self) -> PackedRows:
@@ -116,8 +123,11 @@ class Batch:
             "packed": self.packed._replace(ends=move(self.packed.ends)),
             "places": self.places,
             "lengths": self.lengths,
+            "turn_labels": self.turn_labels,
         }
         tensors: dict[str, Any] = {name: move(getattr(self, name)) for name in self.TENSORS}
+        if self.turn is not None:
+            tensors["turn"] = move(self.turn)
         moved = replace(self, **tensors)
         moved.__dict__.update(found)
         return moved
@@ -166,4 +176,13 @@ def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, ban
         positions=sum(len(example.columns) for example in examples),
         state=state,
         names=SegmentNames(names),
+        turn=_turn_labels(clips),
     )
+
+
+def _turn_labels(clips: Sequence[Clip]) -> Tensor | None:
+    """Labels of the clips, one after the other; None where none has any."""
+    if all(clip.turn is None for clip in clips):
+        return None
+    none = [torch.full((clip.frames, 2), -1, dtype=torch.int8) if clip.turn is None else clip.turn for clip in clips]
+    return torch.cat(none)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +21,13 @@ from omni.generate.question import read_system
 from omni.model.multitask_projector import SHARING
 from omni.tasks import TASKS, Columns, Turn, find_task, join
 from omni.text import Tokenizer
-from train.data.augment.audio import augment_audio, augment_mel
+from train.data.augment.audio import augment_audio, augment_mel, augment_turn
 from train.data.augment.config import AugmentConfig
+from train.data.augment.pauses import speech
 from train.data.batching.columns import turn_columns
 from train.data.batching.interrupt import interrupted
 from train.data.batching.transcripts import Alignment
+from train.data.batching.turn_labels import turn_labels
 from train.data.batching.unused import TOO_LONG, Unusable
 from train.data.rows.row import Row, RowTurn, Sound
 from train.data.seeding import dice, torch_dice
@@ -32,11 +35,25 @@ from train.data.seeding import dice, torch_dice
 
 @dataclass(frozen=True)
 class Clip:
-    """One window of the encoder's input: features [M, F], its number of encoder frames, and its transcript's ids, if any."""
+    """One window of the encoder's input: features [M, F], its number of encoder frames, and its transcript's ids, if any.
+
+    Attributes:
+        turn: labels of the turn head, see `turn_labels`; None without such a head, and for a window of a longer sound.
+    """
 
     inputs: Tensor
     frames: int
     transcript: Sequence[int] = ()
+    turn: Tensor | None = None
+
+
+class HeardClip(NamedTuple):
+    """A window of a question's sound: features [M, F], its number of encoder frames, and frames with speech [F] bool, None
+    where nobody asks for them."""
+
+    mel: Tensor
+    frames: int
+    voice: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +95,7 @@ class Prepared:
     def __init__(self, row: Row, kept_as: tuple[int, int] | None = None) -> None:
         self.row = row
         self.kept_as = kept_as
-        self.heard: dict[int, list[tuple[Tensor, int]]] = {}
+        self.heard: dict[int, list[HeardClip]] = {}
         self.codes: dict[int, Tensor] = {}
         self.ids: dict[str, list[int]] = {}
 
@@ -103,7 +120,7 @@ class ExampleMaker:
         cut: share of the answers, other than a conversation's last, that are cut; see `train.data.batching.interrupt`.
 
     Raises:
-        UserError: the codec is not the model's, or the alignment does not fit `model.ctc`.
+        UserError: the codec is not the model's, the alignment does not fit `model.ctc`, or pauses do not fit the encoder.
     """
 
     def __init__(
@@ -143,6 +160,12 @@ class ExampleMaker:
             raise UserError(
                 f"the alignment has {self.alignment.sound_size} ids of sounds, model.ctc_sounds is {model.ctc_sounds}; "
                 "set model.ctc_sounds to that number, or change data.sounds"
+            )
+
+        if augment is not None and augment.pauses is not None and model.encoder.feature_floor is None:
+            raise UserError(
+                "data.augment.pauses needs features with a fixed floor, which silence has: set encoder.mode to chunked, or "
+                "encoder.mel_floor to fixed"
             )
 
     def make(self, draw: int, prepared: Prepared, tasks: Sequence[str], source: str = "") -> Example:
@@ -220,19 +243,19 @@ class ExampleMaker:
             heard = prepared.heard[number]
         transcript = self.alignment.ids(turn.question_text) if len(heard) == 1 else []
         clips = []
-        for piece, (mel, frames) in enumerate(heard):
-            if self.augment is not None:
-                mel, frames = self._vary(mel, frames, "features", draw, number, piece)
-            clips.append(Clip(mel, frames, transcript))
+        for piece, one in enumerate(heard):
+            mel, frames, voice = one if self.augment is None else self._vary(one, "features", draw, number, piece)
+            clips.append(Clip(mel, frames, transcript, None if voice is None else turn_labels(voice, frames)))
         return clips
 
-    def _features(self, audio: Tensor, *key: int | str) -> list[tuple[Tensor, int]]:
+    def _features(self, audio: Tensor, *key: int | str) -> list[HeardClip]:
         """Features [M, F] and encoder frames of each window of a question [S], its sound augmented by the seed `key`."""
         encoder, stack = self.model.encoder, self.model.projector.stack
         try:
             encoder.clips(len(audio))  # a question that is too long is refused before augmentation changes its length
         except UserError as error:
             raise (TooLong if len(audio) else UserError)(str(error)) from error
+        clean = audio
         if self.augment is not None:
             changed = augment_audio(audio, self.augment, torch_dice(self.seed, *key))
             if len(changed) <= encoder.max_samples or len(audio) > encoder.max_samples:
@@ -243,18 +266,28 @@ class ExampleMaker:
                 f"the question lasts {len(audio) / SAMPLE_RATE:.1f} s and is split into windows of {encoder.positions} frames, "
                 f"which projector.stack {stack} does not divide: cut it, or change one of them"
             )
-        return [(encoder.features(piece), encoder.clip_frames(len(piece))) for piece in pieces]
+        heard = [HeardClip(encoder.features(piece), encoder.clip_frames(len(piece))) for piece in pieces]
+        if not self.model.turn or len(heard) > 1:
+            return heard
+        voice = speech(heard[0].mel if self.augment is None or self.augment.noise_snr_db is None else encoder.features(clean))
+        place = torch.arange(heard[0].mel.shape[1]) * len(voice) // heard[0].mel.shape[1]  # speed may have changed the length
+        return [heard[0]._replace(voice=voice[place])]
 
-    def _vary(self, mel: Tensor, frames: int, *key: int | str) -> tuple[Tensor, int]:
-        """Augment a clip's features [M, F] by the seed `key`; returns it and its encoder frames."""
+    def _vary(self, heard: HeardClip, *key: int | str) -> HeardClip:
+        """Augment a clip by the seed `key`."""
         assert self.augment is not None
-        encoder, dice = self.model.encoder, torch_dice(self.seed, *key)
+        encoder, dice, (mel, frames, voice) = self.model.encoder, torch_dice(self.seed, *key), heard
         if encoder.fixed_length:
-            return augment_mel(mel, self.augment, dice, frames=min(2 * frames, mel.shape[1])), frames
-        changed = augment_mel(mel, self.augment, dice, floor=encoder.feature_floor)
+            changed = augment_mel(mel, self.augment, dice, frames=min(2 * frames, mel.shape[1]))
+            return HeardClip(changed, frames)
+        if encoder.feature_floor is None:
+            changed = augment_mel(mel, self.augment, dice)
+        else:
+            rate = encoder.frames_per_second * encoder.feature_frames(1)
+            changed, voice = augment_turn(mel, voice, self.augment, dice, rate, encoder.feature_floor)
         if changed.shape[1] > encoder.feature_frames(encoder.positions):  # as in `_features`
-            return mel, frames
-        return changed, encoder.frames_of(changed.shape[1])
+            return heard
+        return HeardClip(changed, encoder.frames_of(changed.shape[1]), voice)
 
     def _codes(self, prepared: Prepared, number: int, turn: RowTurn) -> Tensor:
         """Codes [A, F] of the answer: the row's own, or encoded from its audio."""

@@ -74,4 +74,4 @@ def chosen_target(chosen: Mapping[str, Any]) -> Target | None:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} ids, the layout's text stream {config.layout.text.size}; use the model's own"
         )
-    return Target(replace(config, ctc=0, ctc_sounds=0), tokenizer)
+    return Target(replace(config, ctc=0, ctc_sounds=0, turn=False), tokenizer)

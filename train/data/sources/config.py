@@ -43,6 +43,8 @@ class SpokenDigitsConfig:
         pitch, pitch_range: espeak-ng's settings, 0 to 100.
         examined: the source has questions for validation, in the voices of `held_out`.
         silence: seconds before and after the question.
+        hesitant: share of the training questions that are spoken in two parts, each with an intonation of its own.
+        hesitation: seconds of silence between these.
         question_rate: samples per second that questions are recorded at: 8000 takes away what a telephone does.
         peak: largest amplitude of a question.
         answer_text: the answer is written in `words` ("minus two") or `digits` ("-2").
@@ -71,6 +73,8 @@ class SpokenDigitsConfig:
     pitch: tuple[int, int] = ranged((25, 75), 0)
     pitch_range: tuple[int, int] = ranged((25, 75), 0)
     silence: tuple[float, float] = ranged((0.0, 0.1), 0)
+    hesitant: float = ranged(0.0, 0, 1)
+    hesitation: tuple[float, float] = ranged((0.2, 1.0), 0, 10)
     peak: float = ranged(0.5, above=0, most=1)
     answer_text: Literal["words", "digits"] = "words"
     answer_speech: Literal["words", "phrase"] = "words"

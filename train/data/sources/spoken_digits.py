@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -81,7 +82,7 @@ class SpokenDigits:
         config = self.config
         count = rng.choices(range(1, len(config.turns) + 1), config.turns)[0]
         voice = self.choose_voice(rng)
-        turns = tuple(self._turn(rng, question, voice) for question in draw_questions(config, rng, count))
+        turns = tuple(self._turn(rng, question, voice, config.hesitant) for question in draw_questions(config, rng, count))
         return Row(turns, id=str(utterance), source=self.name, speaker=voice, where=f"spoken digits, utterance {utterance}")
 
     def choose_voice(self, rng: random.Random) -> str:
@@ -140,11 +141,15 @@ class SpokenDigits:
             self._codes[words] = self.codec.encode(resample(audio, rate, self.codec.sample_rate))
         return self._codes[words]
 
-    def _turn(self, rng: random.Random, question: Question, voice: str) -> RowTurn:
-        c = self.config
+    def _turn(self, rng: random.Random, question: Question, voice: str, hesitant: float = 0.0) -> RowTurn:
+        c, parts, pause = self.config, [question.text], 0.0
         rate, pitch, pitch_range = (rng.randint(*limits) for limits in (c.rate, c.pitch, c.pitch_range))
         before, after = (round(rng.uniform(*c.silence) * c.question_rate) for _ in range(2))
-        spoken = resample(synthesise(question.text, voice, rate, pitch, pitch_range)[0], SAMPLE_RATE, c.question_rate)
+        words = question.text.split()
+        if hesitant > 0 and len(words) > 1 and rng.random() < hesitant:
+            at, pause = rng.randrange(1, len(words)), rng.uniform(*c.hesitation)
+            parts = [" ".join(words[:at]), " ".join(words[at:])]
+        spoken = in_parts(parts, pause, voice, (rate, pitch, pitch_range), c.question_rate)
         spoken = spoken * (c.peak / float(spoken.abs().max()))
         return RowTurn(
             question_text=question.text,
@@ -162,6 +167,30 @@ class SpokenDigits:
             out.append(Word(word, start / self.codec.frame_rate, end / self.codec.frame_rate, "model"))
             start = end
         return tuple(out)
+
+
+def whole_question(config: SpokenDigitsConfig, text: str) -> bool:
+    """Whether words are a whole question that calculates or reads digits back, as `draw_question` draws them."""
+    number = f"(?:{'|'.join(NUMBERS[:10])})"
+    most = max(n for n, weight in enumerate(config.lengths, 1) if weight > 0)
+    forms = [(config.arithmetic_phrases, f"{number} (?:plus|minus) {number}")]
+    forms.append((config.digit_phrases, rf"{number}(?: {number}){{0,{most - 1}}}"))
+    patterns = (re.escape(phrase).replace(r"\{\}", asked) for phrases, asked in forms for phrase in phrases)
+    return any(re.fullmatch(pattern, text) for pattern in patterns)
+
+
+def in_parts(parts: Sequence[str], pause: float, voice: str, manner: tuple[int, int, int], rate: int) -> Tensor:
+    """A question [S] whose parts are spoken one by one, silence of `pause` seconds between them.
+
+    Args:
+        manner: words per minute, pitch and pitch range, see `synthesise`.
+        rate: samples per second of the result.
+    """
+    pieces: list[Tensor] = []
+    for part in parts:
+        spoken = resample(synthesise(part, voice, *manner)[0], SAMPLE_RATE, rate)
+        pieces += [spoken.new_zeros(round(pause * rate)), spoken] if pieces else [spoken]
+    return torch.cat(pieces)
 
 
 def vocabulary(config: SpokenDigitsConfig) -> tuple[str, ...]:

@@ -144,6 +144,20 @@ def test_questions_are_spoken_as_configured():
         assert slow_answer(turn.question_text)[1] == turn.answer_text
 
 
+def test_hesitant_questions_are_spoken_in_two_parts_and_those_of_the_evaluation_are_not():
+    plain = SpokenDigits(SpokenDigitsConfig(), CODEC, seed=3)
+    hesitant = SpokenDigits(SpokenDigitsConfig(hesitant=1.0, hesitation=(0.5, 0.9)), CODEC, seed=3)
+    for number in range(6):
+        whole, parted = (source.row(number).turns[0] for source in (plain, hesitant))
+        assert whole.question_text == parted.question_text
+        sound = parted.question_audio.load(16_000)
+        silent = "".join("_" if not piece.any() else "#" for piece in sound.split(160))
+        longest = max(map(len, re.findall("_+", silent.strip("_"))))
+        assert 48 <= longest <= 90 and len(sound) > len(whole.question_audio.load(16_000))
+    for one, other in zip(plain.held_out(2), hesitant.held_out(2), strict=True):
+        assert torch.equal(one.turns[0].question_audio.load(16_000), other.turns[0].question_audio.load(16_000))
+
+
 @pytest.mark.parametrize("speech", ["words", "phrase"])
 def test_answers_are_spoken_by_one_voice_through_the_codec(speech):
     config = SpokenDigitsConfig(answer_speech=speech, answer_voice="en-us+m1", answer_rate=200)

@@ -1,0 +1,120 @@
+"""Hears where a question ends: a model's encoder and turn head, over sound that is still coming.
+
+    listener = TurnListener.from_folder(folder)       # None for a model without a turn head
+    stream = listener.stream()
+    probabilities = stream.push(samples)              # [T, 2] of voice and of end, for each encoder frame
+    ended(probabilities, RULES["medium"])             # [T] bool: the turn may be answered
+
+S samples of 16 kHz sound, T encoder frames.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from omni.checkpoint.folder import load_folder, read_config
+from omni.checkpoint.places import WEIGHTS
+from omni.config import ModelConfig
+from omni.encoder.base import Encoder, build_encoder
+from omni.errors import UserError
+from omni.model.speech_model import SpeechModel, Unfilled, check_state
+
+VOICE, END = 0, 1
+"""Columns of the head."""
+
+
+@dataclass(frozen=True)
+class EndRule:
+    """When a turn has ended: where the end's probability has been at least `threshold` for `frames` encoder frames."""
+
+    threshold: float
+    frames: int = 2
+
+
+RULES = {"low": EndRule(0.8), "medium": EndRule(0.4), "high": EndRule(0.2), "auto": EndRule(0.4)}
+"""By eagerness, as the Realtime API names it; chosen on the nano model, see docs/training.md."""
+
+
+def ended(probabilities: Tensor, rule: EndRule) -> Tensor:
+    """Frames [T] bool, of probabilities [T, 2], at which a turn has ended."""
+    sure = (probabilities[:, END] >= rule.threshold).int()
+    before = torch.nn.functional.pad(sure.cumsum(0), (rule.frames, 0))
+    return (before[rule.frames :] - before[: -rule.frames]) == rule.frames
+
+
+class TurnListener:
+    """Encoder and turn head of a model; any number of streams."""
+
+    def __init__(self, encoder: Encoder, head: nn.Module) -> None:
+        self.encoder, self.head = encoder.eval(), head.eval()
+
+    @classmethod
+    def of(cls, model: SpeechModel) -> TurnListener:
+        """Those of a model; UserError where it has no turn head."""
+        if model.turn_head is None:
+            raise UserError("the model has no turn head: train one with model.turn (and encoder.mode chunked)")
+        return cls(model.encoder, model.turn_head)
+
+    @classmethod
+    def from_folder(cls, folder: str | os.PathLike[str]) -> TurnListener | None:
+        """Those of a model folder in float32, its other weights left unread; None where it has no turn head."""
+        config = read_config(folder)
+        if not config.turn:
+            return None
+        parts = _parts(config, Path(folder) / WEIGHTS)
+        return cls.of(load_folder(folder).model) if parts is None else cls(*parts)
+
+    @property
+    def frames_per_second(self) -> float:
+        return self.encoder.config.frames_per_second
+
+    @torch.no_grad()
+    def probabilities(self, frames: Tensor) -> Tensor:
+        """Probabilities [T, 2] of voice and end, float32, of encoder frames [T, D]."""
+        out: Tensor = self.head(frames).float().sigmoid()
+        return out
+
+    def stream(self) -> TurnStream:
+        """Follows a sound that is still coming."""
+        return TurnStream(self)
+
+
+class TurnStream:
+    """Follows one sound: the probabilities of all `push` and `finish`, joined, do not depend on how it comes in pieces."""
+
+    def __init__(self, listener: TurnListener) -> None:
+        self.listener, self.frames = listener, listener.encoder.stream()
+
+    def push(self, audio: Tensor) -> Tensor:
+        """Takes the next samples [S]; returns the probabilities [T, 2] of the frames that they complete. UserError as of
+        `EncoderStream.push`."""
+        return self._each(self.frames.push(audio))
+
+    def finish(self) -> Tensor:
+        """Returns the probabilities [T, 2] of what is left when the sound has ended."""
+        return self._each(self.frames.finish())
+
+    def _each(self, frames: Tensor) -> Tensor:
+        """Frame by frame: a product of other rows would be rounded otherwise."""
+        return torch.cat([self.listener.probabilities(frame) for frame in frames.split(1)])
+
+
+def _parts(config: ModelConfig, file: Path) -> tuple[Encoder, nn.Linear] | None:
+    """Encoder and head with the weights of a file; None where these are in int8."""
+    with Unfilled():
+        encoder, head = build_encoder(config.encoder), nn.Linear(config.encoder.width, 2)
+    parts = nn.ModuleDict({"encoder": encoder, "turn_head": head})
+    with safe_open(file, "pt") as stored:
+        names = [name for name in stored.keys() if name.partition(".")[0] in parts]  # noqa: SIM118
+        if "turn_head.scale" in names:
+            return None
+        state = {name: stored.get_tensor(name) for name in names}
+    check_state(state, parts.state_dict(), str(file))
+    parts.load_state_dict(state, assign=True)
+    return encoder.float(), head.float()

@@ -1,0 +1,200 @@
+"""Evaluates a turn head: how soon it notices that a question has ended, and how often it cuts a speaker off who pauses.
+
+Held-out questions in held-out voices, each in two parts with a pause between, silence behind, each part spoken by itself:
+
+    | what is seven |   pause   | plus four |   silence, SILENCE seconds   |
+      cut off: ended before the last word ends      delay: from there to the end of the chunk with which it is decided
+
+Figures are taken apart by whether the words before the pause could be a whole question ("say seven") or not ("what is
+seven"), and by whether more could come after the last word (another digit) or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omni.audio.io import SAMPLE_RATE, resample
+from omni.files import write_json, write_whole
+from omni.generate.turn_end import RULES, EndRule, TurnListener, ended
+from train.data.number_words import NUMBERS
+from train.data.seeding import dice
+from train.data.sources.spoken_digits import SpokenDigits, draw_question, in_parts, whole_question
+
+SILENCE = 4.0
+"""Seconds of silence behind a question; an end that is not noticed in it is missed, and counts as noticed with its end: the
+longest wait of `auto`."""
+
+PAUSE = (0.3, 1.5)
+"""Seconds of the pause."""
+
+KINDS = {
+    "more": "pause: more must come",
+    "whole": "pause: could be the whole",
+    "closed": "end: nothing can follow",
+    "open": "end: a digit could follow",
+}
+"""A question is of one of the first two kinds, and of one of the others."""
+
+THRESHOLDS = (0.02, 0.05, *(round(0.1 * i, 1) for i in range(1, 10)), 0.95, 0.98, 0.99, 0.995, 0.998)
+JSON, TABLE, PICTURE = "turn_ends.json", "turn_ends.md", "turn_ends.png"
+TOGETHER = 16
+
+
+@dataclass(frozen=True)
+class PausedQuestion:
+    """A question with a pause.
+
+    Attributes:
+        kinds: keys of `KINDS`.
+        sound: samples [S] at 16 kHz.
+        pause: seconds at which the pause begins and ends.
+        end: second at which the last word ends.
+    """
+
+    text: str
+    voice: str
+    kinds: tuple[str, str]
+    sound: Tensor
+    pause: tuple[float, float]
+    end: float
+
+
+@dataclass(frozen=True)
+class TurnFigures:
+    """Figures of the questions of one kind.
+
+    Attributes:
+        p50, p95: seconds from the end of speech to the decision.
+        cut_off, missed: shares of the questions that were ended too early, and whose end was not noticed.
+    """
+
+    questions: int
+    p50: float
+    p95: float
+    cut_off: float
+    missed: float
+
+
+def paused_questions(source: SpokenDigits, count: int, seed: int = 3) -> list[PausedQuestion]:
+    """Questions in held-out voices in turn, arithmetic and digits alternately, each with a pause at a drawn place."""
+    config, found = source.config, list[PausedQuestion]()
+    for number in range(count):
+        rng = dice(seed, "paused", number)
+        question = draw_question(config, rng, "digits" if number % 2 else "arithmetic")
+        voice = config.held_out[number // 2 % len(config.held_out)]
+        manner = rng.randint(*config.rate), rng.randint(*config.pitch), rng.randint(*config.pitch_range)
+        words, seconds, before = question.text.split(), rng.uniform(*PAUSE), rng.uniform(0.1, 0.5)
+        at = rng.randrange(1, len(words))
+        first, rest = " ".join(words[:at]), " ".join(words[at:])
+        spoken = [in_parts([part], 0.0, voice, manner, config.question_rate) for part in (first, rest)]
+        scale = config.peak / max(float(part.abs().max()) for part in spoken)
+        parts = [resample(part, config.question_rate, SAMPLE_RATE) * scale for part in spoken]
+        silences = [torch.zeros(round(s * SAMPLE_RATE)) for s in (before, seconds, SILENCE)]
+        pieces = [silences[0], parts[0], silences[1], parts[1], silences[2]]
+        times = np.cumsum([len(piece) for piece in pieces]) / SAMPLE_RATE
+        goes_on = whole_question(config, f"{question.text} {NUMBERS[0]}")
+        kinds = "whole" if whole_question(config, first) else "more", "open" if goes_on else "closed"
+        pause = float(times[1]), float(times[2])
+        found.append(PausedQuestion(question.text, voice, kinds, torch.cat(pieces), pause, float(times[3])))
+    return found
+
+
+def listen(listener: TurnListener, questions: Sequence[PausedQuestion]) -> list[Tensor]:
+    """Probabilities [T, 2] for each question, as `TurnListener.stream` gives them."""
+    found: list[Tensor] = []
+    for start in range(0, len(questions), TOGETHER):
+        frames, counts = listener.encoder.encode([one.sound for one in questions[start : start + TOGETHER]])
+        found += listener.probabilities(frames).cpu().split(counts)
+    return found
+
+
+def decided(listener: TurnListener, one: PausedQuestion, probabilities: Tensor, rule: EndRule) -> tuple[bool, float]:
+    """Whether a question was cut off, and the seconds from the end of its speech to the decision."""
+    config, rate = listener.encoder.config, listener.frames_per_second
+    chunk = (config.chunk_samples or len(one.sound)) / SAMPLE_RATE
+    at = (ended(probabilities, rule).nonzero().flatten().double() + 1) / rate  # seconds at which such frames end
+    early = at[at < one.end]
+    late = at[at >= one.end]
+    length = len(one.sound) / SAMPLE_RATE
+    known = min(math.ceil(float(late[0]) / chunk - 1e-9) * chunk, length) if len(late) else length
+    return bool(len(early)), known - one.end
+
+
+def figures_of(
+    listener: TurnListener, questions: Sequence[PausedQuestion], found: Sequence[Tensor], rule: EndRule
+) -> dict[str, TurnFigures]:
+    """Figures by kind of question."""
+    out = {}
+    for kind in KINDS:
+        own = [decided(listener, q, p, rule) for q, p in zip(questions, found, strict=True) if kind in q.kinds]
+        if own:
+            delays = np.array([delay for _, delay in own])
+            p50, p95 = (float(x) for x in np.quantile(delays, (0.5, 0.95)))
+            missed = float((delays >= SILENCE - 1e-6).mean())
+            out[kind] = TurnFigures(len(own), p50, p95, float(np.mean([cut for cut, _ in own])), missed)
+    return out
+
+
+def evaluate_turn_ends(listener: TurnListener, source: SpokenDigits, out: Path, count: int = 400) -> dict[str, Any]:
+    """Evaluates a turn head at each eagerness and over the threshold; writes a table, JSON and a picture."""
+    questions = paused_questions(source, count)
+    found = listen(listener, questions)
+    by_rule = {name: figures_of(listener, questions, found, rule) for name, rule in RULES.items() if name != "auto"}
+    curve = {t: figures_of(listener, questions, found, replace(RULES["medium"], threshold=t)) for t in THRESHOLDS}
+    report = {
+        "questions": count,
+        "chunk_ms": getattr(listener.encoder.config, "chunk_ms", None),
+        "rules": {name: asdict(rule) for name, rule in RULES.items()},
+        "eagerness": {name: {kind: asdict(one) for kind, one in own.items()} for name, own in by_rule.items()},
+        "curve": {str(t): {kind: asdict(one) for kind, one in own.items()} for t, own in curve.items()},
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / JSON, report)
+    head, rows = turn_end_table(by_rule)
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+    write_whole(out / TABLE, "\n".join(lines) + "\n")
+    draw_turn_ends(curve, out / PICTURE)
+    return report | {"table": (head, rows)}
+
+
+def turn_end_table(found: dict[str, dict[str, TurnFigures]]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table: a row for each eagerness and kind of question."""
+    head = ["eagerness", "questions where", "number", "delay p50", "delay p95", "cut off", "missed"]
+    rows = [
+        [name, KINDS[kind], str(one.questions), f"{one.p50 * 1000:.0f} ms", f"{one.p95 * 1000:.0f} ms",
+         f"{one.cut_off:.1%}", f"{one.missed:.1%}"]
+        for name, own in found.items()
+        for kind, one in own.items()
+    ]  # fmt: skip
+    return head, rows
+
+
+def draw_turn_ends(curve: dict[float, dict[str, TurnFigures]], file: Path) -> Path:
+    """Draws cut-offs against the delay's 95 % quantile over the threshold, a line for each kind of pause."""
+    from omni.charts import COLORS, pyplot_quietly, save_figure
+    from train.eval.pictures import tidy
+
+    pyplot = pyplot_quietly()
+    figure, axis = pyplot.subplots(figsize=(6.4, 4.0))
+    for (kind, title), color in zip(list(KINDS.items())[:2], COLORS, strict=False):
+        own = [(t, one[kind]) for t, one in curve.items() if kind in one]
+        if not own:
+            continue
+        delays, cuts = [1000 * one.p95 for _, one in own], [100 * one.cut_off for _, one in own]
+        axis.plot(delays, cuts, color=color, marker="o", markersize=4, label=f"{title} ({own[0][1].questions} questions)")
+        for (threshold, _), delay, cut in list(zip(own, delays, cuts, strict=True))[::3]:
+            axis.annotate(f"{threshold:g}", (delay, cut), fontsize=7, xytext=(3, 3), textcoords="offset points")
+    axis.set_xlabel("end of speech to decision, 95 % quantile in ms (numbers: threshold)")
+    axis.set_ylabel("cut off, per cent of questions")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=8, frameon=False)
+    tidy(axis)
+    return save_figure(figure, file)
