@@ -59,7 +59,7 @@ def by_server(samples: np.ndarray, model: Any) -> list[np.ndarray]:
     items: list[np.ndarray] = []
     owner: Any = SimpleNamespace(
         longest=30.0,
-        settings=SimpleNamespace(padding=0.1),
+        settings=SimpleNamespace(padding=0.1, turn_ends=None),
         configuration=Configuration(),
         metrics=SimpleNamespace(endpointed=lambda seconds: None),
         send=lambda event: None,
