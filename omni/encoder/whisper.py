@@ -242,7 +242,7 @@ class WhisperStream(EncoderStream):
 
     @torch.no_grad()
     def finish(self) -> Tensor:
-        """Returns the frames [T, D] that are left when the sound has ended, which begins anew afterwards; UserError as of
+        """Returns the frames [T, D] that are left when the sound has ended, after which another one starts; UserError as of
         `Encoder.encode`."""
         self.config.clips(self.samples)
         rest = torch.cat(self.pending) if self.pending else torch.zeros(0)

@@ -69,7 +69,7 @@ class EngineBatch:
         """Whether a question or an answer has a slot."""
         return any(seat is not None and seat.busy for seat in self.slots.holders)
 
-    def lend(self, listen: Listen, others: Sequence[Seat]) -> bool:
+    def seat_early(self, listen: Listen, others: Sequence[Seat]) -> bool:
         """Give a conversation a slot before it asks, where one is free, or has been idle; a cache is made or grows for it only
         while nobody is answered. Those that are listened to keep theirs. Returns whether it has one."""
         seat, slots = listen.seat, self.slots

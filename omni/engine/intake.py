@@ -154,7 +154,7 @@ class Intake:
             self._hearing = 0.5 * self._hearing + 0.5 * (time.perf_counter() - start)
             return True
         columns = columns_in(slack, self._seconds)
-        if not columns or not (listen.seat.slot is not None or (not self.waiting and batch.lend(listen, open))):
+        if not columns or not (listen.seat.slot is not None or (not self.waiting and batch.seat_early(listen, open))):
             return False
         assert batch.runner is not None
         batch.slots.hold(listen.seat)
