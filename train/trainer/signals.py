@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Literal
@@ -25,6 +26,10 @@ TOLD: dict[Phase, str] = {
     "end": "the last step is done, and the run ends once its results are written; Ctrl-C again ends it at once, without them",
 }
 """What the first signal brings about, by what the run is doing."""
+
+
+SAME = 0.3
+"""Seconds in which another Ctrl-C is the same one: torchrun sends its processes what they have from the terminal already."""
 
 
 class BrokenOff(Exception):
@@ -51,6 +56,7 @@ class Stop:
         self.say = say
         self.phase: Phase = "step"
         self._at: Phase = "step"
+        self._came = 0.0
         self._pid = os.getpid()
         self._before: dict[int, Any] = {}
         self._outer: Stop | None = None
@@ -89,10 +95,10 @@ class Stop:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
-        if self.number and number == signal.SIGINT:
+        if self.number and number == signal.SIGINT and time.monotonic() - self._came >= SAME:
             raise KeyboardInterrupt
         if not self.number:
-            self.number, self._at = number, self.phase
+            self.number, self._at, self._came = number, self.phase, time.monotonic()
             if self._pipe is not None:
                 os.write(self._pipe[1], b"1")
 

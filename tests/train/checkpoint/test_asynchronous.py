@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
 from train.checkpoint import asynchronous, checkpointer, retention, state
 from train.checkpoint.asynchronous import Background, StateCopy
 from train.config.sections import CheckpointConfig, LogConfig, OptimizerConfig, ValidationConfig
+from train.trainer.signals import SAME
 
 EVERY_2 = CheckpointConfig(every_steps=2, every_minutes=None, keep_last=9)
 BETWEEN = replace(EVERY_2, asynchronous=False)
@@ -114,6 +116,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, held: Callable[[int], thr
     def before(step: int) -> None:
         if step == 3:
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(SAME)
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):

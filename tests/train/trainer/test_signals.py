@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.train.toys import toy_config, toy_fit, toy_held_out, toy_parts
 from train.checkpoint import retention
 from train.config.sections import CheckpointConfig, LogConfig, ValidationConfig
+from train.trainer import signals
 from train.trainer.held_out_loss import HeldOut
 from train.trainer.logs import METRICS, VALIDATION, read_table
 from train.trainer.signals import BrokenOff, Stop, break_off
@@ -33,8 +34,9 @@ def waits(lines: list[str], count: int) -> None:
         time.sleep(0.001)
 
 
-def test_the_first_signal_says_what_it_brings_about_and_ctrl_c_after_it_interrupts() -> None:
+def test_the_first_signal_says_what_it_brings_about_and_ctrl_c_after_it_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
+    monkeypatch.setattr(signals, "SAME", 0.0)
     with pytest.raises(KeyboardInterrupt), Stop(said.append) as stop:
         stop.phase = "validation"
         break_off()
@@ -125,6 +127,8 @@ def test_a_second_ctrl_c_says_what_is_lost(
     def before(step: int) -> None:
         if step == 3:
             kill()
+            kill()  # by torchrun, which sends on what the terminal has sent
+            time.sleep(signals.SAME)
             kill()
 
     plan = CheckpointConfig(every_steps=every, every_minutes=None, asynchronous=False)
