@@ -274,9 +274,11 @@ def lose(how: str, seconds: float) -> None:
 def hold_writer(name: str, step: int) -> threading.Event:
     """Makes a function of `train.checkpoint.state` wait for the event that this returns where it writes a step's checkpoint."""
     real, release = getattr(state, name), threading.Event()
+    release.reached = threading.Event()  # type: ignore[attr-defined]
 
     def later(written: Any, *args: Any) -> Any:
         if retention.name_of(step) in str(getattr(written, "target", written)):
+            release.reached.set()  # type: ignore[attr-defined]
             assert release.wait(60)
         return real(written, *args)
 
@@ -338,6 +340,8 @@ def main(options: dict[str, Any]) -> int:
             if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
                 return
             if kill and step == kill[1]:
+                if release is not None and not release.is_set():  # it writes as far as it is held
+                    assert release.reached.wait(60)
                 os.kill(os.getpid(), getattr(signal, kill[0]))
             if block and step == block[1]:
                 path = Path(run["folder"]) / "checkpoints" / block[0]

@@ -151,7 +151,10 @@ def test_a_failure_ends_the_run_at_the_next_step(tmp_path: Path, monkeypatch: py
         run(self)
         failed.set()
 
+    begun = threading.Event()
+
     def refuse(folder: Path) -> None:
+        assert begun.wait(60)
         raise OSError(28, "No space left on device")
 
     seen: list[int] = []
@@ -159,6 +162,7 @@ def test_a_failure_ends_the_run_at_the_next_step(tmp_path: Path, monkeypatch: py
     def before(step: int) -> None:
         seen.append(step)
         if step == 3:
+            begun.set()
             assert failed.wait(60)
 
     monkeypatch.setattr(Background, "_run", noted)
