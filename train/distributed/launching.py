@@ -24,6 +24,7 @@ from lightning_fabric.strategies.launchers import subprocess_script
 from omni.errors import LostError, UserError
 from omni.files import write_whole
 from omni.process import ENDING, say
+from train.distributed.collectives import keep_collectives
 from train.distributed.store import START, fresh, outlives
 from train.distributed.watchdog import AGAIN
 
@@ -61,6 +62,7 @@ def launch(fabric: Fabric, plain: Mapping[str, Any] | None = None) -> None:
     Raises:
         UserError: they have different configurations, the address of the first one is unknown, or its port is taken.
     """
+    keep_collectives()
     ready = bool(int(os.environ.get("LT_CLI_USED", "0")))  # by `fabric run`
     start = (lambda: None) if ready else fabric.launch
     if fabric.world_size == 1:

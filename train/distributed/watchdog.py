@@ -24,6 +24,7 @@ from omni.errors import LostError
 from omni.process import say
 from train.config.sections import FabricConfig
 from train.distributed.activity import Activity, Identity, Note, Standstill, judge, listed, named
+from train.distributed.collectives import last_collective
 from train.distributed.store import connect, outlives
 
 BEAT = 1.0
@@ -154,7 +155,8 @@ class Watchdog:
         since, after = self.told
         if speaks and (since != own.since or waited >= 2 * after):
             self.told = own.since, waited
-            say(verdict.line)
+            collective = last_collective()
+            say(f"{verdict.line}; process {self.group.rank} is in {collective}" if collective else verdict.line)
         if self.limit is not None and waited >= self.limit and verdict.final and self.group.activity.since == own.since:
             self._end(verdict, speaks)
 

@@ -115,17 +115,17 @@ def test_who_holds_up_a_run_is_told_and_it_goes_on(tmp_path: Path) -> None:
     sleeping, stopped = lines
     assert re.fullmatch(
         r'step 3: waiting \d s in "exchange of counts" for process 1, which has been in "waiting for data" for \d s '
-        rf"{WHERE}\)",
+        rf"{WHERE}\); process 0 is in gloo:all_reduce of \[\d+\], the group's number \d+",
         sleeping,
     )
     assert re.fullmatch(
         r'step 2: waiting \d s in "exchange of counts" for process 1, which was last heard of \d s ago, in "waiting for data" '
-        rf"{WHERE}; it is stopped\)",
+        rf"{WHERE}; it is stopped\); process 0 is in gloo:\w+ of .*, the group's number \d+",
         stopped,
     )
     assert len(others) == 1 and re.fullmatch(
         r'step 4: waiting \d s for process 0, which has been in "validation answers" for \d s '
-        rf"{WHERE}\); that may take any time",
+        rf"{WHERE}\); that may take any time; process 1 is in gloo:\w+ of .*, the group's number \d+",
         others[0],
     )
 

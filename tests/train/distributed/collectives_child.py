@@ -1,0 +1,14 @@
+"""A process that makes two collectives with itself, and prints the name of the last one."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from train.distributed.collectives import keep_collectives, last_collective
+
+keep_collectives()
+dist.init_process_group("gloo", rank=0, world_size=1)
+dist.broadcast(torch.ones(3), 0)
+dist.all_reduce(torch.ones(77))
+print(last_collective())
