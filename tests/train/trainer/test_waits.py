@@ -25,6 +25,7 @@ from train.balance.balancer import build
 from train.balance.section import BalanceSection
 from train.config.parse import read_fit_config
 from train.config.sections import FabricConfig, OptimizerConfig
+from train.data.batching.batch import found_once
 from train.data.config import PackingConfig
 from train.distributed.fabric import build_fabric
 from train.distributed.process_group import ProcessGroup
@@ -202,6 +203,17 @@ def test_backward_without_an_engine_is_autograd_s(recompute: Recompute, monkeypa
     waits.backward(loss, monkeypatch)
     found = [p.grad for p in objective.parameters() if p.grad is not None]
     assert len(found) == len(wanted) - 1 and all(map(torch.equal, found, wanted[1:]))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_fabric_hands_on_what_the_host_has_found(precision: Any) -> None:
+    _, batch = made()
+    batch = batch.to("cpu")
+    names = [name for name, value in vars(type(batch)).items() if isinstance(value, found_once)]
+    (given,) = build_fabric(FabricConfig("cpu", 1, precision=precision)).strategy.precision.convert_input((batch,))
+    assert given is not batch and len(names) > 5 and set(vars(batch.known)) >= {*names} - {"_segments"}
+    assert all(getattr(given, name) is getattr(batch, name) for name in vars(batch.known))
+    assert not vars(replace(batch, task=batch.task).known)
 
 
 @pytest.mark.cuda

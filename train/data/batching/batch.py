@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -26,6 +26,33 @@ class SegmentNames:
 
     def __init__(self, each: Sequence[tuple[str, str]] = ()) -> None:
         self.each = tuple(each)
+
+
+T = TypeVar("T")
+
+
+class found_once(Generic[T]):
+    """A property that the host finds once for a batch.
+
+    Not a `cached_property`: Fabric copies what a module is given, and a dataclass without those. Finding one again from a batch
+    that is on a GPU would wait for it.
+    """
+
+    def __init__(self, find: Callable[[Any], T]) -> None:
+        self.find, self.__doc__ = find, find.__doc__
+
+    @overload
+    def __get__(self, batch: None, owner: type) -> found_once[T]: ...
+    @overload
+    def __get__(self, batch: Batch, owner: type) -> T: ...
+    def __get__(self, batch: Batch | None, owner: type) -> found_once[T] | T:
+        if batch is None:
+            return self
+        known, name = vars(batch.known), self.find.__name__
+        if name not in known:
+            known[name] = self.find(batch)
+        value: T = known[name]
+        return value
 
 
 @dataclass
@@ -46,6 +73,7 @@ class Batch:
         positions: columns in use.
         state: plain data: of the packer after this batch; see `train.data.batching.packer`.
         names: of the segments.
+        known: what the host has found of the batch; kept by a copy with the same fields, not by `replace`.
     """
 
     tokens: Tensor
@@ -62,6 +90,7 @@ class Batch:
     state: dict[str, Any]
     names: SegmentNames = field(default_factory=SegmentNames)
     turn: Tensor | None = None
+    known: SimpleNamespace = field(default_factory=SimpleNamespace, init=False, repr=False, compare=False)
 
     TENSORS = ("tokens", "targets", "feature_index", "segments", "task", "inputs")
 
@@ -70,23 +99,23 @@ class Batch:
         """Share of the columns without example."""
         return 1 - self.positions / self.segments.numel()
 
-    @cached_property
+    @found_once
     def supervised(self) -> list[Tensor]:
         """Flat positions [n] in [R * T] with a target, for each stream."""
         return [(self.targets[:, k].reshape(-1) != IGNORE).nonzero().squeeze(1) for k in range(self.targets.shape[1])]
 
-    @cached_property
+    @found_once
     def places(self) -> list[tuple[Tensor, Tensor]]:
         """The same positions, with the task of each, for each stream (on the CPU)."""
         task = self.task.reshape(-1)
         return [(at, task[at]) for at in self.supervised]
 
-    @cached_property
+    @found_once
     def turn_labels(self) -> int:
         """Number of labels of the turn head."""
         return 0 if self.turn is None else int((self.turn >= 0).sum())
 
-    @cached_property
+    @found_once
     def packed(self) -> PackedRows:
         """Bounds of the segments. The longest is rounded up to a power of two: compiled blocks see few values of it."""
         starts, lengths = self._segments
@@ -94,13 +123,13 @@ class Batch:
         ends = torch.cat([starts, starts.new_tensor([self.segments.numel()])])
         return PackedRows(ends.int(), max(128, 1 << (longest - 1).bit_length()))
 
-    @cached_property
+    @found_once
     def lengths(self) -> Tensor:
         """Columns of each example, [examples] (on the CPU)."""
         starts, lengths = self._segments
         return lengths[self.task.flatten()[starts] >= 0]
 
-    @cached_property
+    @found_once
     def _segments(self) -> tuple[Tensor, Tensor]:
         """First column of every segment, in the rows one after another, and its columns."""
         first = torch.ones_like(self.segments, dtype=torch.bool)
@@ -129,7 +158,7 @@ class Batch:
         if self.turn is not None:
             tensors["turn"] = move(self.turn)
         moved = replace(self, **tensors)
-        moved.__dict__.update(found)
+        moved.known = SimpleNamespace(**found)
         return moved
 
 
