@@ -215,7 +215,7 @@ class WhisperStream(EncoderStream):
 
     @torch.no_grad()
     def push(self, audio: Tensor) -> Tensor:
-        """Takes the next samples [S]; returns the frames [T, D] of the chunks that they complete.
+        """Takes the next samples [S], of any device; returns the frames [T, D] of the chunks that they complete.
 
         Raises:
             UserError: they are of another shape, or make the sound longer than the encoder takes; nothing of them is taken.
@@ -226,7 +226,7 @@ class WhisperStream(EncoderStream):
             return self._joined([])
         self.config.clips(self.samples + len(audio))  # refuses where the configuration does
         self.samples += len(audio)
-        self.pending.append(audio)
+        self.pending.append(audio.cpu())
         count, out = sum(map(len, self.pending)), list[Tensor]()
         if count < min(self.size, self.left):
             return self._joined([])

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 
 import pytest
 import torch
 
 from infer.bench.gpu import BETWEEN_STEPS, without_waits
 from omni.edit.deltas import Delta, Edits
+from omni.encoder.base import build_encoder
 from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.model.decoder import Hidden
+from tests.close import assert_near
+from tests.encoder.test_chunked import CONFIGS, SAMPLES, drawn, listen, sound
 from tests.generate.conftest import LAYOUTS, make_lm, make_model
+from tests.generate.listening_toys import equal_conversations, listener
 from tests.generate.test_cuda_path import CHANGES, SAMPLINGS, adapter, answers, batch, talk
 from tests.generate.test_runner import start
 
@@ -75,6 +80,25 @@ def test_threads_capture_one_at_a_time() -> None:
     wanted = answers(plain)
     with ThreadPoolExecutor(4) as pool:
         assert all(said == wanted for said in pool.map(lambda _: answers(lm), range(12)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_sound_heard_in_pieces_gives_the_frames_of_the_whole(name: str) -> None:
+    encoder = build_encoder(CONFIGS[name]).eval()
+    far = deepcopy(encoder).cuda()
+    for samples in SAMPLES:
+        audio = sound(samples)
+        wanted, _ = encoder.encode([audio])
+        assert_near(far.encode([audio.cuda()])[0].cpu(), wanted, 1e-4, what=f"{samples} samples")
+        assert_near(torch.cat(listen(far, audio.cuda(), drawn(samples, 20_000, samples))).cpu(), wanted, 1e-4)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_question_heard_while_it_comes_is_answered_as_the_whole(wait: bool) -> None:
+    lm = listener()
+    lm = SpeechLM(lm.model.cuda(), lm.tokenizer, lm.codec)
+    equal_conversations(lm, wait)
+    lm.engine.close()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
