@@ -127,7 +127,7 @@ def _memory(process: psutil.Process) -> tuple[int, int]:
 
 # --- the checks of `bench --gpu` (train/bench/gpu.py) --------------------------------------------------------------------
 
-GPU_SECONDS = 250.0
+GPU_SECONDS = 410.0
 _CHECK = "import sys; from train.bench.child import run_check; sys.exit(run_check(*sys.argv[1:]))"
 
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         "--methods", type=list[str], default=list(BALANCED), help="of the balance's table: METHOD or METHOD:LEVEL each"
     )
     parser.add_argument(
-        "--gpu", action="store_true", help="instead of tables: five checks of what differs on a GPU, in 5 minutes"
+        "--gpu", action="store_true", help="instead of tables: five checks of what differs on a GPU, in 7 minutes"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a table, or a check, instead of text")
     options = Namespace(**parser.read(argv))

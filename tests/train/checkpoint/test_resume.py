@@ -347,6 +347,7 @@ def test_state_that_a_rule_allocates_itself_is_read_into_its_memory(tmp_path: Pa
 
 @pytest.mark.cuda
 def test_paged_state_stays_paged_over_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
     config = OptimizerConfig("paged_adamw_8bit", lr=1e-2)
     group: Any = SimpleNamespace(
         rank=0, world=1, first=True, gather=lambda value: [value], raise_if_any_failed=lambda error: None
