@@ -211,7 +211,7 @@ class WhisperStream(EncoderStream):
         self.before = torch.zeros(samples_before(self.config.hop))
         self.mels = like.new_zeros(2, self.config.n_mels)
         self.row = like.new_zeros(1, self.config.width)
-        self.keys: list[tuple[Tensor, Tensor] | None] = [None] * self.config.layers
+        self.heard = [HeardFrames(self.history) for _ in range(self.config.layers)]
 
     @torch.no_grad()
     def push(self, audio: Tensor) -> Tensor:
@@ -267,8 +267,8 @@ class WhisperStream(EncoderStream):
         x = encoder.second_convolution(F.pad(rows, (0, 0, 0, len(new) % 2)))
         x = x + whisper.positional_embedding[self.frames : self.frames + len(x)].to(x.dtype)
         self.frames += len(x)
-        for at, block in enumerate(whisper.blocks):
-            x, self.keys[at] = block.next_chunk(x, self.keys[at], self.history)
+        for block, heard in zip(whisper.blocks, self.heard, strict=True):
+            x = block.next_chunk(x, heard)
         return whisper.ln_post(x)
 
 
@@ -321,27 +321,42 @@ class EncoderBlock(ResidualAttentionBlock):
         x = x + self.attn.out(attended)
         return x + self.mlp(self.mlp_ln(x))
 
-    def next_chunk(
-        self, x: Tensor, before: tuple[Tensor, Tensor] | None, history: int | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """A clip's next chunk `[T, D]`, whose frames also hear the last ones before it.
-
-        Args:
-            before: keys and values `[1, H, S, D / H]` of the frames before the chunk.
-            history: how many of these are heard; None for all.
-
-        Returns:
-            the block's output, and keys and values for the next chunk.
-        """
+    def next_chunk(self, x: Tensor, heard: HeardFrames) -> Tensor:
+        """A clip's next chunk `[T, D]`, whose frames also hear those before it."""
         y = self.attn_ln(x)
         q, k, v = (
             part(y).unflatten(1, (self.heads, -1)).transpose(0, 1)[None]
             for part in (self.attn.query, self.attn.key, self.attn.value)
         )
-        if before is not None:
-            k, v = torch.cat([before[0], k], dim=2), torch.cat([before[1], v], dim=2)
-        x = self._after(x, attention(q, k, v)[0].transpose(0, 1).flatten(1))
-        return x, (k, v) if history is None else (k[:, :, -history:], v[:, :, -history:])
+        return self._after(x, attention(q, *heard.add(k, v))[0].transpose(0, 1).flatten(1))
+
+
+class HeardFrames:
+    """Keys and values of a clip's last frames in one layer, in memory of twice their size: each is copied few times.
+
+    Args:
+        history: how many frames before a chunk it hears; None for all.
+    """
+
+    def __init__(self, history: int | None) -> None:
+        self.history, self.start, self.end = history, 0, 0
+        self.memory: Tensor | None = None
+
+    def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes those of a chunk `[1, H, T, D / H]`; returns those of the frames before that it hears, and its own."""
+        count, memory = key.shape[2], self.memory
+        self.start = self.start if self.history is None else max(self.start, self.end - self.history)
+        if memory is None or self.end + count > memory.shape[3]:
+            held = self.end - self.start
+            with torch.inference_mode(False):  # what comes next may be written in another mode
+                self.memory = key.new_empty((2, *key.shape[:2], 2 * (held + count), key.shape[3]))
+            if memory is not None:
+                self.memory[:, :, :, :held] = memory[:, :, :, self.start : self.end]
+            memory, self.start, self.end = self.memory, 0, held
+        end = self.end + count
+        memory[0, :, :, self.end : end], memory[1, :, :, self.end : end] = key, value
+        self.end = end
+        return memory[0, :, :, self.start : end], memory[1, :, :, self.start : end]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, packing: Packing) -> Tensor:

@@ -60,6 +60,15 @@ def test_any_split_equals_the_whole(name: str) -> None:
             assert torch.cat(listen(encoder, audio, drawn(samples, most, samples))).equal(once)
 
 
+def test_a_history_bounds_the_memory() -> None:
+    stream = build_encoder(CONFIGS["a history"]).eval().stream()
+    assert isinstance(stream, WhisperStream)
+    for piece in sound(46_000).split(500):  # within one clip: another one begins with empty memory
+        stream.push(piece)
+    for heard in stream.heard:
+        assert heard.memory is not None and 20 + 8 <= heard.memory.shape[3] <= 2 * (20 + 8)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_whole_clips_are_heard_alike_in_any_company(name: str) -> None:
     torch.manual_seed(0)
