@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from omni.checkpoint.places import check_folder
@@ -14,6 +15,7 @@ from omni.process import importing
 from train.config.parse import ConfigParser, read_fit_config
 from train.console.options import Listing, Parser, add_progress, check_least, given_path
 from train.console.tables import print_table
+from train.data.config import SourceConfig
 from train.data.readers import READERS
 from train.eval.config import EvalConfig
 from train.eval.questions import OWN
@@ -102,6 +104,11 @@ def _evaluate_turn_ends(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--config", type=given_path, help="YAML file of its run, whose spoken digits are asked (default: beside it)"
     )
+    parser.add_argument(
+        "--voices",
+        metavar="VOICE,VOICE,...",
+        help="voices of espeak-ng that ask, unheard in training (default: digits.held_out of its run)",
+    )
     parser.add_argument("--limit", type=int, default=400, help="how many questions")
     parser.add_argument("--chunk_ms", type=int, help="how much the encoder hears at once (default: as stored)")
     chosen = parser.read(argv)
@@ -109,12 +116,19 @@ def _evaluate_turn_ends(argv: Sequence[str]) -> int:
     model = chosen["turn_ends"]
     check_folder(model)
     file = chosen["config"] or model.parent / "config.yaml"
-    if not file.is_file():
-        raise UserError(f"{file} does not exist; give the run's configuration with --config")
-    data = read_fit_config([str(file)])[0].data
-    digits = next((one for one in data.sources if one.kind == "spoken-digits"), None)
-    if digits is None:
-        raise UserError(f"{file} has no source of kind spoken-digits, whose grammar says where more must come")
+    voices, digits = chosen["voices"], None
+    if file.is_file() or voices is None:
+        if not file.is_file():
+            raise UserError(f"{file} does not exist; give the run's configuration with --config, or name --voices")
+        data = read_fit_config([str(file)])[0].data
+        digits = next((one for one in data.sources if one.kind == "spoken-digits"), None)
+        if digits is None and voices is None:
+            raise UserError(f"{file} has no source of kind spoken-digits: name --voices that training did not have")
+    digits = digits or SourceConfig()
+    if voices:
+        asking = tuple(voice.strip() for voice in voices.split(","))
+        others = tuple(each for each in digits.digits.variants if all(voice.partition("+")[2] != each for voice in asking))
+        digits = replace(digits, digits=replace(digits.digits, held_out=asking, variants=others, rare_variants=(), rare=0.0))
     with importing():
         from omni.checkpoint.folder import read_config
         from omni.codec.registry import load_if_given

@@ -103,3 +103,11 @@ def test_the_command_writes_table_figures_and_picture(tmp_path: Path, capsys: py
     assert TurnListener.from_folder(tmp_path / "bare") is None
     with pytest.raises(UserError, match="has no turn head: train one with model.turn"):
         run("--turn_ends", tmp_path / "bare", "--out", out)
+    (tmp_path / "config.yaml").write_text(
+        "budget: {steps: 1}\nmodel: {preset: nano}\ndata: {sources: [{kind: stored, path: somewhere}]}\n"
+    )
+    with pytest.raises(UserError, match="has no source of kind spoken-digits: name --voices that training did not have"):
+        run("--turn_ends", tmp_path / "model", "--out", out)
+    with pytest.raises(UserError, match="en-us\\+Mikey"):
+        run("--turn_ends", tmp_path / "model", "--out", out, "--voices", "en-us+Mikey")
+    assert run("--turn_ends", tmp_path / "model", "--out", out, "--limit", 2, "--voices", "en-us+Mike,en-gb+m1") == 0
