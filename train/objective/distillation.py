@@ -39,11 +39,6 @@ class Teacher(nn.Module):
 
 
 def frozen(encoder: Encoder) -> Encoder:
-    """A copy of an encoder that is not trained."""
-    return copy.deepcopy(encoder).requires_grad_(False)
-
-
-def distillation_loss(heard: Tensor, taught: Tensor) -> Tensor:
-    """Sum over the frames of |heard - taught|^2 / |taught|^2, both [T, D], in fp32."""
-    distance = (heard.float() - taught.float()).square().sum(1)
-    return (distance / taught.float().square().sum(1).clamp_min(1e-6)).sum()
+    """A copy of an encoder that is not trained; of fake tensors too, which `deepcopy` alone would give a mode of their own."""
+    values = {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for p in encoder.parameters()}
+    return copy.deepcopy(encoder, {**values, **{id(b): b.detach().clone() for b in encoder.buffers()}})

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from omni.encoder.distance import frame_distances
 from omni.errors import UserError
 from omni.hardware import to_device
 from omni.lora.attach import low_rank
@@ -24,7 +25,7 @@ from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head, no_teacher, no_turn_head
 from train.objective.cross_entropy import Heads, HeadTargets, vocabulary_shards
-from train.objective.distillation import Teacher, distillation_loss
+from train.objective.distillation import Teacher
 from train.objective.task_losses import PlainLosses, feature_tasks
 
 if TYPE_CHECKING:
@@ -256,7 +257,7 @@ class Objective(nn.Module):
         distill = None
         if self.teacher is not None and self.config.distill_weight > 0:
             taught = self.teacher(model.encoder, inputs, lengths, frames)
-            distill = distillation_loss(heard, taught) * (not empty)
+            distill = frame_distances(heard, taught).sum() * (not empty)
         return features, HeadLosses(self._alignment(batch, heard, empty), turn, distill)
 
     def _alignment(self, batch: Batch, heard: Tensor, empty: bool) -> Tensor:

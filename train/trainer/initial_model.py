@@ -143,7 +143,7 @@ def _merge(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
 def check_fits(stored: ModelConfig, wanted: ModelConfig, folder: str) -> None:
     """Refuse a configuration that the weights of a folder were not made for (UserError naming the first field)."""
     for key, old, new in differences(to_dict(stored), to_dict(wanted)):
-        if key not in ADJUSTABLE:
+        if key.partition("[")[0] not in ADJUSTABLE:  # train_chunk_ms[0]
             raise UserError(
                 f"model.{key} is {brief(new)}, but the weights in {folder} are of a model with {brief(old)}; leave it out, or "
                 "start from another folder"

@@ -234,7 +234,8 @@ def _check_rows(data: DataConfig, problems: _Problems, heard_only: bool) -> list
             for task, part, count in [(task, part, n) for task, parts in found.items() for part, n in parts.items()]:
                 looked = f"{len(rows)} rows looked at in {source.path}"
                 if count == len(rows):
-                    text = f"none of {looked} has {part}, which task {task} needs: take {task} out, or complete the rows"
+                    way = "" if heard_only else "; the encoder alone needs only their sound (objective.align_first 1)"
+                    text = f"none of {looked} has {part}, which task {task} needs: take {task} out, or complete the rows{way}"
                     problems.lines.setdefault(text, f"data.sources.{i}.tasks")
                     continue
                 then = "is left out" if data.broken == "skip" else "ends the run"

@@ -202,7 +202,7 @@ def slow_run(config: FitConfig, step: Callable[[SpeechModel, Sequence[Batch], Te
 
 def main(options: dict[str, Any]) -> None:
     """Runs one after another in the same processes: folder, balance (its fields), fabric, ctc, lora, micro, steps, every,
-    resume, ema, decoder (fields that change), align_first, distill. The first process alone has the model's values at the start."""
+    resume, ema, decoder (fields that change), align_first, distill. The first process alone has the values at the start."""
     for run in options["runs"]:
         lora = (
             LoRASection(targets=("decoder.blocks.*", "encoder.*"), rank=2, trainable=("projector.*",))
