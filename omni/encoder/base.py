@@ -59,6 +59,17 @@ class Encoder(nn.Module):
             raise UserError(f"encoder {self.config.kind!r} made frames {found}; its configuration counts {wanted}")
         return out
 
+    def hear_whole(self, features: Tensor, lengths: Sequence[int], frames: Sequence[int], padded: bool = False) -> Tensor:
+        """Frames [sum(frames), D] as of `forward`, each of which hears all of its clip, whatever the encoder's chunks are.
+
+        Args:
+            padded: and the silence behind it, up to the encoder's window, as Whisper was trained.
+
+        Raises:
+            UserError: the encoder has no such way to hear.
+        """
+        raise UserError(f"encoder {self.config.kind!r} cannot be distilled: its module has no hear_whole")
+
     @torch.no_grad()
     def encode(self, sounds: Sequence[Tensor | PreparedSound]) -> tuple[Tensor, list[int]]:
         """Frames [sum T, D] of whole sounds [S], all clips in one batch, and the number T of each sound's.

@@ -79,13 +79,28 @@ class WhisperEncoder(Encoder):
         """
         lengths, wanted = _to_list(mel_lengths), _to_list(frames)
         self._check(mels, lengths, wanted)
+        return self._encode(mels, lengths, wanted, self._chunks(lengths))
+
+    def hear_whole(self, mels: Tensor, lengths: Sequence[int], frames: Sequence[int], padded: bool = False) -> Tensor:
+        """Whisper's frames, in mode "chunked" of a sound that begins 12.5 ms later; see `Encoder.hear_whole`."""
+        self._check(mels, list(lengths), list(frames))
+        if padded:
+            assert self.config.feature_floor is not None
+            window = 2 * self.config.positions
+            inside = torch.arange(window) < torch.tensor(lengths)[:, None, None]
+            whole = F.pad(mels, (0, window - mels.shape[2]))
+            mels = torch.where(to_device(inside, mels.device), whole, self.config.feature_floor)
+            lengths = [window] * len(lengths)
+        return self._encode(mels, list(lengths), list(frames), None)
+
+    def _encode(self, mels: Tensor, lengths: list[int], wanted: list[int], chunks: Chunks | None) -> Tensor:
         weight = self.whisper.conv1.weight
         ratio = EQUAL_LENGTHS if weight.device.type == "cpu" else FEW_LAUNCHES
         if self.config.normalize == "clip":
             mels = normalized(mels, lengths, self.config.mel_range, self.config.mel_blur)
         if self._compiled():
             return whisper_compiled.encode(self.whisper, mels.to(weight), lengths, wanted)
-        chunks, size = self._chunks(lengths), self.config.width // self.config.heads
+        size = self.config.width // self.config.heads
         bounds = chunks is None and takes_packed(weight.device, multiplied_in(weight), size)
         options: Any = {
             "ratio": ratio,

@@ -67,6 +67,9 @@ class Selection:
         return x if self.index is None else torch.where((self.index == number).view(-1, *[1] * (x.ndim - 1)), x, 0)
 
 
+BASE = Selection(("",))
+"""No adapter for any row: the weights below them, and the edits that act on every row."""
+
 _CHOICE: ContextVar[Selection | None] = ContextVar("adapters", default=None)
 
 

@@ -47,7 +47,7 @@ from train.distributed.launching import launch
 from train.distributed.precision import quantized_type
 from train.distributed.process_group import ProcessGroup
 from train.distributed.watchdog import watched
-from train.objective.objective import Losses
+from train.objective.objective import HEADS, Losses
 from train.trainer.build import build_loop, process_group
 from train.trainer.callbacks import Callback
 from train.trainer.held_out_loss import HeldOut
@@ -136,7 +136,7 @@ def toy_steps(
 
 
 def toy_targets(batch: ToyBatch) -> Tensor:
-    return torch.cat([(batch.targets != -100).sum((0, 2)), torch.zeros(2, dtype=torch.long)])
+    return torch.cat([(batch.targets != -100).sum((0, 2)), torch.zeros(HEADS, dtype=torch.long)])
 
 
 def toy_held_out(rank: int, world: int) -> list[ToyBatch]:

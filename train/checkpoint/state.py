@@ -43,6 +43,7 @@ from train.checkpoint.rng import random_state, set_random_state
 from train.data.batching.packer import PackerShard
 from train.distributed.fabric import is_sharded
 from train.distributed.process_group import ProcessGroup
+from train.objective.distillation import TEACHER
 from train.optim.ema import Average
 from train.optim.optimizer import STATE_KEYS, Optimizers
 
@@ -83,9 +84,10 @@ def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, average: Ave
     """All tensors of the training state by flat name; they share memory with module, optimizer and average.
 
     The frozen weights below adapters (`omni.lora.attach`) may be many: they are not stored, but read again from the model that
-    the run started from.
+    the run started from. So are those of a teacher.
     """
-    flat = {f"model.{name}": t.detach() for name, t in module.state_dict().items() if not isinstance(t, str)}
+    whole = {name: t for name, t in module.state_dict().items() if not name.startswith(TEACHER)}
+    flat = {f"model.{name}": t.detach() for name, t in whole.items() if not isinstance(t, str)}
     if adapted(module):
         moving = {name for name, p in module.named_parameters() if p.requires_grad} | {n for n, _ in module.named_buffers()}
         flat = {name: t for name, t in flat.items() if name.removeprefix("model.") in moving}

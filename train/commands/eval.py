@@ -13,7 +13,9 @@ from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.process import importing
 from train.config.parse import ConfigParser, read_fit_config
+from train.console.command import check_folder_to_be
 from train.console.options import Listing, Parser, add_progress, check_least, given_path
+from train.console.progress import counted
 from train.console.tables import print_table
 from train.data.config import SourceConfig
 from train.data.readers import READERS
@@ -36,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     chosen = parser.read(argv)
     config = parser.configuration(chosen)
+    if chosen["teacher"] is not None:
+        return _evaluate_distances(chosen, config)
     if chosen["chunks"] is not None:
         return _evaluate_delays(chosen, config)
     run, figures = evaluate(chosen["model"], chosen["data"], chosen["out"], config, chosen["progress"])
@@ -54,6 +58,7 @@ def _parser() -> ConfigParser:
         description="Ask a model the questions of a data set, and report figures with intervals, a picture and every answer.\n"
         "The same command goes on with what was interrupted.\n\n"
         "Two runs side by side: eval --compare OUT_A OUT_B [--out FOLDER]\n"
+        "How far a distilled encoder is from its teacher, on recordings alone: eval MODEL DATA --teacher MODEL --out OUT\n"
         "Where questions end, of a model with a turn head: eval --turn_ends MODEL --out FOLDER [--limit N] (and --help)\n\n"
         f"formats:\n{formats}",
         formatter_class=Listing,
@@ -68,6 +73,12 @@ def _parser() -> ConfigParser:
         type=_Milliseconds(),
         metavar="MS,MS,...",
         help="evaluate once for each length of the encoder's chunks in ms, 0 for whole questions; figures beside the delay",
+    )
+    parser.add_argument(
+        "--teacher",
+        type=given_path,
+        metavar="MODEL",
+        help="ask nothing: measure how far the encoder's frames are from those of this model's, which hears recordings whole",
     )
     add_progress(parser)
     return parser
@@ -92,6 +103,22 @@ def _evaluate_delays(chosen: Mapping[str, Any], config: EvalConfig) -> int:
     found = evaluate_delays(chosen["model"], chosen["data"], out, config, chunks, chosen["progress"])
     print_table("figures by delay", *delay_table(found))
     print(f"table and picture: {out / TABLE}, {out / PICTURE}; each evaluation in a folder beside them")
+    return 0
+
+
+def _evaluate_distances(chosen: Mapping[str, Any], config: EvalConfig) -> int:
+    from train.eval.delays import PICTURE, TABLE, delay_table
+    from train.eval.distances import evaluate_distances
+
+    out, chunks = chosen["out"], [int(length) for length in (chosen["chunks"] or "").split(",") if length]
+    for name in ("model", "teacher"):
+        check_folder(chosen[name])
+    check_folder_to_be(out, "output folder")
+    found = evaluate_distances(chosen["model"], chosen["teacher"], chosen["data"], out, config, chunks, chosen["progress"])
+    print_table("distance from the teacher", *delay_table(found.figures))
+    if found.left_out:
+        print(f"{counted(len(found.left_out), 'recording')} left out; the first: {found.left_out[0]}")
+    print(f"table and picture: {out / TABLE}, {out / PICTURE}")
     return 0
 
 

@@ -351,7 +351,7 @@ class CheckpointConfig:
             find_task(part, where)
         elif slash and figure == "loss":
             _need(
-                re.fullmatch(r"text|alignment|audio\d*", part) is not None,
+                re.fullmatch(r"text|alignment|distill|audio\d*", part) is not None,
                 f"{where}, but there is no stream or task {part!r}; use loss/text, loss/audio, loss/audio0 or loss/A1A2",
             )
 
@@ -372,7 +372,7 @@ class ValidationConfig:
         at_end: also when the budget is spent.
         questions: number of held-out rows, 0 for no validation.
         tasks: tasks as which they are asked; a row is left out of a task that it lacks a part for. Their loss is of the tasks
-            that their source trains.
+            that their source trains. An empty list asks none, and measures the loss alone.
         rows: questions generated side by side.
         max_seconds: longest spoken answer.
     """
@@ -389,6 +389,11 @@ class ValidationConfig:
         check_fields(self, "validation")
         for task in self.tasks:
             find_task(task, "validation.tasks")
+
+    @property
+    def asks(self) -> bool:
+        """True where questions are answered."""
+        return self.questions > 0 and bool(self.tasks)
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,9 @@ def figures_line(figures: Mapping[str, float]) -> str:
 
 
 def losses_line(figures: Mapping[str, float]) -> str:
-    """`text 2.31 audio 4.02`: means per target in nats; where neither has targets the alignment loss, or else the objective."""
-    for names in (("text", "audio"), ("alignment",)):
+    """`text 2.31 audio 4.02`: means per target in nats; where neither has targets the losses on the encoder, or else the
+    objective."""
+    for names in (("text", "audio"), ("alignment", "distill")):
         shown = [f"{name} {figures[f'loss/{name}']:#.3g}" for name in names if f"loss/{name}" in figures]
         if shown:
             return " ".join(shown)

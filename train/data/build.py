@@ -40,8 +40,13 @@ def build_source(config: SourceConfig, codec: AudioCodec | None, seed: int, cach
     return SpokenDigits(config.digits, codec, seed)
 
 
-def build_pipeline(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer, codec: AudioCodec | None) -> Pipeline:
+def build_pipeline(
+    config: DataConfig, model: ModelConfig, tokenizer: Tokenizer, codec: AudioCodec | None, heard_only: bool = False
+) -> Pipeline:
     """Build sources, mixture and example maker into a pipeline, under the configuration's seed.
+
+    Args:
+        heard_only: see `ExampleMaker`.
 
     Raises:
         UserError: files, voices, weights or settings that do not fit each other or the model.
@@ -62,6 +67,7 @@ def build_pipeline(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer,
             config.seed,
             config.system,
             config.cut,
+            heard_only,
         ),
         config.packing,
         config.seed,

@@ -66,22 +66,25 @@ def delay_table(found: Mapping[int, Figures]) -> tuple[list[str], list[list[str]
 
 
 def draw_delays(found: Mapping[int, Figures], file: Path) -> Path:
-    """Draws the shares and error rates over the length of a chunk, with 95 % intervals; whole clips at the right."""
+    """Draws the shares and error rates, or all figures where there are none, over the length of a chunk, with 95 % intervals;
+    whole clips at the right."""
     from omni.charts import COLORS, pyplot_quietly, save_figure
     from train.eval.measures import MEASURES
     from train.eval.pictures import SHARES, errors_of, lengths_of, tidy
 
     chunks = sorted(found, key=lambda chunk: chunk or float("inf"))
     names = [name for name in SHARES if all(name in found[chunk] for chunk in chunks)]
+    scale, unit = (100.0, "per cent, with 95 % intervals") if names else (1.0, "with 95 % intervals")
+    names = names or list(found[chunks[0]])
     pyplot = pyplot_quietly()
     figure, axis = pyplot.subplots(figsize=(6.4, 4.0))
     for name, color in zip(names, [*COLORS] * len(names), strict=False):
         figures = [found[chunk][name] for chunk in chunks]
         style = {"color": color, "capsize": 3, "marker": "o", "markersize": 4, "label": MEASURES[name].title}
-        axis.errorbar(range(len(chunks)), lengths_of(figures, 100.0), yerr=errors_of(figures, 100.0), **style)
+        axis.errorbar(range(len(chunks)), lengths_of(figures, scale), yerr=errors_of(figures, scale), **style)
     axis.set_xticks(range(len(chunks)), [f"{chunk} ms" if chunk else "whole" for chunk in chunks])
     axis.set_xlabel("chunk of the encoder")
-    axis.set_ylabel("per cent, with 95 % intervals")
+    axis.set_ylabel(unit)
     axis.set_ylim(bottom=0)
     if names:
         axis.legend(fontsize=8, frameon=False)

@@ -90,6 +90,12 @@ for _name, _measure in {
     "steps": Measure(
         "steps", "higher", "time steps per second without the codec, one question at a time, both models in turn", "ratio", "/s"
     ),
+    "distance": Measure(
+        "distance from the teacher",
+        "lower",
+        "squared distance of the encoder's frames from those of the teacher, which hears whole recordings, over its square",
+        "ratio",
+    ),
     "text_exact_match": Measure(
         "text: exact match", "higher", "share of the written questions whose answer equals the reference"
     ),

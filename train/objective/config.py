@@ -39,6 +39,11 @@ def no_turn_head(weight: float) -> str:
     )
 
 
+def no_teacher(weight: float, why: str) -> str:
+    """Error text for a distillation without what it needs: `why` says what, and how to get it."""
+    return f"objective.distill_weight is {weight}, but {why}, or set objective.distill_weight to 0"
+
+
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """Weights of the losses and their schedule.
@@ -49,8 +54,12 @@ class ObjectiveConfig:
         ctc_final: its weight at the end of the budget, reached linearly; None for the same all along.
         ctc_words: what a word or letter counts beside a sound, where questions are spelt by both (`data.sounds`).
         turn_weight: weight of the loss of the turn head on the encoder; needs `model.turn`.
-        align_first: share of the budget in which only the encoder is trained, by the losses of its heads alone: recognising
-            speech takes longest to train, and a step is cheapest while nothing else runs.
+        distill_weight: weight of the distance of an encoder that hears in chunks from what it started as and hears whole clips:
+            the squared distance of a frame over the teacher's square, mean of all frames (`encoder.mode: chunked`,
+            `model.init_from`).
+        align_first: share of the budget in which only the encoder is trained, by the losses of its heads and of its
+            distillation alone: recognising speech takes longest to train, and a step is cheapest while nothing else runs. At 1
+            nothing else is trained, and rows need only the sound of their questions.
         chunk: largest number of logits held at once; None for 2^28 on a GPU (1.5 GB in half precision) and 2^25 on a CPU.
     """
 
@@ -59,18 +68,27 @@ class ObjectiveConfig:
     ctc_final: float | None = ranged(None, 0)
     ctc_words: float = ranged(1.0, above=0, below=math.inf)
     turn_weight: float = ranged(0.0, 0, below=math.inf)
-    align_first: float = ranged(0.0, 0, below=1)
+    distill_weight: float = ranged(0.0, 0, below=math.inf)
+    align_first: float = ranged(0.0, 0, 1)
     chunk: int | None = ranged(None, 1)
 
     def __post_init__(self) -> None:
         check_fields(self, "objective")
-        if self.align_first > 0 and self.ctc_weight == 0:
-            raise UserError("objective.align_first trains by the alignment loss alone, but objective.ctc_weight is 0")
+        if self.align_first > 0 and self.ctc_weight == self.distill_weight == 0:
+            raise UserError(
+                "objective.align_first trains by the losses on the encoder alone, but objective.ctc_weight is 0, and so is "
+                "distill_weight"
+            )
 
     @property
     def by_heads(self) -> bool:
-        """True where heads on the encoder are trained, by losses that belong to no task."""
-        return max(self.ctc_weight, self.ctc_final or 0, self.turn_weight) > 0
+        """True where losses on the encoder are trained, which belong to no task."""
+        return max(self.ctc_weight, self.ctc_final or 0, self.turn_weight, self.distill_weight) > 0
+
+    @property
+    def encoder_alone(self) -> bool:
+        """True where nothing but the encoder ever runs in training, so that rows need only the sound of their questions."""
+        return self.align_first == 1
 
     def chunk_on(self, cuda: bool) -> int:
         """The largest number of logits held at once on a GPU, or on a CPU."""

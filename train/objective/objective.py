@@ -17,13 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from omni.encoder.distance import frame_distances
 from omni.errors import UserError
 from omni.hardware import to_device
 from omni.lora.attach import low_rank
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
-from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head, no_turn_head
+from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head, no_teacher, no_turn_head
 from train.objective.cross_entropy import Heads, HeadTargets, vocabulary_shards
+from train.objective.distillation import Teacher
 from train.objective.task_losses import PlainLosses, feature_tasks
 
 if TYPE_CHECKING:
@@ -32,16 +34,16 @@ if TYPE_CHECKING:
 
 PLAIN = PlainLosses()
 
-HEADS = 2
-"""Losses of heads on the encoder: alignment and turns. Their counts of a step follow those of the K streams."""
+HEADS = 3
+"""Losses on the encoder: distillation, alignment and turns. Their counts of a step follow those of the K streams."""
 
 
 class Losses(NamedTuple):
     """Losses of a packed batch, with the counts to divide them by.
 
     Attributes:
-        total: scalar to call `backward` on: sum over streams of weight * sum / denominator, plus the losses of the heads on the
-            encoder (alignment, turns).
+        total: scalar to call `backward` on: sum over streams of weight * sum / denominator, plus the losses on the encoder
+            (distillation, alignment, turns).
         sums, counts: summed loss and number of targets by task and stream, [tasks, K], without graph.
         ctc_sum, ctc_count: summed alignment loss (of two spellings, the first `ctc_words` times) and number of its target ids,
             without graph.
@@ -49,6 +51,7 @@ class Losses(NamedTuple):
             the encoder, other tasks), [M + 1]; with its graph for `GraphLosses`.
         by_example: for `ExampleLosses`, summed loss and number of targets by segment of the batch, [2, S], without graph.
         turn_sum, turn_count: summed loss of the turn head and number of its labels, without graph; None without such a head.
+        distill_sum, distill_count: summed loss of the distillation and number of its frames, without graph; None without one.
     """
 
     total: Tensor
@@ -60,13 +63,16 @@ class Losses(NamedTuple):
     by_example: Tensor | None = None
     turn_sum: Tensor | None = None
     turn_count: Tensor | None = None
+    distill_sum: Tensor | None = None
+    distill_count: Tensor | None = None
 
 
 class HeadLosses(NamedTuple):
-    """Losses of the heads on the encoder, each summed over a batch; `turn` is None without such a head."""
+    """Losses on the encoder, each summed over a batch; None without the turn head, and without distillation."""
 
     alignment: Tensor
     turn: Tensor | None = None
+    distill: Tensor | None = None
 
 
 def cells(batch: Batch) -> Tensor:
@@ -77,10 +83,10 @@ def cells(batch: Batch) -> Tensor:
 
 
 def targets(batch: Batch) -> Tensor:
-    """Count the targets of each stream of a batch, and last the ids of its alignment loss and the labels of its turn head,
-    [K + HEADS] float (on the CPU)."""
-    aligned = sum(len(ids) for ids in batch.transcripts)
-    return torch.tensor([float(len(at)) for at in batch.supervised] + [float(aligned), float(batch.turn_labels)])
+    """Count the targets of each stream of a batch, and last the frames of its clips, the ids of its alignment loss and the
+    labels of its turn head, [K + HEADS] float (on the CPU)."""
+    on_encoder = sum(batch.frames), sum(len(ids) for ids in batch.transcripts), batch.turn_labels
+    return torch.tensor([float(len(at)) for at in batch.supervised] + [float(count) for count in on_encoder])
 
 
 def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[Sequence[int]]) -> Tensor:
@@ -121,11 +127,14 @@ def turn_loss(logits: Tensor, labels: Tensor | None) -> Tensor:
 class Objective(nn.Module):
     """Model and losses as one module. `forward(batch, denominators)` is the only entry (Fabric, DDP and FSDP wrap it alone).
 
+    Args:
+        teacher: what the encoder is distilled from.
+
     Attributes:
         compiled: compute the losses of a GPU's logits in one compiled kernel.
     """
 
-    def __init__(self, model: SpeechModel, config: ObjectiveConfig | None = None) -> None:
+    def __init__(self, model: SpeechModel, config: ObjectiveConfig | None = None, teacher: Teacher | None = None) -> None:
         super().__init__()
         self.model = model
         self.config = config or ObjectiveConfig()
@@ -136,6 +145,9 @@ class Objective(nn.Module):
             raise UserError(no_alignment_head(self.config.ctc_weight))
         if self.config.turn_weight > 0 and model.turn_head is None:
             raise UserError(no_turn_head(self.config.turn_weight))
+        if self.config.distill_weight > 0 and teacher is None:
+            raise UserError(no_teacher(self.config.distill_weight, "the objective has no teacher: give it one"))
+        self.teacher = teacher
         self.compiled = False
         # Not a buffer: a module in bf16 has its buffers rounded, and with them the weights of the losses.
         self.stream_weights = torch.tensor(weights, dtype=torch.float32)
@@ -149,9 +161,13 @@ class Objective(nn.Module):
 
     def idle(self, progress: float) -> list[nn.Parameter]:
         """Parameters that are not trained at this point of the budget (`align_first`): the optimizer must not change them."""
-        if progress >= self.align_first:
+        if not self.encoder_alone(progress):
             return []
         return [*self.model.decoder.parameters(), *self.model.projector.parameters()]
+
+    def encoder_alone(self, progress: float) -> bool:
+        """True where only what hears is run at this point of the budget."""
+        return progress < self.align_first or self.align_first == 1
 
     def encoder_parameters(self) -> list[nn.Parameter]:
         """Parameters below the features: those of encoder and projector."""
@@ -162,30 +178,33 @@ class Objective(nn.Module):
 
         Args:
             batch: see `train.data.batching.batch.Batch`.
-            denominators: targets of each stream in the whole step, over all processes, ids of its alignment loss, and labels of
-                its turn head, [K + HEADS].
+            denominators: targets of each stream in the whole step, over all processes, frames of its clips, ids of its
+                alignment loss, and labels of its turn head, [K + HEADS].
             progress: share of the budget that is used, by which the alignment loss is scheduled.
             task_losses: how the tasks are weighed; all alike by default.
         """
         model, decoder = self.model, self.model.decoder
-        features, (ctc, turn) = self._encode(batch)
+        features, (ctc, turn, distill) = self._encode(batch)
         weighted = self._ctc_weight(progress) * ctc / denominators[-2].clamp_min(1).to(ctc)
         aligned = ctc.new_full((), sum(map(len, batch.transcripts)), dtype=torch.float32)
-        turns: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
         if turn is not None:
             weighted = weighted + self.config.turn_weight * turn / denominators[-1].clamp_min(1).to(turn)
-            turns = {"turn_sum": turn.detach(), "turn_count": torch.full_like(aligned, batch.turn_labels)}
+            others = {"turn_sum": turn.detach(), "turn_count": torch.full_like(aligned, batch.turn_labels)}
+        if distill is not None:
+            weighted = weighted + self.config.distill_weight * distill / denominators[-HEADS].clamp_min(1).to(distill)
+            others |= {"distill_sum": distill.detach(), "distill_count": torch.full_like(aligned, sum(batch.frames))}
         if not task_losses.aligned:  # a pass for some tasks alone
             weighted, ctc, aligned = 0 * weighted, 0 * ctc, 0 * aligned
-            turns = {name: 0 * value for name, value in turns.items()}
-        if progress < self.align_first or task_losses.alignment_only:
+            others = {name: 0 * value for name, value in others.items()}
+        if self.encoder_alone(progress) or task_losses.alignment_only:
             # Under DDP all parameters must take part in the backward pass, here times 0; sharded ones (FSDP2) may be left out.
             idle = [*self.model.decoder.parameters(), *self.model.projector.parameters()]
             idle = [p for p in idle if p.requires_grad and not isinstance(p, DTensor)]
             unused_sum = sum(p.flatten()[:1].float().sum() for p in idle)
             none = ctc.new_zeros(len(TASKS), len(model.layout))
             total = weighted + 0 * (features.sum() + unused_sum)
-            return Losses(total, none, none, ctc.detach(), aligned, task_losses.silent(weighted), **turns)
+            return Losses(total, none, none, ctc.detach(), aligned, task_losses.silent(weighted), **others)
         features = task_losses.at_features(batch, features)
         hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments, packed=batch.packed)
         text = hidden.text.flatten(0, 1)
@@ -206,7 +225,7 @@ class Objective(nn.Module):
         chunk = self.config.chunk_on(text.is_cuda)
         goals = HeadTargets(decoder.audio_offsets, index, ids, scale, chunk, ratio, self.compiled and text.is_cuda, shards)
         total, sums, counts, by_task, by_example = task_losses.sum(batch, heads, goals, weighted)
-        return Losses(total, sums, counts, ctc.detach(), aligned, by_task, by_example, **turns)
+        return Losses(total, sums, counts, ctc.detach(), aligned, by_task, by_example, **others)
 
     def _ctc_weight(self, progress: float) -> float:
         first = self.config.ctc_weight
@@ -214,7 +233,7 @@ class Objective(nn.Module):
         return first + (last - first) * min(max(progress, 0.0), 1.0)
 
     def _encode(self, batch: Batch) -> tuple[Tensor, HeadLosses]:
-        """Features of the batch's clips, and the losses of the heads on the encoder (0 without alignment head).
+        """Features of the batch's clips, and the losses on the encoder (that of the alignment is 0 without its head).
 
         A batch without clips still runs the encoder on one silent frame, times 0: every process then takes part in the same
         collectives, and every parameter in the backward pass.
@@ -235,7 +254,11 @@ class Objective(nn.Module):
         if empty:
             features, heard = features * 0, heard * 0
         turn = None if model.turn_head is None else turn_loss(model.turn_head(heard).float(), batch.turn)
-        return features, HeadLosses(self._alignment(batch, heard, empty), turn)
+        distill = None
+        if self.teacher is not None and self.config.distill_weight > 0:
+            taught = self.teacher(model.encoder, inputs, lengths, frames)
+            distill = frame_distances(heard, taught).sum() * (not empty)
+        return features, HeadLosses(self._alignment(batch, heard, empty), turn, distill)
 
     def _alignment(self, batch: Batch, heard: Tensor, empty: bool) -> Tensor:
         """The alignment loss summed over the clips with a transcript; 0 without alignment head."""

@@ -59,7 +59,7 @@ class Pace:
 def sample(config: FitConfig, shape: ModelConfig, count: int = 2) -> tuple[list[Batch], str]:
     """Makes the run's first micro-batches, and says where they are from; UserError or OSError where data cannot be read."""
     tokenizer, codec = _tools(config.model, shape)
-    shard = PackerShard(build_pipeline(config.data, shape, tokenizer, codec), 0, 1)
+    shard = PackerShard(build_pipeline(config.data, shape, tokenizer, codec, config.objective.encoder_alone), 0, 1)
     return [shard.batch() for _ in range(count)], f"{count} micro-batch{'' if count == 1 else 'es'} of the data"
 
 
@@ -100,7 +100,7 @@ def pace(
         measured: seconds of a step of worst batches on one device; those of the sample's are fewer in proportion to its work.
         speed: peak FLOP/s of a device, of which the run reaches the share `mfu`.
     """
-    count, flops = StepFlops(model), float(config.data.micro_batches)
+    count, flops = StepFlops(model, config.objective), float(config.data.micro_batches)
     batches, source = found
     forwards, backwards = passes_of(config, len(model.layout), world)
     flops *= (forwards + 2 * backwards) / 3  # as `StepFlops` counts them

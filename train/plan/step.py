@@ -19,6 +19,8 @@ from train.optim.ema import Average
 from train.optim.optimizer import RULES, Optimizers, build_optimizer, set_trainable
 from train.plan.quantized import adapt, fake_adamw_8bit
 from train.trainer.held_out_loss import evaluated
+from train.trainer.initial_model import stored_padded
+from train.trainer.teacher import teacher_of
 
 Balance = Callable[[Sequence[Batch], Tensor, Callable[[Batch], Tensor], Callable[[Tensor], None]], None]
 """Runs all passes of a balanced step, given its batches, its counts of targets, a forward and a backward pass."""
@@ -57,9 +59,10 @@ def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device 
         UserError: patterns that name nothing, or settings that do not fit each other.
     """
     model = random_model(shape, torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32)
+    teacher = teacher_of(config, model, stored_padded(config.model))
     adapt(model, config.lora, fake, quantized_type(config.fabric.precision))
     model.set_checkpointing(config.fabric.checkpointing)
-    objective = Objective(model, config.objective)
+    objective = Objective(model, config.objective, teacher)
     if torch.device(device).type != "cpu":
         objective.to(device)
     also = set_trainable(model, config.trainable_patterns)

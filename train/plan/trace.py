@@ -163,6 +163,7 @@ def trace(config: FitConfig, shape: ModelConfig, batch: Batch, micro_batches: in
         take_step(bench, given, wanted, 2, ledger.begin)
         if config.validation.questions:
             measure_loss(bench, given[0], wanted, ledger.begin)
+        if config.validation.asks:
             ledger.begin(ANSWERS)
             _answer(answering, config)
     return ledger.peaks

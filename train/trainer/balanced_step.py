@@ -218,9 +218,9 @@ class Balancing:
         assert losses.by_task is not None
         total, lost = losses.by_task.detach().nan_to_num(0, 0, 0).sum(), ~losses.sums.isfinite()
         sums, counts = losses.sums.masked_fill(lost, 0), losses.counts.masked_fill(lost, 0)
-        turn = None if losses.turn_sum is None else losses.turn_sum.nan_to_num(0, 0, 0)
+        turn, distill = (None if x is None else x.nan_to_num(0, 0, 0) for x in (losses.turn_sum, losses.distill_sum))
         aligned = losses.ctc_sum.nan_to_num(0, 0, 0)
-        now.add(losses._replace(total=total, sums=sums, counts=counts, ctc_sum=aligned, turn_sum=turn))
+        now.add(losses._replace(total=total, sums=sums, counts=counts, ctc_sum=aligned, turn_sum=turn, distill_sum=distill))
 
     def _backward(self, loss: Tensor) -> None:
         self.fabric.backward(loss * self.group.world)

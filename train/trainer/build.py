@@ -64,6 +64,7 @@ from train.trainer.preflight import check_devices, check_packages, check_resume,
 from train.trainer.profiler import NONE, StepProfiler, step_range
 from train.trainer.signals import Stop
 from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
+from train.trainer.teacher import teacher_checksum, teacher_of
 from train.trainer.usage import Usage, is_out_of_memory, is_worker_lost, out_of_memory, worker_lost
 from train.trainer.validation import build_validator
 
@@ -277,9 +278,11 @@ def build_balance(
 def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path, group: ProcessGroup | None = None) -> Parts:
     """Builds the parts of a run: model, objective, data, validation and export."""
     model, lora, group = initial.model, config.lora, group or process_group(config, fabric)
+    teacher = teacher_of(config, model, initial.padded)
+    taught = teacher_checksum(model.encoder, group) if teacher is not None else None
     base = adapters.apply(model, lora, quantized_type(config.fabric.precision), group) if lora is not None else None
     model.set_checkpointing(config.fabric.checkpointing)
-    pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
+    pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec, config.objective.encoder_alone)
     questions, broken = config.validation.questions, dict[str, str]() if config.data.broken == "skip" else None
     found = held_out_by_source(config.data, initial.codec, questions, broken) if questions else []
     validator = build_validator(
@@ -315,12 +318,14 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
 
     held_out = build_held_out(found, config.data.packing, pipeline.maker, group.data_rank, group.data_world, broken)
     check_metric(config, held_out)
-    objective = Objective(model, config.objective)
+    objective = Objective(model, config.objective, teacher)
     objective.compiled = config.fabric.compile
     sizes = enumerate(source.size for source in pipeline.mixture.sources)
     fixed = {f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None}
     if base is not None:
         fixed["the checksum of the weights below the adapters"] = base
+    if taught is not None:
+        fixed["the checksum of the encoder that is the teacher"] = taught
     balanced = None
     if config.balance is not None:
         names = balanced_tasks(config.balance, config.data)
@@ -335,7 +340,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         tasks=tuple(TASKS),
         idle=objective.idle,
         balanced=balanced,
-        flops=StepFlops(model),
+        flops=StepFlops(model, config.objective),
         rows=fixed,
         held_out=held_out,
         validate=validate if validator is not None else None,

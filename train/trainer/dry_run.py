@@ -38,7 +38,7 @@ def dry_run(config: FitConfig, profile: str | None = None) -> str:
         adapters.apply(model, config.lora)
     also = set_trainable(model, config.trainable_patterns)
     learning = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
+    pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec, config.objective.encoder_alone)
     batch = next(StepLoader(pipeline, config.data.micro_batches))[0]
     whole, data = sum(p.numel() for p in model.parameters()), config.data
     return "\n".join(

@@ -69,7 +69,7 @@ def build_held_out(
     Raises:
         UserError: a row is broken.
     """
-    plain_maker = ExampleMaker(maker.model, maker.tokenizer, maker.codec, maker.alignment)
+    plain_maker = ExampleMaker(maker.model, maker.tokenizer, maker.codec, maker.alignment, heard_only=maker.heard_only)
     layout, bands = maker.model.layout, maker.model.encoder.bands
     own: list[Batch] = []
     made, examples = 0, 0
@@ -94,7 +94,7 @@ def _examples(
     for number, (source, row) in enumerate((source, row) for source, rows in found for row in rows):
         prepared = Prepared(row, (0, number))  # its sound is read once for all tasks
         for name in [row.task] if row.task else [name for name, weight in source.tasks.items() if weight > 0]:
-            if any(turn.lacks(find_task(name)) for turn in row.turns):
+            if any(turn.lacks(find_task(name), maker.heard_only) for turn in row.turns):
                 continue
             try:
                 example = maker.make(number, prepared, [name] * len(row.turns))
@@ -152,19 +152,20 @@ def held_out_loss(
         average: measured in place of the weights, where there is one.
     """
     cells = len(tasks) * len(streams)
-    found = torch.zeros(2 * cells + 4, dtype=torch.float64)
+    found = torch.zeros(2 * cells + 2 * HEADS, dtype=torch.float64)
     ones = torch.ones(len(streams) + HEADS, dtype=torch.long, device=device)
     with evaluated(objective, average):
         for batch in batches:
             losses = module(batch.to(device), ones, 1.0)
-            heads = (losses.ctc_sum, losses.ctc_count, losses.turn_sum, losses.turn_count)
+            turns, distilled = (losses.turn_sum, losses.turn_count), (losses.distill_sum, losses.distill_count)
+            heads = (losses.ctc_sum, losses.ctc_count, *turns, *distilled)
             alone = [torch.zeros(1) if part is None else part[None] for part in heads]
             parts = (losses.sums.flatten(), losses.counts.flatten(), *alone)
             found += torch.cat([part.to("cpu", torch.float64) for part in parts])
     found = group.sum(found)
     sums, counts = found[: 2 * cells].view(2, len(tasks), len(streams))
     whole = {"loss": float(sums.sum() / counts.sum())} if counts.sum() > 0 else {}
-    tails = zip(("loss/alignment", "loss/turn"), found[2 * cells :].view(2, 2), strict=True)
+    tails = zip(("loss/alignment", "loss/turn", "loss/distill"), found[2 * cells :].view(HEADS, 2), strict=True)
     aligned = {name: float(own[0] / own[1]) for name, own in tails if own[1] > 0}
     return {**whole, **means(sums, counts, tasks, streams), **aligned}
 

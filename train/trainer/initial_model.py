@@ -37,6 +37,7 @@ class Initial:
         codec: None where its weights are not given.
         codec_folder: the codec's weights, to be copied along.
         extra: plain data of the folder it came from (the files of a converted model), to be handed on.
+        padded: in that folder, the encoder hears each clip in its whole window.
     """
 
     model: SpeechModel
@@ -44,6 +45,7 @@ class Initial:
     codec: AudioCodec | None
     codec_folder: Path | None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    padded: bool = False
 
     @property
     def config(self) -> ModelConfig:
@@ -75,7 +77,7 @@ def build_initial(section: ModelSection, seed: int, weights: bool = True) -> Ini
     else:
         model = loaded.model.float() if config == loaded.config else _with_weights(config, loaded.model)
     place = codec_folder or (own if own.is_dir() else None)
-    return Initial(model.train(), tokenizer, loaded.codec, place, loaded.extra)
+    return Initial(model.train(), tokenizer, loaded.codec, place, loaded.extra, loaded.config.encoder.fixed_length)
 
 
 def shape_of(section: ModelSection) -> ModelConfig:
@@ -88,6 +90,11 @@ def shape_of(section: ModelSection) -> ModelConfig:
         return changed(preset(str(section.preset)), section)
     check_full_precision(section.init_from, "training")
     return continued(read_config(section.init_from), section)
+
+
+def stored_padded(section: ModelSection) -> bool:
+    """True where the encoder of the folder that a run starts from hears each clip in its whole window."""
+    return section.init_from is not None and read_config(section.init_from).encoder.fixed_length
 
 
 def continued(stored: ModelConfig, section: ModelSection) -> ModelConfig:
@@ -136,7 +143,7 @@ def _merge(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
 def check_fits(stored: ModelConfig, wanted: ModelConfig, folder: str) -> None:
     """Refuse a configuration that the weights of a folder were not made for (UserError naming the first field)."""
     for key, old, new in differences(to_dict(stored), to_dict(wanted)):
-        if key not in ADJUSTABLE:
+        if key.partition("[")[0] not in ADJUSTABLE:  # train_chunk_ms[0]
             raise UserError(
                 f"model.{key} is {brief(new)}, but the weights in {folder} are of a model with {brief(old)}; leave it out, or "
                 "start from another folder"

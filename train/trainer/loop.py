@@ -42,6 +42,8 @@ from train.trainer.usage import OutOfMemory, Usage, out_of_memory
 
 GIVE_UP = 10
 """Consecutive steps that may be left out because their gradients are not finite."""
+SHOWN_LOSSES = ("loss/text", "loss/audio", "loss/distill")
+"""Parts of a held-out loss that the screen shows."""
 FIRST_STEPS, LINE_SECONDS = 3, 30.0
 """Steps of a start that the screen shows whatever `log.every` is, and the most seconds between two of its later lines."""
 
@@ -346,7 +348,7 @@ class Loop:
         position = self.position
         if self.logs is not None:
             self.logs.validation(position.step, {**position.figures, "seconds": position.seconds})
-        shown = {k: v for k, v in position.figures.items() if not k.startswith("loss/") or k in ("loss/text", "loss/audio")}
+        shown = {k: v for k, v in position.figures.items() if not k.startswith("loss/") or k in SHOWN_LOSSES}
         self.progress.say(f"validation at step {position.step}: {figures_line(shown)}")
         self._draw()
 

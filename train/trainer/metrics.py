@@ -29,6 +29,8 @@ class StepMetrics:
 
     FIXED = 5
     """Leading entries of the sums: the objective, steps, the alignment loss and its count, and steps left out."""
+    LAST = 4
+    """Last entries: loss and labels of the turn head, loss and frames of the distillation."""
 
     def __init__(
         self,
@@ -40,7 +42,7 @@ class StepMetrics:
     ) -> None:
         self.tasks, self.streams, self.group, self.peak = tuple(tasks), tuple(streams), group, peak
         self.cells = len(self.tasks) * len(self.streams)
-        self.values = torch.zeros(self.FIXED + 2 * self.cells + 2, device=device)  # last: loss and labels of the turn head
+        self.values = torch.zeros(self.FIXED + 2 * self.cells + self.LAST, device=device)
         self.positions = 0.0
         self.flops = 0.0
         self.seconds = self.measured = 0.0
@@ -52,8 +54,9 @@ class StepMetrics:
         """Adds one micro-batch's losses ([T, K] sums and counts)."""
         none = losses.total.new_zeros(())
         fixed = torch.stack([losses.total.detach(), none, losses.ctc_sum.to(none), losses.ctc_count.to(none), none])
-        turn = torch.stack([none if x is None else x.to(none) for x in (losses.turn_sum, losses.turn_count)])
-        self.values += torch.cat([fixed, losses.sums.flatten(), losses.counts.flatten(), turn]).to(self.values)
+        others = losses.turn_sum, losses.turn_count, losses.distill_sum, losses.distill_count
+        last = torch.stack([none if x is None else x.to(none) for x in others])
+        self.values += torch.cat([fixed, losses.sums.flatten(), losses.counts.flatten(), last]).to(self.values)
 
     def step(self, positions: float, flops: float, skipped: Tensor, norm: Tensor) -> None:
         """Counts an optimizer step, left out where `skipped` is 1 and not 0; positions and FLOPs are of all processes.
@@ -96,7 +99,8 @@ class StepMetrics:
     def restore(self, state: Sequence[Sequence[float]]) -> None:
         """Continue from a checkpoint's sums: each process from its own, as sums in float32 depend on their order; where there
         were more or fewer processes, the first one has the sums of all."""
-        state = [[*sums, 0.0, 0.0] if len(sums) == len(self.values) - 2 else sums for sums in state]  # before turn heads
+        later = (2, 4)  # entries that checkpoints from before distillation, and from before turn heads, lack
+        state = [[*sums, *[0.0] * lacking] if (lacking := len(self.values) - len(sums)) in later else sums for sums in state]
         if any(len(sums) != len(self.values) for sums in state):
             return
         total = torch.tensor(state, dtype=torch.float64).sum(0)
@@ -134,12 +138,14 @@ class StepMetrics:
     def _figures(self, values: Tensor, positions: float, flops: float, seconds: float) -> dict[str, float]:
         steps = max(1.0, round(float(values[1]), 3))
         out = {"loss": float(values[0]) / steps}
-        sums, counts = values[self.FIXED : -2].view(2, len(self.tasks), len(self.streams))
+        sums, counts = values[self.FIXED : -self.LAST].view(2, len(self.tasks), len(self.streams))
         out.update(means(sums, counts, self.tasks, self.streams))
         if values[3] > 0:
             out["loss/alignment"] = float(values[2] / values[3])
+        if values[-3] > 0:
+            out["loss/turn"] = float(values[-4] / values[-3])
         if values[-1] > 0:
-            out["loss/turn"] = float(values[-2] / values[-1])
+            out["loss/distill"] = float(values[-2] / values[-1])
         if values[4] > 0:
             out["steps_skipped"] = round(float(values[4]))
         if seconds > 0:

@@ -40,6 +40,7 @@ from train.data.rows.parquet import files_of
 from train.data.rows.samples import missing_parts, sample_rows
 from train.data.sources.recorded_digits import find_recordings
 from train.distributed.sharding import check_divides
+from train.objective.config import no_teacher
 from train.trainer.callbacks import CALLBACKS, check_made
 from train.trainer.initial_model import check_tokenizer, shape_of
 
@@ -68,13 +69,14 @@ def check_start(config: FitConfig) -> list[str]:
             check_made(CALLBACKS.find(name, "callbacks"))
             if config.callbacks.count(name) > 1:
                 raise UserError(f"callbacks names {name} twice; leave one out")
-    notes = _check_rows(config.data, problems)
+    notes = _check_rows(config.data, problems, config.objective.encoder_alone)
     if config.validation.questions:
         with problems.of("validation.questions"):
             sources_held_out(config.data)
     with problems.of("model"):
         shape = shape_of(config.model)
         _check_tools(config, shape, problems)
+        _check_teacher(config, shape, problems)
         _check_patterns(config, shape, problems)
         if config.fabric.tensor_parallel > 1:
             with problems.of("fabric.tensor_parallel"):
@@ -220,7 +222,7 @@ def _check_data_files(data: DataConfig, problems: _Problems) -> None:
             noise_files(augment.noise_folder)
 
 
-def _check_rows(data: DataConfig, problems: _Problems) -> list[str]:
+def _check_rows(data: DataConfig, problems: _Problems, heard_only: bool) -> list[str]:
     """Checks some rows of each stored source: a task that none of them can serve is an error, one that some cannot a note."""
     notes = []
     for i, source in enumerate(data.sources):
@@ -228,11 +230,12 @@ def _check_rows(data: DataConfig, problems: _Problems) -> list[str]:
             continue
         with problems.of(f"data.sources.{i}"):
             rows = sample_rows(source.path)
-            found = missing_parts(rows, source.mixtures)
+            found = missing_parts(rows, source.mixtures, heard_only)
             for task, part, count in [(task, part, n) for task, parts in found.items() for part, n in parts.items()]:
                 looked = f"{len(rows)} rows looked at in {source.path}"
                 if count == len(rows):
-                    text = f"none of {looked} has {part}, which task {task} needs: take {task} out, or complete the rows"
+                    way = "" if heard_only else "; the encoder alone needs only their sound (objective.align_first 1)"
+                    text = f"none of {looked} has {part}, which task {task} needs: take {task} out, or complete the rows{way}"
                     problems.lines.setdefault(text, f"data.sources.{i}.tasks")
                     continue
                 then = "is left out" if data.broken == "skip" else "ends the run"
@@ -247,7 +250,8 @@ def _check_tools(config: FitConfig, shape: ModelConfig, problems: _Problems) -> 
     with problems.of("model.tokenizer"):
         check_tokenizer(section, shape)
     own = section.init_from is not None and (Path(section.init_from) / CODEC).is_dir()
-    spoken = sorted(name for name in config.data.drawn if find_task(name).audio)
+    drawn = config.data.drawn if not config.objective.encoder_alone else ()
+    spoken = sorted(name for name in drawn if find_task(name).audio)
     if spoken and CODECS.find(shape.codec).weights and section.codec_folder is None and not own:
         with problems.of("model.codec_folder"):
             raise UserError(
@@ -263,6 +267,17 @@ def _check_tools(config: FitConfig, shape: ModelConfig, problems: _Problems) -> 
                     f"data.sources have the task {name}, but model.projector.tasks are {', '.join(projector.tasks)}; name it "
                     "there"
                 )
+
+
+def _check_teacher(config: FitConfig, shape: ModelConfig, problems: _Problems) -> None:
+    """Checks what the encoder is distilled from; that it is trained is checked with the patterns."""
+    weight, key = config.objective.distill_weight, "objective.distill_weight"
+    if weight > 0 and config.model.init_from is None:
+        with problems.of(key):
+            raise UserError(no_teacher(weight, "model.init_from is missing, whose encoder is the teacher: name a model folder"))
+    if weight > 0 and not shape.encoder.streams:
+        with problems.of(key):
+            raise UserError(no_teacher(weight, "the encoder hears whole clips, as its teacher: set model.encoder.mode chunked"))
 
 
 # --- patterns ---------------------------------------------------------------------------------------------------------
@@ -291,6 +306,11 @@ def _check_patterns(config: FitConfig, shape: ModelConfig, problems: _Problems) 
     if lora is not None:
         add_adapter(model, lora)
         learning |= match_names([LORA], [name for name, _ in model.named_parameters()], where)
+    weight = config.objective.distill_weight
+    if weight > 0 and not any(name.startswith("encoder.") for name in learning):
+        way = "trainable" if lora is None else "lora.targets"
+        with problems.of("objective.distill_weight"):
+            raise UserError(no_teacher(weight, f"nothing of the encoder is trained: name encoder.* in {way}"))
     for group in config.optimizer.groups:
         with problems.of("optimizer.groups"):
             match_names([group.pattern], sorted(learning), "optimizer.groups", also=also)

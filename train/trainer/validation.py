@@ -84,7 +84,7 @@ def build_validator(
     Raises:
         UserError: a row is broken, or none can be asked.
     """
-    if config.questions == 0:
+    if not config.asks:
         return None
     items = items_of(rows, config.tasks, codec, model.encoder, broken)
     return Validator(model, tokenizer, codec, items, config, device, answering_type(device.type, precision), folder)

@@ -48,6 +48,7 @@ from train.objective.objective import Objective, cells, targets
 from train.trainer.balanced_step import Balanced
 from train.trainer.lora import apply
 from train.trainer.parts import Parts
+from train.trainer.teacher import teacher_of
 
 MIX = {"A1T1": 1.0, "A1A2": 1.0, "T1A2": 1.0}
 PACKING = PackingConfig(rows=2, length=110, buffer=4)
@@ -121,10 +122,11 @@ def balanced_parts(
     torch.manual_seed(0)
     model = model or tiny(config.objective.ctc_weight > 0)
     speech = SpeechModel(model) if valued else SpeechModel.unfilled(model)
+    teacher = teacher_of(config, speech, padded=False)
     if config.lora is not None:
         apply(speech, config.lora)
     speech.set_checkpointing(config.fabric.checkpointing)
-    objective = Objective(speech, config.objective)
+    objective = Objective(speech, config.objective, teacher)
     pipeline, count = tiny_pipeline(model, tasks), config.data.micro_batches
 
     def steps(shards: range, start: int, states: Mapping[str, Any]) -> Iterator[Sequence[Batch]]:
@@ -200,7 +202,7 @@ def slow_run(config: FitConfig, step: Callable[[SpeechModel, Sequence[Batch], Te
 
 def main(options: dict[str, Any]) -> None:
     """Runs one after another in the same processes: folder, balance (its fields), fabric, ctc, lora, micro, steps, every,
-    resume, ema, decoder (fields that change), align_first. The first process alone has the model's values at the start."""
+    resume, ema, decoder (fields that change), align_first, distill. The first process alone has the values at the start."""
     for run in options["runs"]:
         lora = (
             LoRASection(targets=("decoder.blocks.*", "encoder.*"), rank=2, trainable=("projector.*",))
@@ -214,9 +216,14 @@ def main(options: dict[str, Any]) -> None:
             log=LogConfig(every=1, progress="off"), budget=BudgetConfig(steps=run.get("steps", 3)),
             checkpoint=CheckpointConfig(every_steps=run.get("every"), every_minutes=None), resume=run.get("resume", "auto"),
             ema=run.get("ema"),
-            objective=ObjectiveConfig(ctc_weight=0.2 if run.get("ctc") else 0.0, align_first=run.get("align_first", 0.0)),
+            objective=ObjectiveConfig(
+                ctc_weight=0.2 if run.get("ctc") else 0.0, align_first=run.get("align_first", 0.0),
+                distill_weight=run.get("distill", 0.0),
+            ),
         )  # fmt: skip
         model = tiny(run.get("ctc", False))
+        if run.get("distill"):
+            model = replace(model, encoder=replace(model.encoder, mode="chunked", chunk_ms=40, train_chunk_ms=(40, 320)))
         model = replace(model, decoder=replace(model.decoder, **run.get("decoder", {})))
         toy_fit(config, balanced_parts(config, model, outers=run.get("outers", 2), valued=os.environ.get("RANK", "0") == "0"))
 

@@ -61,6 +61,11 @@ def run_of(folder: Path, count: int, fabric: dict[str, Any], **more: Any) -> dic
 
 
 MIXED = {"precision": "bf16-mixed"}
+TAUGHT: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    1: [("one", {})],
+    2: [("ddp", TWO["ddp"]), ("fsdp", {**TWO["fsdp"], "checkpointing": True})],
+}
+DISTILLED = {"distill": 1.0, "align_first": 1.0, "ctc": False}
 
 
 def make(top: Path, count: int, layouts: dict[str, dict[str, Any]], moves: Sequence[Move] = ()) -> None:
@@ -69,6 +74,9 @@ def make(top: Path, count: int, layouts: dict[str, dict[str, Any]], moves: Seque
     first = {"mixed": {"align_first": 0.25}}  # a step that leaves the decoder alone
     listed = [run_of(top / f"{count}-{name}", count, fabric, **first.get(name, {})) for name, fabric in layouts.items()]
     listed += [run_of(top / f"{count}-lora-{name}", count, fabric, lora=True) for name, fabric in ADAPTED.get(count, [])]
+    for name, fabric in TAUGHT.get(count, []):
+        listed.append(run_of(top / f"{count}-taught-{name}", count, fabric, **DISTILLED))
+        listed.append(run_of(top / f"{count}-taught-lora-{name}", count, fabric, **DISTILLED, lora=True))
     for name, before, after in moves:  # the first two steps there, the others here
         listed += [run_of(top / name, count, fabric, steps=2) for n, fabric in [before] if n == count]
         listed += [run_of(top / name, count, fabric, resume="extend") for n, fabric in [after] if n == count]
@@ -108,6 +116,13 @@ def test_each_layout_of_four_learns_what_one_process_learns(runs_of_four: Path, 
 @pytest.mark.parametrize("name", [name for name, _ in ADAPTED[2]])
 def test_each_layout_learns_the_adapters_that_one_process_learns(runs: Path, name: str) -> None:
     check_learnt(runs, "1-lora-one", f"2-lora-{name}")
+
+
+@pytest.mark.parametrize("name", [f"{kind}-{name}" for kind in ("taught", "taught-lora") for name, _ in TAUGHT[2]])
+def test_each_layout_learns_of_a_teacher_what_one_process_learns(runs: Path, name: str) -> None:
+    alone = f"1-{name.rpartition('-')[0]}-one"
+    check_learnt(runs, alone, f"2-{name}")
+    assert float(read_table(runs / alone / METRICS)[-1]["loss/distill"]) > 0
 
 
 @pytest.mark.long

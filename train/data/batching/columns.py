@@ -21,14 +21,7 @@ SHORT = 512
 
 def turn_columns(layout: Layout, turn: Turn) -> Columns:
     """Make the columns of one turn; equals `example(layout, [turn])`."""
-    task = find_task(turn.task)
-    asked = (
-        _audio_prompt(layout, task.name, turn.features)
-        if task.question == "audio"
-        else _text_prompt(layout, task.name, turn.question)
-    )
-    if len(turn.system):
-        asked = join([_system_prompt(layout, tuple(turn.system)), asked])
+    asked = question_columns(layout, turn)
     replied = _answer(layout, turn)
     begin, end = len(asked), len(asked) + len(replied)
     targets = torch.full((len(layout), end), IGNORE)
@@ -39,6 +32,17 @@ def turn_columns(layout: Layout, turn: Turn) -> Columns:
         feature_index=torch.cat([asked.feature_index, replied.feature_index]),
         features=asked.features,
     )
+
+
+def question_columns(layout: Layout, turn: Turn) -> Columns:
+    """Make the columns of a turn's question and of the system message before it, without targets."""
+    task = find_task(turn.task)
+    asked = (
+        _audio_prompt(layout, task.name, turn.features)
+        if task.question == "audio"
+        else _text_prompt(layout, task.name, turn.question)
+    )
+    return join([_system_prompt(layout, tuple(turn.system)), asked]) if len(turn.system) else asked
 
 
 def _answer(layout: Layout, turn: Turn) -> Columns:

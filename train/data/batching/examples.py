@@ -24,7 +24,7 @@ from omni.text import Tokenizer
 from train.data.augment.audio import augment_audio, augment_mel, augment_turn
 from train.data.augment.config import AugmentConfig
 from train.data.augment.pauses import speech
-from train.data.batching.columns import turn_columns
+from train.data.batching.columns import question_columns, turn_columns
 from train.data.batching.interrupt import interrupted
 from train.data.batching.transcripts import Alignment
 from train.data.batching.turn_labels import turn_labels
@@ -118,6 +118,7 @@ class ExampleMaker:
         seed: of the augmentation.
         system: rows' system messages come before their first questions; otherwise they are left out.
         cut: share of the answers, other than a conversation's last, that are cut; see `train.data.batching.interrupt`.
+        heard_only: nothing but the encoder is trained: examples end with their questions, of which rows need the sound alone.
 
     Raises:
         UserError: the codec is not the model's, the alignment does not fit `model.ctc`, or pauses do not fit the encoder.
@@ -134,6 +135,7 @@ class ExampleMaker:
         seed: int = 0,
         system: bool = True,
         cut: float = 0.0,
+        heard_only: bool = False,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -144,6 +146,7 @@ class ExampleMaker:
         self.seed = seed
         self.system = system
         self.cut = cut
+        self.heard_only = heard_only
         if codec is not None and codec.name != model.codec:
             raise UserError(f"the data's codec is {codec.name!r}, the model's is {model.codec!r}; use one for both")
         if len(tokenizer) > model.layout.text.size:
@@ -195,19 +198,24 @@ class ExampleMaker:
             clips += heard
         if self.system and prepared.row.system:
             turns[0] = replace(turns[0], system=read_system(prepared.row.system, self.tokenizer))
-        parts = [turn_columns(self.model.layout, turn) for turn in turns]  # turns do not overlap: the example is their join
+        columns_of = question_columns if self.heard_only else turn_columns
+        parts = [columns_of(self.model.layout, turn) for turn in turns]  # turns do not overlap: the example is their join
         task = torch.cat([torch.full((len(part),), list(TASKS).index(name)) for part, name in zip(parts, tasks, strict=True)])
         columns = parts[0] if len(parts) == 1 else join(parts)
         return Example(draw, columns, task, tuple(clips), where, tuple(dict.fromkeys(tasks)), source)
 
     def _turn(self, draw: int, prepared: Prepared, number: int, turn: RowTurn, name: str) -> tuple[Turn, list[Clip]]:
         task = find_task(name)
-        missing = turn.lacks(task)
+        missing = turn.lacks(task, self.heard_only)
         if missing:
             raise Unusable(
                 f"there is no {missing}, which task {task.name} needs: complete or drop the row, or use other tasks for it",
                 f"no {missing}",
             )
+        if self.heard_only:
+            with _part("question_audio"):
+                clips = self._clips(draw, prepared, number, turn)
+            return Turn(task, features=sum(-(-clip.frames // self.model.projector.stack) for clip in clips)), clips
         with _part("question_audio"):
             clips = self._clips(draw, prepared, number, turn) if task.question == "audio" else []
         with _part("answer_codes"):

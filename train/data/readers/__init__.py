@@ -19,7 +19,7 @@ from train.data.readers.codes import PACKINGS, codes_kinds
 from train.data.readers.contract import Broken, OpenedSource, Reader, ReaderOptions
 from train.data.readers.cuts import CUTS
 from train.data.readers.files import AUDIO
-from train.data.readers.folders import CommonVoice, LibriSpeech
+from train.data.readers.folders import CommonVoice, LibriSpeech, Recordings
 from train.data.readers.instructions import ALPACA, CHAT
 from train.data.readers.layout import unknown
 from train.data.readers.llama_omni import LLAMA_OMNI
@@ -45,6 +45,7 @@ _ALL: tuple[Reader, ...] = (
     CommonVoice(),
     LibriSpeech(),
     TableReader(),
+    Recordings(),
 )
 
 READERS: Registry[Reader] = Registry(

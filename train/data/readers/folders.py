@@ -1,13 +1,14 @@
-"""Reads folders of recordings with their texts: Common Voice and LibriSpeech.
+"""Reads folders of recordings: with their texts those of Common Voice and LibriSpeech, and any without.
 
 Common Voice: a table such as `train.tsv` with `client_id, path, sentence` (and `locale`, ...), recordings in `clips/` beside
 it. LibriSpeech: folders `<speaker>/<chapter>/` with a `<speaker>-<chapter>.trans.txt`, a line `<id> <TEXT>` for each
-`<id>.flac` beside it. Both give questions with recording and text, and no answers.
+`<id>.flac` beside it. Both give questions with recording and text, and no answers. Recordings alone give questions that
+have nothing else: an encoder is distilled on them (`objective.distill_weight`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from omni.errors import UserError
 from train.data.readers.contract import OpenedSource, ReaderOptions
 from train.data.readers.files import Files
-from train.data.readers.record import Record
+from train.data.readers.record import Record, Records
 from train.data.readers.source import RecordSource, make_row, text
 from train.data.readers.text_records import JsonLines, TableRecords
 from train.data.rows.row import Row, RowTurn
@@ -98,3 +99,50 @@ def librispeech_row(data: Mapping[str, Any], where: str, files: Files, options: 
     there = [ending for ending in _ENDINGS if (Path(data["folder"]) / f"{name}{ending}").is_file()]
     sound = files.sound(str(Path(folder) / f"{name}{there[0] if there else _ENDINGS[0]}"))
     return make_row([RowTurn(said, sound)], options, "librispeech", where, id=name, speaker=name.split("-")[0])
+
+
+class Recordings:
+    """Reads a folder that holds recordings and nothing else, in folders of any depth; a row for each."""
+
+    name = "recordings"
+    summary = "recordings without texts: a folder of .flac, .wav, .ogg or .mp3 and nothing else"
+
+    def recognise(self, path: Path) -> bool:
+        files = _visible(path) if path.is_dir() else iter(())
+        first = next(files, None)
+        return first is not None and all(file.suffix.lower() in _ENDINGS for file in (first, *files))
+
+    def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
+        found = sorted(file for file in _visible(path) if file.suffix.lower() in _ENDINGS) if path.is_dir() else [path]
+        if not found:
+            raise UserError(f"data folder {path} holds no recording ({', '.join(_ENDINGS)})")
+        make = partial(recording_row, files=Files.of(path, options), options=options)
+        return RecordSource(self.name, [Listing(path, found)], make)
+
+
+class Listing(Records):
+    """Files as records of `path`."""
+
+    def __init__(self, path: Path, files: Sequence[Path]) -> None:
+        super().__init__(path)
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
+        for file in self.files[start:stop]:
+            yield Record(str(file), {"path": str(file.absolute())})
+
+
+def recording_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
+    """Make the row of one recording; UserError where it is broken."""
+    name = files.relative(data["path"])
+    return make_row([RowTurn(question_audio=files.sound(name))], options, "recordings", where, id=name)
+
+
+def _visible(folder: Path) -> Iterator[Path]:
+    """The files in a folder and below it, without those whose names, or folders' names, start with a dot."""
+    for file in folder.rglob("*"):
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts):
+            yield file

@@ -179,10 +179,16 @@ class RowTurn:
         """The text that `task` writes of this turn."""
         return self.question_text if task.writes == "question" else self.answer_text
 
-    def lacks(self, task: Task) -> str | None:
-        """Name of a field that `task` needs and the turn lacks; None where it lacks nothing."""
+    def lacks(self, task: Task, heard_only: bool = False) -> str | None:
+        """Name of a field that `task` needs and the turn lacks; None where it lacks nothing.
+
+        Args:
+            heard_only: nothing but the encoder is trained, on the sound of the question.
+        """
         if task.question == "audio" and self.question_audio is None:
             return "question_audio"
+        if heard_only:
+            return None if task.question == "audio" else "spoken question"
         if (task.question == "text" or task.writes == "question") and not self.question_text.strip():
             return "question_text"
         if task.text and task.writes == "answer" and not self.answer_text.strip():

@@ -40,16 +40,18 @@ def evenly(size: int, count: int) -> list[int]:
     return [i * size // count for i in range(count)]
 
 
-def missing_parts(rows: Sequence[Row], mixtures: Iterable[Mapping[str, float]]) -> dict[str, dict[str, int]]:
+def missing_parts(
+    rows: Sequence[Row], mixtures: Iterable[Mapping[str, float]], heard_only: bool = False
+) -> dict[str, dict[str, int]]:
     """Count, for each task with a weight in the mixtures, the rows with a turn that lacks a part which the task needs.
 
-    A row that names its own task counts for that one only.
+    A row that names its own task counts for that one only. For `heard_only` see `RowTurn.lacks`.
     """
     tasks = {find_task(name).name for mixture in mixtures for name, weight in mixture.items() if weight > 0}
     out: dict[str, dict[str, int]] = {}
     for row in rows:
         for name in [row.task] if row.task else sorted(tasks):
-            missing = {turn.lacks(find_task(name)) for turn in row.turns} - {None}
+            missing = {turn.lacks(find_task(name), heard_only) for turn in row.turns} - {None}
             for part in missing:
                 of = out.setdefault(find_task(name).name, {})
                 of[str(part)] = of.get(str(part), 0) + 1

@@ -24,6 +24,7 @@ from tests.train.data.readers.toys import (
     make,
     moshi,
     noise,
+    recordings,
     rows,
     snac_frames,
     tone,
@@ -279,6 +280,25 @@ def test_common_voice(tmp_path):
     shutil.copy(path, tmp_path / "dev.tsv")
     with pytest.raises(UserError, match=r"holds several tables, which share rows: name one of dev\.tsv, train\.tsv"):
         open_source(tmp_path)
+
+
+def test_recordings_without_texts(tmp_path):
+    found = rows(recordings(tmp_path / "d"))
+    assert [r.id for r in found] == ["a/c.flac", "a/d/e.ogg", "a/f.WAV", "b.wav"]
+    for row, hertz in zip(found, (301, 302, 303, 300), strict=True):
+        (turn,) = row.turns
+        assert turn.question_text == turn.answer_text == "" and turn.question_audio is not None
+        if not row.id.endswith(".ogg"):
+            heard(turn.question_audio, 0.2, hertz)
+    (tmp_path / "d/a/broken.wav").write_text("no sound")
+    assert [isinstance(item, Broken) for item in open_source(tmp_path / "d")] == [True, False, False, False, False]
+    (tmp_path / "d/index.csv").write_text("what,else\n")  # may say more than the sound
+    with pytest.raises(UserError, match=r"--read.format, one of .*recordings"):
+        recognise(tmp_path / "d")
+    assert len(open_source(tmp_path / "d", ReaderOptions(format="recordings"))) == 5
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no recording"):
+        open_source(tmp_path / "empty", ReaderOptions(format="recordings"))
 
 
 def test_librispeech(tmp_path):

@@ -218,6 +218,14 @@ def librispeech(folder: Path) -> Path:
     return folder
 
 
+def recordings(folder: Path) -> Path:
+    """Four recordings in folders of two depths, and a hidden file."""
+    for number, name in enumerate(("b.wav", "a/c.flac", "a/d/e.ogg", "a/f.WAV")):
+        write_tone(folder / name, 0.2, 300 + number)
+    (folder / ".DS_Store").write_text("x")
+    return folder
+
+
 def chat(folder: Path) -> Path:
     system = {"role": "system", "content": "You are kind."}
     first = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}]
@@ -259,7 +267,14 @@ def make(kind: str, folder: Path) -> Path:
         write_tone(folder / "q.wav")
         (folder / "a.csv").write_text("question_audio,question_text,answer_text\nq.wav,Hi?,Ho.\n,Hu?,Ha.\n")
         return folder / "a.csv"
-    toys = {"lucy": lucy, "llama-omni": llama_omni, "moshi": moshi, "common-voice": common_voice, "librispeech": librispeech}
+    toys = {
+        "lucy": lucy,
+        "llama-omni": llama_omni,
+        "moshi": moshi,
+        "common-voice": common_voice,
+        "librispeech": librispeech,
+        "recordings": recordings,
+    }
     toys |= {"chat": chat, "alpaca": alpaca, "rows": own_rows}
     return toys[kind](folder)
 
