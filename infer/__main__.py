@@ -67,7 +67,7 @@ def run(words: Sequence[str]) -> bool:
     if isinstance(options, ChatOptions):
         options, told = choose_model(options)
         check_chat(options)
-        _tell(told)
+        _tell([] if options.list_devices else told)
         from infer.chat.chat import chat
 
         all_imported()
