@@ -12,7 +12,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # Where stock clients of the Realtime API have environments of their own.
 JUDGES ?= $(CURDIR)/.judges
 
-.PHONY: demo test test-long test-gpu judges lint clean
+# A trained model, and the adapters that ship with it, as NAME=FOLDER.
+MODEL ?= runs/nano-live/model
+ADAPTERS ?=
+NANO := omni/pretrained/nano
+
+.PHONY: demo test test-long test-gpu judges lint pretrained clean
 
 demo: $(READY)
 	$(RUN) -m train demo
@@ -34,6 +39,15 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+# Puts a trained model into the package; its card and its question stay.
+pretrained: $(READY)
+	$(RUN) -m train convert $(MODEL) build/nano --dtype bfloat16 --drop_ctc --overwrite
+	cp build/nano/* $(NANO)
+	rm -rf $(NANO)/adapters
+	for one in $(ADAPTERS); do \
+		$(RUN) -m train convert $${one#*=} $(NANO)/adapters/$${one%%=*} --kind omni --dtype bfloat16 || exit 1; \
+	done
 
 $(READY): pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)

@@ -52,16 +52,22 @@ def run(words: Sequence[str]) -> bool:
     from infer.checks import check_ask, check_bench, check_conformance, check_quantizing, check_serve
     from infer.cli import parse
     from infer.options import AskOptions, ChatOptions, ConformanceOptions, QuantizeOptions, ServeOptions
+    from infer.places import choose_model, choose_questions
 
     options = parse(take_plugins(words))
     if isinstance(options, AskOptions):
+        options, told = choose_model(options)
+        options, also = choose_questions(options)
         answers = check_ask(options)
+        _tell([*told, *also])
         from infer.ask import ask
 
         all_imported()
         return ask(options, answers)
     if isinstance(options, ChatOptions):
+        options, told = choose_model(options)
         check_chat(options)
+        _tell([] if options.list_devices else told)
         from infer.chat.chat import chat
 
         all_imported()
@@ -74,7 +80,9 @@ def run(words: Sequence[str]) -> bool:
         quantize(options)
         return True
     if isinstance(options, ServeOptions):
+        options, told = choose_model(options)
         check_serve(options)
+        _tell(told)
         from infer.serve.serve import serve
 
         all_imported()
@@ -91,6 +99,11 @@ def run(words: Sequence[str]) -> bool:
 
     all_imported()
     return bench(options)
+
+
+def _tell(lines: Sequence[str]) -> None:
+    for line in lines:
+        say(line)
 
 
 def _refuse(error: Exception, line: str, code: int, words: Sequence[str]) -> int:

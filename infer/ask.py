@@ -73,7 +73,8 @@ def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> boo
     if options.speaker:
         load_sounddevice()
     speaks = any(task.audio for task, _ in answers)
-    lm, adapter, edits = load(options, device, speaks, ", or ask for text only with --task A1T2 or T1T2")
+    insists = options.speaker or any(one is not None for one in (options.task, options.out, options.max_silence))
+    lm, adapter, edits = load(options, device, speaks, ", or ask for text only with --task A1T2 or T1T2", insists)
     say, whole = sys.stderr if options.out == PIPE else sys.stdout, True
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(options.threads, lm.model))
@@ -112,7 +113,7 @@ def _turn(session: Session, question: Pending, task: Task, place: Path | None, o
     Returns whether the answer did not end with an error.
     """
     rate = session.codec.sample_rate if session.codec is not None else 0
-    outputs = Outputs(_outputs(options, place, rate) if task.audio else [])
+    outputs = Outputs(_outputs(options, place, rate) if task.audio and rate else [])
     meter, pieces, warned = AnswerMeter(rate), list[str](), list(question.sound_warnings)
 
     def print_report(figures: Figures, ended: Ended) -> None:

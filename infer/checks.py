@@ -16,7 +16,7 @@ from infer.given import SOUND
 from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions, ConformanceOptions, QuantizeOptions, ServeOptions
 from infer.places import PIPE, choose_tasks, places
 from infer.tls import trusting
-from omni.checkpoint.places import CONFIG, check_folder
+from omni.checkpoint.places import CONFIG, adapters_in, check_folder
 from omni.errors import UserError
 from omni.files import real_place, replaceable
 from omni.generate.bounds import BOUNDS, Bound, check_number
@@ -51,7 +51,7 @@ def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
     check_questions(options.files, options.text, options.chat)
     tasks = choose_tasks(options.task, [kind == SOUND for kind in options.kinds])
     where = places(options, tasks)
-    check_model(options.model)
+    check_model(DEFAULT_MODEL if options.model is None else options.model)
     return list(zip(tasks, where, strict=True))
 
 
@@ -117,7 +117,7 @@ def check_serve(options: ServeOptions) -> None:
         _check_certificate(options.certificate, options.private_key)
     for origin in options.origins:
         _check_origin(origin)
-    read_adapters(options.adapter)
+    read_adapters(options.adapter, options.model or DEFAULT_MODEL)
     if not _is_loopback(options.host) and options.key_file is None:
         raise UserError(
             f"--host {options.host}: whoever reaches it could use it; give keys (--key_file FILE), or listen on 127.0.0.1"
@@ -150,8 +150,8 @@ def _check_trust(certificate: str | None, address: str) -> None:
     trusting(certificate)
 
 
-def read_adapters(given: Sequence[str]) -> dict[str, str]:
-    """Folders of adapters by name, of `NAME=FOLDER` or `FOLDER`.
+def read_adapters(given: Sequence[str], model: str) -> dict[str, str]:
+    """Folders of adapters by name: those in the model's folder, and those of `NAME=FOLDER` or `FOLDER`, which replace them.
 
     Raises:
         UserError: a name that is empty, comes twice or is taken, or a folder that does not exist.
@@ -168,7 +168,7 @@ def read_adapters(given: Sequence[str]) -> dict[str, str]:
         if name in found or name == "default":
             raise UserError(f"--adapter {one!r}: the name {name!r} is taken; give another one, as NAME=FOLDER")
         found[name] = folder
-    return found
+    return {name: str(place) for name, place in adapters_in(Path(model)).items() if name != "default"} | found
 
 
 def _check_certificate(certificate: str, private_key: str) -> None:

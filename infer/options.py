@@ -13,6 +13,9 @@ from infer.given import SOUND, TEXT
 DEFAULT_MODEL = "runs/nano/model"
 """The model folder that `make demo` writes."""
 
+MODEL = f"model folder; by default {DEFAULT_MODEL}, or the model that ships with omni-speech (nano) where that is not there"
+ADAPTER = "LoRA (PEFT's format) that answers, beside the model's weights: its folder, or its name in the model's adapters/"
+
 
 def option(default: Any, help: str, **more: Any) -> Any:
     """A field with its help; `more` goes to `ArgumentParser.add_argument`. A `bool` is a flag, a tuple takes
@@ -32,9 +35,9 @@ class AskOptions:
         (), "sound files, or - for one, or raw PCM (s16le, mono), on standard input", positional=True
     )
     text: tuple[str, ...] = option((), "written questions", metavar="TEXT")
-    model: str = option(DEFAULT_MODEL, "model folder")
+    model: str | None = option(None, MODEL)
     codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
-    adapter: str | None = option(None, "folder of a LoRA (PEFT's format) that answers, beside the model's weights")
+    adapter: str | None = option(None, ADAPTER)
     edits: str | None = option(None, "folder of corrections (train edit apply), which act beside the model's weights")
     system: str = option("", "system message before the first question, for a model that was trained with some")
     task: str | None = option(None, "A1A2, A1T2, A1T1, T1A2, T1T2 or T1A1; A1A2 for sound and T1A2 for text by default")
@@ -91,9 +94,9 @@ class ChatOptions:
     Ctrl-C twice, or Ctrl-D, leaves. With --headphones you also interrupt it by speaking. Needs the extra `speaker`.
     """
 
-    model: str = option(DEFAULT_MODEL, "model folder")
+    model: str | None = option(None, MODEL)
     codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
-    adapter: str | None = option(None, "folder of a LoRA (PEFT's format) that answers, beside the model's weights")
+    adapter: str | None = option(None, ADAPTER)
     edits: str | None = option(None, "folder of corrections (train edit apply), which act beside the model's weights")
     system: str = option("", "system message before the first question, for a model that was trained with some")
 
@@ -204,11 +207,13 @@ class ServeOptions:
     The page to talk with is at the address that is printed. Who reaches it from other machines needs a key (--key_file).
     """
 
-    model: str = option("", f"model folder; {DEFAULT_MODEL} by default", positional=True, nargs="?")
+    model: str | None = option(None, MODEL, positional=True, nargs="?")
     host: str = option("127.0.0.1", "address to listen on; another one than this machine's own needs --key_file")
     port: int = option(8000, "port to listen on")
     name: str | None = option(None, "name of the model for clients; by default the folder's, or of the one above `model`")
-    adapter: tuple[str, ...] = option((), "LoRAs that clients choose as voices, as NAME=FOLDER", metavar="ADAPTER")
+    adapter: tuple[str, ...] = option(
+        (), "LoRAs that clients choose as voices, as NAME=FOLDER, besides those in the model's adapters/", metavar="ADAPTER"
+    )
     codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
     key_file: str | None = option(None, "file with the keys of those who may connect, one a line")
     certificate: str | None = option(None, "PEM file of the certificate, for TLS")

@@ -1,21 +1,46 @@
-"""Determines the task of each question and the file of its answer, before a model is read."""
+"""Determines the model, the task of each question and the file of its answer, before a model is read."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
-from infer.options import AskOptions
+from infer.options import DEFAULT_MODEL, AskOptions, ChatOptions, ServeOptions
 from omni.audio.wav import FORMATS
 from omni.errors import UserError
 from omni.files import beside, replaceable
+from omni.pretrained import NAMES, QUESTION, find_model, find_question, shipped
 from omni.remote import refuse_remote
 from omni.tasks import TASKS, Task, find_task
 
 PIPE = "-"
 """Standard input among the questions, standard output as a place for the answer."""
+
+
+Answering = TypeVar("Answering", AskOptions, ChatOptions, ServeOptions)
+"""Options of a command that answers with a model."""
+
+
+def choose_model(options: Answering) -> tuple[Answering, list[str]]:
+    """The options with the folder of their model, and what to tell of it: by default it is the one that the demonstration left
+    here, else the one that ships with the package."""
+    if options.model is not None:
+        return replace(options, model=find_model(options.model)), []
+    another = "omni-infer serve MODEL" if isinstance(options, ServeOptions) else "--model"
+    ships = None if os.path.exists(DEFAULT_MODEL) else shipped(NAMES[0])
+    name = DEFAULT_MODEL if ships is None else "the one that ships with omni-speech"
+    return replace(options, model=ships or DEFAULT_MODEL), [f"model: {name} ({another} names another)"]
+
+
+def choose_questions(options: AskOptions) -> tuple[AskOptions, list[str]]:
+    """The options with the question that ships with the package, where its name is no file here, and what to tell of it."""
+    files = tuple(find_question(file) for file in options.files)
+    told = [] if files == options.files else [f"{QUESTION}: the one that ships with omni-speech"]
+    return replace(options, files=files), told
 
 
 def choose_tasks(name: str | None, spoken: Sequence[bool]) -> list[Task]:

@@ -21,6 +21,10 @@ class UserError(ValueError):
     """True where another try may succeed with nothing changed, as where a disk or a network has failed."""
 
 
+class PackageError(UserError):
+    """An optional package that is not installed; the message says what brings it."""
+
+
 class BusyError(UserError):
     """A question that is refused because nobody else can be heard in time at present.
 

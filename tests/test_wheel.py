@@ -1,4 +1,4 @@
-"""The wheel by itself, in another folder: console scripts and recipes come with it, whatever files lie there."""
+"""The wheel by itself, in another folder: console scripts, recipes and a model come with it, whatever files lie there."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from omni.checkpoint.folder import save_folder
+from omni.checkpoint.places import ADAPTER_CONFIG, ADAPTERS, CONFIG, TOKENIZER, WEIGHTS
+from omni.text import Tokenizer
+from tests.infer.conftest import TINY, tiny_model
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -21,6 +26,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = place / "source"
     for name in ("omni", "train", "infer", "configs"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    nano = source / "omni/pretrained/nano"
+    shutil.rmtree(nano / ADAPTERS, ignore_errors=True)
+    save_folder(place / "tiny", TINY, tiny_model().state_dict(), Tokenizer.bytes())  # whatever model ships, or none
+    shutil.copytree(place / "tiny", nano, dirs_exist_ok=True)
+    (nano / ADAPTERS / "slt").mkdir(parents=True)
+    (nano / ADAPTERS / "slt" / ADAPTER_CONFIG).write_text("{}")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -62,10 +73,26 @@ def test_the_scripts_run_the_package_whatever_lies_in_the_folder(installed: Path
     assert stage.returncode == 0 and "qwen2-0.5b" not in stage.stderr
     missing = run(installed, folder, script, "fit", "nana")
     assert missing.returncode == 2 and "did you mean nano?" in missing.stderr
-    asked = run(installed, folder, str(installed / "bin" / "omni-infer"), "ask", "--text", "what is two plus three")
-    assert asked.returncode == 2 and "runs/nano/model" in asked.stderr and "omni-train demo" in asked.stderr
     theirs = run(installed, folder, sys.executable, "-m", "train", "fit", "nano")
     assert theirs.stdout == "my own training\n"
+
+
+def test_the_model_that_comes_with_it_answers_the_question_that_does(installed: Path, folder: Path) -> None:
+    nano = installed / "omni/pretrained/nano"
+    files = {file.relative_to(nano).as_posix() for file in nano.rglob("*.*")}
+    assert files == {"README.md", "question.wav", CONFIG, WEIGHTS, TOKENIZER, f"{ADAPTERS}/slt/{ADAPTER_CONFIG}"}
+    words = (str(installed / "bin" / "omni-infer"), "ask", "question.wav", "--max_seconds", "0.2")
+    asked = run(installed, folder, *words)
+    assert asked.returncode == 0 and (folder / "answer.wav").is_file(), asked.stderr
+    told = (
+        "model: the one that ships with omni-speech (--model names another)",
+        "question.wav: the one that ships with omni-speech",
+    )
+    assert asked.stderr.splitlines() == list(told)
+    (nano / WEIGHTS).rename(installed / "weights")
+    asked = run(installed, folder, *words)
+    (installed / "weights").rename(nano / WEIGHTS)
+    assert asked.returncode == 2 and "runs/nano/model" in asked.stderr and "omni-train demo" in asked.stderr
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from infer.checks import check_model, check_numbers
-from infer.options import ChatOptions
+from infer.options import DEFAULT_MODEL, ChatOptions
 from infer.portaudio import load_sounddevice
 from omni.errors import UserError
 from omni.generate.bounds import BOUNDS, Bound
@@ -42,7 +42,7 @@ def check_chat(options: ChatOptions) -> None:
         raise UserError("--push_to_talk and --headphones were given together, but a key begins questions then; leave one out")
     if options.save is not None:
         check_new_folder(options.save)
-    check_model(options.model)
+    check_model(DEFAULT_MODEL if options.model is None else options.model)
 
 
 def check_new_folder(folder: str) -> None:

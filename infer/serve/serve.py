@@ -18,7 +18,8 @@ import uvicorn
 import uvloop
 
 from infer.checks import read_adapters
-from infer.device import SMALL_MODEL
+from infer.device import is_small, serving_dtype
+from infer.loading import missing_package
 from infer.options import DEFAULT_MODEL, ServeOptions
 from infer.serve.app import create_app
 from infer.serve.host import EngineHost
@@ -27,9 +28,9 @@ from infer.serve.logs import LOG, write_logs
 from infer.serve.realtime.turn_end import TurnEnds
 from infer.serve.server import Server
 from infer.serve.settings import Answering, ServerLimits, ServeSettings
-from omni.checkpoint.places import WEIGHTS
 from omni.engine.process import EngineProcess
 from omni.errors import SoundWarning, UserError
+from omni.hardware import find_device
 from omni.process import say
 
 LARGEST_MESSAGE = 21 * 2**20
@@ -48,16 +49,17 @@ BETWEEN_FREEZES = 20.0
 def serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or Ctrl-C; UserError where the model, a key file, the address or a certificate is bad."""
     model = options.model or DEFAULT_MODEL
-    if not options.model:
-        say(f"model: {model}, which the demonstration left (name another: omni-infer serve MODEL)")
     keys = () if options.key_file is None else read_keys(options.key_file)
     listening = listen(options.host, options.port)
     try:
         write_logs(options.log)
         warnings.simplefilter("ignore", SoundWarning)  # they tell what was said
-        host = EngineHost(lambda: start_engine(model, options), read_adapters(options.adapter))
+        host = EngineHost(lambda: start_engine(model, options), read_adapters(options.adapter, model))
         say(f"loading {model} in a process of its own, and measuring what a step of it costs")
         host.open()
+        missing = missing_package(model, options.codec_folder) if host.engine.codec is None else None
+        if missing is not None:
+            say(f"answers are text alone: {missing}")
         try:
             app = create_app(host, settings_of(model, options), keys)
             gc.collect()
@@ -71,8 +73,9 @@ def serve(options: ServeOptions) -> None:
 
 def start_engine(model: str, options: ServeOptions) -> EngineProcess:
     """The engine's process, with the costs of its steps measured."""
-    weights = Path(model) / WEIGHTS
-    small = weights.is_file() and weights.stat().st_size < SMALL_MODEL and options.device in ("auto", "cpu")
+    small = is_small(model) and options.device in ("auto", "cpu")
+    device = find_device(options.device, options.quantize)
+    dtype = serving_dtype(options.dtype, device, model) if device.type == "cpu" else options.dtype
     engine = EngineProcess(
         model,
         slots=options.slots,
@@ -81,7 +84,7 @@ def start_engine(model: str, options: ServeOptions) -> EngineProcess:
         queue=options.queue,
         threads=options.threads or (1 if small else None),
         device=options.device,
-        dtype=options.dtype,
+        dtype=dtype,
         quantize=options.quantize,
         kernels=options.kernels,
         codec_folder=options.codec_folder,
@@ -105,7 +108,7 @@ def settings_of(model: str, options: ServeOptions) -> ServeSettings:
     return ServeSettings(
         model=options.name or name_of(model),
         turn_ends=TurnEnds.of(model),
-        adapters=tuple(read_adapters(options.adapter)),
+        adapters=tuple(read_adapters(options.adapter, model)),
         origins=options.origins,
         padding=options.padding_ms / 1000,
         lead=options.lead_ms / 1000,

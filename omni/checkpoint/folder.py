@@ -8,6 +8,7 @@ the weights before a model is built (`omni.checkpoint.bounds`).
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -31,12 +32,14 @@ from omni.codec.base import AudioCodec
 from omni.codec.registry import load_if_given
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
 from omni.convert.lazy import lazies_of
-from omni.errors import UserError
+from omni.errors import PackageError, UserError
 from omni.files import replacing_folder
 from omni.hardware import QUANTIZED
 from omni.model.speech_model import SpeechModel
 from omni.old_names import new_names
 from omni.text import Tokenizer
+
+LOG = logging.getLogger(__name__)
 
 QUANTIZED_FORMAT = 2
 """Format of folders whose weights are held in fewer bits; readers that know of format 1 alone refuse them."""
@@ -117,6 +120,7 @@ def load_folder(
     quantize: str | None = None,
     codec_folder: str | os.PathLike[str] | None = None,
     weights: bool = True,
+    mute: bool = False,
 ) -> LoadedFolder:
     """Read a model folder.
 
@@ -126,6 +130,7 @@ def load_folder(
             read, a piece at a time; a folder in int8 is so anyway.
         codec_folder: the codec's weights, where they are not in the folder.
         weights: False leaves the file of weights unread, and the model's parameters on the meta device.
+        mute: leave out a codec whose package is not installed, with a line in the log, instead of raising.
 
     Raises:
         UserError: a file is missing, not listed, truncated or altered, a tensor does not fit the configuration or holds numbers
@@ -159,10 +164,27 @@ def load_folder(
             f"{path / TOKENIZER} has {len(tokenizer)} ids, but the layout's text stream only {config.layout.text.size}; "
             "is it the tokenizer of another model?"
         )
-    own = path / CODEC
-    place = Path(codec_folder) if codec_folder is not None else own if own.is_dir() else None
-    codec = load_if_given(config.codec, place, device)
+    try:
+        codec = load_codec_of(path, config, codec_folder, device)
+    except PackageError as error:
+        if not mute:
+            raise
+        LOG.warning("%s answers without sound: %s", folder, error)
+        codec = None
     return LoadedFolder(model, tokenizer, config, codec, extra)
+
+
+def load_codec_of(
+    folder: str | os.PathLike[str],
+    config: ModelConfig,
+    codec_folder: str | os.PathLike[str] | None = None,
+    device: torch.device | str = "cpu",
+) -> AudioCodec | None:
+    """The codec of a model folder; None where it has weights that are neither in it nor in `codec_folder`. PackageError where
+    its package is not installed."""
+    own = Path(folder) / CODEC
+    place = Path(codec_folder) if codec_folder is not None else own if own.is_dir() else None
+    return load_if_given(config.codec, place, device)
 
 
 def _move(model: SpeechModel, device: torch.device | str, dtype: torch.dtype | None) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import glob
+import os
 from pathlib import Path
 
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.files import real_place
 from omni.remote import refuse_remote
 
 WEIGHTS, CONFIG, TOKENIZER, CODEC = "model.safetensors", "config.json", "tokenizer.json", "codec"
+ADAPTERS, ADAPTER_CONFIG = "adapters", "adapter_config.json"
 
 PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
 """Second byte of a pickle, by protocol."""
@@ -39,6 +41,27 @@ def is_pickle(file: Path) -> bool:
     with file.open("rb") as handle:
         head = handle.read(9)
     return head[:4] == b"PK\x03\x04" or (head[:1] == b"\x80" and head[1:2] in PROTOCOLS and head[4:] != b"\0\0\0\0{")
+
+
+def adapters_in(folder: Path) -> dict[str, Path]:
+    """The adapters that a model folder holds (`adapters/NAME`), by name."""
+    found = sorted((folder / ADAPTERS).glob(f"*/{ADAPTER_CONFIG}"))
+    return {place.parent.name: place.parent for place in found}
+
+
+def find_adapter(given: str | os.PathLike[str], model: str | os.PathLike[str] | None) -> Path:
+    """The folder of an adapter: `given`, or, where nothing is there, the one of that name in the model's folder.
+
+    Raises:
+        UserError: there is no such folder, and the model has other adapters.
+    """
+    path = Path(given)
+    if model is None or path.exists():
+        return path
+    known = adapters_in(Path(model))
+    if known and str(path) not in known:
+        raise UserError(f"adapter {path} is neither a folder nor in {Path(model) / ADAPTERS}; {closest(path, known)}")
+    return known.get(str(path), path)
 
 
 def check_folder(path: Path) -> None:

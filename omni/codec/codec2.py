@@ -30,7 +30,7 @@ from torch import Tensor
 from omni.codec.base import AudioCodec, CodecStream
 from omni.codec.batch import CodecBatch
 from omni.codec.codec2_library import library_of, load_private, unload
-from omni.errors import UserError
+from omni.errors import PackageError
 
 MODE_700C = 8  # codec2.h
 FRAME_SAMPLES = 320
@@ -45,7 +45,7 @@ _MASKS = np.array([2**bits - 1 for bits in FIELD_BITS], dtype=np.uint32)[:, None
 class Codec2Codec(AudioCodec):
     """Codec2 700C behind the `AudioCodec` contract: K = 4 streams of 512, 512, 16 and 64 codes, 25 frames/s.
 
-    Always computes on the CPU. May be used from any thread or worker process, and pickled. Raises UserError
+    Always computes on the CPU. May be used from any thread or worker process, and pickled. Raises PackageError
     where `pycodec2` is not installed.
     """
 
@@ -165,11 +165,11 @@ def unpack(packed: np.ndarray) -> Tensor:
 
 @functools.cache
 def library_path() -> str:
-    """Path of the codec2 library that `pycodec2` uses; UserError without the package."""
+    """Path of the codec2 library that `pycodec2` uses; PackageError without the package."""
     try:
         from pycodec2 import pycodec2
     except ImportError as error:
-        raise UserError('codec2 needs the package pycodec2: pip install "omni-speech[demo]"') from error
+        raise PackageError('codec2 needs the package pycodec2: pip install "omni-speech[nano]"') from error
     return library_of(pycodec2.__file__, "codec2_create")
 
 

@@ -38,7 +38,7 @@ from torch.nn.utils import parametrize
 
 from omni.codec.network import NetworkCodec
 from omni.codec.snac_decoder import decoder
-from omni.errors import UserError, closest
+from omni.errors import PackageError, UserError, closest
 
 SNAC_24KHZ: dict[str, Any] = {
     "sampling_rate": 24000,
@@ -167,7 +167,7 @@ def _build(config: dict[str, Any]) -> nn.Module:
         try:
             from snac import SNAC
         except ImportError as error:
-            raise UserError('SNAC needs the package snac: pip install "omni-speech[snac]"') from error
+            raise PackageError('SNAC needs the package snac: pip install "omni-speech[snac]"') from error
     known = {name: p.default for name, p in inspect.signature(SNAC).parameters.items()}
     for key in config:
         if key not in known:

@@ -40,6 +40,7 @@ from omni.generate.messages import History
 from omni.generate.options import make_options, refuse_keywords
 from omni.generate.sessions import Sessions
 from omni.generate.speech_lm import SpeechLM
+from omni.pretrained import find_model
 from omni.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class EngineProcess(Sessions[RemoteSession]):
     It is started with 'spawn': a script that makes one needs `if __name__ == "__main__":`.
 
     Args:
-        folder: the model folder.
+        folder: the model folder, or "nano", as `SpeechLM.from_pretrained` takes it.
         slots, context, patience, queue: those of `omni.engine.engine.Engine`.
         threads: CPU threads of the process; by default PyTorch's own number.
         plugins: names of modules that register codecs, encoders or tasks; by default those that are loaded here.
@@ -88,6 +89,7 @@ class EngineProcess(Sessions[RemoteSession]):
         known = [each.name for each in takes if each.kind is not each.VAR_KEYWORD and each.name != "folder"]
         refuse_keywords("EngineProcess", [name for name in values if name not in known], known)
         check_path(folder, "the model folder")
+        folder = find_model(folder)
         check_slots(slots)
         check_patience(patience)
         if context is not None:

@@ -11,6 +11,7 @@ import torch
 
 from omni import compiled
 from omni.checkpoint.folder import LoadedFolder, load_folder
+from omni.checkpoint.places import find_adapter
 from omni.errors import UserError
 from omni.files import check_path
 from omni.hardware import check_kernels, check_quantize, find_device, find_dtype
@@ -37,7 +38,6 @@ def load_model(
     chunk_ms: int | None = None,
 ) -> LoadedFolder:
     """The parts of a model folder, ready to answer; arguments and errors are those of `SpeechLM.from_pretrained`."""
-    check_path(folder, "the model folder")
     if codec_folder is not None:
         check_path(codec_folder, "codec_folder")
     place, numbers = find_device(device, quantize), find_dtype(dtype)
@@ -46,7 +46,7 @@ def load_model(
     starting = threading.Thread(target=compiled.start)
     if kernels == "measured" and place.type == "cpu":
         starting.start()  # beside the reading, so that the first question does not wait for it
-    loaded = load_folder(folder, device=place, dtype=numbers, quantize=quantize, codec_folder=codec_folder)
+    loaded = load_folder(folder, device=place, dtype=numbers, quantize=quantize, codec_folder=codec_folder, mute=True)
     loaded.model.eval()
     if chunk_ms is not None:
         loaded.model.set_chunk(chunk_ms)
@@ -60,9 +60,12 @@ def load_model(
     return loaded
 
 
-def load_beside(model: SpeechModel, folder: str | os.PathLike[str], name: str | None) -> str:
-    """Attaches an adapter to a model and leaves the selection as it was; see `SpeechLM.load_adapter`."""
+def load_beside(
+    model: SpeechModel, folder: str | os.PathLike[str], name: str | None, own: str | os.PathLike[str] | None = None
+) -> str:
+    """Attaches an adapter to a model of the folder `own`, and leaves the selection as it was; see `SpeechLM.load_adapter`."""
     check_path(folder, "the adapter's folder")
+    folder = find_adapter(folder, own)
     weights, name = load_adapter(folder), name or Path(folder).resolve().name.replace(".", "-")
     whole = [n for n in weights.whole if n not in weights.copies or not has_weight(model, n, weights.whole[n])]
     if whole:

@@ -178,7 +178,11 @@ class Answer:
         """
         check_path(path, "the answer's file")
         if self.audio is None:
-            why = "its task only writes" if self.codes is None else "no codec made sound of its codes"
+            why = (
+                "its task only writes"
+                if self.codes is None
+                else "no codec made sound of its codes (its weights, or its package, are missing)"
+            )
             raise UserError(f"this answer has no sound to save in {os.fspath(path)!r}: {why}; its text is in .text")
         if not len(self.audio):
             raise UserError(f"this answer's sound has no samples to save in {os.fspath(path)!r}: nothing was spoken")

@@ -29,6 +29,7 @@ from omni.edit.deltas import Edits
 from omni.engine.client import Pace, Running, WhenFull
 from omni.engine.engine import Engine
 from omni.errors import UserError
+from omni.files import check_path
 from omni.generate.batch import answer_all, check_lengths, read_batch
 from omni.generate.bounds import check_number, check_switch
 from omni.generate.history import Past
@@ -50,6 +51,7 @@ from omni.layout import Layout
 from omni.lora.attach import adapter_names, detach, kept, remove_adapter, selection_of
 from omni.model.int8_model import is_int8
 from omni.model.speech_model import SpeechModel
+from omni.pretrained import find_model
 from omni.tasks import Task, prompt
 from omni.text import Tokenizer
 
@@ -103,6 +105,7 @@ class SpeechLM(Sessions[Session]):
         self.speech_time = speech_time or SpeechTime()
         self._graph, self._compile = graph, compile
         self._engine: Engine | None = None
+        self._folder: str | None = None
         self._lock = threading.Lock()
         self._bases = Bases()
 
@@ -124,6 +127,7 @@ class SpeechLM(Sessions[Session]):
         """Read a model folder (see `omni.checkpoint.folder`).
 
         Args:
+            folder: its path; "nano", where no folder is called so, is the one that ships with the package.
             device: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for a GPU where there is one.
             dtype: of the weights: `float32`, `bfloat16` or `float16`; None and `auto` keep them as they are stored.
             quantize: `int8` for linears and tables in int8 (`omni.model.int8_model`), on a CPU; a folder in int8 is so anyway.
@@ -142,9 +146,12 @@ class SpeechLM(Sessions[Session]):
             unknown,
             ("device", "dtype", "quantize", "codec_folder", "kernels", "graph", "compile", "chunk_ms"),
         )
+        check_path(folder, "the model folder")
+        folder = find_model(folder)
         loaded = load_model(folder, device, dtype, quantize, codec_folder, kernels, chunk_ms)
         spoken = SpeechTime.read(loaded.extra, f"{folder}/config.json")
         lm = cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile, speech_time=spoken)
+        lm._folder = folder
         LOG.info("read %s in %.1f s: %s", folder, time.perf_counter() - start, lm)
         return lm
 
@@ -178,6 +185,7 @@ class SpeechLM(Sessions[Session]):
         """Load a LoRA adapter (a folder in PEFT's format), to be selected by name: `session(adapter=name)`.
 
         Args:
+            folder: its path, or, where nothing is there, the name of one in the model's folder (`adapters/NAME`).
             name: by default the folder's own.
 
         Returns:
@@ -189,7 +197,7 @@ class SpeechLM(Sessions[Session]):
         """
         from omni.generate.loading import load_beside
 
-        return load_beside(self.model, folder, name)
+        return load_beside(self.model, folder, name, self._folder)
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -68,7 +68,7 @@ class TurnListener:
         if not config.turn:
             return None
         parts = _parts(config, Path(folder) / WEIGHTS)
-        return cls.of(load_folder(folder).model) if parts is None else cls(*parts)
+        return cls.of(load_folder(folder, mute=True).model) if parts is None else cls(*parts)
 
     @property
     def frames_per_second(self) -> float:

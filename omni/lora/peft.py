@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.bounds import open_safetensors
+from omni.checkpoint.places import ADAPTER_CONFIG
 from omni.checkpoint.tensors import FileStamp, read_json, read_safetensors, write_file, write_safetensors
 from omni.config import ModelConfig
 from omni.convert.contract import Foreign, TextConfig
@@ -38,7 +39,7 @@ from omni.model.linears import TEXT_HEAD, TEXT_TABLE, checksum
 from omni.old_names import new_name
 from omni.remote import refuse_remote
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
 PREFIX = "base_model.model."
 CHECKSUM, TEXT_ROWS = "omni_base_checksum", "omni_text_rows"
 

@@ -136,6 +136,11 @@ class AdapterWeights:
     partial: frozenset[str] = frozenset()
     copies: frozenset[str] = frozenset()
 
+    def to(self, dtype: torch.dtype) -> AdapterWeights:
+        """The same with its tensors in another number format."""
+        pairs = {name: (a.to(dtype), b.to(dtype), scale) for name, (a, b, scale) in self.pairs.items()}
+        return replace(self, pairs=pairs, whole={name: tensor.to(dtype) for name, tensor in self.whole.items()})
+
     def modules(self) -> dict[str, LowRank]:
         """Pairs to `attach`."""
         out = {}

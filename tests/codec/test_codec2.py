@@ -155,7 +155,7 @@ def test_a_copy_that_cannot_be_loaded_leaves_no_file(tmp_path, monkeypatch) -> N
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pycodec2", None)
     codec2.library_path.cache_clear()
-    with pytest.raises(UserError, match=r'pip install "omni-speech\[demo\]"'):
+    with pytest.raises(UserError, match=r'pip install "omni-speech\[nano\]"'):
         Codec2Codec()
     codec2.library_path.cache_clear()
 

@@ -97,7 +97,7 @@ def test_the_parser_lists_the_commands():
 
 
 def test_a_server_needs_no_model_and_takes_one():
-    assert parse(["serve"]).model == ""
+    assert parse(["serve"]).model is None
     assert parse(["serve", "models/mine", "--port", "9000", "--adapter", "a=b", "c=d"]).adapter == ("a=b", "c=d")
     for _ in range(2):  # nothing stays of an earlier parse
         options = parse(

@@ -55,5 +55,6 @@ _FLAGS = {
     "overwrite": "replace a TARGET that an earlier conversion or training wrote",
     "keep_text": "keep a language model as text: the smallest audio parts (codec2, zeros, a nano encoder), untrained",
     "drop_vision": "of a mini-omni2: leave its vision adapter aside and keep what hears and speaks",
+    "drop_ctc": "of a model folder: leave its alignment head aside, which only training uses",
     "quiet": "show nothing while it works",
 }

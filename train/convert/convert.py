@@ -92,8 +92,10 @@ def convert_adapter(source: Path, target: Path, options: ConvertOptions) -> tupl
             f"{source} is an adapter; say whose names its linears get with --kind: hf or omni; to merge it into a model: "
             f"convert MODEL {target} --lora {source}"
         )
-    check_options(options, (), f"{source} is an adapter")
+    check_options(options, ("dtype",), f"{source} is an adapter")
     adapter, theirs = peft.load_adapter(source), options.kind == "hf"
+    if options.dtype is not None:
+        adapter = adapter.to(DTYPES[options.dtype])
     cut = theirs and peft.rows_left_out(adapter)
     if cut and source.resolve() == real_place(target):
         raise UserError(f"{target} is SOURCE too: under transformers' names it would lose {cut}; give another TARGET")
@@ -105,7 +107,7 @@ def convert_adapter(source: Path, target: Path, options: ConvertOptions) -> tupl
 def export(model: Foreign, target: Path, options: ConvertOptions, bar: Bar | None) -> tuple[str, dict[str, FileStamp]]:
     """Write our model folder in the format `--kind`, or again as a model folder with other parts."""
     kinds = [name for name, known in FORMATS.items() if known.write is not None]
-    if options.kind is None and any((options.lora, options.dtype, options.encoder, options.codec_folder)):
+    if options.kind is None and any((options.lora, options.dtype, options.encoder, options.codec_folder, options.drop_ctc)):
         options = replace(options, kind="omni")
     if options.kind is None:
         raise UserError(f"{model.place} is a model folder already; say what it becomes with --kind: {', '.join(kinds)}")
@@ -121,7 +123,7 @@ def export(model: Foreign, target: Path, options: ConvertOptions, bar: Bar | Non
 
 def write_model(model: Foreign, target: Path, options: ConvertOptions, bar: Bar | None) -> dict[str, FileStamp]:
     """Write a complete speech model as a model folder, with another encoder or the codec's weights where they are given."""
-    own = ("tokenizer", "drop_vision", "encoder_mode") if model.kind == "mini-omni" else ()
+    own = {"mini-omni": ("tokenizer", "drop_vision", "encoder_mode"), "omni": ("drop_ctc",)}.get(model.kind, ())
     check_options(options, ("dtype", "encoder", "codec_folder", *own), f"{model.place} is a whole speech model")
     assert isinstance(model.config, ModelConfig)
     if options.encoder is not None and model.kind != "mini-omni":  # a mini-omni got its encoder in `read_source`
@@ -129,6 +131,10 @@ def write_model(model: Foreign, target: Path, options: ConvertOptions, bar: Bar 
         if not isinstance(encoder, Foreign):
             raise UserError(f"--encoder {options.encoder}: {model.place} is a whole model; give a Whisper's file or folder")
         model = with_encoder(model, encoder)
+    assert isinstance(model.config, ModelConfig)
+    if options.drop_ctc:
+        tensors = {name: tensor for name, tensor in model.tensors.items() if not name.startswith("alignment_head.")}
+        model = replace(model, tensors=tensors, config=replace(model.config, ctc=0, ctc_sounds=0))
     assert isinstance(model.config, ModelConfig)
     return streamed.write(_typed(model, options), target, bar, codec=codec_of(options, model.config.codec))
 

@@ -18,6 +18,7 @@ class ConvertOptions:
         dtype: float32, bfloat16 or float16 for all weights; by default as they are.
         overwrite: replace a TARGET that an earlier conversion or training wrote.
         drop_vision: of a mini-omni2: leave its vision adapter out and keep the rest.
+        drop_ctc: of a model folder: leave its alignment head out, which only training uses.
         lora: an adapter's folder (PEFT's format), merged into the weights on the way.
         into: a model folder whose encoder is replaced by SOURCE, a Whisper; TARGET is the folder with both.
         keep_text: keep a language model as text: the smallest audio parts (codec2, zeros, a nano encoder), untrained.
@@ -41,6 +42,7 @@ class ConvertOptions:
     dtype: str | None = None
     overwrite: bool = False
     drop_vision: bool = False
+    drop_ctc: bool = False
     lora: Path | None = None
     into: Path | None = None
     keep_text: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omni.checkpoint.places import ADAPTER_CONFIG, ADAPTERS
 from omni.convert.kinds import FLOATS, KINDS
 from omni.encoder.whisper_config import ENCODER_PRESETS
 from omni.errors import UserError, closest
@@ -36,7 +37,9 @@ def check_target(source: Path, target: Path, options: ConvertOptions) -> None:
         return
     if not options.overwrite:
         raise UserError(f"{target} exists; give another name, or --overwrite to replace it")
-    if not any((target / name).is_file() for name in ("config.json", "model_config.yaml", "adapter_config.json")):
+    if (target / ADAPTERS).is_dir():
+        raise UserError(f"{target} holds {ADAPTERS}/, which would be lost; move it away, or give another name")
+    if not any((target / name).is_file() for name in ("config.json", "model_config.yaml", ADAPTER_CONFIG)):
         raise UserError(f"{target} is no folder of a model; only such a one is overwritten")
 
 

@@ -5,23 +5,30 @@ from __future__ import annotations
 import io
 import json
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from snac import SNAC
 
-from omni.checkpoint.folder import load_folder
+from omni.checkpoint.folder import load_folder, save_folder
 from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ
 from omni.convert.formats import kind_of
 from omni.convert.grow import NOISE
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
+from omni.lora.attach import add_adapter
+from omni.lora.config import LoRAConfig
+from omni.lora.peft import load_adapter, save_adapter
+from omni.lora.weights import base_checksum, weights_of
 from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
 from tests.codec.mimi_toys import PLAIN
 from tests.codec.mimi_toys import save as save_mimi
 from tests.convert.hub_toys import VOCABULARY, edit_config, save_text, text_model
+from tests.infer.conftest import TINY
 from train.commands.convert import main
 from train.console.progress import Bar
 
@@ -170,6 +177,35 @@ def test_weights_change_their_type(lm, tmp_path):
 
 
 # --- codecs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_for_answering_lacks_the_alignment_head(tmp_path):
+    config = replace(TINY, ctc=29, ctc_sounds=40)
+    torch.manual_seed(0)
+    model = SpeechModel(config)
+    save_folder(tmp_path / "model", config, model.state_dict(), Tokenizer.bytes())
+    for name, words in {"all": ["--dtype", "bfloat16"], "less": ["--dtype", "bfloat16", "--drop_ctc"]}.items():
+        assert run(tmp_path / "model", tmp_path / name, *words) == 0
+    whole, less = (load_folder(tmp_path / name).model for name in ("all", "less"))
+    assert (less.config.ctc, less.config.ctc_sounds, less.alignment_head) == (0, 0, None)
+    assert whole.state_dict().keys() - less.state_dict().keys() == {"alignment_head.weight", "alignment_head.bias"}
+    assert all(torch.equal(whole.state_dict()[name], tensor) for name, tensor in less.state_dict().items())
+    (tmp_path / "less" / "adapters").mkdir()
+    with pytest.raises(UserError, match=r"holds adapters/, which would be lost"):
+        run(tmp_path / "model", tmp_path / "less", "--drop_ctc", "--overwrite")
+
+
+def test_an_adapter_changes_its_type_and_still_fits(tmp_path):
+    torch.manual_seed(0)
+    model = SpeechModel(TINY)
+    save_folder(tmp_path / "model", TINY, model.state_dict(), Tokenizer.bytes())
+    base = base_checksum(model, add_adapter(model, LoRAConfig(rank=2)))
+    save_adapter(tmp_path / "adapter", weights_of(model, model.state_dict(), base=base))
+    run(tmp_path / "adapter", tmp_path / "less", "--kind", "omni", "--dtype", "bfloat16")
+    run(tmp_path / "model", tmp_path / "small", "--dtype", "bfloat16")
+    pairs = load_adapter(tmp_path / "less").pairs.values()
+    assert {half.dtype for a, b, _ in pairs for half in (a, b)} == {torch.bfloat16}
+    assert SpeechLM.from_pretrained(tmp_path / "small", dtype="float32").load_adapter(tmp_path / "less") == "less"
 
 
 def test_snac_becomes_safetensors_that_decode_alike(tmp_path):

@@ -1,0 +1,42 @@
+"""Model folders that ship with the package, by name; each is a folder here, with its model card and a question to ask."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from omni.checkpoint.places import WEIGHTS
+from omni.errors import UserError
+
+SHIPPED = Path(__file__).parent
+NAMES = ("nano",)
+QUESTION = "question.wav"
+
+
+def shipped(name: str) -> str | None:
+    """The folder of the model of that name; None where its weights are not in this copy of the package."""
+    return str(SHIPPED / name) if (SHIPPED / name / WEIGHTS).is_file() else None
+
+
+def find_model(folder: str | os.PathLike[str]) -> str:
+    """The path of a model folder: `folder` as it is, or, where nothing is there, the one of that name that ships.
+
+    Raises:
+        UserError: that one's weights are not in this copy of the package.
+    """
+    path = os.fspath(folder)
+    if path not in NAMES or os.path.exists(path):
+        return path
+    found = shipped(path)
+    if found is None:
+        raise UserError(
+            f"the model {path!r} ships with omni-speech, but this copy has no weights in {SHIPPED / path}; `omni-train demo` "
+            "trains one, or name a model folder"
+        )
+    return found
+
+
+def find_question(file: str) -> str:
+    """The path of a sound file: `file` as it is, or, where nothing is there, the question of that name that ships."""
+    own = SHIPPED / NAMES[0] / QUESTION
+    return str(own) if file == QUESTION and not os.path.lexists(file) and own.is_file() else file
