@@ -34,11 +34,22 @@ from omni.generate.question import Asked
 from omni.generate.results import Clock, Ended, Reason
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
+from omni.generate.turn_end import TurnFrames
 from omni.plugins import load_plugins
 from omni.tasks import Turn, find_task
 
 DRAIN = 30.0
 """Seconds for which SIGTERM lets answers under way come to their ends."""
+
+
+class SentTurn(TurnFrames):
+    """What the turn head says of a sound, for the other process."""
+
+    def __init__(self, outbox: Outbox, sound: int) -> None:
+        self._outbox, self._sound = outbox, sound
+
+    def put(self, first: int, new: torch.Tensor) -> None:
+        self._outbox.reply(("turn", self._sound, first, new.numpy()))
 
 
 class Child:
@@ -91,6 +102,7 @@ class Child:
             "stop": self._stop,
             "let_go": self._let_go,
             "hear": self._hear,
+            "peek": self._peek,
             "drop_sound": self._drop_sound,
         }
         try:
@@ -130,6 +142,12 @@ class Child:
         if session is not None and found is not None:
             session.hear(found, torch.from_numpy(samples))
 
+    def _peek(self, number: int, sound: int, samples: Any) -> None:
+        """Take sound after that, which may not belong to the question."""
+        session, found = self._sessions.get(number), self._sound(number, sound)
+        if session is not None and found is not None:
+            session.peek(found, torch.from_numpy(samples))
+
     def _drop_sound(self, number: int, sound: int) -> None:
         session, found = self._sessions.get(number), self._sound(number, sound)
         if session is not None and found is not None:
@@ -157,9 +175,9 @@ class Child:
         self._admit()
         self._sessions[number] = self._lm.session(**values)
 
-    def do_listen(self, number: int, sound: int, task: str) -> None:
+    def do_listen(self, number: int, sound: int, task: str, turn: bool) -> None:
         self._admit()
-        found = self._session(number).open_sound(find_task(task))
+        found = self._session(number).open_sound(find_task(task), SentTurn(self._outbox, sound) if turn else None)
         assert found is not None
         self._sounds[number] = sound, found
 

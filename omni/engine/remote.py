@@ -28,6 +28,7 @@ from omni.generate.listener import DeliveredPart, answer_of, joined
 from omni.generate.messages import Message
 from omni.generate.question import Asked, Coming, Question, read_question
 from omni.generate.results import Answer, Clock, Ended, Event, Timings
+from omni.generate.turn_end import TurnFrames
 from omni.tasks import Task, Turn, find_task
 from omni.text import Tokenizer
 
@@ -117,17 +118,23 @@ class RemoteSession(Conversation[RemoteAnswer]):
                 self.let_go(answer)
                 raise
 
-    def open_sound(self, task: Task) -> int | None:
+    def open_sound(self, task: Task, turn: TurnFrames | None = None) -> int | None:
         if self.config.encoder.chunk_samples is None:
             return None
         number = self._link.number()
-        self._link.request("listen", self._number, number, task.name)
+        if turn is not None:
+            self._link.follow(number, turn)
+        self._link.request("listen", self._number, number, task.name, turn is not None)
         self._sound = number
         return number
 
     def hear(self, sound: int, samples: Tensor) -> None:
         if self._sound == sound:
             self._link.tell("hear", self._number, sound, samples.numpy())
+
+    def peek(self, sound: int, samples: Tensor) -> None:
+        if self._sound == sound:
+            self._link.tell("peek", self._number, sound, samples.numpy())
 
     def drop_sound(self, sound: int | None) -> None:
         if sound is not None and self._sound == sound:

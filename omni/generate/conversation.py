@@ -27,6 +27,7 @@ from omni.generate.listening import Listening
 from omni.generate.messages import Message
 from omni.generate.question import Asked, Coming, Question
 from omni.generate.results import Clock, Ended, Event
+from omni.generate.turn_end import TurnFrames
 from omni.tasks import Task, find_task
 
 if TYPE_CHECKING:
@@ -107,12 +108,20 @@ class Conversation(ABC, Faces[A], Generic[A]):
         """Settle an answer, or cut it in the history once more, where less of it was heard or seen than was delivered."""
 
     @abstractmethod
-    def open_sound(self, task: Task) -> FeatureStream | int | None:
-        """Listen to the next question; None where the encoder makes all features of the whole sound."""
+    def open_sound(self, task: Task, turn: TurnFrames | None = None) -> FeatureStream | int | None:
+        """Listen to the next question; None where the encoder makes all features of the whole sound.
+
+        Args:
+            turn: is given what the model's turn head says of its frames.
+        """
 
     @abstractmethod
     def hear(self, sound: Any, samples: Tensor) -> None:
         """Take the next samples [S] at 16 kHz of the sound that `open_sound` returned."""
+
+    @abstractmethod
+    def peek(self, sound: Any, samples: Tensor) -> None:
+        """Take samples [S] at 16 kHz behind those, which may not belong to the question."""
 
     @abstractmethod
     def drop_sound(self, sound: Any) -> None:
@@ -180,19 +189,20 @@ class Conversation(ABC, Faces[A], Generic[A]):
             answer.pace = pace or answer.pace
             return answer
 
-    def listen(self, task: Task | str = "A1A2", *, sample_rate: int = SAMPLE_RATE) -> Listening:
+    def listen(self, task: Task | str = "A1A2", *, sample_rate: int = SAMPLE_RATE, turn: bool = False) -> Listening:
         """Listen to the next question while its sound comes; see `omni.generate.listening`. A session listens to one at a time;
         one before is only gathered from then on.
 
         Args:
             task: that it is going to be asked as.
             sample_rate: of its pieces, in Hz.
+            turn: hear where it ends, too, where the model has a turn head (`Listening.turn`).
 
         Raises:
             UserError: a task that asks in writing, a bad sample rate, or a closed session.
         """
         self.check()
-        return Listening(self, task, sample_rate)
+        return Listening(self, task, sample_rate, turn)
 
     def begin_reading(self, task: Task | str, sample_rate: int) -> Listening:
         """Listen to an iterator: until `end_reading` another question is refused, and `cancel` and `close` end it."""

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omni.audio.waveform import SoundPieces
+from omni.audio.waveform import SoundPieces, as_piece
 from omni.errors import UserError
 from omni.generate.incoming import Incoming, take_all, take_all_async
 from omni.generate.question import Asked, asked_by_clip, longest
+from omni.generate.turn_end import TurnFrames
 from omni.model.multitask_projector import SHARING
 from omni.tasks import Task, find_task
 
@@ -35,9 +36,13 @@ class Listening:
     Args:
         session: an `omni.generate.conversation.Conversation`, which may be read.
         task: that it is going to be asked as; another is taken, and encoded again where the projector is gated by task.
+        turn: have the model's turn head hear where it ends.
+
+    Attributes:
+        turn: what the turn head says of its frames; None without one, or where the whole is encoded at once.
     """
 
-    def __init__(self, session: Any, task: Task | str, sample_rate: Any) -> None:
+    def __init__(self, session: Any, task: Task | str, sample_rate: Any, turn: bool = False) -> None:
         self.task = find_task(task)
         if self.task.question == "text":
             raise UserError(
@@ -50,7 +55,12 @@ class Listening:
         self._clip: list[Tensor] = []  # at 16 kHz
         self._asked: Asked | None = None
         self._dropped = False
-        self._sound = session.open_sound(self.task)
+        encoder = self._config.encoder
+        heard = turn and self._config.turn and encoder.chunk_samples is not None
+        self.turn = TurnFrames(encoder.frames_per_second) if heard else None
+        self._ahead: SoundPieces | None = None  # behind what was peeked at
+        self._again = 0  # samples that were peeked at and not pushed
+        self._sound = session.open_sound(self.task, self.turn)
 
     @property
     def seconds(self) -> float:
@@ -72,6 +82,21 @@ class Listening:
             scaled = self._incoming.add(piece)
             if self._sound is not None and scaled.size:
                 self._give(self._pieces.push(scaled))
+                self._again = max(self._again - scaled.shape[-1], 0)
+                self._ahead = self._ahead if self._again else None
+
+    def peek(self, piece: Any) -> None:
+        """Have the turn head hear samples [S] that follow, and may not belong to the question, such as the silence behind it.
+        Where they do, push them too. Without a turn head nothing is done; raises as `push`."""
+        with self._lock:
+            self._check_open()
+            if self.turn is None:
+                return
+            self.session.check()
+            scaled = as_piece(piece, "the sound")[1]
+            self._ahead = self._ahead or self._pieces.copy()
+            self._again += scaled.shape[-1]
+            self.session.peek(self._sound, self._ahead.push(scaled))
 
     def _give(self, samples: Tensor) -> None:
         self._clip.append(samples)

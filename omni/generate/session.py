@@ -42,6 +42,7 @@ from omni.generate.rows import Start
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.speech_time import SpeechTime
 from omni.generate.turn import Limits, Reply
+from omni.generate.turn_end import TurnFrames
 from omni.lora.attach import kept, selection_of
 from omni.lora.selection import RowSelection
 from omni.model.speech_model import SpeechModel
@@ -186,23 +187,28 @@ class Session(Conversation[Running]):
                 )
                 self._last = running
                 if heard is not None:
+                    heard.forget_peeked()
                     self._end_listening(heard)
                 self._listen()
         return running
 
-    def open_sound(self, task: Task) -> FeatureStream | None:
+    def open_sound(self, task: Task, turn: TurnFrames | None = None) -> FeatureStream | None:
         if self.config.encoder.chunk_samples is None:
             return None
         with self._lock:
             self._open()
             if self._hears is not None:
                 self._hears.closed = True
-            self._hears = sound = FeatureStream(self.model, task.name)
+            self._hears = sound = FeatureStream(self.model, task.name, None if turn is None else turn.put)
             self._listen()
         return sound
 
     def hear(self, sound: FeatureStream, samples: Tensor) -> None:
         sound.push(samples)
+        self._engine.came(sound)
+
+    def peek(self, sound: FeatureStream, samples: Tensor) -> None:
+        sound.peek(samples)
         self._engine.came(sound)
 
     def drop_sound(self, sound: FeatureStream | None) -> None:

@@ -11,7 +11,7 @@ from infer.serve.realtime.items import check_length
 from infer.serve.realtime.owner import Owner
 from infer.serve.realtime.protocol import ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
-from infer.serve.realtime.turn_end import SessionTurnEnd
+from infer.serve.realtime.turn_end import has_ended
 from infer.serve.realtime.turn_sound import TurnSound
 from infer.turns.detector import TurnDetector, TurnEvent
 from infer.turns.settings import SemanticVad
@@ -37,9 +37,8 @@ class SessionInput:
         self.uncounted = 0.0
         self._detector: TurnDetector | None = None
         self._stream = SpeechStream()
-        self._turn_end = SessionTurnEnd(owner.settings.turn_ends)
         self._item = ""  # id of the item that the present turn is going to be
-        self._begins = 0.0  # second at which the present turn's sound begins
+        self._begins = self._first = 0.0  # second at which the present turn's sound begins, and what the buffer has of it
         self._turn: TurnSound | None = None  # what the engine hears of it
         self.configure(owner.configuration)
 
@@ -88,7 +87,8 @@ class SessionInput:
         detector, buffer = self._detector, self.buffer
         if not buffer.seconds or (detector is not None and not detector.speaking):
             return
-        self._turn = self._turn or self._responses.listen()
+        semantic = detector is not None and isinstance(detector.settings, SemanticVad)
+        self._turn = self._turn or self._responses.listen(semantic)
         if self._turn is None:
             return
         if detector is None:
@@ -99,7 +99,6 @@ class SessionInput:
     async def _find_turns(self, samples: np.ndarray) -> None:
         if self._detector is None:
             return
-        await self._turn_end.push(samples)
         for probability in await self._vad.push(self._stream, samples):
             detector = self._detector
             if detector is None:  # it was switched off meanwhile
@@ -115,7 +114,9 @@ class SessionInput:
     def _said(self, detector: TurnDetector) -> bool | None:
         """What the model says of the turn's end; None where it is not asked."""
         settings = detector.settings
-        return self._turn_end.ended(detector.now, settings.eagerness) if isinstance(settings, SemanticVad) else None
+        if not isinstance(settings, SemanticVad) or not detector.speaking:
+            return None
+        return has_ended(self._turn, self._first, detector.now, detector.voiced, settings.eagerness)
 
     async def _act(self, event: TurnEvent) -> None:
         owner = self._owner
@@ -128,9 +129,7 @@ class SessionInput:
             self._item, self._begins = new_id("item"), max(event.at - min(padding, owner.settings.padding), 0.0)
             started = {"audio_start_ms": round(max(event.at - padding, 0.0) * 1000), "item_id": self._item}
             owner.send({"type": "input_audio_buffer.speech_started", **started})
-            if isinstance(detection, SemanticVad):
-                first = max(self._begins, self.buffer.start)
-                await self._turn_end.begin(first, self.buffer.part(first, 0, self.buffer.end))
+            self._first = max(self._begins, self.buffer.start)
             if detection is not None and detection.interrupt_response:
                 await self._responses.interrupt()
         elif event.kind == "ended":
@@ -146,7 +145,6 @@ class SessionInput:
     def _end_turn(self, ended: float, endpointing: float | None) -> None:
         """Commit the turn's sound, and have it answered."""
         owner, end = self._owner, self.buffer.end
-        self._turn_end.stop()
         sound = self.buffer.take(self._begins)
         kept = len(sound) - max(round((end - ended - owner.settings.padding) * PCM_RATE), 0)
         owner.metrics.endpointed(endpointing)
@@ -173,7 +171,6 @@ class SessionInput:
         way = "send input_audio_buffer.clear, and commit shorter pieces"
         check_length(length * PCM_RATE, self._owner.longest, "the input buffer", way, "audio")
         item = self._item if speaking else new_id("item")
-        self._turn_end.stop()
         if self._detector is not None and speaking:
             self._detector.stop()
         self._add(item, self.buffer.take(first))
@@ -190,7 +187,6 @@ class SessionInput:
     def clear(self) -> None:
         """Drop what the buffer holds."""
         self.buffer.clear()
-        self._turn_end.stop()
         self._drop()
         if self._detector is not None:
             self._restart(TurnDetector(self._detector.settings, self.buffer.end))

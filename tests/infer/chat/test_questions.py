@@ -59,7 +59,7 @@ def by_server(samples: np.ndarray, model: Any) -> list[np.ndarray]:
     items: list[np.ndarray] = []
     owner: Any = SimpleNamespace(
         longest=30.0,
-        settings=SimpleNamespace(padding=0.1, turn_ends=None),
+        settings=SimpleNamespace(padding=0.1),
         configuration=Configuration(),
         metrics=SimpleNamespace(endpointed=lambda seconds: None),
         send=lambda event: None,
@@ -74,7 +74,11 @@ def by_server(samples: np.ndarray, model: Any) -> list[np.ndarray]:
         pass
 
     responses: Any = SimpleNamespace(
-        playing=False, interrupt=interrupt, duck=lambda on: None, listen=lambda: None, respond_to_turn=lambda *given: None
+        playing=False,
+        interrupt=interrupt,
+        duck=lambda on: None,
+        listen=lambda semantic: None,
+        respond_to_turn=lambda *given: None,
     )
 
     async def hear() -> None:
