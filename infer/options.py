@@ -103,6 +103,10 @@ class ChatOptions:
     push_to_talk: bool = option(False, "Enter begins and ends a question, instead of voice activity")
     threshold: float = option(0.5, "probability of speech, by voice activity, above which a question begins")
     silence_duration_ms: int = option(500, "milliseconds of silence after which a question has ended")
+    eagerness: str = option(
+        "auto",
+        "how soon a model with a turn head ends questions: low, medium, high or auto; or silence, for --silence_duration_ms",
+    )
     padding_ms: float = option(100.0, "milliseconds of sound around speech that questions keep")
     transcribe: bool = option(False, "show what was heard, as the model transcribes it (task A1T1)")
     device_in: str | None = option(None, "microphone: its number, or a part of its name; by default the system's")

@@ -11,10 +11,10 @@ from infer.serve.realtime.items import check_length
 from infer.serve.realtime.owner import Owner
 from infer.serve.realtime.protocol import ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
-from infer.serve.realtime.turn_end import has_ended
 from infer.serve.realtime.turn_sound import TurnSound
 from infer.turns.detector import TurnDetector, TurnEvent
 from infer.turns.settings import SemanticVad
+from infer.turns.turn_end import has_ended
 from infer.turns.vad import SpeechStream, VoiceActivity
 
 SHORTEST = 0.1
@@ -116,7 +116,8 @@ class SessionInput:
         settings = detector.settings
         if not isinstance(settings, SemanticVad) or not detector.speaking:
             return None
-        return has_ended(self._turn, self._first, detector.now, detector.voiced, settings.eagerness)
+        frames = None if self._turn is None else self._turn.frames
+        return has_ended(frames, self._first, detector.now, detector.voiced, settings.eagerness)
 
     async def _act(self, event: TurnEvent) -> None:
         owner = self._owner

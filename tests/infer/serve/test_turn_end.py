@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from infer.serve.host import EngineHost
-from infer.serve.realtime.turn_end import has_ended
 from infer.serve.realtime.turn_sound import TurnSound
 from infer.serve.settings import ServeSettings
 from infer.turns.detector import SURE, TurnDetector
 from infer.turns.settings import SemanticVad
+from infer.turns.turn_end import has_ended
 from infer.turns.vad import FRAME_SECONDS
 from omni.codec.codec2 import Codec2Codec
 from omni.generate.speech_lm import SpeechLM
@@ -50,14 +50,14 @@ def test_a_turn_that_is_not_listened_to_is_not_judged() -> None:
 
     assert has_ended(None, 0.0, 2.0, 1.0, "high") is None
     turn = TurnSound(nothing)
-    assert has_ended(turn, 0.0, 2.0, 1.0, "high") is None
+    assert has_ended(turn.frames, 0.0, 2.0, 1.0, "high") is None
     turn._listening = type("Heard", (), {"turn": TurnFrames(25.0)})
-    assert has_ended(turn, 0.0, 2.0, 1.0, "high") is False
+    assert has_ended(turn.frames, 0.0, 2.0, 1.0, "high") is False
     turn.frames.put(0, torch.ones(40, 2))  # type: ignore[union-attr]
-    assert has_ended(turn, 5.0, 6.2, 6.0, "low") is True
-    assert has_ended(turn, 5.0, 6.9, 6.8, "low") is False  # what is known is of before the last speech
+    assert has_ended(turn.frames, 5.0, 6.2, 6.0, "low") is True
+    assert has_ended(turn.frames, 5.0, 6.9, 6.8, "low") is False  # what is known is of before the last speech
     turn.over = True
-    assert has_ended(turn, 5.0, 6.2, 6.0, "low") is None
+    assert has_ended(turn.frames, 5.0, 6.2, 6.0, "low") is None
 
 
 @pytest.fixture
