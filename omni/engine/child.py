@@ -28,7 +28,7 @@ from omni.engine.engine import Engine
 from omni.engine.outbox import LOOK, Outbox, end_of
 from omni.engine.wire import Item, ModelFacts, pack, pack_error, unpack
 from omni.errors import SoundWarning, UserError
-from omni.generate.feature_stream import FeatureStream
+from omni.generate.feature_stream import FeatureStream, KnownFeatures
 from omni.generate.listener import DeliveredPart, delivered_part
 from omni.generate.question import Asked
 from omni.generate.results import Clock, Ended, Reason
@@ -154,6 +154,13 @@ class Child:
             self._sounds.pop(number, None)
             session.drop_sound(found)
 
+    def _known(self, number: int, sound: int) -> KnownFeatures:
+        """What is known of a sound that a session listens to."""
+        stream = self._sound(number, sound)
+        if stream is None:
+            raise UserError("this sound is listened to no more; ask the question that it became")
+        return stream.so_far()
+
     def _sound(self, number: int, sound: int | None) -> FeatureStream | None:
         """What a session listens to, where it has that number."""
         known, found = self._sounds.get(number, (None, None))
@@ -191,16 +198,18 @@ class Child:
         seed: int | None,
         pace: Pace,
         waited: float,
-        heard: int | None,
+        heard: int | tuple[int, int] | None,
     ) -> None:
         self._admit()
+        known = self._known(*heard) if isinstance(heard, tuple) else None
+        heard = None if isinstance(heard, tuple) else heard
         session, stream = self._session(number), self._sound(number, heard)
         sound = None if clip is None else torch.from_numpy(clip)
         if heard is not None:
             assert stream is not None
             sound = stream.sound
         ready = None if prepared is None else PreparedSound([torch.from_numpy(part) for part in prepared[0]], *prepared[1:])
-        running = session.lay_out(Asked(turn, sound, ready, stream), seed, Clock(waited))
+        running = session.lay_out(Asked(turn, sound, ready, known or stream), seed, Clock(waited))
         running.pace = pace
         codec = running.codec
         portable = codec is not None and is_portable(codec)

@@ -97,6 +97,7 @@ class RemoteSession(Conversation[RemoteAnswer]):
 
     def begin(self, answer: RemoteAnswer) -> None:
         asked, turn = answer.asked, replace(answer.asked.turn, task=answer.asked.task.name)
+        known = asked.heard if isinstance(asked.heard, tuple) else None
         heard = self._sound if asked.heard == self._sound else None
         clip = None if asked.clip is None or heard is not None else asked.clip.numpy()
         with self._lock:
@@ -105,7 +106,7 @@ class RemoteSession(Conversation[RemoteAnswer]):
             self._link.register(answer)
             try:
                 prepared = None if asked.clip is None or heard is not None else self._prepared(asked.clip)
-                values = answer.seed, answer.pace, answer.clock.seconds, heard
+                values = answer.seed, answer.pace, answer.clock.seconds, known or heard
                 self._link.request("ask", self._number, answer.number, turn, clip, prepared, *values)
                 if heard is not None:
                     self._sound = None
@@ -135,6 +136,9 @@ class RemoteSession(Conversation[RemoteAnswer]):
     def peek(self, sound: int, samples: Tensor) -> None:
         if self._sound == sound:
             self._link.tell("peek", self._number, sound, samples.numpy())
+
+    def sound_so_far(self, sound: int) -> tuple[int, int]:
+        return self._number, sound
 
     def drop_sound(self, sound: int | None) -> None:
         if sound is not None and self._sound == sound:

@@ -20,10 +20,10 @@ from omni.engine.client import Pace
 from omni.errors import UserError
 from omni.generate.bounds import check_number
 from omni.generate.faces import Faces
-from omni.generate.feature_stream import FeatureStream
+from omni.generate.feature_stream import FeatureStream, KnownFeatures
 from omni.generate.incoming import Withdrawn, is_coming
 from omni.generate.listener import AnswerReader, Listened
-from omni.generate.listening import Listening
+from omni.generate.listening import HeardSoFar, Listening
 from omni.generate.messages import Message
 from omni.generate.question import Asked, Coming, Question
 from omni.generate.results import Clock, Ended, Event
@@ -124,6 +124,10 @@ class Conversation(ABC, Faces[A], Generic[A]):
         """Take samples [S] at 16 kHz behind those, which may not belong to the question."""
 
     @abstractmethod
+    def sound_so_far(self, sound: Any) -> KnownFeatures | tuple[int, int]:
+        """What is known of a sound that is still coming, for a question of another session; UserError where nothing is."""
+
+    @abstractmethod
     def drop_sound(self, sound: Any) -> None:
         """Listen no more; waits for nobody."""
 
@@ -134,7 +138,7 @@ class Conversation(ABC, Faces[A], Generic[A]):
 
     def read(
         self,
-        question: Question | Coming | Listening,
+        question: Question | Coming | Listening | HeardSoFar,
         task: Task | str,
         sample_rate: int,
         seed: int | None = None,
@@ -169,7 +173,7 @@ class Conversation(ABC, Faces[A], Generic[A]):
 
     def _read(
         self,
-        question: Question | Coming | Listening,
+        question: Question | Coming | Listening | HeardSoFar,
         task: Task | str,
         sample_rate: int,
         seed: int | None,
@@ -180,6 +184,8 @@ class Conversation(ABC, Faces[A], Generic[A]):
         clock = Clock()
         if isinstance(question, Listening):
             asked = question.asked(self, find_task(task))
+        elif isinstance(question, HeardSoFar):
+            asked = question.listening.known(find_task(task))
         else:
             asked = self._read_question(question, task, sample_rate)
         with self._lock:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omni.errors import UserError
 from omni.generate.turn_end import TurnListener
 from omni.lora.attach import active_edits, changes
 from omni.model.speech_model import SpeechModel
@@ -33,6 +34,14 @@ TellTurn = Callable[[int, Tensor], None]
 def new_sound() -> int:
     """A number for a spoken question's features, that no other of this process has."""
     return next(_SOUNDS)
+
+
+@dataclass(frozen=True)
+class KnownFeatures:
+    """Those of a question that is still coming, [N, W], and the number by which its stream has them."""
+
+    number: int
+    features: Tensor
 
 
 @dataclass
@@ -108,6 +117,12 @@ class FeatureStream:
     def known(self) -> int:
         """Number of the features that are known."""
         return 0 if self.features is None else len(self.features)
+
+    def so_far(self) -> KnownFeatures:
+        """The features that are known by now; UserError where none is, or they are lost."""
+        if self.features is None or self.lost:
+            raise UserError("nothing of this sound has been heard so far; ask later")
+        return KnownFeatures(self.number, self.features)
 
     def push(self, samples: Tensor) -> None:
         """Take the next samples [S] at 16 kHz; they are kept, not copied."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from omni.generate.incoming import Incoming, take_all, take_all_async
 from omni.generate.question import Asked, asked_by_clip, longest
 from omni.generate.turn_end import TurnFrames
 from omni.model.multitask_projector import SHARING
-from omni.tasks import Task, find_task
+from omni.tasks import Task, Turn, find_task
 
 
 class Listening:
@@ -132,6 +132,27 @@ class Listening:
         await take_all_async(pieces, self.push)
         self._incoming.check()
 
+    def so_far(self) -> HeardSoFar:
+        """What has been heard by now, as a question for another session of the same engine: `other.ask(listening.so_far(),
+        "A1T1")`. Nothing is encoded for it, and what the other session has been asked of this sound before is not fed again."""
+        return HeardSoFar(self)
+
+    def known(self, task: Task) -> Asked:
+        """The question that `so_far` is.
+
+        Raises:
+            UserError: nothing was heard by now, or the projector is gated by task.
+        """
+        with self._lock:
+            self._check_open()
+            if self._sound is None:
+                raise UserError("this encoder hears whole questions only, and nothing is known of this one; ask its sound")
+            if task.question == "text":
+                raise UserError(f"task {task.name} asks in writing, but the question is sound; ask by speech")
+            if task.name != self.task.name and self._config.projector.kind not in SHARING:
+                raise UserError(f"the projector is gated by task, and this sound is heard for {self.task.name}; ask its sound")
+            return Asked(Turn(task), None, heard=self.session.sound_so_far(self._sound))
+
     def asked(self, session: Any, task: Task) -> Asked:
         """The question that the sound is; more is not taken afterwards.
 
@@ -165,3 +186,10 @@ class Listening:
         clip, self._clip = torch.cat(self._clip), []
         incoming.forget()
         return replace(asked_by_clip(clip, task, self._config), heard=self._sound)
+
+
+@dataclass(frozen=True)
+class HeardSoFar:
+    """What has been heard of a sound that is still coming, when it is asked."""
+
+    listening: Listening

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from infer.samples import to_int16
@@ -9,6 +11,7 @@ from infer.serve.realtime.configuration import PCM_RATE, Configuration
 from infer.serve.realtime.input_buffer import InputBuffer
 from infer.serve.realtime.items import check_length
 from infer.serve.realtime.owner import Owner
+from infer.serve.realtime.partials import PartialTranscripts
 from infer.serve.realtime.protocol import ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
 from infer.serve.realtime.turn_sound import TurnSound
@@ -31,8 +34,8 @@ class SessionInput:
         uncounted: seconds of sound that came and were not yet counted for the client's key.
     """
 
-    def __init__(self, owner: Owner, responses: Responses, vad: VoiceActivity) -> None:
-        self._owner, self._responses, self._vad = owner, responses, vad
+    def __init__(self, owner: Owner, responses: Responses, vad: VoiceActivity, partials: PartialTranscripts) -> None:
+        self._owner, self._responses, self._vad, self._partials = owner, responses, vad, partials
         self.buffer = InputBuffer(min(max(owner.longest + 10, 60.0), 600.0))
         self.uncounted = 0.0
         self._detector: TurnDetector | None = None
@@ -87,14 +90,29 @@ class SessionInput:
         detector, buffer = self._detector, self.buffer
         if not buffer.seconds or (detector is not None and not detector.speaking):
             return
+        if detector is None and not self._item:
+            self._item = new_id("item")
+        if self._owner.configuration.omni.partial_transcripts:
+            self._partials.follow(self._item, self._sure, self._so_far)
         semantic = detector is not None and isinstance(detector.settings, SemanticVad)
         self._turn = self._turn or self._responses.listen(semantic)
         if self._turn is None:
             return
-        if detector is None:
-            self._turn.follow(buffer, None, buffer.end)
-        else:
-            self._turn.follow(buffer, self._begins, detector.voiced + self._owner.settings.padding - 0.001)  # less a rounding
+        self._turn.follow(buffer, None if detector is None else self._begins, self._sure)
+
+    @property
+    def _sure(self) -> float:
+        """Second of the input before which all surely belongs to the present turn."""
+        if self._detector is None:
+            return self.buffer.end
+        return self._detector.voiced + self._owner.settings.padding - 0.001  # less a rounding
+
+    def _so_far(self) -> Any:
+        """The present turn as a question: what was heard of it, or where it is not listened to, its sound."""
+        if self._turn is not None and (heard := self._turn.so_far()) is not None:
+            return heard
+        sound = self.buffer.part(None if self._detector is None else self._begins, 0, self._sure)
+        return sound if SHORTEST <= len(sound) / PCM_RATE <= self._owner.longest else None
 
     async def _find_turns(self, samples: np.ndarray) -> None:
         if self._detector is None:
@@ -171,17 +189,19 @@ class SessionInput:
         length = self.buffer.end - max(self.buffer.start, first or 0.0)
         way = "send input_audio_buffer.clear, and commit shorter pieces"
         check_length(length * PCM_RATE, self._owner.longest, "the input buffer", way, "audio")
-        item = self._item if speaking else new_id("item")
+        item = self._item if speaking or self._detector is None else ""
         if self._detector is not None and speaking:
             self._detector.stop()
-        self._add(item, self.buffer.take(first))
+        self._add(item or new_id("item"), self.buffer.take(first))
 
     def _add(self, item: str, sound: np.ndarray) -> None:
-        turn, self._turn = self._turn, None
+        self._partials.stop()
+        turn, self._turn, self._item = self._turn, None, ""
         self._owner.add_spoken(item, sound).content[0].turn = turn
 
     def _drop(self) -> None:
-        turn, self._turn = self._turn, None
+        self._partials.stop()
+        turn, self._turn, self._item = self._turn, None, ""
         if turn is not None:
             self._owner.spawn(turn.drop())
 

@@ -11,6 +11,7 @@ import numpy as np
 from infer.serve.realtime.configuration import PCM_RATE
 from infer.serve.realtime.input_buffer import InputBuffer
 from omni.errors import UserError
+from omni.generate.listening import HeardSoFar
 from omni.generate.turn_end import TurnFrames
 
 PIECE = 0.1
@@ -48,6 +49,10 @@ class TurnSound:
             self.over = True
         if self.over:
             await self.drop()
+
+    def so_far(self) -> HeardSoFar | None:
+        """What was heard of it by now, as a question; None where it is not listened to."""
+        return None if self._listening is None or self.over else self._listening.so_far()
 
     def follow(self, buffer: InputBuffer, first: float | None, last: float) -> None:
         """Give what the buffer has of the turn. The turn head also hears what came since.

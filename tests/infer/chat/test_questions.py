@@ -81,8 +81,10 @@ def by_server(samples: np.ndarray, model: Any) -> list[np.ndarray]:
         respond_to_turn=lambda *given: None,
     )
 
+    partials: Any = SimpleNamespace(stop=lambda: None)
+
     async def hear() -> None:
-        hearing = SessionInput(owner, responses, SimpleNamespace(push=push))  # type: ignore[arg-type]
+        hearing = SessionInput(owner, responses, SimpleNamespace(push=push), partials)  # type: ignore[arg-type]
         for block in blocks(samples, 480):
             await hearing.append(block.astype("<i2").tobytes())
 
