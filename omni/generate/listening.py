@@ -149,7 +149,7 @@ class Listening:
                 raise UserError("this encoder hears whole questions only, and nothing is known of this one; ask its sound")
             if task.question == "text":
                 raise UserError(f"task {task.name} asks in writing, but the question is sound; ask by speech")
-            if task.name != self.task.name and self._config.projector.kind not in SHARING:
+            if task.name != self.task.name and self._config.projector.kind in SHARING:
                 raise UserError(f"the projector is gated by task, and this sound is heard for {self.task.name}; ask its sound")
             return Asked(Turn(task), None, heard=self.session.sound_so_far(self._sound))
 
