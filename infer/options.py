@@ -165,7 +165,9 @@ class BenchOptions:
     certificate: str | None = option(None, "with --server wss://...: certificate to trust, where it is no public one (PEM)")
     turns: str = option("manual", "with --server: who finds the ends of turns: manual, server_vad or semantic_vad")
     bare: bool = option(False, "with --sessions: also let a bare loop of PyTorch's own kernels answer as many people")
-    plot: str | None = option(None, "with --sessions: PNG file for the curve of lateness, steps and first audio")
+    plot: str | None = option(
+        None, "PNG file: with --sessions of lateness, steps and first audio; with --listening of the first sound"
+    )
     gpu: bool = option(False, "instead check what differs on a GPU, up to the first failure, in eight minutes")
     listening: bool = option(
         False, "instead: first sound after questions of 1, 4 and 16 s that are heard while they come, by an encoder in chunks"

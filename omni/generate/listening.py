@@ -13,9 +13,11 @@ S samples of a piece.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import AsyncIterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +30,14 @@ from omni.generate.question import Asked, asked_by_clip, longest
 from omni.generate.turn_end import TurnFrames
 from omni.model.multitask_projector import SHARING
 from omni.tasks import Task, Turn, find_task
+
+LOG = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=32)
+def _tell_whole(kind: str) -> None:
+    """Say once that an encoder gains nothing by listening."""
+    LOG.info("this encoder (%s) hears whole questions only: what is listened to is encoded when it has ended", kind)
 
 
 class Listening:
@@ -56,6 +66,8 @@ class Listening:
         self._asked: Asked | None = None
         self._dropped = False
         encoder = self._config.encoder
+        if encoder.chunk_samples is None:
+            _tell_whole(encoder.kind)
         heard = turn and self._config.turn and encoder.chunk_samples is not None
         self.turn = TurnFrames(encoder.frames_per_second) if heard else None
         self._ahead: SoundPieces | None = None  # behind what was peeked at
@@ -93,7 +105,7 @@ class Listening:
             if self.turn is None:
                 return
             self.session.check()
-            scaled = as_piece(piece, "the sound")[1]
+            scaled = as_piece(piece, "the sound", self._incoming.check_room)[1]
             self._ahead = self._ahead or self._pieces.copy()
             self._again += scaled.shape[-1]
             self.session.peek(self._sound, self._ahead.push(scaled))
