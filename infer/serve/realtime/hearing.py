@@ -93,7 +93,8 @@ class SessionInput:
         if detector is None and not self._item:
             self._item = new_id("item")
         if self._owner.configuration.omni.partial_transcripts:
-            self._partials.follow(self._item, self._sure, self._so_far)
+            first = buffer.start if detector is None else self._begins
+            self._partials.follow(self._item, first, self._sure, self._so_far)
         semantic = detector is not None and isinstance(detector.settings, SemanticVad)
         self._turn = self._turn or self._responses.listen(semantic)
         if self._turn is None:

@@ -22,6 +22,9 @@ EVERY = 0.6
 REST = 3.0
 """How many times as long as the last one took nothing is understood at least: a long turn takes longer each time."""
 
+CHARACTERS = 30
+"""Characters of a second of speech at most; a model that writes more has lost its way, and nothing is told."""
+
 EVENT = "omni.input_audio_transcription.partial"
 
 
@@ -40,17 +43,17 @@ class PartialTranscripts:
         self._due = self._asked = 0.0
         self._told = ""
 
-    def follow(self, item: str, last: float, question: Callable[[], Any]) -> None:
+    def follow(self, item: str, first: float, last: float, question: Callable[[], Any]) -> None:
         """More of a turn has come.
 
         Args:
             item: id of the item that it is going to be.
-            last: second of the input up to which it has come.
+            first, last: seconds of the input between which it has come.
             question: makes what is asked; None where there is nothing yet.
         """
         if self._task is None and last > self._asked and time.monotonic() >= self._due:
             self._due, self._asked = time.monotonic() + EVERY, last
-            self._task = asyncio.create_task(self._write(item, question))
+            self._task = asyncio.create_task(self._write(item, last - first, question))
             self._tasks.add(self._task)
             self._task.add_done_callback(self._ended)
 
@@ -68,13 +71,13 @@ class PartialTranscripts:
         if not task.cancelled() and task.exception() is not None:
             self._owner.log.error("a partial transcript failed", exc_info=task.exception())
 
-    async def _write(self, item: str, question: Callable[[], Any]) -> None:
+    async def _write(self, item: str, seconds: float, question: Callable[[], Any]) -> None:
         start, session = time.monotonic(), None
         try:
             if not await asyncio.to_thread(self._host.spare) or (asked := question()) is None:
                 return
             session = await self._ready()
-            text = await self._text(session, asked)
+            text = await self._text(session, asked, round(CHARACTERS * (seconds + 1)))
             if text and text != self._told:
                 self._told = text
                 self._owner.send({"type": EVENT, "item_id": item, "content_index": 0, "transcript": text})
@@ -95,15 +98,16 @@ class PartialTranscripts:
             self._session, self._engine = await opened(engine, max_tokens=MOST, context=context), engine
         return self._session
 
-    async def _text(self, session: Any, question: Any) -> str:
-        """What the model understands; the session forgets it."""
+    async def _text(self, session: Any, question: Any, most: int) -> str:
+        """What the model understands, none of more than that many characters; the session forgets it."""
         text = ""
         async with session.ask_async(question, "A1T1", sample_rate=PCM_RATE) as events:
             async for event in events:
                 if isinstance(event, TextDelta):
                     text += event.text
-                elif isinstance(event, Ended) and event.reason == "error":
-                    return ""
+                if len(text) > most or (isinstance(event, Ended) and event.reason == "error"):
+                    text = ""
+                    break
             await asyncio.to_thread(session.withdraw, events.running)
         return text.strip()
 

@@ -132,7 +132,7 @@ def test_a_busy_engine_understands_nothing_in_between(run: Run, monkeypatch: pyt
 def test_an_answer_does_not_wait_for_one_that_is_under_way(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     began, left = asyncio.Event(), list[float]()
 
-    async def slow(self: PartialTranscripts, session: Any, question: Any) -> str:
+    async def slow(self: PartialTranscripts, *given: Any) -> str:
         began.set()
         try:
             await asyncio.sleep(30)
@@ -163,5 +163,26 @@ def test_what_is_cleared_is_understood_no_more(run: Run) -> None:
         count = len(told(client))
         await speak_until_understood(client, 1)
         assert {event["item_id"] for event in told(client)[count:]}.isdisjoint({first})
+
+    run(body)
+
+
+def test_a_model_that_writes_without_end_is_stopped_and_tells_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partials, "CHARACTERS", 0)
+    asked: list[str] = []
+    text = PartialTranscripts._text
+
+    async def watched(self: PartialTranscripts, *given: Any) -> str:
+        asked.append(await text(self, *given))
+        return asked[-1]
+
+    monkeypatch.setattr(PartialTranscripts, "_text", watched)
+
+    async def body(client: Client) -> None:
+        for number in range(25):
+            await speak(client, 1.0, number)
+            if len(asked) > 1:
+                break
+        assert asked[:2] == ["", ""] and not told(client)
 
     run(body)
