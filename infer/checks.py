@@ -208,7 +208,7 @@ def _is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found)
 
 
-PLAYING = ("play_seconds", "nonstop", "barge_in", "rate", "bare", "plot")
+PLAYING = ("play_seconds", "nonstop", "barge_in", "rate", "bare")
 """Options that only count with `--sessions`."""
 
 MOST_SESSIONS = 1024
@@ -236,6 +236,10 @@ def check_playing(options: BenchOptions) -> None:
         for name in PLAYING:
             if getattr(options, name) != getattr(usual, name):
                 raise UserError(f"--{name} is for live sessions; give their numbers too, such as --sessions 1,4,16")
+        if options.plot is not None:
+            if not options.listening:
+                raise UserError("--plot draws what --sessions or --listening measures; give one of them, or leave it out")
+            check_picture(options.plot)
         return
     for word in options.sessions.split(","):
         if not re.fullmatch(r" *\d{1,9} *", word, re.ASCII) or not 1 <= int(word) <= MOST_SESSIONS:

@@ -106,6 +106,10 @@ class ChatOptions:
     push_to_talk: bool = option(False, "Enter begins and ends a question, instead of voice activity")
     threshold: float = option(0.5, "probability of speech, by voice activity, above which a question begins")
     silence_duration_ms: int = option(500, "milliseconds of silence after which a question has ended")
+    eagerness: str = option(
+        "auto",
+        "how soon a model with a turn head ends questions: low, medium, high or auto; or silence, for --silence_duration_ms",
+    )
     padding_ms: float = option(100.0, "milliseconds of sound around speech that questions keep")
     transcribe: bool = option(False, "show what was heard, as the model transcribes it (task A1T1)")
     device_in: str | None = option(None, "microphone: its number, or a part of its name; by default the system's")
@@ -164,7 +168,9 @@ class BenchOptions:
     certificate: str | None = option(None, "with --server wss://...: certificate to trust, where it is no public one (PEM)")
     turns: str = option("manual", "with --server: who finds the ends of turns: manual, server_vad or semantic_vad")
     bare: bool = option(False, "with --sessions: also let a bare loop of PyTorch's own kernels answer as many people")
-    plot: str | None = option(None, "with --sessions: PNG file for the curve of lateness, steps and first audio")
+    plot: str | None = option(
+        None, "PNG file: with --sessions of lateness, steps and first audio; with --listening of the first sound"
+    )
     gpu: bool = option(False, "instead check what differs on a GPU, up to the first failure, in eight minutes")
     listening: bool = option(
         False, "instead: first sound after questions of 1, 4 and 16 s that are heard while they come, by an encoder in chunks"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from infer.bench.bare import bare_loops
-from infer.bench.listening import listening_table
+from infer.bench.listening import ListeningTable, announced, draw_first_sounds, listening_table
 from infer.bench.random_model import TimedCodec, random_lm, with_encoder_mode
 from infer.bench.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, whole_answer
 from infer.bench.tables import FigureRow, FigureTable, number_format, plain, show, target_of
@@ -33,6 +33,7 @@ from omni.hardware import check_quantize, find_device, find_dtype, peak_flops
 from omni.kernels import machine, measure_kernels
 from omni.model.int8_model import is_int8, to_int8
 from omni.model.speech_model import SpeechModel
+from omni.process import say
 from omni.profiling import GIB, HighWater, load
 
 NANO_BATCHES = (1, 4, 16, 64, 256)
@@ -60,6 +61,8 @@ def bench(options: BenchOptions) -> bool:
     if options.sessions is not None:
         _play(options, device, configs, sound)
         return True
+    if options.listening:
+        say(announced(options.repeat, [options.model] if options.model else names))
     tables: list[FigureTable] = []
     for table in _tables(options, device, configs, sound):
         tables.append(table)
@@ -69,6 +72,8 @@ def bench(options: BenchOptions) -> bool:
         print(json.dumps({**_machine(device), "tables": [plain(t) for t in tables]}, indent=2))
     else:
         print(_on_a_line(device))
+    if options.plot is not None:
+        draw_first_sounds([table for table in tables if isinstance(table, ListeningTable)], Path(options.plot))
     return True
 
 

@@ -14,6 +14,7 @@ from infer.audio_in import collect_warnings
 from infer.turns.settings import PCM_RATE
 from omni.generate.results import Event
 from omni.generate.session import Session
+from omni.generate.turn_end import TurnFrames
 
 LAST_WORDS = 10.0
 """Seconds in which the step under way may end when the program does."""
@@ -34,12 +35,14 @@ class SpokenTurn:
 
     Attributes:
         question: its pieces so far, samples [S], int16 at `PCM_RATE`.
+        frames: what the model's turn head says of it, where it has one.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.question: list[np.ndarray] = []
-        self._pieces: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
+        self.frames: TurnFrames | None = None
+        self._pieces: queue.SimpleQueue[tuple[np.ndarray, bool] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._session: Session | None = None  # once it was asked
         self._dropped = False
@@ -56,14 +59,18 @@ class SpokenTurn:
     def put(self, samples: np.ndarray) -> None:
         """Add samples [S] to the question."""
         self.question.append(samples)
-        self._pieces.put(samples)
+        self._pieces.put((samples, True))
+
+    def look_ahead(self, samples: np.ndarray) -> None:
+        """Have the turn head hear samples [S] that follow, and may not belong to the question."""
+        self._pieces.put((samples, False))
 
     def end(self) -> None:
         """The question is whole."""
         self._pieces.put(None)
 
-    def pieces(self) -> Iterator[np.ndarray]:
-        """The question as it comes, for `Session.ask`; Dropped where it was dropped meanwhile."""
+    def pieces(self) -> Iterator[tuple[np.ndarray, bool]]:
+        """The question as it comes, each piece with whether it surely belongs to it; Dropped where it was dropped meanwhile."""
         while (piece := self._pieces.get()) is not None and not self._dropped:
             yield piece
         if self._dropped:
@@ -114,10 +121,11 @@ class Asker:
 
     Args:
         deliver: called there with each `Answered`, `Remarked` or `Failed`.
+        turn: have the model's turn head hear where questions end.
     """
 
-    def __init__(self, session: Session, deliver: Callable[[Answered | Remarked | Failed], None]) -> None:
-        self._session, self._deliver = session, deliver
+    def __init__(self, session: Session, deliver: Callable[[Answered | Remarked | Failed], None], turn: bool = False) -> None:
+        self._session, self._deliver, self._turn = session, deliver, turn
         self._turns: queue.SimpleQueue[SpokenTurn | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="omni-asker", daemon=True)
         self._thread.start()
@@ -137,7 +145,15 @@ class Asker:
 
     def _answer(self, turn: SpokenTurn) -> None:
         with collect_warnings() as remarks:
-            events = self._session.ask(turn.pieces(), "A1A2", sample_rate=PCM_RATE)
+            listening = self._session.listen("A1A2", sample_rate=PCM_RATE, turn=self._turn)
+            turn.frames = listening.turn
+            try:
+                for samples, sure in turn.pieces():
+                    (listening.push if sure else listening.peek)(samples)
+            except BaseException:
+                listening.drop()
+                raise
+            events = self._session.ask(listening, "A1A2")
             turn.asked(self._session)
         for remark in remarks:
             self._deliver(Remarked(turn, remark))

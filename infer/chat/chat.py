@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from infer.device import cpu_threads
 from infer.loading import audio_sampling, load
 from infer.options import ChatOptions
 from infer.portaudio import load_sounddevice
-from infer.turns.settings import PCM_RATE, ServerVad
+from infer.turns.settings import PCM_RATE, Eagerness, SemanticVad, ServerVad
 from infer.turns.vad import Silero
 from omni import hardware
 from omni.edit.deltas import Edits
@@ -70,11 +70,13 @@ def chat(options: ChatOptions) -> bool:
                 system=options.system,
             )
         )
+        eagerness = eagerness_of(options, lm)
         talk = SpokenChat(
             events,
             session,
-            question_finder(options, longest(lm.config)),
+            question_finder(options, longest(lm.config), eagerness),
             screen,
+            judged=eagerness is not None,
             barge_in=options.headphones,
             pressed=options.push_to_talk,
             transcribe=transcriber(lm, adapter, edits) if options.transcribe else None,
@@ -91,11 +93,30 @@ def chat(options: ChatOptions) -> bool:
         return talk.run(microphone, loudspeaker)
 
 
-def question_finder(options: ChatOptions, most: float) -> QuestionFinder:
+def eagerness_of(options: ChatOptions, lm: SpeechLM) -> Eagerness | None:
+    """With which the model ends questions; None where a key or silence does.
+
+    Raises:
+        UserError: the model is to, and has no turn head.
+    """
+    judges = lm.config.turn and lm.config.encoder.chunk_samples is not None
+    if options.push_to_talk or options.eagerness == "silence" or (options.eagerness == "auto" and not judges):
+        return None
+    if not judges:
+        raise UserError(
+            f"--eagerness {options.eagerness} is for a model with a turn head that hears in chunks, and {options.model} is "
+            "none; leave it out, or train one with model.turn"
+        )
+    return cast(Eagerness, options.eagerness)
+
+
+def question_finder(options: ChatOptions, most: float, eagerness: Eagerness | None) -> QuestionFinder:
     """What finds the questions, of at most that many seconds."""
     if options.push_to_talk:
         return PressedQuestions(most)
-    settings = ServerVad(threshold=options.threshold, silence_duration_ms=options.silence_duration_ms)
+    settings: ServerVad | SemanticVad = ServerVad(threshold=options.threshold, silence_duration_ms=options.silence_duration_ms)
+    if eagerness is not None:
+        settings = SemanticVad(eagerness=eagerness)
     return VoiceQuestions(Silero(), settings, options.padding_ms / 1000, most)
 
 

@@ -21,6 +21,8 @@ CHAT = {
 }
 """Bounds of the chat's own options: the server's."""
 
+EAGERNESS = ("low", "medium", "high", "auto", "silence")
+
 EXTRA = ("av", "onnxruntime", "pydantic", "silero_vad")
 """Modules that the extra `speaker` brings besides `sounddevice`."""
 
@@ -40,6 +42,8 @@ def check_chat(options: ChatOptions) -> None:
     check_kernels(options.kernels)
     if options.push_to_talk and options.headphones:
         raise UserError("--push_to_talk and --headphones were given together, but a key begins questions then; leave one out")
+    if options.eagerness not in EAGERNESS:
+        raise UserError(f"--eagerness {options.eagerness!r} is unknown; use {', '.join(EAGERNESS)}")
     if options.save is not None:
         check_new_folder(options.save)
     check_model(DEFAULT_MODEL if options.model is None else options.model)

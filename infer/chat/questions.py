@@ -16,8 +16,10 @@ from typing import Literal, Protocol
 import numpy as np
 
 from infer.turns.detector import ONSET, TurnDetector
-from infer.turns.settings import PCM_RATE, ServerVad
+from infer.turns.settings import PCM_RATE, SemanticVad, ServerVad
+from infer.turns.turn_end import has_ended
 from infer.turns.vad import FRAME_SECONDS, Silero, SpeechStream
+from omni.generate.turn_end import TurnFrames
 
 SPARE = 0.5
 """Seconds of the longest question that are left to the model, as the server leaves them."""
@@ -28,17 +30,34 @@ class QuestionPart:
     """What was found in the sound.
 
     Attributes:
-        kind: a question began, its next samples, or it ended; `cut`: it ended because it was as long as the model takes.
+        kind: a question began, its next samples, or it ended; `cut`: it ended because it was as long as the model takes;
+            `ahead`: samples behind those, which may not belong to it.
         at: sample of the input at which a question begins or ends.
     """
 
-    kind: Literal["began", "sound", "ended", "cut"]
+    kind: Literal["began", "sound", "ahead", "ended", "cut"]
     at: int = 0
     samples: np.ndarray | None = None
 
 
+class HasTurnFrames(Protocol):
+    """A question that the model's turn head hears.
+
+    Attributes:
+        frames: what the head says of its frames, once it hears it.
+    """
+
+    frames: TurnFrames | None
+
+
 class QuestionFinder(Protocol):
-    """Finds questions in sound that comes without end."""
+    """Finds questions in sound that comes without end.
+
+    Attributes:
+        question: that is under way, for the model's judgement of its end.
+    """
+
+    question: HasTurnFrames | None
 
     def push(self, samples: np.ndarray) -> list[QuestionPart]:
         """Take the next samples [S]."""
@@ -58,18 +77,19 @@ class VoiceQuestions:
 
     Args:
         model: judges frames of sound.
-        settings: threshold and silence.
+        settings: threshold and silence, or the eagerness with which the model's turn head ends questions.
         padding: seconds of sound before speech, and after it, that a question has.
         longest: seconds of the longest question.
     """
 
-    def __init__(self, model: Silero, settings: ServerVad, padding: float, longest: float) -> None:
+    def __init__(self, model: Silero, settings: ServerVad | SemanticVad, padding: float, longest: float) -> None:
+        self.question: HasTurnFrames | None = None
         self._model, self._settings, self._padding = model, settings, _samples(padding)
         self._longest = round(max(longest - SPARE, longest / 2) * PCM_RATE)
         self._sound = np.zeros(0, np.int16)
         self._start = 0  # sample of the input that is the first of `_sound`
         self._free = 0  # first sample that no question has
-        self._began = 0
+        self._began = self._ahead = 0  # of the question under way: its first sample, and the end of what was given ahead
         self._restart()
 
     def _restart(self) -> None:
@@ -90,11 +110,12 @@ class VoiceQuestions:
         return parts
 
     def _judge(self, probability: float, parts: list[QuestionPart]) -> None:
-        detector = self._detector
-        events = detector.push(probability, False)
+        detector, semantic = self._detector, isinstance(self._settings, SemanticVad)
+        events = detector.push(probability, False, self._said())
         for event in events:
             if event.kind == "began":
-                self._began = max(_samples(event.at) - self._padding, self._free, self._start)
+                self._began = self._ahead = max(_samples(event.at) - self._padding, self._free, self._start)
+                self.question = None
                 self._forget(self._began)
                 parts.append(QuestionPart("began", self._began))
         now, ended = _samples(detector.now), any(event.kind == "ended" for event in events)
@@ -110,6 +131,16 @@ class VoiceQuestions:
         if cut or ended:
             self._free = until
             parts.append(QuestionPart("cut" if cut else "ended", until))
+        elif semantic and now > (ahead := max(self._ahead, self._start)):
+            parts.append(QuestionPart("ahead", samples=self._sound[ahead - self._start : now - self._start]))
+            self._ahead = now
+
+    def _said(self) -> bool | None:
+        """What the model says of the question's end; None where it is not asked."""
+        detector, settings, question = self._detector, self._settings, self.question
+        if not isinstance(settings, SemanticVad) or question is None or not detector.speaking:
+            return None
+        return has_ended(question.frames, self._began / PCM_RATE, detector.now, detector.voiced, settings.eagerness)
 
     def _forget(self, before: int) -> None:
         gone = min(max(before - self._start, 0), len(self._sound))
@@ -137,6 +168,7 @@ class PressedQuestions:
     """
 
     def __init__(self, longest: float) -> None:
+        self.question: HasTurnFrames | None = None
         self._longest = round(max(longest - SPARE, longest / 2) * PCM_RATE)
         self._end = self._began = 0
         self._open = False

@@ -85,6 +85,7 @@ class SpokenChat:
         events: of the microphone, the answers and the keys, in the order in which they came.
         barge_in: listen while an answer is heard.
         pressed: a key begins and ends questions.
+        judged: the model's turn head ends questions.
         transcribe: returns the transcript of a question [S]; None to show none.
         folder: keeps what is said.
 
@@ -101,12 +102,13 @@ class SpokenChat:
         *,
         barge_in: bool,
         pressed: bool,
+        judged: bool = False,
         transcribe: Callable[[np.ndarray], str] | None = None,
         folder: ChatFolder | None = None,
     ) -> None:
         self._events, self._session, self._finder, self._screen, self._folder = events, session, finder, screen, folder
         self._barge_in, self._pressed = barge_in, pressed
-        self._asker = Asker(session, self._events.put)
+        self._asker = Asker(session, self._events.put, turn=judged)
         self._transcriber = None if transcribe is None else Transcriber(transcribe, self._events.put)
         self._microphone: MicrophoneInput
         self._loudspeaker: Loudspeaker
@@ -213,12 +215,13 @@ class SpokenChat:
         if part.kind == "began":
             self._stop_answer("interrupted")
             self._question = SpokenTurn(self._count + 1)
+            self._finder.question = self._question
             self._asker.ask(self._question)
             self._screen.doing("hearing you", "Enter ends the question" if self._pressed else "")
         elif self._question is None:
             return
         elif part.samples is not None:
-            self._question.put(part.samples)
+            (self._question.look_ahead if part.kind == "ahead" else self._question.put)(part.samples)
         else:
             turn, self._question = self._question, None
             if not turn.question:  # pressed twice before a block came

@@ -77,6 +77,12 @@ class EngineHost:
             raise EngineLost("the engine has ended and is being started again; ask again in some seconds")
         return self._engine
 
+    def spare(self) -> bool:
+        """Whether a transcript would delay nobody; may wait for its process."""
+        engine = self.engine
+        found: bool = engine.call("engine.spare") if isinstance(engine, EngineProcess) else engine.engine.spare
+        return found
+
     def stats(self) -> Any:
         """Its figures (`omni.engine.stats.EngineStats`); may wait for its process."""
         engine = self.engine

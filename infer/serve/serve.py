@@ -25,7 +25,6 @@ from infer.serve.app import create_app
 from infer.serve.host import EngineHost
 from infer.serve.keys import read_keys
 from infer.serve.logs import LOG, write_logs
-from infer.serve.realtime.turn_end import TurnEnds
 from infer.serve.server import Server
 from infer.serve.settings import Answering, ServerLimits, ServeSettings
 from omni.engine.process import EngineProcess
@@ -107,7 +106,6 @@ def settings_of(model: str, options: ServeOptions) -> ServeSettings:
     key_sessions = options.key_sessions or options.sessions
     return ServeSettings(
         model=options.name or name_of(model),
-        turn_ends=TurnEnds.of(model),
         adapters=tuple(read_adapters(options.adapter, model)),
         origins=options.origins,
         padding=options.padding_ms / 1000,

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from infer.serve.realtime.turn_end import TurnEnds
+from typing import Any
 
 LEAST_TOP_P = 1e-6
 """Smallest `top_p` of a model; clients send 0 for it."""
@@ -100,7 +97,6 @@ class ServeSettings:
             they hear as much as in training.
         lead: seconds of sound that are sent ahead of what a client plays.
         open_access: nobody needs a key.
-        turn_ends: the model's own judgement of where a turn ends; None without a turn head.
     """
 
     model: str = "omni"
@@ -111,4 +107,3 @@ class ServeSettings:
     open_access: bool = True
     limits: ServerLimits = field(default_factory=ServerLimits)
     answering: Answering = field(default_factory=Answering)
-    turn_ends: TurnEnds | None = None

@@ -12,6 +12,8 @@ PCM_RATE = 24_000
 EAGERNESS = {"low": 8.0, "medium": 4.0, "high": 2.0, "auto": 4.0}
 """Seconds of the longest wait of `semantic_vad`, as OpenAI states them."""
 
+Eagerness = Literal["low", "medium", "high", "auto"]
+
 Milliseconds = Annotated[int, Field(ge=0, le=60_000)]
 
 
@@ -37,7 +39,7 @@ class SemanticVad(Section):
     """Turns end sooner where speech has clearly ended, and an answer goes on under a short sound of its listener."""
 
     type: Literal["semantic_vad"] = "semantic_vad"
-    eagerness: Literal["low", "medium", "high", "auto"] = "auto"
+    eagerness: Eagerness = "auto"
     create_response: bool = True
     interrupt_response: bool = True
 

@@ -9,6 +9,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,12 @@ class SoundPieces:
     def __init__(self, rate: int, target: int = SAMPLE_RATE, name: str = "the question") -> None:
         self._rate = StreamResampler(rate, target, name=name)
         self._mixed, self._channels = 0.0, np.zeros(2)  # energies, of two channels
+
+    def copy(self) -> SoundPieces:
+        """The same sound, which goes on from here by itself."""
+        found = copy(self)
+        found._rate, found._channels = copy(self._rate), self._channels.copy()
+        return found
 
     def push(self, piece: np.ndarray) -> Tensor:
         """Takes the next samples, [S] or [2, S], as `as_piece` scales them; returns those that no later one changes."""

@@ -10,6 +10,7 @@ S samples of 16 kHz sound, N clips, M values of a feature frame, F feature frame
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, TypeVar
 
 import torch
@@ -96,6 +97,14 @@ class EncoderStream:
     def __init__(self, encoder: Encoder) -> None:
         self.encoder = encoder
         self.pieces: list[Tensor] = []
+
+    def copy(self) -> EncoderStream:
+        """Another stream, which goes on from here by itself."""
+        found = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                setattr(found, name, [*value])
+        return found
 
     def push(self, audio: Tensor) -> Tensor:
         """Takes the next samples [S]; returns the frames [T, D] that they complete (here none)."""

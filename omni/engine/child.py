@@ -28,17 +28,28 @@ from omni.engine.engine import Engine
 from omni.engine.outbox import LOOK, Outbox, end_of
 from omni.engine.wire import Item, ModelFacts, pack, pack_error, unpack
 from omni.errors import SoundWarning, UserError
-from omni.generate.feature_stream import FeatureStream
+from omni.generate.feature_stream import FeatureStream, KnownFeatures
 from omni.generate.listener import DeliveredPart, delivered_part
 from omni.generate.question import Asked
 from omni.generate.results import Clock, Ended, Reason
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
+from omni.generate.turn_end import TurnFrames
 from omni.plugins import load_plugins
 from omni.tasks import Turn, find_task
 
 DRAIN = 30.0
 """Seconds for which SIGTERM lets answers under way come to their ends."""
+
+
+class SentTurn(TurnFrames):
+    """What the turn head says of a sound, for the other process."""
+
+    def __init__(self, outbox: Outbox, sound: int) -> None:
+        self._outbox, self._sound = outbox, sound
+
+    def put(self, first: int, new: torch.Tensor) -> None:
+        self._outbox.reply(("turn", self._sound, first, new.numpy()))
 
 
 class Child:
@@ -91,6 +102,7 @@ class Child:
             "stop": self._stop,
             "let_go": self._let_go,
             "hear": self._hear,
+            "peek": self._peek,
             "drop_sound": self._drop_sound,
         }
         try:
@@ -130,11 +142,24 @@ class Child:
         if session is not None and found is not None:
             session.hear(found, torch.from_numpy(samples))
 
+    def _peek(self, number: int, sound: int, samples: Any) -> None:
+        """Take sound after that, which may not belong to the question."""
+        session, found = self._sessions.get(number), self._sound(number, sound)
+        if session is not None and found is not None:
+            session.peek(found, torch.from_numpy(samples))
+
     def _drop_sound(self, number: int, sound: int) -> None:
         session, found = self._sessions.get(number), self._sound(number, sound)
         if session is not None and found is not None:
             self._sounds.pop(number, None)
             session.drop_sound(found)
+
+    def _known(self, number: int, sound: int) -> KnownFeatures:
+        """What is known of a sound that a session listens to."""
+        stream = self._sound(number, sound)
+        if stream is None:
+            raise UserError("this sound is listened to no more; ask the question that it became")
+        return stream.so_far()
 
     def _sound(self, number: int, sound: int | None) -> FeatureStream | None:
         """What a session listens to, where it has that number."""
@@ -157,9 +182,9 @@ class Child:
         self._admit()
         self._sessions[number] = self._lm.session(**values)
 
-    def do_listen(self, number: int, sound: int, task: str) -> None:
+    def do_listen(self, number: int, sound: int, task: str, turn: bool) -> None:
         self._admit()
-        found = self._session(number).open_sound(find_task(task))
+        found = self._session(number).open_sound(find_task(task), SentTurn(self._outbox, sound) if turn else None)
         assert found is not None
         self._sounds[number] = sound, found
 
@@ -173,16 +198,18 @@ class Child:
         seed: int | None,
         pace: Pace,
         waited: float,
-        heard: int | None,
+        heard: int | tuple[int, int] | None,
     ) -> None:
         self._admit()
+        known = self._known(*heard) if isinstance(heard, tuple) else None
+        heard = None if isinstance(heard, tuple) else heard
         session, stream = self._session(number), self._sound(number, heard)
         sound = None if clip is None else torch.from_numpy(clip)
         if heard is not None:
             assert stream is not None
             sound = stream.sound
         ready = None if prepared is None else PreparedSound([torch.from_numpy(part) for part in prepared[0]], *prepared[1:])
-        running = session.lay_out(Asked(turn, sound, ready, stream), seed, Clock(waited))
+        running = session.lay_out(Asked(turn, sound, ready, known or stream), seed, Clock(waited))
         running.pace = pace
         codec = running.codec
         portable = codec is not None and is_portable(codec)

@@ -43,6 +43,9 @@ from omni.generate.runner import Runner
 from omni.hardware import release_threads
 from omni.model.speech_model import SpeechModel
 
+SPARE = 0.1
+"""Seconds until a listener needs sound, in which somebody may be answered who is in no hurry."""
+
 
 class Engine:
     """Answers the questions of any number of conversations; `omni.generate.session.Session` is its client.
@@ -230,6 +233,19 @@ class Engine:
             slots=len(slots.holders),
             free=slots.free,
         )
+
+    @property
+    def spare(self) -> bool:
+        """Whether it could answer a written or transcribed question without delaying anybody: nobody waits or reads, who is
+        heard has enough, what is listened to was heard, and a slot is free or idle."""
+        with self._requests.lock:
+            coming = len(self._requests.asked) + len(self._intake.waiting) + len(self._intake.coming)
+        slots, talks, slack = self._batch.slots, [*self._batch.talks.values()], self._recorder.slack
+        if coming or any(not talk.running.live or not talk.exact for talk in talks):
+            return False
+        if any(listen.stream.due for listen in self._requests.listens.open()):
+            return False
+        return not talks or bool((slots.free or slots.idle()) and slack is not None and slack >= SPARE)
 
     def measure(self, rows: Sequence[int] | None = None) -> StepCosts:
         """Measure what steps cost here, before the first session of something that lasts, and keep it: admission goes by it

@@ -12,12 +12,15 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from omni.engine.answers import RemoteAnswer
 from omni.engine.coded import CodedSound, SoundDecoder, cannot_decode
 from omni.engine.launch import how_it_ended
 from omni.engine.wire import EngineLost, Sender, pack_request, unpack, unpack_error
 from omni.errors import UserError
 from omni.generate.results import Ended, Timings
+from omni.generate.turn_end import TurnFrames
 
 LOG = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class Link:
         self._changed = threading.Lock()  # guards the replies, the answers and `lost`
         self._replies: dict[int, _Reply] = {}
         self._answers: weakref.WeakValueDictionary[int, RemoteAnswer] = weakref.WeakValueDictionary()
+        self._turns: weakref.WeakValueDictionary[int, TurnFrames] = weakref.WeakValueDictionary()
         self.lost: EngineLost | None = None
         self._said_bye = False
         self._messages = 0
@@ -93,6 +97,11 @@ class Link:
         """Give an answer the events that come for it."""
         with self._changed:
             self._answers[answer.number] = answer
+
+    def follow(self, sound: int, turn: TurnFrames) -> None:
+        """Give it what the turn head there says of a sound."""
+        with self._changed:
+            self._turns[sound] = turn
 
     def request(self, name: str, *args: Any) -> Any:
         """Have something done there, and wait for the result; within a `send` of this thread nothing is waited for."""
@@ -174,6 +183,11 @@ class Link:
                 else:
                     reply.error = unpack_error(*rest)
                 reply.there.set()
+        elif kind == "turn":
+            with self._changed:
+                turn = self._turns.get(number)
+            if turn is not None:
+                turn.put(rest[0], torch.from_numpy(rest[1]))
         else:
             with self._changed:
                 answer = self._answers.get(number)

@@ -28,6 +28,7 @@ from omni.generate.listener import DeliveredPart, answer_of, joined
 from omni.generate.messages import Message
 from omni.generate.question import Asked, Coming, Question, read_question
 from omni.generate.results import Answer, Clock, Ended, Event, Timings
+from omni.generate.turn_end import TurnFrames
 from omni.tasks import Task, Turn, find_task
 from omni.text import Tokenizer
 
@@ -96,6 +97,7 @@ class RemoteSession(Conversation[RemoteAnswer]):
 
     def begin(self, answer: RemoteAnswer) -> None:
         asked, turn = answer.asked, replace(answer.asked.turn, task=answer.asked.task.name)
+        known = asked.heard if isinstance(asked.heard, tuple) else None
         heard = self._sound if asked.heard == self._sound else None
         clip = None if asked.clip is None or heard is not None else asked.clip.numpy()
         with self._lock:
@@ -104,7 +106,7 @@ class RemoteSession(Conversation[RemoteAnswer]):
             self._link.register(answer)
             try:
                 prepared = None if asked.clip is None or heard is not None else self._prepared(asked.clip)
-                values = answer.seed, answer.pace, answer.clock.seconds, heard
+                values = answer.seed, answer.pace, answer.clock.seconds, known or heard
                 self._link.request("ask", self._number, answer.number, turn, clip, prepared, *values)
                 if heard is not None:
                     self._sound = None
@@ -117,17 +119,26 @@ class RemoteSession(Conversation[RemoteAnswer]):
                 self.let_go(answer)
                 raise
 
-    def open_sound(self, task: Task) -> int | None:
+    def open_sound(self, task: Task, turn: TurnFrames | None = None) -> int | None:
         if self.config.encoder.chunk_samples is None:
             return None
         number = self._link.number()
-        self._link.request("listen", self._number, number, task.name)
+        if turn is not None:
+            self._link.follow(number, turn)
+        self._link.request("listen", self._number, number, task.name, turn is not None)
         self._sound = number
         return number
 
     def hear(self, sound: int, samples: Tensor) -> None:
         if self._sound == sound:
             self._link.tell("hear", self._number, sound, samples.numpy())
+
+    def peek(self, sound: int, samples: Tensor) -> None:
+        if self._sound == sound:
+            self._link.tell("peek", self._number, sound, samples.numpy())
+
+    def sound_so_far(self, sound: int) -> tuple[int, int]:
+        return self._number, sound
 
     def drop_sound(self, sound: int | None) -> None:
         if sound is not None and self._sound == sound:

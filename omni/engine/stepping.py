@@ -84,7 +84,7 @@ class SteppingThread:
             self._step(urgent + self._beside(urgent, due))
         elif incoming:
             self._let_in(spare)
-        elif self._refill(due.slack, bool(due.read) or self._filling):
+        elif self._refill(due.slack, bool(due.read)):
             pass
         elif self._filling:
             self._step(due.along + due.read)
@@ -119,13 +119,12 @@ class SteppingThread:
         self._steps, self._unfed = self._steps + 1, self._unfed + 1
         self._batch.step(talks)
 
-    def _refill(self, slack: float, others: bool) -> bool:
-        """Feed a piece of what stays of a conversation, or of a question whose sound is still coming, where there is time; with
-        others to step only now and then."""
-        if others and self._unfed < PATIENCE:
-            return False
-        requests = self._requests
-        if not (self._intake.refill(requests.refills, slack) or self._intake.listen(requests.listens, slack)):
+    def _refill(self, slack: float, read: bool) -> bool:
+        """Feed a piece of a question whose sound is still coming, or of what stays of a conversation, where there is time: with
+        rows to fill only now and then, and the latter also with rows that programs read."""
+        requests, wait = self._requests, self._unfed < PATIENCE
+        listened = not (self._filling and wait) and self._intake.listen(requests.listens, slack)
+        if not listened and (((self._filling or read) and wait) or not self._intake.refill(requests.refills, slack)):
             return False
         self._unfed = 0
         return True

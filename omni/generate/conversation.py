@@ -20,13 +20,14 @@ from omni.engine.client import Pace
 from omni.errors import UserError
 from omni.generate.bounds import check_number
 from omni.generate.faces import Faces
-from omni.generate.feature_stream import FeatureStream
+from omni.generate.feature_stream import FeatureStream, KnownFeatures
 from omni.generate.incoming import Withdrawn, is_coming
 from omni.generate.listener import AnswerReader, Listened
-from omni.generate.listening import Listening
+from omni.generate.listening import HeardSoFar, Listening
 from omni.generate.messages import Message
 from omni.generate.question import Asked, Coming, Question
 from omni.generate.results import Clock, Ended, Event
+from omni.generate.turn_end import TurnFrames
 from omni.tasks import Task, find_task
 
 if TYPE_CHECKING:
@@ -107,12 +108,24 @@ class Conversation(ABC, Faces[A], Generic[A]):
         """Settle an answer, or cut it in the history once more, where less of it was heard or seen than was delivered."""
 
     @abstractmethod
-    def open_sound(self, task: Task) -> FeatureStream | int | None:
-        """Listen to the next question; None where the encoder makes all features of the whole sound."""
+    def open_sound(self, task: Task, turn: TurnFrames | None = None) -> FeatureStream | int | None:
+        """Listen to the next question; None where the encoder makes all features of the whole sound.
+
+        Args:
+            turn: is given what the model's turn head says of its frames.
+        """
 
     @abstractmethod
     def hear(self, sound: Any, samples: Tensor) -> None:
         """Take the next samples [S] at 16 kHz of the sound that `open_sound` returned."""
+
+    @abstractmethod
+    def peek(self, sound: Any, samples: Tensor) -> None:
+        """Take samples [S] at 16 kHz behind those, which may not belong to the question."""
+
+    @abstractmethod
+    def sound_so_far(self, sound: Any) -> KnownFeatures | tuple[int, int]:
+        """What is known of a sound that is still coming, for a question of another session; UserError where nothing is."""
 
     @abstractmethod
     def drop_sound(self, sound: Any) -> None:
@@ -125,7 +138,7 @@ class Conversation(ABC, Faces[A], Generic[A]):
 
     def read(
         self,
-        question: Question | Coming | Listening,
+        question: Question | Coming | Listening | HeardSoFar,
         task: Task | str,
         sample_rate: int,
         seed: int | None = None,
@@ -160,7 +173,7 @@ class Conversation(ABC, Faces[A], Generic[A]):
 
     def _read(
         self,
-        question: Question | Coming | Listening,
+        question: Question | Coming | Listening | HeardSoFar,
         task: Task | str,
         sample_rate: int,
         seed: int | None,
@@ -171,6 +184,8 @@ class Conversation(ABC, Faces[A], Generic[A]):
         clock = Clock()
         if isinstance(question, Listening):
             asked = question.asked(self, find_task(task))
+        elif isinstance(question, HeardSoFar):
+            asked = question.listening.known(find_task(task))
         else:
             asked = self._read_question(question, task, sample_rate)
         with self._lock:
@@ -180,19 +195,20 @@ class Conversation(ABC, Faces[A], Generic[A]):
             answer.pace = pace or answer.pace
             return answer
 
-    def listen(self, task: Task | str = "A1A2", *, sample_rate: int = SAMPLE_RATE) -> Listening:
+    def listen(self, task: Task | str = "A1A2", *, sample_rate: int = SAMPLE_RATE, turn: bool = False) -> Listening:
         """Listen to the next question while its sound comes; see `omni.generate.listening`. A session listens to one at a time;
         one before is only gathered from then on.
 
         Args:
             task: that it is going to be asked as.
             sample_rate: of its pieces, in Hz.
+            turn: hear where it ends, too, where the model has a turn head (`Listening.turn`).
 
         Raises:
             UserError: a task that asks in writing, a bad sample rate, or a closed session.
         """
         self.check()
-        return Listening(self, task, sample_rate)
+        return Listening(self, task, sample_rate, turn)
 
     def begin_reading(self, task: Task | str, sample_rate: int) -> Listening:
         """Listen to an iterator: until `end_reading` another question is refused, and `cancel` and `close` end it."""

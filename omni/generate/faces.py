@@ -12,7 +12,7 @@ from omni.generate.asynchronous import AsyncAnswer
 from omni.generate.callbacks import Started
 from omni.generate.incoming import Withdrawn, is_coming
 from omni.generate.listener import Listened
-from omni.generate.listening import Listening
+from omni.generate.listening import HeardSoFar, Listening
 from omni.generate.options import refuse_keywords
 from omni.generate.question import Coming, Question
 from omni.generate.results import Answer, Ended, Event, Timings
@@ -49,7 +49,7 @@ class Faces(Generic[A]):
 
     def ask(
         self,
-        question: Question | Coming | Listening,
+        question: Question | Coming | Listening | HeardSoFar,
         task: Task | str = "A1A2",
         *,
         sample_rate: int = SAMPLE_RATE,
@@ -81,7 +81,7 @@ class Faces(Generic[A]):
 
     def ask_async(
         self,
-        question: Question | Coming | Listening | AsyncIterable[Any],
+        question: Question | Coming | Listening | HeardSoFar | AsyncIterable[Any],
         task: Task | str = "A1A2",
         *,
         sample_rate: int = SAMPLE_RATE,
@@ -96,7 +96,7 @@ class Faces(Generic[A]):
 
     def start(
         self,
-        question: Question | Coming | Listening,
+        question: Question | Coming | Listening | HeardSoFar,
         task: Task | str = "A1A2",
         *,
         on_event: Callable[[Event], object],
@@ -123,7 +123,7 @@ class Faces(Generic[A]):
 
     def answer(
         self,
-        question: Question | Coming | Listening,
+        question: Question | Coming | Listening | HeardSoFar,
         task: Task | str = "A1A2",
         *,
         sample_rate: int = SAMPLE_RATE,
@@ -141,7 +141,7 @@ class Faces(Generic[A]):
 
     async def answer_async(
         self,
-        question: Question | Coming | Listening | AsyncIterable[Any],
+        question: Question | Coming | Listening | HeardSoFar | AsyncIterable[Any],
         task: Task | str = "A1A2",
         *,
         sample_rate: int = SAMPLE_RATE,

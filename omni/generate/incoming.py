@@ -67,7 +67,7 @@ class Incoming:
             raise Withdrawn
         self._count += 1
         name = f"piece {self._count} of the question"
-        array, scaled = as_piece(piece, name, self._check_room, self._two)
+        array, scaled = as_piece(piece, name, self.check_room, self._two)
         if not array.size:
             return scaled.reshape(-1)
         if self._pieces and _kind(array) != _kind(self._pieces[0]):
@@ -78,7 +78,7 @@ class Incoming:
         self._samples += array.shape[-1]
         return scaled
 
-    def _check_room(self, samples: int) -> None:
+    def check_room(self, samples: int) -> None:
         """UserError where so many samples more are too many."""
         if (samples := self._samples + samples) > self.most * self.rate:
             raise UserError(

@@ -13,20 +13,31 @@ S samples of a piece.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import AsyncIterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from omni.audio.waveform import SoundPieces
+from omni.audio.waveform import SoundPieces, as_piece
 from omni.errors import UserError
 from omni.generate.incoming import Incoming, take_all, take_all_async
 from omni.generate.question import Asked, asked_by_clip, longest
+from omni.generate.turn_end import TurnFrames
 from omni.model.multitask_projector import SHARING
-from omni.tasks import Task, find_task
+from omni.tasks import Task, Turn, find_task
+
+LOG = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=32)
+def _tell_whole(kind: str) -> None:
+    """Say once that an encoder gains nothing by listening."""
+    LOG.info("this encoder (%s) hears whole questions only: what is listened to is encoded when it has ended", kind)
 
 
 class Listening:
@@ -35,9 +46,13 @@ class Listening:
     Args:
         session: an `omni.generate.conversation.Conversation`, which may be read.
         task: that it is going to be asked as; another is taken, and encoded again where the projector is gated by task.
+        turn: have the model's turn head hear where it ends.
+
+    Attributes:
+        turn: what the turn head says of its frames; None without one, or where the whole is encoded at once.
     """
 
-    def __init__(self, session: Any, task: Task | str, sample_rate: Any) -> None:
+    def __init__(self, session: Any, task: Task | str, sample_rate: Any, turn: bool = False) -> None:
         self.task = find_task(task)
         if self.task.question == "text":
             raise UserError(
@@ -50,7 +65,14 @@ class Listening:
         self._clip: list[Tensor] = []  # at 16 kHz
         self._asked: Asked | None = None
         self._dropped = False
-        self._sound = session.open_sound(self.task)
+        encoder = self._config.encoder
+        if encoder.chunk_samples is None:
+            _tell_whole(encoder.kind)
+        heard = turn and self._config.turn and encoder.chunk_samples is not None
+        self.turn = TurnFrames(encoder.frames_per_second) if heard else None
+        self._ahead: SoundPieces | None = None  # behind what was peeked at
+        self._again = 0  # samples that were peeked at and not pushed
+        self._sound = session.open_sound(self.task, self.turn)
 
     @property
     def seconds(self) -> float:
@@ -72,6 +94,21 @@ class Listening:
             scaled = self._incoming.add(piece)
             if self._sound is not None and scaled.size:
                 self._give(self._pieces.push(scaled))
+                self._again = max(self._again - scaled.shape[-1], 0)
+                self._ahead = self._ahead if self._again else None
+
+    def peek(self, piece: Any) -> None:
+        """Have the turn head hear samples [S] that follow, and may not belong to the question, such as the silence behind it.
+        Where they do, push them too. Without a turn head nothing is done; raises as `push`."""
+        with self._lock:
+            self._check_open()
+            if self.turn is None:
+                return
+            self.session.check()
+            scaled = as_piece(piece, "the sound", self._incoming.check_room)[1]
+            self._ahead = self._ahead or self._pieces.copy()
+            self._again += scaled.shape[-1]
+            self.session.peek(self._sound, self._ahead.push(scaled))
 
     def _give(self, samples: Tensor) -> None:
         self._clip.append(samples)
@@ -107,6 +144,27 @@ class Listening:
         await take_all_async(pieces, self.push)
         self._incoming.check()
 
+    def so_far(self) -> HeardSoFar:
+        """What has been heard by now, as a question for another session of the same engine: `other.ask(listening.so_far(),
+        "A1T1")`. Nothing is encoded for it, and what the other session has been asked of this sound before is not fed again."""
+        return HeardSoFar(self)
+
+    def known(self, task: Task) -> Asked:
+        """The question that `so_far` is.
+
+        Raises:
+            UserError: nothing was heard by now, or the projector is gated by task.
+        """
+        with self._lock:
+            self._check_open()
+            if self._sound is None:
+                raise UserError("this encoder hears whole questions only, and nothing is known of this one; ask its sound")
+            if task.question == "text":
+                raise UserError(f"task {task.name} asks in writing, but the question is sound; ask by speech")
+            if task.name != self.task.name and self._config.projector.kind in SHARING:
+                raise UserError(f"the projector is gated by task, and this sound is heard for {self.task.name}; ask its sound")
+            return Asked(Turn(task), None, heard=self.session.sound_so_far(self._sound))
+
     def asked(self, session: Any, task: Task) -> Asked:
         """The question that the sound is; more is not taken afterwards.
 
@@ -140,3 +198,10 @@ class Listening:
         clip, self._clip = torch.cat(self._clip), []
         incoming.forget()
         return replace(asked_by_clip(clip, task, self._config), heard=self._sound)
+
+
+@dataclass(frozen=True)
+class HeardSoFar:
+    """What has been heard of a sound that is still coming, when it is asked."""
+
+    listening: Listening

@@ -21,7 +21,7 @@ from omni.audio.waveform import read_sound, unwrap
 from omni.config import ModelConfig
 from omni.encoder.config import PreparedSound
 from omni.errors import SoundWarning, UserError
-from omni.generate.feature_stream import FeatureStream
+from omni.generate.feature_stream import FeatureStream, KnownFeatures
 from omni.generate.incoming import Incoming, is_coming
 from omni.model.speech_model import SpeechModel
 from omni.remote import refuse_remote
@@ -71,12 +71,13 @@ def longest(config: ModelConfig) -> float:
 @dataclass(frozen=True)
 class Asked:
     """A question as ids and sound: the turn without its answer, the spoken question [S] at 16 kHz, and what was prepared of it
-    for the encoder, or heard while the sound came (in the engine's process where that is another; then its number there)."""
+    for the encoder, or heard while the sound came (in the engine's process where that is another; then its number there), or
+    what is known of one that is still coming (there by the numbers of its session and of itself)."""
 
     turn: Turn
     clip: Tensor | None
     prepared: PreparedSound | None = None
-    heard: FeatureStream | int | None = None
+    heard: FeatureStream | KnownFeatures | tuple[int, int] | int | None = None
 
     @property
     def task(self) -> Task:

@@ -31,7 +31,7 @@ from omni.engine.listen import Listen
 from omni.engine.slots import Seat
 from omni.errors import UserError
 from omni.generate.conversation import Conversation
-from omni.generate.feature_stream import FeatureStream
+from omni.generate.feature_stream import FeatureStream, KnownFeatures
 from omni.generate.history import Exchange, Past, check_room, fit
 from omni.generate.listener import DeliveredPart, answer_of, delivered_part, joined
 from omni.generate.messages import Message, messages
@@ -42,6 +42,7 @@ from omni.generate.rows import Start
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.speech_time import SpeechTime
 from omni.generate.turn import Limits, Reply
+from omni.generate.turn_end import TurnFrames
 from omni.lora.attach import kept, selection_of
 from omni.lora.selection import RowSelection
 from omni.model.speech_model import SpeechModel
@@ -159,6 +160,9 @@ class Session(Conversation[Running]):
                 if clip is not None and heard is None:
                     clip = clip.clone()  # a caller may fill its buffer again
                 before, exchange = self._past, Exchange(asked.turn, self._asked, clip, None, asked.prepared, heard)
+                if isinstance(asked.heard, KnownFeatures):
+                    exchange.features, exchange.sound = asked.heard.features, asked.heard.number
+                    exchange.turn = replace(asked.turn, features=len(exchange.features))
                 room, forget = (seat.limit, self.model.config.decoder.context), options.overflow == "forget"
                 self._past, columns, keys = fit(layout, before, exchange, self._system, *room, forget)
                 key = seed_key(options.seed, self._asked) if seed is None else seed_key(seed)
@@ -186,24 +190,32 @@ class Session(Conversation[Running]):
                 )
                 self._last = running
                 if heard is not None:
+                    heard.forget_peeked()
                     self._end_listening(heard)
                 self._listen()
         return running
 
-    def open_sound(self, task: Task) -> FeatureStream | None:
+    def open_sound(self, task: Task, turn: TurnFrames | None = None) -> FeatureStream | None:
         if self.config.encoder.chunk_samples is None:
             return None
         with self._lock:
             self._open()
             if self._hears is not None:
                 self._hears.closed = True
-            self._hears = sound = FeatureStream(self.model, task.name)
+            self._hears = sound = FeatureStream(self.model, task.name, None if turn is None else turn.put)
             self._listen()
         return sound
 
     def hear(self, sound: FeatureStream, samples: Tensor) -> None:
         sound.push(samples)
         self._engine.came(sound)
+
+    def peek(self, sound: FeatureStream, samples: Tensor) -> None:
+        sound.peek(samples)
+        self._engine.came(sound)
+
+    def sound_so_far(self, sound: FeatureStream) -> KnownFeatures:
+        return sound.so_far()
 
     def drop_sound(self, sound: FeatureStream | None) -> None:
         if sound is not None:

@@ -37,6 +37,9 @@ class EndRule:
     frames: int = 2
 
 
+HANGOVER = 0.1
+"""Seconds by which voice activity may find the end of speech too late."""
+
 RULES = {"low": EndRule(0.8), "medium": EndRule(0.4), "high": EndRule(0.2), "auto": EndRule(0.4)}
 """By eagerness, as the Realtime API names it; chosen on the nano model, see docs/training.md."""
 
@@ -76,9 +79,9 @@ class TurnListener:
 
     @torch.no_grad()
     def probabilities(self, frames: Tensor) -> Tensor:
-        """Probabilities [T, 2] of voice and end, float32, of encoder frames [T, D]."""
-        out: Tensor = self.head(frames).float().sigmoid()
-        return out
+        """Probabilities [T, 2] of voice and end, float32, of encoder frames [T, D], one by one: a product of other rows would
+        be rounded otherwise."""
+        return torch.cat([self.head(frame).float().sigmoid() for frame in frames.split(1)])
 
     def stream(self) -> TurnStream:
         """Follows a sound that is still coming."""
@@ -94,15 +97,37 @@ class TurnStream:
     def push(self, audio: Tensor) -> Tensor:
         """Takes the next samples [S]; returns the probabilities [T, 2] of the frames that they complete. UserError as of
         `EncoderStream.push`."""
-        return self._each(self.frames.push(audio))
+        return self.listener.probabilities(self.frames.push(audio))
 
     def finish(self) -> Tensor:
         """Returns the probabilities [T, 2] of what is left when the sound has ended."""
-        return self._each(self.frames.finish())
+        return self.listener.probabilities(self.frames.finish())
 
-    def _each(self, frames: Tensor) -> Tensor:
-        """Frame by frame: a product of other rows would be rounded otherwise."""
-        return torch.cat([self.listener.probabilities(frame) for frame in frames.split(1)])
+
+class TurnFrames:
+    """Probabilities [T, 2] of voice and of end, of the first frames of a sound that is encoded elsewhere while it comes.
+
+    They may come late: what a frame says holds for its time in the sound, not for when it is known.
+
+    Args:
+        rate: frames per second of the sound.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.known = torch.zeros(0, 2)
+
+    def put(self, first: int, new: Tensor) -> None:
+        """Those of the frames from `first` on are known."""
+        self.known = torch.cat([self.known[:first], new])
+
+    def ended(self, second: float, voiced: float, rule: EndRule) -> bool:
+        """Whether the turn has ended, at a second of the sound whose last speech was at `voiced`: frames before that speech do
+        not say so."""
+        frames = min(int(second * self.rate), len(self.known))
+        if frames < rule.frames or frames / self.rate < voiced - HANGOVER:
+            return False
+        return bool(ended(self.known[frames - rule.frames : frames], rule)[-1])
 
 
 def _parts(config: ModelConfig, file: Path) -> tuple[Encoder, nn.Linear] | None:

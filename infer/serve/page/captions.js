@@ -15,6 +15,7 @@ class Turn {
     this.text = '';
     this.heard = null; // of an interrupted answer: the text that was heard
     this.sound = null; // Int16Array
+    this.isPartial = false; // the text is what was understood while it was spoken
     this.element = element('article', `turn ${role}`);
     this.element.dataset.item = id;
     this.words = element('p', 'words');
@@ -32,10 +33,22 @@ class Turn {
   }
 
   add(text) {
-    this.show(this.text + text);
+    this.show(this.isPartial ? text : this.text + text);
+  }
+
+  /** Show what is understood so far, until the next text takes its place. */
+  showPartial(text) {
+    this.show(text);
+    this.setPartial(true);
+  }
+
+  setPartial(isPartial) {
+    this.isPartial = isPartial;
+    this.words.classList.toggle('partial', isPartial);
   }
 
   show(text) {
+    this.setPartial(false);
     this.text = text;
     if (this.heard === null) this.words.textContent = text;
     else this.strike();
@@ -43,6 +56,7 @@ class Turn {
 
   /** No more text comes; `otherwise` is shown where there was none. */
   finish(otherwise = '') {
+    if (this.isPartial) this.show('');
     if (!this.text) this.words.replaceChildren(element('em', '', otherwise));
     this.words.setAttribute('aria-busy', 'false');
   }
@@ -100,6 +114,12 @@ export class Captions {
   change(id, how) {
     const turn = this.turns.get(id);
     if (turn) this.keepInSight(() => how(turn));
+  }
+
+  /** Take a turn away that was none. */
+  remove(id) {
+    this.turns.get(id)?.element.remove();
+    this.turns.delete(id);
   }
 
   /** A line between turns, as after a lost connection; the turns before it get no more text. */

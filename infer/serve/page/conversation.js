@@ -31,6 +31,7 @@ export class Conversation {
     this.answers = new Map(); // by item: {askedAt, isSpoken, pieces, timings}
     this.cut = new Set(); // responses of which nothing more is played
     this.spans = new Map(); // by item: milliseconds of the input that are a turn of the user
+    this.partial = null; // item of the turn that is understood while it is spoken
     this.committed = []; // the same of the turns that the page committed and that have no item yet
     this.player.stop();
     this.player.duck(false);
@@ -167,13 +168,22 @@ const HANDLERS = {
 
   'input_audio_buffer.cleared'() {
     this.isHearing = false;
+    if (this.partial) this.captions.remove(this.partial);
+    this.partial = null;
   },
 
   'input_audio_buffer.committed'({ item_id }) {
     const span = this.spans.get(item_id) ?? this.committed.shift();
     if (this.spans.delete(item_id)) this.askedAt = performance.now();
-    const turn = this.captions.add('user', item_id);
+    this.partial = null;
+    const turn = this.captions.get(item_id) ?? this.captions.add('user', item_id);
     if (span?.end) turn.setSound(this.input.cut(span));
+  },
+
+  'omni.input_audio_transcription.partial'({ item_id, transcript }) {
+    if (!this.captions.get(item_id)) this.captions.add('user', item_id);
+    this.partial = item_id;
+    this.captions.change(item_id, (turn) => turn.showPartial(transcript));
   },
 
   'conversation.item.input_audio_transcription.delta'({ item_id, delta }) {

@@ -60,7 +60,7 @@ export class Settings {
         input: { format, transcription: { model: 'omni' }, turn_detection: handsFree ? turns : null },
         output: { format, voice },
       },
-      omni: { temperature: Number(temperature), task },
+      omni: { temperature: Number(temperature), task, partial_transcripts: true },
     };
   }
 

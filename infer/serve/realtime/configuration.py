@@ -66,10 +66,12 @@ class Omni(Section):
     Attributes:
         temperature: of all streams; 0 takes the likeliest ids. None for the server's own.
         task: `answer`, or `transcribe`: the answer is the transcript of the question.
+        partial_transcripts: tell what was understood while somebody speaks (`omni.input_audio_transcription.partial`).
     """
 
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
     task: Literal["answer", "transcribe"] = "answer"
+    partial_transcripts: bool = False
 
 
 Tokens = Annotated[int, Field(ge=1, le=2**20)] | Literal["inf"]

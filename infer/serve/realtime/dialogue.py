@@ -122,12 +122,13 @@ class Dialogue:
                 given = part.sound if heard is None else heard
             return session.ask_async(given, task, sample_rate=PCM_RATE)
 
-    async def listen(self, before: Sequence[DialogueTurn], task: str, options: dict[str, Any]) -> Any:
-        """Listen to a question after the turns before it, while it comes; arguments and errors as of `ask`."""
+    async def listen(self, before: Sequence[DialogueTurn], task: str, options: dict[str, Any], semantic: bool) -> Any:
+        """Listen to a question after the turns before it, while it comes, and to where it ends (`semantic`); arguments and
+        errors as of `ask`."""
         async with self._lock:
             session, before = await self._session_for(before, options)
             self._marks = [turn.mark for turn in before]
-            return await asyncio.to_thread(session.listen, task, sample_rate=PCM_RATE)
+            return await asyncio.to_thread(session.listen, task, sample_rate=PCM_RATE, turn=semantic)
 
     async def _session_for(self, before: Sequence[DialogueTurn], options: dict[str, Any]) -> tuple[Any, Sequence[DialogueTurn]]:
         """The session that has these turns as its history, and those of them that the model can take.

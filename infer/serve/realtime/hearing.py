@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from infer.samples import to_int16
@@ -9,12 +11,13 @@ from infer.serve.realtime.configuration import PCM_RATE, Configuration
 from infer.serve.realtime.input_buffer import InputBuffer
 from infer.serve.realtime.items import check_length
 from infer.serve.realtime.owner import Owner
+from infer.serve.realtime.partials import PartialTranscripts
 from infer.serve.realtime.protocol import ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
-from infer.serve.realtime.turn_end import SessionTurnEnd
 from infer.serve.realtime.turn_sound import TurnSound
 from infer.turns.detector import TurnDetector, TurnEvent
 from infer.turns.settings import SemanticVad
+from infer.turns.turn_end import has_ended
 from infer.turns.vad import SpeechStream, VoiceActivity
 
 SHORTEST = 0.1
@@ -31,15 +34,14 @@ class SessionInput:
         uncounted: seconds of sound that came and were not yet counted for the client's key.
     """
 
-    def __init__(self, owner: Owner, responses: Responses, vad: VoiceActivity) -> None:
-        self._owner, self._responses, self._vad = owner, responses, vad
+    def __init__(self, owner: Owner, responses: Responses, vad: VoiceActivity, partials: PartialTranscripts) -> None:
+        self._owner, self._responses, self._vad, self._partials = owner, responses, vad, partials
         self.buffer = InputBuffer(min(max(owner.longest + 10, 60.0), 600.0))
         self.uncounted = 0.0
         self._detector: TurnDetector | None = None
         self._stream = SpeechStream()
-        self._turn_end = SessionTurnEnd(owner.settings.turn_ends)
         self._item = ""  # id of the item that the present turn is going to be
-        self._begins = 0.0  # second at which the present turn's sound begins
+        self._begins = self._first = 0.0  # second at which the present turn's sound begins, and what the buffer has of it
         self._turn: TurnSound | None = None  # what the engine hears of it
         self.configure(owner.configuration)
 
@@ -88,18 +90,34 @@ class SessionInput:
         detector, buffer = self._detector, self.buffer
         if not buffer.seconds or (detector is not None and not detector.speaking):
             return
-        self._turn = self._turn or self._responses.listen()
+        if detector is None and not self._item:
+            self._item = new_id("item")
+        if self._owner.configuration.omni.partial_transcripts:
+            first = buffer.start if detector is None else self._begins
+            self._partials.follow(self._item, first, self._sure, self._so_far)
+        semantic = detector is not None and isinstance(detector.settings, SemanticVad)
+        self._turn = self._turn or self._responses.listen(semantic)
         if self._turn is None:
             return
-        if detector is None:
-            self._turn.follow(buffer, None, buffer.end)
-        else:
-            self._turn.follow(buffer, self._begins, detector.voiced + self._owner.settings.padding - 0.001)  # less a rounding
+        self._turn.follow(buffer, None if detector is None else self._begins, self._sure)
+
+    @property
+    def _sure(self) -> float:
+        """Second of the input before which all surely belongs to the present turn."""
+        if self._detector is None:
+            return self.buffer.end
+        return self._detector.voiced + self._owner.settings.padding - 0.001  # less a rounding
+
+    def _so_far(self) -> Any:
+        """The present turn as a question: what was heard of it, or where it is not listened to, its sound."""
+        if self._turn is not None and (heard := self._turn.so_far()) is not None:
+            return heard
+        sound = self.buffer.part(None if self._detector is None else self._begins, 0, self._sure)
+        return sound if SHORTEST <= len(sound) / PCM_RATE <= self._owner.longest else None
 
     async def _find_turns(self, samples: np.ndarray) -> None:
         if self._detector is None:
             return
-        await self._turn_end.push(samples)
         for probability in await self._vad.push(self._stream, samples):
             detector = self._detector
             if detector is None:  # it was switched off meanwhile
@@ -115,7 +133,10 @@ class SessionInput:
     def _said(self, detector: TurnDetector) -> bool | None:
         """What the model says of the turn's end; None where it is not asked."""
         settings = detector.settings
-        return self._turn_end.ended(detector.now, settings.eagerness) if isinstance(settings, SemanticVad) else None
+        if not isinstance(settings, SemanticVad) or not detector.speaking:
+            return None
+        frames = None if self._turn is None else self._turn.frames
+        return has_ended(frames, self._first, detector.now, detector.voiced, settings.eagerness)
 
     async def _act(self, event: TurnEvent) -> None:
         owner = self._owner
@@ -128,9 +149,7 @@ class SessionInput:
             self._item, self._begins = new_id("item"), max(event.at - min(padding, owner.settings.padding), 0.0)
             started = {"audio_start_ms": round(max(event.at - padding, 0.0) * 1000), "item_id": self._item}
             owner.send({"type": "input_audio_buffer.speech_started", **started})
-            if isinstance(detection, SemanticVad):
-                first = max(self._begins, self.buffer.start)
-                await self._turn_end.begin(first, self.buffer.part(first, 0, self.buffer.end))
+            self._first = max(self._begins, self.buffer.start)
             if detection is not None and detection.interrupt_response:
                 await self._responses.interrupt()
         elif event.kind == "ended":
@@ -146,7 +165,6 @@ class SessionInput:
     def _end_turn(self, ended: float, endpointing: float | None) -> None:
         """Commit the turn's sound, and have it answered."""
         owner, end = self._owner, self.buffer.end
-        self._turn_end.stop()
         sound = self.buffer.take(self._begins)
         kept = len(sound) - max(round((end - ended - owner.settings.padding) * PCM_RATE), 0)
         owner.metrics.endpointed(endpointing)
@@ -172,25 +190,25 @@ class SessionInput:
         length = self.buffer.end - max(self.buffer.start, first or 0.0)
         way = "send input_audio_buffer.clear, and commit shorter pieces"
         check_length(length * PCM_RATE, self._owner.longest, "the input buffer", way, "audio")
-        item = self._item if speaking else new_id("item")
-        self._turn_end.stop()
+        item = self._item if speaking or self._detector is None else ""
         if self._detector is not None and speaking:
             self._detector.stop()
-        self._add(item, self.buffer.take(first))
+        self._add(item or new_id("item"), self.buffer.take(first))
 
     def _add(self, item: str, sound: np.ndarray) -> None:
-        turn, self._turn = self._turn, None
+        self._partials.stop()
+        turn, self._turn, self._item = self._turn, None, ""
         self._owner.add_spoken(item, sound).content[0].turn = turn
 
     def _drop(self) -> None:
-        turn, self._turn = self._turn, None
+        self._partials.stop()
+        turn, self._turn, self._item = self._turn, None, ""
         if turn is not None:
             self._owner.spawn(turn.drop())
 
     def clear(self) -> None:
         """Drop what the buffer holds."""
         self.buffer.clear()
-        self._turn_end.stop()
         self._drop()
         if self._detector is not None:
             self._restart(TurnDetector(self._detector.settings, self.buffer.end))

@@ -134,9 +134,9 @@ class Responses:
         elif question is not None:
             self.respond(wanted)
 
-    def listen(self) -> TurnSound | None:
-        """Listen to what somebody begins to say; None while an answer or another question is under way, or where the engine has
-        no use for it."""
+    def listen(self, semantic: bool) -> TurnSound | None:
+        """Listen to what somebody begins to say, and where it ends (`semantic`); None while an answer or another question is
+        under way, or where the engine has no use for it."""
         owner, configuration = self._owner, self._owner.configuration
         if self.active is not None or configuration.type != "realtime" or not self._host.listens:
             return None
@@ -145,7 +145,7 @@ class Responses:
             return None
         spoken = speaks(owner, configuration)
         options, task = options_of(owner, configuration, spoken), task_of(configuration, True, spoken)
-        turn = TurnSound(lambda: self._dialogue.listen(before, task, options))
+        turn = TurnSound(lambda: self._dialogue.listen(before, task, options, semantic))
         owner.spawn(turn.begin())
         return turn
 

@@ -21,6 +21,7 @@ from infer.serve.realtime.failures import told_of
 from infer.serve.realtime.hearing import SessionInput
 from infer.serve.realtime.items import ContentPart, ConversationItem, Items, from_base64, read_item
 from infer.serve.realtime.owner import Transport
+from infer.serve.realtime.partials import PartialTranscripts
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
 from infer.serve.realtime.transcripts import Transcripts
@@ -66,7 +67,8 @@ class RealtimeSession:
         self._sent = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self.responses = Responses(self, host)
-        self.hearing = SessionInput(self, self.responses, vad)
+        self.partials = PartialTranscripts(self, host)
+        self.hearing = SessionInput(self, self.responses, vad, self.partials)
         self.responses.on_answered = self.hearing.answered
         self.transcripts = Transcripts(self, self.responses, host)
         self._handlers: dict[str, Callable[[Any], Any]] = {
@@ -228,6 +230,7 @@ class RealtimeSession:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.partials.close()
         await self.responses.close()
 
 

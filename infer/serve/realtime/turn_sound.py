@@ -11,6 +11,8 @@ import numpy as np
 from infer.serve.realtime.configuration import PCM_RATE
 from infer.serve.realtime.input_buffer import InputBuffer
 from omni.errors import UserError
+from omni.generate.listening import HeardSoFar
+from omni.generate.turn_end import TurnFrames
 
 PIECE = 0.1
 """Seconds of the pieces that are given at least; each takes some time of the loop."""
@@ -31,7 +33,13 @@ class TurnSound:
         self._listen = listen
         self._listening: Any = None
         self._given: list[np.ndarray] = []
-        self._count = 0
+        self._count = self._peeked = 0  # samples, of which the latter may not belong to the turn
+
+    @property
+    def frames(self) -> TurnFrames | None:
+        """What the model's turn head says of its frames; None where it is not asked."""
+        listening = self._listening
+        return None if listening is None or self.over else listening.turn
 
     async def begin(self) -> None:
         """Begin to listen; a question that the engine cannot listen to is asked whole."""
@@ -42,25 +50,38 @@ class TurnSound:
         if self.over:
             await self.drop()
 
+    def so_far(self) -> HeardSoFar | None:
+        """What was heard of it by now, as a question; None where it is not listened to."""
+        return None if self._listening is None or self.over else self._listening.so_far()
+
     def follow(self, buffer: InputBuffer, first: float | None, last: float) -> None:
-        """Give what the buffer has of the turn up to a second of the input, of which all before surely belongs to it.
+        """Give what the buffer has of the turn. The turn head also hears what came since.
 
         Args:
             first: second of the input at which the turn begins; None for the buffer's first.
+            last: second of the input before which all surely belongs to the turn.
         """
         if self._listening is None or self.over:
             return
         if len(samples := buffer.part(first, self._count, last)) >= PIECE * PCM_RATE:
             self._give(samples)
+        if self.frames is None or self.over:
+            return
+        given = max(self._count, self._peeked)
+        if len(samples := buffer.part(first, given, buffer.end)) >= PIECE * PCM_RATE and self._try("peek", samples):
+            self._peeked = given + len(samples)
 
     def _give(self, samples: np.ndarray) -> None:
+        if self._try("push", samples):
+            self._given.append(samples)
+            self._count += len(samples)
+
+    def _try(self, how: str, samples: np.ndarray) -> bool:
         try:
-            self._listening.push(samples)
+            getattr(self._listening, how)(samples)
         except UserError:  # too long, or the engine was lost: the question says so
             self.over = True
-            return
-        self._given.append(samples)
-        self._count += len(samples)
+        return not self.over
 
     def heard(self, session: Any, sound: np.ndarray) -> Any:
         """What a session has heard of the committed sound [S], with the rest of it; None where it has not listened to it."""

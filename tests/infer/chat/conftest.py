@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infer.chat.asking import SpokenTurn
 from omni.generate.session import Session
 from tests.infer.chat.fake_sound import FakeSound, LevelVad, LockstepQueue, Script
 from tests.infer.conftest import Done
@@ -39,19 +40,14 @@ def talk(run: Any, monkeypatch: pytest.MonkeyPatch) -> Talks:
     def call(script: Script | None, *words: object, sound: FakeSound | None = None) -> Talked:
         fake = sound or FakeSound(script)
         talked = Talked(Done(0, b"", ""), fake)
-        ask, cancel = Session.ask, Session.cancel
+        pieces, cancel = SpokenTurn.pieces, Session.cancel
 
-        def recorded(self: Session, question: Any, *args: Any, **more: Any) -> Any:
-            pieces: list[np.ndarray] = []
+        def recorded(self: SpokenTurn) -> Iterator[tuple[np.ndarray, bool]]:
             talked.asked.append(np.zeros(0, np.int16))
-
-            def noted() -> Iterator[np.ndarray]:
-                for piece in question:
-                    pieces.append(piece.copy())
-                    talked.asked[-1] = np.concatenate(pieces)
-                    yield piece
-
-            return ask(self, noted(), *args, **more)
+            for piece, sure in pieces(self):
+                if sure:
+                    talked.asked[-1] = np.concatenate([talked.asked[-1], piece])
+                yield piece, sure
 
         def noted(self: Session, played_seconds: float | None = None, shown_characters: int | None = None) -> None:
             if played_seconds is not None:
@@ -61,10 +57,10 @@ def talk(run: Any, monkeypatch: pytest.MonkeyPatch) -> Talks:
         monkeypatch.setitem(sys.modules, "sounddevice", fake)
         monkeypatch.setattr("infer.chat.chat.SimpleQueue", lambda: LockstepQueue(fake))
         monkeypatch.setattr("infer.chat.chat.Silero", LevelVad)
-        monkeypatch.setattr(Session, "ask", recorded)
+        monkeypatch.setattr(SpokenTurn, "pieces", recorded)
         monkeypatch.setattr(Session, "cancel", noted)
         talked.done = run("chat", *words)
-        monkeypatch.setattr(Session, "ask", ask)
+        monkeypatch.setattr(SpokenTurn, "pieces", pieces)
         monkeypatch.setattr(Session, "cancel", cancel)
         return talked
 

@@ -59,7 +59,7 @@ def by_server(samples: np.ndarray, model: Any) -> list[np.ndarray]:
     items: list[np.ndarray] = []
     owner: Any = SimpleNamespace(
         longest=30.0,
-        settings=SimpleNamespace(padding=0.1, turn_ends=None),
+        settings=SimpleNamespace(padding=0.1),
         configuration=Configuration(),
         metrics=SimpleNamespace(endpointed=lambda seconds: None),
         send=lambda event: None,
@@ -74,11 +74,17 @@ def by_server(samples: np.ndarray, model: Any) -> list[np.ndarray]:
         pass
 
     responses: Any = SimpleNamespace(
-        playing=False, interrupt=interrupt, duck=lambda on: None, listen=lambda: None, respond_to_turn=lambda *given: None
+        playing=False,
+        interrupt=interrupt,
+        duck=lambda on: None,
+        listen=lambda semantic: None,
+        respond_to_turn=lambda *given: None,
     )
 
+    partials: Any = SimpleNamespace(stop=lambda: None)
+
     async def hear() -> None:
-        hearing = SessionInput(owner, responses, SimpleNamespace(push=push))  # type: ignore[arg-type]
+        hearing = SessionInput(owner, responses, SimpleNamespace(push=push), partials)  # type: ignore[arg-type]
         for block in blocks(samples, 480):
             await hearing.append(block.astype("<i2").tobytes())
 

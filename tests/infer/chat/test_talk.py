@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
+import torch
 
 from infer.chat.chat import transcriber
 from omni.audio.io import pcm16
+from omni.checkpoint.folder import save_folder
 from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM
+from omni.model.speech_model import SpeechModel
 from omni.tasks import Turn
+from omni.text import Tokenizer
 from tests.infer.chat.conftest import Talks
 from tests.infer.chat.fake_sound import RATE, FakeSound, Wait
+from tests.infer.conftest import TINY
 
 SHORT = ("--max_seconds", "0.8")
 
@@ -315,3 +322,45 @@ def test_a_kept_question_has_the_same_answer_by_ask(talk: Talks, run: Any, tmp_p
     assert talk(script, "--save", "kept", *SHORT).done.code == 0
     assert run("ask", "kept/question-1.wav", "--out", "a.wav", *SHORT).code == 0
     assert np.array_equal(read(tmp_path / "a.wav"), read(tmp_path / "kept/answer-1.wav"))
+
+
+@pytest.fixture
+def judging(tmp_path: Path) -> Path:
+    """A model whose turn head finds the end in every frame."""
+    config = replace(TINY, encoder=replace(TINY.encoder, mode="chunked", chunk_ms=160), turn=True)  # type: ignore[type-var]
+    torch.manual_seed(0)
+    model = SpeechModel(config)
+    torch.nn.init.zeros_(model.turn_head.weight)
+    model.turn_head.bias.data[1] = 9.0
+    save_folder(tmp_path / "judging", config, model.state_dict(), Tokenizer.bytes())
+    return tmp_path / "judging"
+
+
+def hesitant(sound: FakeSound) -> Iterator[Any]:
+    """A question with a pause of 0.3 s, and 0.7 s of silence; slowly, so that it is heard while it comes."""
+    for block in (*sound.quiet(0.5), *sound.say(0.4), *sound.quiet(0.3), *sound.say(0.4), *sound.quiet(0.7)):
+        yield block
+        time.sleep(0.004)
+
+
+def test_the_models_turn_head_ends_questions_where_it_has_one(talk: Talks, judging: Path) -> None:
+    def asked(*words: str) -> list[float]:
+        talked = talk(hesitant, "--headphones", "--model", judging, *words, *SHORT)
+        assert talked.done.code == 0, talked.done.err
+        for piece in talked.asked:
+            assert place_of(piece, talked.sound.input) >= 0
+        return [len(piece) / RATE for piece in talked.asked]
+
+    assert asked() == pytest.approx([0.6, 0.6], abs=0.1)  # it ends in the pause, too
+    assert asked("--eagerness", "high") == pytest.approx([0.6, 0.6], abs=0.1)
+    assert asked("--eagerness", "silence") == pytest.approx([1.3], abs=0.1)
+
+
+def test_eagerness_needs_a_turn_head(talk: Talks) -> None:
+    assert talk(two_questions, *SHORT).done.code == 0  # auto: silence
+    said = talk(two_questions, "--eagerness", "low").done.err
+    assert "--eagerness low is for a model with a turn head" in said and "leave it out" in said
+    assert (
+        "--eagerness 'soon' is unknown; use low, medium, high, auto, silence"
+        in talk(two_questions, "--eagerness", "soon").done.err
+    )

@@ -1,98 +1,31 @@
-"""The model says where a turn ends in `semantic_vad`: by its frames, however the sound comes, and before the longest wait."""
+"""The model says where a turn ends in `semantic_vad`, over the frames that are made for the answer."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from infer.serve.host import EngineHost
-from infer.serve.realtime.turn_end import SessionTurnEnd, TurnEnds
+from infer.serve.realtime.turn_sound import TurnSound
 from infer.serve.settings import ServeSettings
 from infer.turns.detector import SURE, TurnDetector
 from infer.turns.settings import SemanticVad
+from infer.turns.turn_end import has_ended
 from infer.turns.vad import FRAME_SECONDS
-from omni.errors import UserError
-from omni.generate.turn_end import TurnListener
+from omni.codec.codec2 import Codec2Codec
+from omni.generate.speech_lm import SpeechLM
+from omni.generate.turn_end import TurnFrames, TurnListener
 from omni.model.speech_model import SpeechModel
-from tests.generate.test_turn_end import CONFIG, question
+from omni.text import Tokenizer
+from tests.infer.conftest import TINY
 from tests.infer.serve.conftest import Client, pcm
 from tests.infer.turns.test_turns import at24, say
-
-RATE = 25
-"""Encoder frames of a second."""
-
-
-class Scripted:
-    """A listener whose frames end the turn from a second of the sound on; it takes `longest` samples at most."""
-
-    frames_per_second = float(RATE)
-
-    def __init__(self, end: float, longest: int = 10**9) -> None:
-        self.end, self.longest = end, longest
-
-    def stream(self) -> Scripted:
-        new = Scripted(self.end, self.longest)
-        new.samples = 0
-        return new
-
-    def push(self, audio: Tensor) -> Tensor:
-        before, self.samples = self.samples, self.samples + len(audio)
-        if self.samples > self.longest:
-            raise UserError("too long")
-        frames = torch.arange(before * RATE // 16_000, self.samples * RATE // 16_000)
-        return torch.stack([frames < 0, frames >= self.end * RATE], dim=1).float()
-
-
-def in_pieces(ends: TurnEnds, sound: np.ndarray, size: int) -> list[bool | None]:
-    """Decisions every 40 ms for a turn that begins with a sound, at 24 kHz."""
-
-    async def body() -> list[bool | None]:
-        turn = SessionTurnEnd(ends)
-        await turn.begin(2.0, sound[:size])
-        for start in range(size, len(sound), size):
-            await turn.push(sound[start : start + size])
-        return [turn.ended(2.0 + frame / RATE, "medium") for frame in range(len(sound) * RATE // 24_000)]
-
-    return asyncio.run(body())
-
-
-def test_any_split_of_the_sound_gives_the_same_decisions() -> None:
-    torch.manual_seed(0)
-    model = SpeechModel(CONFIG).eval()
-    model.turn_head.bias.data[1] = -0.4  # p(end) is around the threshold
-    ends = TurnEnds(TurnListener.of(model))
-    sound = (question(0.4).repeat_interleave(3)[::2].numpy() * 32767).astype(np.int16)
-    once = in_pieces(ends, sound, len(sound))
-    assert set(once) == {True, False}
-    assert in_pieces(ends, sound, 480) == in_pieces(ends, sound, 7001) == once
-
-
-def test_a_turn_that_is_over_or_too_long_is_judged_no_more() -> None:
-    sound = np.zeros(24_000, np.int16)
-    ends = TurnEnds(Scripted(0.5, longest=20_000))  # type: ignore[arg-type]
-
-    async def body() -> None:
-        turn = SessionTurnEnd(ends)
-        await turn.push(sound)
-        assert turn.ended(0.0, "high") is None
-        await turn.begin(1.0, sound)
-        assert [turn.ended(1.0 + t, "high") for t in (0.3, 0.5, 0.6, 0.9, 5.0)] == [False, False, True, True, True]
-        await turn.push(sound)  # the encoder takes no more: silence decides
-        assert turn.ended(2.0, "high") is None
-        await turn.begin(5.0, sound)
-        turn.stop()
-        assert turn.ended(6.0, "high") is None
-        silent = SessionTurnEnd(None)
-        await silent.begin(0.0, sound)
-        assert silent.ended(1.0, "high") is None
-
-    asyncio.run(body())
 
 
 def decided(settings: Any, said: bool | None) -> float:
@@ -111,21 +44,91 @@ def test_the_model_ends_a_turn_at_once_or_leaves_it_to_the_longest_wait() -> Non
         assert decided(settings, None) == pytest.approx(SURE[eagerness], abs=FRAME_SECONDS)
 
 
-@pytest.mark.parametrize("end", [1.0, 60.0])
-def test_a_session_commits_where_the_model_says_so(host: EngineHost, settings: ServeSettings, end: float) -> None:
-    sound = at24(say("what is two plus three"))
-    ends = TurnEnds(Scripted(end))  # type: ignore[arg-type]
+def test_a_turn_that_is_not_listened_to_is_not_judged() -> None:
+    async def nothing() -> Any:
+        raise AssertionError
 
-    async def body() -> list[dict[str, Any]]:
+    assert has_ended(None, 0.0, 2.0, 1.0, "high") is None
+    turn = TurnSound(nothing)
+    assert has_ended(turn.frames, 0.0, 2.0, 1.0, "high") is None
+    turn._listening = type("Heard", (), {"turn": TurnFrames(25.0)})
+    assert has_ended(turn.frames, 0.0, 2.0, 1.0, "high") is False
+    turn.frames.put(0, torch.ones(40, 2))  # type: ignore[union-attr]
+    assert has_ended(turn.frames, 5.0, 6.2, 6.0, "low") is True
+    assert has_ended(turn.frames, 5.0, 6.9, 6.8, "low") is False  # what is known is of before the last speech
+    turn.over = True
+    assert has_ended(turn.frames, 5.0, 6.2, 6.0, "low") is None
+
+
+@pytest.fixture
+def host(request: pytest.FixtureRequest) -> Iterator[EngineHost]:
+    """Its model finds the end of a turn in every frame, or in none."""
+    config = replace(TINY, encoder=replace(TINY.encoder, mode="chunked", chunk_ms=160), turn=True)  # type: ignore[type-var]
+    torch.manual_seed(0)
+    model = SpeechModel(config).eval()
+    torch.nn.init.zeros_(model.turn_head.weight)
+    model.turn_head.bias.data[1] = request.param
+    host = EngineHost(lambda: SpeechLM(model, Tokenizer.bytes(), Codec2Codec()))
+    host.open()
+    yield host
+    host.close()
+
+
+def talk(host: EngineHost, settings: ServeSettings, seconds: float, body: Any = None) -> list[dict[str, Any]]:
+    """The events of a question with so much silence behind it, as it is spoken at ten times the speed."""
+    sound = at24(say("what is two plus three"))
+    quiet = torch.zeros(round(24_000 * seconds)).short().numpy()
+
+    async def run() -> list[dict[str, Any]]:
         given = {"type": "realtime", "audio": {"input": {"turn_detection": {"type": "semantic_vad", "create_response": False}}}}
-        client = Client(host, replace(settings, turn_ends=ends), given)
+        client = Client(host, settings, given)
         try:
-            for start in range(0, len(sound), 4800):
-                await client.send("input_audio_buffer.append", audio=pcm(sound[start : start + 4800]))
+            for samples in (sound, quiet):
+                for start in range(0, len(samples), 960):
+                    await client.send("input_audio_buffer.append", audio=pcm(samples[start : start + 960]))
+                    await asyncio.sleep(0.004)
+            if body is not None:
+                body(client)
             return client.events
         finally:
             await client.session.close()
 
-    kinds = [event["type"] for event in asyncio.run(body())]
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("host", [9.0, -9.0], indirect=True)
+def test_a_session_commits_where_the_model_says_so(
+    host: EngineHost, settings: ServeSettings, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TurnListener, "stream", lambda self: pytest.fail("a second encoder"))
+    kinds = [event["type"] for event in talk(host, settings, 1.2)]
     assert "input_audio_buffer.speech_started" in kinds
-    assert ("input_audio_buffer.committed" in kinds) == (end == 1.0)  # the other waits for four seconds, which did not come
+    sure = request.node.callspec.params["host"] > 0
+    assert ("input_audio_buffer.committed" in kinds) == sure  # the other waits for four seconds, which did not come
+
+
+@pytest.mark.parametrize("host", [-9.0], indirect=True)
+def test_the_session_knows_what_the_head_says_of_the_sound(host: EngineHost, settings: ServeSettings) -> None:
+    def body(client: Client) -> None:
+        turn = client.session.hearing._turn
+        assert turn is not None and turn.frames is not None
+        stream, end = turn._listening._sound, time.monotonic() + 10
+        while stream.due and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        heard = torch.cat([stream.sound, *stream._peeked])
+        assert len(heard) / 16_000 > client.session.hearing.buffer.end - client.session.hearing._first - 0.15
+        wanted = TurnListener.of(host.engine.model).stream().push(heard)
+        assert turn.frames.known.shape == wanted.shape and torch.allclose(turn.frames.known, wanted, atol=1e-5)
+
+    assert "input_audio_buffer.committed" not in [event["type"] for event in talk(host, settings, 0.8, body)]
+
+
+@pytest.mark.parametrize("host", [-9.0], indirect=True)
+def test_an_engine_that_hears_nothing_leaves_it_to_the_longest_wait(
+    host: EngineHost, settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omni.engine.intake.Intake.listen", lambda *given: False)
+    events = talk(host, settings, 4.4)
+    (ended,) = [event for event in events if event["type"] == "input_audio_buffer.speech_stopped"]
+    assert "input_audio_buffer.committed" in [event["type"] for event in events] and ended["audio_end_ms"] < 2500

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
@@ -216,3 +217,64 @@ def test_parts_of_the_buffer() -> None:
         begin = 0 if first is None else round(first * 24_000)
         for skip, last in ((0, 10_000), (0, 3), (50, 4001), (9990, 10_000), (20_000, 10_000), (0, 99_999)):
             assert np.array_equal(buffer.part(first, skip, last / 24_000), samples[begin + skip : last])
+
+
+def test_appends_of_nothing_of_a_sample_and_of_an_hour(run: Any, asked: list[float]) -> None:
+    async def body(client: Client) -> list[Any]:
+        sound = noise(0.9)
+        assert await client.send("input_audio_buffer.append", audio="") == []
+        for sample in sound[:50]:
+            assert await client.send("input_audio_buffer.append", audio=pcm(np.array([sample]))) == []
+        assert await client.send("input_audio_buffer.append", audio="") == []
+        (told,) = await client.send("input_audio_buffer.append", audio="A" * (4 * 3600 * 24_000 * 2 // 3))
+        assert told["error"]["code"] == "string_above_max_length" and "send it in pieces" in told["error"]["message"]
+        (told,) = await client.send("input_audio_buffer.append", audio=pcm(np.zeros(61 * 24_000, np.int16)))
+        assert told["error"]["code"] == "input_audio_buffer_full"
+        await append(client, sound[50:])
+        await client.send("input_audio_buffer.commit")
+        await client.ask()
+        return said(client)
+
+    async def plain(client: Client) -> list[Any]:
+        await append(client, noise(0.9))
+        await client.send("input_audio_buffer.commit")
+        await client.ask()
+        return said(client)
+
+    assert run(body) == run(plain) and asked == pytest.approx([0.9, 0.9])
+
+
+def test_a_format_that_changes_midway(run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(client: Client) -> list[Any]:
+        await append(client, noise(0.5))
+        change = {"type": "realtime", "audio": {"input": {"format": {"type": "audio/pcmu"}}}}
+        await client.send("session.update", session=change)
+        for start in range(0, 4000, 160):
+            law = np.random.default_rng(start).integers(0, 256, 160).astype(np.uint8)
+            await client.send("input_audio_buffer.append", audio=base64.b64encode(law.tobytes()).decode())
+        await client.send("input_audio_buffer.commit")
+        await client.ask()
+        return said(client)
+
+    found = run(body)
+    assert asked == pytest.approx([1.0], abs=0.01)
+    deaf(monkeypatch)
+    assert run(body) == found
+
+
+def test_a_client_that_stalls_in_its_turn_holds_up_nobody(chunked: SpeechLM, settings: ServeSettings) -> None:
+    async def body() -> None:
+        host = EngineHost(lambda: chunked)
+        host.open()
+        stalled, other = Client(host, settings, MANUAL), Client(host, settings, MANUAL)
+        try:
+            await append(stalled, noise(1.03))  # and nothing more
+            await asyncio.wait_for(three_turns(other), 60)
+            await stalled.send("input_audio_buffer.commit")
+            await stalled.ask()
+        finally:
+            await stalled.session.close()
+            await other.session.close()
+        assert host.stats().sessions == 0
+
+    asyncio.run(body())

@@ -1,0 +1,188 @@
+"""What is understood while somebody speaks: told to those who asked, where the engine has time, and never in the way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infer.serve.host import EngineHost
+from infer.serve.realtime import partials
+from infer.serve.realtime.partials import EVENT, PartialTranscripts
+from omni.generate.speech_lm import SpeechLM
+from tests.infer.serve.conftest import Client, noise, pcm
+from tests.infer.serve.test_turn_sound import append, chunked  # noqa: F401
+from tests.infer.serve.test_turns import at24, say
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An untrained model writes without end."""
+    monkeypatch.setattr(partials, "MOST", 6)
+    monkeypatch.setattr(partials, "EVERY", 0.05)
+
+
+@pytest.fixture
+def run(chunked: SpeechLM, settings: Any) -> Iterator[Run]:  # noqa: F811
+    host = EngineHost(lambda: chunked)
+    host.open()
+
+    def run(body: Any, wanted: bool = True, detection: Any = None, **given: Any) -> Any:
+        session = {
+            "type": "realtime",
+            "audio": {"input": {"turn_detection": detection}},
+            "omni": {"partial_transcripts": wanted},
+            **given,
+        }
+
+        async def whole() -> Any:
+            client = Client(host, settings, session)
+            try:
+                return await asyncio.wait_for(body(client), 60)
+            finally:
+                await client.session.close()
+
+        return asyncio.run(whole())
+
+    yield run
+    assert host.stats().sessions == 0
+
+
+async def speak(client: Client, seconds: float = 1.5, seed: int = 0) -> None:
+    """Append noise at four times the speed."""
+    for piece in np.array_split(noise(seconds, seed), round(seconds * 25)):
+        await client.send("input_audio_buffer.append", audio=pcm(piece))
+        await asyncio.sleep(0.01)
+
+
+async def speak_until_understood(client: Client, seed: int = 0) -> None:
+    """Append noise until something of it is understood."""
+    known = len(told(client))
+    for number in range(25):
+        await speak(client, 1.0, 100 * seed + number)
+        if len(told(client)) > known:
+            return
+    raise AssertionError("nothing was understood")
+
+
+def told(client: Client) -> list[dict[str, Any]]:
+    return [event for event in client.events if event["type"] == EVENT]
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_they_are_told_for_the_item_that_is_committed(run: Run, heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not heard:
+        monkeypatch.setattr(EngineHost, "listens", property(lambda self: False))
+
+    async def body(client: Client) -> None:
+        for turn in range(2):
+            since, known = len(client.events), len(told(client))
+            await speak_until_understood(client, turn)
+            await client.send("input_audio_buffer.commit")
+            committed = await client.until("input_audio_buffer.committed", since)
+            assert {event["item_id"] for event in told(client)[known:]} == {committed["item_id"]}
+            count = len(told(client))
+            await client.ask()
+            assert len(told(client)) == count
+        texts = [event["transcript"] for event in told(client)]
+        assert all(texts) and all(event["content_index"] == 0 for event in told(client))
+
+    run(body)
+
+
+def test_they_are_told_for_the_item_that_was_announced(run: Run) -> None:
+    async def body(client: Client) -> None:
+        await append(client, at24(say("what is two plus three")))
+        started = await client.until("input_audio_buffer.speech_started")
+        await client.until("response.done")
+        assert told(client) and {event["item_id"] for event in told(client)} == {started["item_id"]}
+        assert client.types.index(EVENT) < client.types.index("input_audio_buffer.committed")
+
+    run(body, detection={"type": "server_vad", "interrupt_response": False})
+
+
+def test_nobody_gets_them_who_has_not_asked(run: Run) -> None:
+    async def body(client: Client) -> None:
+        await speak(client)
+        await client.send("input_audio_buffer.commit")
+        await client.ask()
+        assert not told(client) and client.session.partials._session is None
+
+    run(body, wanted=False)
+
+
+def test_a_busy_engine_understands_nothing_in_between(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineHost, "spare", lambda self: False)
+
+    async def body(client: Client) -> None:
+        await speak(client)
+        await client.send("input_audio_buffer.commit")
+        await client.ask()
+        assert not told(client)
+
+    run(body)
+
+
+def test_an_answer_does_not_wait_for_one_that_is_under_way(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, left = asyncio.Event(), list[float]()
+
+    async def slow(self: PartialTranscripts, *given: Any) -> str:
+        began.set()
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            left.append(time.monotonic())
+            raise
+        return "late"
+
+    monkeypatch.setattr(PartialTranscripts, "_text", slow)
+
+    async def body(client: Client) -> None:
+        await speak(client)
+        await asyncio.wait_for(began.wait(), 10)
+        start = time.monotonic()
+        await client.send("input_audio_buffer.commit")
+        await client.ask()
+        assert left and left[0] - start < 0.5 and time.monotonic() - start < 10
+        assert not told(client)
+
+    run(body)
+
+
+def test_what_is_cleared_is_understood_no_more(run: Run) -> None:
+    async def body(client: Client) -> None:
+        await speak_until_understood(client)
+        first = told(client)[0]["item_id"]
+        await client.send("input_audio_buffer.clear")
+        count = len(told(client))
+        await speak_until_understood(client, 1)
+        assert {event["item_id"] for event in told(client)[count:]}.isdisjoint({first})
+
+    run(body)
+
+
+def test_a_model_that_writes_without_end_is_stopped_and_tells_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partials, "CHARACTERS", 0)
+    asked: list[str] = []
+    text = PartialTranscripts._text
+
+    async def watched(self: PartialTranscripts, *given: Any) -> str:
+        asked.append(await text(self, *given))
+        return asked[-1]
+
+    monkeypatch.setattr(PartialTranscripts, "_text", watched)
+
+    async def body(client: Client) -> None:
+        for number in range(25):
+            await speak(client, 1.0, number)
+            if len(asked) > 1:
+                break
+        assert asked[:2] == ["", ""] and not told(client)
+
+    run(body)
