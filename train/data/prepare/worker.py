@@ -181,7 +181,7 @@ def voice_of(config: PrepareConfig, side: str) -> Voice:
     if side == "answer":
         return make_voice(config.answering)
     voice, speaking = make_voice(config.voice, config.speaking), config.speaking
-    return SpeakingVoice(voice, speaking) if speaking.pause or speaking.silence[1] else voice
+    return SpeakingVoice(voice, speaking) if speaking.pause or speaking.hesitant or speaking.silence[1] else voice
 
 
 def _one_line(error: BaseException) -> str:

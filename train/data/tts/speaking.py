@@ -19,12 +19,16 @@ class SpeakingConfig:
         pitch: 0 to 100, 50 is the voice's own, of espeak and flite; null for 25 to 75 where a voice is drawn, else its own.
         silence: seconds before and after a question.
         pause: share of the questions that pause once, after a random word.
+        hesitant: share of the questions that are spoken in two parts, each with an intonation of its own.
+        hesitation: seconds of silence between these.
     """
 
     rate: tuple[int, int] | None = ranged(None, 80, 450)
     pitch: tuple[int, int] | None = ranged(None, 0, 100)
     silence: tuple[float, float] = ranged((0.0, 0.0), 0, 10)
     pause: float = ranged(0.0, 0, 1)
+    hesitant: float = ranged(0.0, 0, 1)
+    hesitation: tuple[float, float] = ranged((0.2, 1.0), 0, 10)
 
     def __post_init__(self) -> None:
         check_fields(self, "speaking")
@@ -44,12 +48,19 @@ class SpeakingVoice:
         """Speak the text, see `Voice.say`; a pause is a comma, which every program knows."""
         import torch
 
-        rng = dice(seed, "speaking", text)
+        rng, halting = dice(seed, "speaking", text), dice(seed, "hesitant", text)
         words = text.split()
         if len(words) > 1 and rng.random() < self.config.pause:
             place = rng.randrange(len(words) - 1)
             words[place] += "," * words[place][-1].isalnum()
-            text = " ".join(words)
-        sound = self.voice.say(text, language, seed)
-        before, after = (round(rng.uniform(*self.config.silence) * sound.sample_rate) for _ in range(2))
-        return Sound(torch.nn.functional.pad(sound.load(sound.sample_rate), (before, after)), sound.sample_rate)
+        parts = [words]
+        if len(words) > 1 and halting.random() < self.config.hesitant:
+            place = halting.randrange(1, len(words))
+            parts = [words[:place], words[place:]]
+        sounds = [self.voice.say(" ".join(part), language, seed) for part in parts]
+        rate = sounds[0].sample_rate
+        before, after = (round(rng.uniform(*self.config.silence) * rate) for _ in range(2))
+        between = round(halting.uniform(*self.config.hesitation) * rate)
+        padding = [(before if i == 0 else between, after if i == len(sounds) - 1 else 0) for i in range(len(sounds))]
+        pieces = [torch.nn.functional.pad(sound.load(rate), pad) for sound, pad in zip(sounds, padding, strict=True)]
+        return Sound(torch.cat(pieces), rate)

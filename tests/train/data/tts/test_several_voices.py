@@ -140,6 +140,7 @@ def test_settings_that_name_no_voice(voice, message):
         ("pitch", (60, 20), "speaking.pitch is 60 to 20"),
         ("silence", (0, 60), "speaking.silence is 0 to 60"),
         ("pause", 1.5, "speaking.pause is 1.5; it must be at least 0 and at most 1"),
+        ("hesitant", -1, "speaking.hesitant is -1; it must be at least 0 and at most 1"),
     ],
 )
 def test_ranges_are_checked(name, value, message):
@@ -171,6 +172,25 @@ def test_pauses_and_silence_are_drawn_for_each_question() -> None:
     assert all(text.replace(",", "") == "what is one plus two" and text.count(",") < 2 for text in echo.said)
     assert torch.equal(voice.say("what is one plus two", "en", 7).load(1000), found[7])
     assert voice.say("one", "en", 0) and echo.said[-1] == "one"
+
+
+def test_hesitant_questions_are_spoken_in_two_parts() -> None:
+    echo = Echo()
+    voice = SpeakingVoice(echo, SpeakingConfig(silence=(0.1, 0.1), hesitant=0.4, hesitation=(0.3, 0.5)))
+    lengths, halved = set[int](), 0
+    for seed in range(60):
+        echo.said.clear()
+        sound = voice.say("what is one plus two", "en", seed).load(1000)
+        assert " ".join(echo.said) == "what is one plus two" and sound.sum() == 100 * len(echo.said)
+        spoken = sound.nonzero().flatten().tolist()
+        assert spoken[0] == 100 and len(sound) == spoken[-1] + 101
+        if len(echo.said) == 2:
+            gap = spoken[100] - spoken[99] - 1
+            assert 300 <= gap <= 500
+            lengths.add(len(echo.said[0].split()))
+            halved += 1
+    assert 12 < halved < 36 and lengths == {1, 2, 3, 4}
+    assert len(voice.say("one", "en", 0).load(1000)) == 300
 
 
 def test_answers_have_neither(tmp_path: Path) -> None:
