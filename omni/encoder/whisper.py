@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from copy import copy
 from random import Random
 from typing import Any, cast
 
@@ -228,6 +229,12 @@ class WhisperStream(EncoderStream):
         self.row = like.new_zeros(1, self.config.width)
         self.heard = [HeardFrames(self.history) for _ in range(self.config.layers)]
 
+    def copy(self) -> WhisperStream:
+        """Another stream, which goes on from here by itself."""
+        found = cast(WhisperStream, super().copy())
+        found.heard = [heard.copy() for heard in self.heard]
+        return found
+
     @torch.no_grad()
     def push(self, audio: Tensor) -> Tensor:
         """Takes the next samples [S], of any device; returns the frames [T, D] of the chunks that they complete.
@@ -356,18 +363,25 @@ class HeardFrames:
     def __init__(self, history: int | None) -> None:
         self.history, self.start, self.end = history, 0, 0
         self.memory: Tensor | None = None
+        self.shared = False  # with another, so that it is not written
+
+    def copy(self) -> HeardFrames:
+        """Another one, which copies what is held once more is heard."""
+        found = copy(self)
+        found.shared = True
+        return found
 
     def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Takes those of a chunk `[1, H, T, D / H]`; returns those of the frames before that it hears, and its own."""
         count, memory = key.shape[2], self.memory
         self.start = self.start if self.history is None else max(self.start, self.end - self.history)
-        if memory is None or self.end + count > memory.shape[3]:
+        if memory is None or self.shared or self.end + count > memory.shape[3]:
             held = self.end - self.start
             with torch.inference_mode(False):  # what comes next may be written in another mode
                 self.memory = key.new_empty((2, *key.shape[:2], 2 * (held + count), key.shape[3]))
             if memory is not None:
                 self.memory[:, :, :, :held] = memory[:, :, :, self.start : self.end]
-            memory, self.start, self.end = self.memory, 0, held
+            memory, self.start, self.end, self.shared = self.memory, 0, held, False
         end = self.end + count
         memory[0, :, :, self.end : end], memory[1, :, :, self.end : end] = key, value
         self.end = end

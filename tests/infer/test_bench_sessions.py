@@ -396,7 +396,7 @@ MISTAKES = {
     "no folder": (("--sessions", "1", "--plot", "none/x.png"), "there is no folder"),
     "a name": (("--sessions", "1", "--plot", "x.jpg"), "is no name of a PNG file; end it in .png"),
     "two pictures": (("--sessions", "1", "--plot", "x.png", "--preset", "nano,qwen3-0.6b"), "--plot draws one model"),
-    "alone": (("--plot", "x.png"), "--plot is for live sessions; give their numbers too, such as --sessions 1,4,16"),
+    "alone": (("--plot", "x.png"), "--plot draws what --sessions or --listening measures"),
     "nonstop alone": (("--nonstop",), "--nonstop is for live sessions"),
     "a bare loop alone": (("--bare",), "--bare is for live sessions"),
     "a bare loop in int8": (

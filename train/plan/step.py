@@ -59,7 +59,7 @@ def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device 
         UserError: patterns that name nothing, or settings that do not fit each other.
     """
     model = random_model(shape, torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32)
-    teacher = teacher_of(config, model, stored_padded(config.model))
+    teacher = teacher_of(config, model, config.objective.distill_weight > 0 and stored_padded(config.model))
     adapt(model, config.lora, fake, quantized_type(config.fabric.precision))
     model.set_checkpointing(config.fabric.checkpointing)
     objective = Objective(model, config.objective, teacher)

@@ -117,10 +117,10 @@ class Recordings:
         if not found:
             raise UserError(f"data folder {path} holds no recording ({', '.join(_ENDINGS)})")
         make = partial(recording_row, files=Files.of(path, options), options=options)
-        return RecordSource(self.name, [Listing(path, found)], make)
+        return RecordSource(self.name, [SoundFiles(path, found)], make)
 
 
-class Listing(Records):
+class SoundFiles(Records):
     """Files as records of `path`."""
 
     def __init__(self, path: Path, files: Sequence[Path]) -> None:

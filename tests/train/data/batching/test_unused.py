@@ -176,7 +176,7 @@ def test_tasks_that_no_row_of_a_source_is_for_are_lacking_before_the_start(tmp_p
     assert len(beside) == 2 and "tokenizer t.json does not exist" in beside[0] and beside[1] == line
     assert line == (
         f"data.sources.0.tasks: none of 12 rows looked at in {place} has answer_text, which task T1A2 needs: take T1A2 out, or "
-        "complete the rows"
+        "complete the rows; the encoder alone needs only their sound (objective.align_first 1)"
     )
     write_rows(place, [*bare[:3], *(source.row(i) for i in range(9))])
     assert check_start(config) == [

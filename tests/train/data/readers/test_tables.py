@@ -100,7 +100,7 @@ def test_numbers_are_text_and_null_is_none(tmp_path):
     assert [(r.turns[0].question_text, r.turns[0].answer_text) for r in rows(path)] == [("5", "five"), ("", "x")]
 
 
-LISTED = r".*--read.format, one of voiceassistant, .*table \(a plug-in.*--plugin\)$"
+LISTED = r".*--read.format, one of voiceassistant, .*table, recordings \(a plug-in.*--plugin\)$"
 
 
 @pytest.mark.parametrize(
