@@ -182,12 +182,33 @@ def test_the_dialogues_of_nano_live_are_right(live):
             if re.match("my (lucky )?number is|remember the number|now my number", asked):
                 told["number"] = answer.removeprefix("your number is ")
                 assert asked.endswith(told["number"])
-            if skill != "no-context" and re.match("what (is|was) my number|tell me my number", asked):
-                assert answer == told["number"]
+            if re.match("what (is|was) my number|tell me my number", asked):
+                assert answer == (told["number"] if told or before or turn is not row.turns[0] else "you did not tell me")
                 checked["my-number"] += 1
             before = answer if answer.split(" is ")[-1] in value else ""
+    assert 0.4 < sum(row.source.endswith("/joined") for row in live) / len(live) < 0.6
     wanted = {"sums", "differences", "twice", "double", "repeat", "backwards", "my-number"}
     assert set(checked) == wanted and min(checked.values()) > 10
+
+
+def test_joined_dialogues_come_one_after_another(tmp_path):
+    one = {"skill": "a", "question": ["a", "b"], "answer": "c"}
+    pair = {"skill": "d", "turns": [{"question": "d", "answer": "e"}, {"question": "f", "answer": "g"}]}
+    data = {"joined": [2, 1, 1], "dialogues": [one, pair, {"skill": "h", "begins": True, "question": "i", "answer": "j"}]}
+    rows = list(open_source(write(tmp_path, data), ReaderOptions(rows=900)))
+    said = [" ".join(turn.question_text for turn in row.turns) for row in rows]
+    assert all(re.fullmatch(r"(i|a|b|d f)( (a|b|d f)){0,2}", text) for text in said)
+    counts = Counter(len(re.findall("[iab]|d f", text)) for text in said)
+    assert 400 < counts[1] < 500 and 180 < counts[2] < 270 and 180 < counts[3] < 270
+    assert all(
+        (row.source == "dialogues/joined") == (len(re.findall("[iab]|d f", text)) > 1)
+        for row, text in zip(rows, said, strict=True)
+    )
+    assert (
+        Counter(text[0] for text in said)["i"] == Counter(text[0] for text in said)["d"] == 300
+    )  # each has its share of the beginnings
+    whole = {**data, "joined": [1]}
+    assert all(len(row.turns) < 3 for row in open_source(write(tmp_path, whole), ReaderOptions(rows=60)))
 
 
 def test_sums_and_differences_of_nano_live_cover_all_to_twenty(live):
@@ -298,7 +319,10 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(question={"a": None}), r"0 \(sums\).question: holds \{'a': None\}: give a text, in quotes"),
         (changed(dialogues___=[3]), r"dialogues.0: holds 3: give a mapping, such as skill"),
         (changed(dialogues___=[]), r"dialogues: holds an empty list"),
-        (changed(intents___=[]), r"intents: is no key here; .*known: held_out, numbers, tables, wordings, dialogues"),
+        (changed(joined___=[]), r"joined: \[\] are no weights of one, two, ... dialogues: give a list such as \[5, 2, 1\]"),
+        (changed(joined___=[1, -1]), "joined: .* are no weights"),
+        (changed(begins=1), "begins: 1 is neither true nor false"),
+        (changed(intents___=[]), r"intents: is no key here; .*known: held_out, joined, numbers, tables, wordings, dialogues"),
         ("dialogues: [", r"cannot be read \(.*give a YAML file"),
         ("7", r"holds 7: give a mapping, such as dialogues"),
         ("{}", r"dialogues: holds nothing: give a list"),

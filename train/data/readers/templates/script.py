@@ -1,6 +1,7 @@
 """Reads a file of dialogues with slots, and checks all of it.
 
     held_out: 0.1                              share of the combinations of slots that are kept for evaluation; 0.1
+    joined: [5, 2, 1]                          weights of rows of one, two, three dialogues, one after another; [1]
     numbers: [null, eins, zwei]                words of 0, 1, 2, ...; English up to 99
     tables:
       digit: {from: 0, to: 9}                  numbers
@@ -12,6 +13,7 @@
     dialogues:
       - skill: sums                            named in the rows' source, so that figures are given by skill
         weight: 2                              share of the rows, relative to other dialogues; 1
+        begins: true                           it comes after no other dialogue, as what asks for a name that nobody told; false
         slots: {a: digit, b: digit}            the table of each slot; a table's own name is a slot without that
         values: {c: {sum: [a, b], to: 10}}     computed of slots and of values before (`values.FUNCTIONS`)
         turns:                                 or question and answer without turns, for one
@@ -37,8 +39,8 @@ from train.console.command import read_yaml
 from train.data.readers.templates.values import FUNCTIONS, Argument, Cell, Computed, Numbers, Table, TableEntry, Value
 from train.data.readers.templates.wordings import SLOT, Wordings
 
-_KEYS = ("held_out", "numbers", "tables", "wordings", "dialogues")
-_DIALOGUE = ("skill", "weight", "slots", "values", "turns", "question", "answer")
+_KEYS = ("held_out", "joined", "numbers", "tables", "wordings", "dialogues")
+_DIALOGUE = ("skill", "weight", "begins", "slots", "values", "turns", "question", "answer")
 _LIMITS = ("from", "to")
 _MOST_NUMBERS = 10_000
 _NAME = re.compile(r"[^\W\d][\w -]*")
@@ -58,6 +60,7 @@ class SlotDialogue:
 
     Attributes:
         name: its skill, and its number among those of the skill.
+        begins: it comes after no other one in a row.
         slots: table of each slot.
         values: how values are computed, each of those before it.
     """
@@ -65,6 +68,7 @@ class SlotDialogue:
     name: str
     skill: str
     weight: float
+    begins: bool
     slots: Mapping[str, Table]
     values: Mapping[str, Computed]
     turns: tuple[ScriptTurn, ...]
@@ -104,6 +108,7 @@ class Script:
     dialogues: tuple[SlotDialogue, ...]
     numbers: Numbers
     held_out: float
+    joined: tuple[float, ...] = (1.0,)
 
 
 def references(sentence: str) -> list[tuple[str, str]]:
@@ -181,7 +186,12 @@ def _script(data: Any) -> Script:
                 raise UserError(f"{section}.{name}: no dialogue uses it: use it or take it out")
     if not any(dialogue.weight > 0 for dialogue in dialogues):
         raise UserError("dialogues: no weight is above 0: give at least one dialogue a weight")
-    return Script(tuple(dialogues), numbers, held_out)
+    joined = data.get("joined", [1])
+    if not isinstance(joined, list) or not all(_is_number(one) and one >= 0 for one in joined) or not any(joined):
+        raise UserError(f"joined: {joined!r} are no weights of one, two, ... dialogues: give a list such as [5, 2, 1]")
+    if any(joined[1:]) and all(dialogue.begins or not dialogue.weight for dialogue in dialogues):
+        raise UserError("joined: every dialogue begins a row: leave joined out, or one's begins")
+    return Script(tuple(dialogues), numbers, held_out, tuple(joined))
 
 
 def _table(name: str, rows: Any) -> Table:
@@ -227,6 +237,9 @@ def _dialogue(one: Mapping[str, Any], tables: Mapping[str, Table], wordings: Wor
     weight = one.get("weight", 1)
     if not _is_number(weight) or weight < 0:
         raise UserError(f"weight: {weight!r} is no weight: give a number of at least 0")
+    begins = one.get("begins", False)
+    if not isinstance(begins, bool):
+        raise UserError(f"begins: {begins!r} is neither true nor false")
     turns = _turns(one, wordings)
     slots = {}
     for name, table in _section(one, "slots"):
@@ -255,7 +268,7 @@ def _dialogue(one: Mapping[str, Any], tables: Mapping[str, Table], wordings: Wor
             if name not in wanted:
                 raise UserError(f"{section}.{name}: no sentence has {{{name}}}: use it or take it out")
     counted[skill] = counted.get(skill, 0) + 1
-    return SlotDialogue(f"{skill} {counted[skill]}", skill, float(weight), slots, values, turns)
+    return SlotDialogue(f"{skill} {counted[skill]}", skill, float(weight), begins, slots, values, turns)
 
 
 def _turns(one: Mapping[str, Any], wordings: Wordings) -> tuple[ScriptTurn, ...]:

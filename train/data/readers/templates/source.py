@@ -1,6 +1,7 @@
 """Reads dialogues with slots: rows of written questions and answers, spread evenly over wordings and combinations of slots.
 
-Row i of N is a pure function of the file, the seed and N. A dialogue has its share of the rows, by weight; they go through its
+Row i of N is a pure function of the file, the seed and N. Rows of several dialogues (`joined`) begin with the one that has its
+place here, and others of the rows follow. A dialogue has its share of the rows, by weight; they go through its
 combinations of slots, and through the wordings of each question, in permutations of their own: each comes as often as any
 other, give or take one.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +25,13 @@ from omni.errors import UserError
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
 from train.data.readers.templates.script import Script, SlotDialogue, at, read_script, say
 from train.data.rows.row import Row, RowTurn
-from train.data.seeding import key, shuffled
+from train.data.seeding import dice, key, shuffled
 
 PARTS = ("train", "held_out", "all")
 """Parts of the combinations: those to train on, those kept for evaluation, and both."""
+
+JOINED = "joined"
+"""The skill of rows of several dialogues."""
 
 MOST = 10_000
 """Most combinations of a dialogue; of more, so many are drawn."""
@@ -48,7 +53,7 @@ class DialogueSource(OpenedSource):
     format = "dialogues"
 
     def __init__(self, path: Path, script: Script, options: ReaderOptions) -> None:
-        self._path, self._numbers, self._options = path, script.numbers, options
+        self._path, self._numbers, self._joined, self._options = path, script.numbers, script.joined, options
         planned = []
         for number, dialogue in enumerate(script.dialogues):
             with at(f"dialogues {path}: dialogues.{number} ({dialogue.skill})."):
@@ -60,6 +65,9 @@ class DialogueSource(OpenedSource):
         weights = list(itertools.accumulate(one.dialogue.weight for one in planned))
         self._planned = planned
         self._starts = [0, *(round(options.rows * weight / weights[-1]) for weight in weights)]
+        pairs = zip(planned, itertools.pairwise(self._starts), strict=True)
+        if all(one.dialogue.begins or low == high for one, (low, high) in pairs):
+            self._joined = (1.0,)  # no row has a dialogue that may follow
 
     def __len__(self) -> int:
         return self._options.rows
@@ -72,27 +80,45 @@ class DialogueSource(OpenedSource):
         """Make row `index`."""
         options = self._options
         seed, part = options.seed, options.part
-        place = shuffled(index, len(self), seed, "order", len(self))
+        places = [shuffled(index, len(self), seed, "order", len(self))]
+        if len(self._joined) > 1:
+            rng = dice(seed, "joined", len(self), index)
+            count = rng.choices(range(1, len(self._joined) + 1), self._joined)[0]
+            others = (place for place in _numbers(rng, len(self)) if not self._find(place)[0].dialogue.begins)
+            places += itertools.islice(others, count - 1)
+        planned, _ = self._find(places[0])
+        skill = planned.dialogue.skill if len(places) == 1 else JOINED
+        return Row(
+            tuple(turn for place in places for turn in self._turns(place)),
+            id=f"{skill}-{part}-{seed}-{index:08d}",
+            source=f"{options.name or self.format}/{skill}",
+            language=options.language,
+            task=options.task,
+            where=f"{self._path} {planned.dialogue.name}, {part} row {index}",
+        )
+
+    def _find(self, place: int) -> tuple[Planned, int]:
+        """The dialogue that has a place in the order by dialogues, and the number of the place among its own."""
         number = bisect_right(self._starts, place) - 1
-        dialogue, found = self._planned[number].dialogue, self._planned[number].combinations
-        count = place - self._starts[number]
+        return self._planned[number], place - self._starts[number]
+
+    def _turns(self, place: int) -> Iterator[RowTurn]:
+        """The turns of a dialogue, for a place in the order by dialogues."""
+        planned, count = self._find(place)
+        dialogue, found, seed = planned.dialogue, planned.combinations, self._options.seed
         slots = found[_even(count, len(found), seed, dialogue.name, "slots")]
         values = dialogue.filled(slots, self._numbers)
         assert values is not None
-        turns = []
         for at_turn, turn in enumerate(dialogue.turns):
             question = turn.questions[_even(count, len(turn.questions), seed, dialogue.name, "wording", at_turn)]
             said = (say(sentence, values, self._numbers) for sentence in (question, turn.answer))
-            turns.append(RowTurn(question_text=next(said), answer_text=next(said)))
-        where = f"{self._path} {dialogue.name}, {part} row {index}"
-        return Row(
-            tuple(turns),
-            id=f"{dialogue.skill}-{part}-{seed}-{index:08d}",
-            source=f"{options.name or self.format}/{dialogue.skill}",
-            language=options.language,
-            task=options.task,
-            where=where,
-        )
+            yield RowTurn(question_text=next(said), answer_text=next(said))
+
+
+def _numbers(rng: random.Random, size: int) -> Iterator[int]:
+    """Numbers below `size` without end."""
+    while True:
+        yield rng.randrange(size)
 
 
 def _even(count: int, size: int, *parts: int | str) -> int:
