@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from copy import copy
 from random import Random
 from typing import Any, cast
 
@@ -27,6 +26,7 @@ from omni.attention import attention, multiplied_in, takes_packed
 from omni.audio.mel import samples_before
 from omni.encoder import whisper_compiled
 from omni.encoder.base import Encoder, EncoderStream, register_encoder
+from omni.encoder.heard_frames import HeardFrames
 from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, AttentionGroup, Chunks, Packing, pack
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
@@ -351,41 +351,6 @@ class EncoderBlock(ResidualAttentionBlock):
             for part in (self.attn.query, self.attn.key, self.attn.value)
         )
         return self._after(x, attention(q, *heard.add(k, v))[0].transpose(0, 1).flatten(1))
-
-
-class HeardFrames:
-    """Keys and values of a clip's last frames in one layer, in memory of twice their size: each is copied few times.
-
-    Args:
-        history: how many frames before a chunk it hears; None for all.
-    """
-
-    def __init__(self, history: int | None) -> None:
-        self.history, self.start, self.end = history, 0, 0
-        self.memory: Tensor | None = None
-        self.shared = False  # with another, so that it is not written
-
-    def copy(self) -> HeardFrames:
-        """Another one, which copies what is held once more is heard."""
-        found = copy(self)
-        found.shared = True
-        return found
-
-    def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes those of a chunk `[1, H, T, D / H]`; returns those of the frames before that it hears, and its own."""
-        count, memory = key.shape[2], self.memory
-        self.start = self.start if self.history is None else max(self.start, self.end - self.history)
-        if memory is None or self.shared or self.end + count > memory.shape[3]:
-            held = self.end - self.start
-            with torch.inference_mode(False):  # what comes next may be written in another mode
-                self.memory = key.new_empty((2, *key.shape[:2], 2 * (held + count), key.shape[3]))
-            if memory is not None:
-                self.memory[:, :, :, :held] = memory[:, :, :, self.start : self.end]
-            memory, self.start, self.end, self.shared = self.memory, 0, held, False
-        end = self.end + count
-        memory[0, :, :, self.end : end], memory[1, :, :, self.end : end] = key, value
-        self.end = end
-        return memory[0, :, :, self.start : end], memory[1, :, :, self.start : end]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, packing: Packing) -> Tensor:
