@@ -147,6 +147,19 @@ def settings() -> ServeSettings:
     return ServeSettings(model="tiny", limits=ServerLimits(), answering=Answering(max_seconds=1.0, max_tokens=12))
 
 
+def with_client(body: Callable[[Client], Coroutine[Any, Any, Any]], *given: Any) -> Any:
+    """Run a coroutine function with the client that the arguments make; its session is closed afterwards."""
+
+    async def whole() -> Any:
+        client = Client(*given)
+        try:
+            return await asyncio.wait_for(body(client), 60)
+        finally:
+            await client.session.close()
+
+    return asyncio.run(whole())
+
+
 @pytest.fixture
 def talk(host: EngineHost, settings: ServeSettings) -> Iterator[Callable[..., Any]]:
     """Run a coroutine function with a client whose session is closed afterwards."""
@@ -157,15 +170,8 @@ def talk(host: EngineHost, settings: ServeSettings) -> Iterator[Callable[..., An
         seconds: float = 1.0,
         omni: bool = False,
     ) -> Any:
-        async def whole() -> Any:
-            answering = replace(settings.answering, max_seconds=seconds)
-            client = Client(host, replace(settings, answering=answering), given, omni)
-            try:
-                return await asyncio.wait_for(body(client), 60)
-            finally:
-                await client.session.close()
-
-        return asyncio.run(whole())
+        answering = replace(settings.answering, max_seconds=seconds)
+        return with_client(body, host, replace(settings, answering=answering), given, omni)
 
     yield run
     assert host.stats().sessions == 0, "a session of the engine was left open"

@@ -14,7 +14,7 @@ from infer.serve.host import EngineHost
 from infer.serve.realtime import partials
 from infer.serve.realtime.partials import EVENT, PartialTranscripts
 from omni.generate.speech_lm import SpeechLM
-from tests.infer.serve.conftest import Client, noise, pcm
+from tests.infer.serve.conftest import Client, noise, pcm, with_client
 from tests.infer.serve.test_turn_sound import append, chunked  # noqa: F401
 from tests.infer.serve.test_turns import at24, say
 
@@ -40,15 +40,7 @@ def run(chunked: SpeechLM, settings: Any) -> Iterator[Run]:  # noqa: F811
             "omni": {"partial_transcripts": wanted},
             **given,
         }
-
-        async def whole() -> Any:
-            client = Client(host, settings, session)
-            try:
-                return await asyncio.wait_for(body(client), 60)
-            finally:
-                await client.session.close()
-
-        return asyncio.run(whole())
+        return with_client(body, host, settings, session)
 
     yield run
     assert host.stats().sessions == 0

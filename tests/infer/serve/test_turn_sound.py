@@ -22,7 +22,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.infer.conftest import TINY, tiny_model
-from tests.infer.serve.conftest import MANUAL, Client, deltas, noise, pcm, sound_of
+from tests.infer.serve.conftest import MANUAL, Client, deltas, noise, pcm, sound_of, with_client
 from tests.infer.serve.test_turns import at24, say
 
 Body = Callable[[Client], Coroutine[Any, Any, Any]]
@@ -44,14 +44,7 @@ def run(chunked: SpeechLM, settings: ServeSettings) -> Iterator[Callable[..., An
     host.open()
 
     def run(body: Body, given: dict[str, Any] = MANUAL) -> Any:
-        async def whole() -> Any:
-            client = Client(host, settings, given)
-            try:
-                return await asyncio.wait_for(body(client), 60)
-            finally:
-                await client.session.close()
-
-        return asyncio.run(whole())
+        return with_client(body, host, settings, given)
 
     yield run
     assert host.stats().sessions == 0 and not chunked.engine._requests.listens.open()
