@@ -78,6 +78,14 @@ def quick_disk() -> Iterator[Callable[[int], None]]:
         yield real
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_measured() -> Iterator[None]:
+    """What one file's tests measured (`bench`) does not choose another's kernels, or bfloat16."""
+    yield
+    for place in Path(os.environ["OMNI_CACHE"]).glob("*-*.json"):
+        place.unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_pictures() -> Iterator[dict[str, Any]]:
     """Pictures are one pixel each; tests of pictures draw them whole, by what is given here."""

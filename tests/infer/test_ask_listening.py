@@ -19,6 +19,7 @@ import torch
 
 from infer import audio_in
 from infer.audio_in import PipeReader
+from omni.audio.io import read_audio
 from omni.audio.wav_stream import SampleForm, wav_form
 from omni.checkpoint.folder import save_folder
 from omni.generate.feature_stream import FeatureStream
@@ -144,9 +145,33 @@ def test_an_endless_stream_is_refused_as_soon_as_it_is_too_long(
     pipe.close()
 
 
+class Waiting(io.BytesIO):
+    """A pipe that ends once so many chunks of it were encoded."""
+
+    def __init__(self, data: bytes, chunks: list[int], count: int) -> None:
+        super().__init__(data)
+        self._chunks, self._count = chunks, count
+
+    def read(self, size: int | None = -1) -> bytes:
+        block = super().read(size)
+        for _ in range(2000):
+            if block or len(self._chunks) >= self._count:
+                break
+            threading.Event().wait(0.01)
+        return block
+
+
 def test_channels_of_a_wav(
     run: Any, listening: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: list[int]
 ) -> None:
+    heard: list[torch.Tensor] = []
+    push = FeatureStream.push
+
+    def watched(self: FeatureStream, samples: torch.Tensor) -> None:
+        heard.append(samples)
+        push(self, samples)
+
+    monkeypatch.setattr(FeatureStream, "push", watched)
     g = np.random.default_rng(0)
     for name, samples in {
         "two": g.normal(0, 0.1, (9000, 2)),
@@ -155,13 +180,21 @@ def test_channels_of_a_wav(
     }.items():
         place = tmp_path / f"{name}.wav"
         soundfile.write(place, samples.astype(np.float32), 16_000)
-        for more in ([], ["--channel", 1]):
-            if name == "three" and not more:
+        for channel in (None, 1):
+            if (name, channel) == ("three", None):
                 continue
-            wanted = json.loads(run("ask", place, "--model", listening, "--max_seconds", "0.4", "--json", *more).text)
-            found = json.loads(ask(run, monkeypatch, listening, place.read_bytes(), *more).text)
-            assert found["text"] == wanted["text"] and len(found["warnings"]) == len(wanted["warnings"])
-    assert chunks
+            more = () if channel is None else ("--channel", channel)
+            words = ("--model", listening, "--max_seconds", "0.4", "--json", *more)
+            wanted = json.loads(run("ask", place, *words).text)
+            heard.clear()
+            chunks.clear()
+            monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=Waiting(place.read_bytes(), chunks, 3)))
+            found = json.loads(run("ask", "-", *words).text)
+            assert len(chunks) == 3 and len(found["warnings"]) == len(wanted["warnings"])
+            assert found["text"] == wanted["text"]
+            if (name, channel) != ("opposite", None):  # whose louder channel is taken once it has ended
+                sound = read_audio(place, channel="mix" if channel is None else channel)
+                torch.testing.assert_close(torch.cat(heard), sound, rtol=0, atol=1e-6)
 
 
 def test_headers() -> None:
