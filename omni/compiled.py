@@ -67,6 +67,14 @@ class KeptFunctions(FunctionCache):  # type: ignore[misc]
             self.flush()
 
 
+def is_kept(function: Callable[..., Any]) -> bool:
+    """Whether numba keeps what it compiled of a function, of this code and this place, so that its first call is short."""
+    try:
+        return bool(function._cache._cache_file._load_index())  # type: ignore[attr-defined]
+    except Exception:  # nothing can be kept, or it is damaged, which the first call tells
+        return False
+
+
 _brief = partial(compiled_function, nogil=False)
 """For what ends before another thread has woken up: where it took the lock, this one would wait for it."""
 

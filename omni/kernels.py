@@ -373,7 +373,9 @@ def kernels_file() -> Path:
 
 
 def load_kernels() -> Kernels:
-    """What was measured on this machine before; nothing where that was another machine, or the file is damaged (told)."""
+    """What was measured on this machine before; nothing where that was another machine, or the file is damaged (told).
+
+    What is compiled counts only where numba keeps it: another copy of this package would compile at its first question."""
     path = kernels_file()
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -385,11 +387,14 @@ def load_kernels() -> Kernels:
             {
                 Product(*_fields(key, Product)): timing
                 for key, value in products
-                if (timing := _timing(value, FORMS)).form != COMPILED or same
+                if (timing := _timing(value, FORMS)).form != COMPILED or (same and compiled.is_kept(compiled.product))
             },
             {
-                StepKey(threads, _part(part), StepShape(*_fields(shape, StepShape))): _timing(value, (MODULES, COMPILED))
+                key: timing
                 for (threads, part, shape), value in steps
+                if (timing := _timing(value, (MODULES, COMPILED)))
+                and (key := StepKey(threads, _part(part), StepShape(*_fields(shape, StepShape))))
+                and (timing.form != COMPILED or compiled.is_kept(_compiled_step(key)))
             },
         )
     except FileNotFoundError:
@@ -397,6 +402,13 @@ def load_kernels() -> Kernels:
     except (OSError, ValueError, KeyError, TypeError) as error:
         LOG.warning("%s is left out: it is damaged (%s); measuring again replaces it", path, error)
         return Kernels({})
+
+
+def _compiled_step(key: StepKey) -> Callable[..., Any]:
+    """What compiles longest of a measured step."""
+    if key.part == "encoder":
+        return compiled.encoder
+    return compiled.blocks if key.shape.numbers == "float32" else compiled.attend_and_round
 
 
 _FIELDS: Mapping[type[Any], Sequence[type[Any]]] = {

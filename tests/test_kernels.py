@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import logging
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from omni.kernels import (
     Kernels,
     Product,
     StepKey,
+    StepShape,
     Timing,
     bf16_pays,
     choose,
@@ -298,12 +300,43 @@ def test_measurements_are_kept_and_used(model: SpeechModel, monkeypatch: pytest.
 
 def test_compiled_products_are_forgotten_with_their_code(model: SpeechModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first question would wait for the compiler."""
-    keep_kernels(
-        Kernels({**forced(model, "weight first").measured, Product(1, "float32", 1, 7, 7): Timing(COMPILED, 1.0, 2.0)})
-    )
-    assert len(load_kernels().measured) == len(forced(model, "weight first").measured) + 1
+    others = forced(model, "weight first").measured
+    fast, slow = Timing(COMPILED, 1.0, 2.0), Timing(MODULES, 1.0, 1.0)
+    shape = StepShape("float32", 8, 1, 1, 8, 8)
+    steps = {StepKey(1, "step", shape): fast, StepKey(1, "prefill", shape): slow, StepKey(1, "encoder", shape): fast}
+    keep_kernels(Kernels({**others, Product(1, "float32", 1, 7, 7): fast}, steps))
+    kept = {"product", "blocks", "encoder"}
+    monkeypatch.setattr(compiled_module, "is_kept", lambda function: function.py_func.__name__ in kept)
+    assert len(load_kernels().measured) == len(others) + 1 and load_kernels().steps == steps
+    kept.remove("blocks")  # of another copy of the package, say
+    assert load_kernels().steps.keys() == {StepKey(1, "prefill", shape), StepKey(1, "encoder", shape)}
+    kept.clear()
+    assert load_kernels().measured == others and load_kernels().steps.keys() == {StepKey(1, "prefill", shape)}
+    kept.update(("product", "blocks", "encoder"))
     monkeypatch.setattr(kernels_module, "compiler", lambda: "another")
-    assert load_kernels().measured == forced(model, "weight first").measured
+    assert load_kernels().measured == others and not load_kernels().steps
+
+
+def test_what_is_kept_compiled_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "other_code.py"
+    place.write_text("def double(x):\n    return x + x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def made() -> Any:
+        spec = importlib.util.spec_from_file_location("other_code", place)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return compiled_module.compiled_function(module.double)
+
+    function = made()
+    assert not compiled_module.is_kept(function) and function(2) == 4
+    assert compiled_module.is_kept(function) and compiled_module.is_kept(made())
+    place.write_text("def double(x):\n    return 2 * x\n\n")
+    assert not compiled_module.is_kept(made())
+    index = next(tmp_path.rglob("*.nbi"))
+    index.write_bytes(b"")
+    assert not compiled_module.is_kept(made())
 
 
 def test_of_another_number_of_threads_nothing_is_used(model: SpeechModel) -> None:
