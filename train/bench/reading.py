@@ -25,6 +25,7 @@ from train.data.batching.loader import StepLoader
 from train.data.batching.pipeline import Pipeline
 from train.data.config import PackingConfig
 from train.data.rows.parquet import write_rows
+from train.data.rows.parts import Needed
 from train.data.rows.row import Codes, RowTurn, Sound
 from train.data.rows.row import Row as DataRow
 from train.data.sources.base import StoredSource
@@ -81,7 +82,9 @@ def reading(
 def _open(data: Path, packing: PackingConfig, step: int = 0, states: Mapping[str, Any] | None = None) -> StepLoader:
     """Opens a loader over stored rows, as a run does."""
     maker = ExampleMaker(preset("nano"), Tokenizer.bytes(), load_codec("codec2"))
-    pipeline = Pipeline(Mixture([StoredSource(data)], [1.0]), [TaskMixture({"A1T1": 0.5, "A1A2": 0.5})], maker, packing)
+    tasks = {"A1T1": 0.5, "A1A2": 0.5}
+    source = StoredSource(data, needed=Needed(frozenset(tasks)))
+    pipeline = Pipeline(Mixture([source], [1.0]), [TaskMixture(tasks)], maker, packing)
     return StepLoader(pipeline, 1, start_step=step, states=states)
 
 

@@ -14,6 +14,7 @@ from train.data.batching.pipeline import Pipeline
 from train.data.batching.transcripts import Alignment
 from train.data.config import DataConfig, SourceConfig
 from train.data.rows.parquet import StoredRows
+from train.data.rows.parts import Needed
 from train.data.rows.row import Row
 from train.data.seeding import key
 from train.data.sources.base import Source, StoredSource
@@ -29,10 +30,16 @@ def build_alignment(config: DataConfig, tokenizer: Tokenizer) -> Alignment:
     return Alignment(config.alignment, words, tokenizer, config.sounds)
 
 
-def build_source(config: SourceConfig, codec: AudioCodec | None, seed: int, cache: str | None = None) -> Source:
-    """Build one source; UserError where its files are wrong, or it needs a codec and there is none."""
+def build_source(
+    config: SourceConfig, codec: AudioCodec | None, seed: int, cache: str | None = None, needed: Needed | None = None
+) -> Source:
+    """Build one source; UserError where its files are wrong, or it needs a codec and there is none.
+
+    Args:
+        needed: parts of stored rows that are read; None for all.
+    """
     if config.path is not None:
-        return StoredSource(config.path, cache, config.held_out if isinstance(config.held_out, int) else 0)
+        return StoredSource(config.path, cache, config.held_out if isinstance(config.held_out, int) else 0, needed)
     if codec is None:
         raise UserError(f"the source {config.kind!r} answers in speech and needs a codec; set model.codec")
     if config.kind == "recorded-digits":
@@ -51,9 +58,10 @@ def build_pipeline(
     Raises:
         UserError: files, voices, weights or settings that do not fit each other or the model.
     """
-    sources = [
-        build_source(source, codec, key(config.seed, "source", i), config.cache) for i, source in enumerate(config.sources)
-    ]
+    sources = []
+    for i, source in enumerate(config.sources):
+        needed = Needed(frozenset(source.drawn), config.cut > 0, heard_only)
+        sources.append(build_source(source, codec, key(config.seed, "source", i), config.cache, needed))
     return Pipeline(
         Mixture(sources, [source.weight for source in config.sources], config.seed),
         [TaskMixture(source.tasks, source.stages) for source in config.sources],

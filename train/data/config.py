@@ -87,6 +87,11 @@ class SourceConfig:
         return {WORDY: share} if self.kind == "recorded-digits" and share > 0 else {}
 
     @property
+    def drawn(self) -> set[str]:
+        """Names of the tasks that rows are drawn for, unless they name one themselves."""
+        return {name for mixture in self.mixtures for name, weight in mixture.items() if weight > 0}
+
+    @property
     def mixtures(self) -> list[dict[str, float]]:
         """Weights of tasks: of the source, of each stage, and of rows that name their own."""
         return [self.tasks, *(stage.tasks for stage in self.stages), *([self.own_tasks] if self.own_tasks else [])]
@@ -154,9 +159,7 @@ class DataConfig:
     @property
     def drawn(self) -> set[str]:
         """Names of the tasks that the mixture can draw."""
-        return {
-            name for source in self.sources for mixture in source.mixtures for name, weight in mixture.items() if weight > 0
-        }
+        return set().union(*(source.drawn for source in self.sources))
 
 
 def tasks_of(data: DataConfig) -> list[Task]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from omni.generate.speech_time import SpeechTime, estimate
+from train.data.sources.base import StoredSource
 from train.data.sources.mixture import Mixture
 
 DRAWS = 128
@@ -21,9 +22,10 @@ def estimate_speech_time(mixture: Mixture, codec: AudioCodec) -> SpeechTime | No
 def _spoken(mixture: Mixture, codec: AudioCodec) -> Iterator[tuple[str, float]]:
     """Iterate over text and seconds of each answer of these draws; unreadable rows are skipped: training reports them."""
     seen = set()
+    sources = [source.whole() if isinstance(source, StoredSource) else source for source in mixture.sources]
     for number in range(DRAWS):
         draw = mixture.draw(number)
-        source = mixture.sources[draw.source]
+        source = sources[draw.source]
         where = (draw.source, source.identity(draw.index))
         if where in seen:
             continue

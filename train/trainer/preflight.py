@@ -36,7 +36,7 @@ from train.console.command import check_folder_to_be
 from train.data.augment.audio import noise_files
 from train.data.build import sources_held_out
 from train.data.config import DataConfig
-from train.data.rows.parquet import files_of
+from train.data.rows.parquet_files import files_of
 from train.data.rows.samples import missing_parts, sample_rows
 from train.data.sources.recorded_digits import find_recordings
 from train.distributed.sharding import check_divides

@@ -26,6 +26,7 @@ from train.data.prepare.report import REPORT
 from train.data.prepare.rows import PrepareTally
 from train.data.prepare.shards import ShardWriter, notes
 from train.data.prepare.worker import BLOCK, PreparedBlock
+from train.data.rows.indexing import index_whole
 from train.data.rows.row import Row, Sound, features
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def filter_rows(data: Path, out: Path, judge: RowFilter, shard_mb: int = 256, pr
         try:
             report = _fill(scan, work, judge, shard_mb, progress)
             shutil.rmtree(work / "notes")
+            index_whole(work)
             (work / LOCK).unlink()
             os.rename(work, out)
         except BaseException:

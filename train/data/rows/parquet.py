@@ -8,6 +8,7 @@ an Arrow copy of it in its cache folder (`HF_HOME`) and maps that into memory.
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
 import os
 from collections import OrderedDict
@@ -18,23 +19,22 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.files import replacing, writing
-from omni.remote import check_there
+from train.data.rows.index import RowIndex, has_index
+from train.data.rows.open_file import OpenFile, WholeFile
+from train.data.rows.parquet_files import are_large, files_of, groups_of, look, one_line
+from train.data.rows.parts import EVERYTHING, PARTS, Needed
 from train.data.rows.row import OPTIONAL, Row, features, from_plain, to_plain
 
 if TYPE_CHECKING:
     import datasets
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
 
 ROW_GROUP = 16
 """Rows of a row group: to read one row, its group is decoded."""
 
-LARGE_ROWS, LARGE_BYTES = 64, 32 << 20
-"""A group beyond these is too large to be decoded for one row: the file is copied to Arrow."""
-
-KEPT_FILES, KEPT_GROUPS = 16, 4
-"""Numbers of open files, and of the groups read last in each, that a process keeps of a stored source."""
+KEPT_FILES = 16
+"""Number of open files that a process keeps of a stored source, those read last."""
 
 KEPT_CHUNKS = 600_000
 """Column chunks whose metadata is kept of a stored source, a kilobyte each: those of 450,000 rows in groups of 16.
@@ -78,50 +78,26 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
     return count
 
 
-def files_of(path: str | os.PathLike[str]) -> list[Path]:
-    """List the Parquet file at `path`, or those of the folder there, sorted by name, without opening any.
+class Footers:
+    """The Parquet file at a path, or those of a folder, whose footers have been read: as `RowIndex`, without an index."""
 
-    UserError where there is none.
-    """
-    place = Path(path)
-    files = sorted(place.glob("*.parquet")) if place.is_dir() else [place]
-    if not files:
-        raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")
-    otherwise = f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them"
-    check_there(files[0], "data", otherwise, Path.is_file)
-    return files
-
-
-class StoredRows:
-    """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names.
-
-    Args:
-        path: the file or folder.
-        cache: folder for Arrow copies, where one is needed; None for that of `datasets`.
-
-    Raises:
-        UserError: nothing there, a file that is no Parquet or of another format, or no rows.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path) -> None:
         self.files = files_of(path)
         self._metadata: dict[int, pq.FileMetaData] = {}
         self._chunks = 0
-        counts, absent, large = [], [], False
+        self.absent: list[set[str]] = []
+        self.large, counts = False, []
         for number, file in enumerate(self.files):
             metadata, schema = look(file)
             counts.append(metadata.num_rows)
-            absent.append({name for name in OPTIONAL if name not in schema.names})
-            large = large or _large(metadata)
+            self.absent.append({name for name in OPTIONAL if name not in schema.names})
+            self.large = self.large or are_large(groups_of(metadata))
             self._keep(number, metadata)
         self._ends = list(itertools.accumulate(counts))
         if not self._ends[-1]:
             raise UserError(f"data {path} has no rows: prepare the data again")
-        self._copied = _open(self.files, absent, cache) if large else None
-        if large:
+        if self.large:
             self._metadata = {}
-        self._begin()
 
     def _keep(self, number: int, metadata: pq.FileMetaData) -> None:
         """Keep a file's metadata, up to `KEPT_CHUNKS` in all."""
@@ -130,25 +106,74 @@ class StoredRows:
             self._metadata[number] = metadata
             self._chunks += chunks
 
-    def _begin(self) -> None:
-        self._process = os.getpid()
-        self._open_files: OrderedDict[int, _GroupedFile] = OrderedDict()
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open_files": OrderedDict(), "_metadata": {}, "_chunks": 0}
+        return {**self.__dict__, "_metadata": {}, "_chunks": 0}
 
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def _place(self, index: int) -> tuple[int, int]:
-        """Number of the file, and of the row in it."""
-        file = bisect.bisect_right(self._ends, index)
-        return file, index - (self._ends[file - 1] if file else 0)
+    def place(self, row: int) -> tuple[int, int]:
+        """Number of a row's file, and of the row in it."""
+        file = bisect.bisect_right(self._ends, row)
+        return file, row - (self._ends[file - 1] if file else 0)
+
+    def file(self, number: int) -> Path:
+        """Path of a file."""
+        return self.files[number]
+
+    def open(self, number: int) -> OpenFile:
+        """Open a file, and keep its metadata where there is room."""
+        opened = WholeFile(self.files[number], self._metadata.get(number))
+        self._keep(number, opened.metadata)
+        return opened
+
+
+class StoredRows:
+    """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names.
+
+    Args:
+        path: the file or folder. A folder's index is used where it has one, see `train.data.rows.index`.
+        cache: folder for Arrow copies, where one is needed; None for that of `datasets`.
+        needed: parts of rows that are read, others come as if they were not there; None for all.
+
+    Raises:
+        UserError: nothing there, a file that is no Parquet or of another format, no rows, or an index of other files.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None, needed: Needed | None = None
+    ) -> None:
+        self.path = Path(path)
+        self.needed = needed
+        self._files: RowIndex | Footers
+        self._copied: datasets.Dataset | None = None
+        if has_index(self.path):
+            self._files = RowIndex(self.path)
+        else:
+            self._files = footers = Footers(self.path)
+            self._copied = _open(footers.files, footers.absent, cache) if footers.large else None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._open_files: OrderedDict[int, OpenFile] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open_files": OrderedDict()}
+
+    def whole(self) -> StoredRows:
+        """The same rows, with all their parts."""
+        out = copy.copy(self)
+        out.needed = None
+        return out
+
+    def __len__(self) -> int:
+        return len(self._files)
 
     def where(self, index: int) -> str:
         """File and row number within it, for errors."""
-        file, row = self._place(index)
-        return f"{self.files[file]} row {row}"
+        file, row = self._files.place(index)
+        return f"{self._files.file(file)} row {row}"
 
     def __getitem__(self, index: int) -> Row:
         """Row `index`; UserError where it breaks the format, or cannot be read."""
@@ -158,102 +183,34 @@ class StoredRows:
         return from_plain(self._plain(index), folder, self.where(index))
 
     def _plain(self, index: int) -> dict[str, Any]:
+        """Read the needed parts of a row as plain data; others are null. An Arrow copy gives all parts."""
         if self._copied is not None:
             return self._copied[index]
+        number, row = self._files.place(index)
+        file = self._open(number)
+        if self.needed is None:
+            return file.row(row, EVERYTHING)
+        plain = file.row(row, self.needed.first)
+        turns = plain["turns"] or ()
+        while selection := self.needed.next(plain):
+            for turn, more in zip(turns, file.row(row, selection)["turns"], strict=True):
+                turn.update(more)
+        for turn in turns:
+            turn.update({part: None for part in PARTS if part not in turn})
+        return plain
+
+    def _open(self, number: int) -> OpenFile:
         if self._process != os.getpid():  # after a fork: open files are not shared
             self._begin()
-        number, row = self._place(index)
         if number not in self._open_files:
-            self._open_files[number] = _GroupedFile(self.files[number], self._metadata.get(number))
-            self._keep(number, self._open_files[number].metadata)
+            self._open_files[number] = self._files.open(number)
             if len(self._open_files) > KEPT_FILES:
                 self._open_files.popitem(last=False)
         self._open_files.move_to_end(number)
-        return self._open_files[number].row(row)
+        return self._open_files[number]
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
-
-
-class _GroupedFile:
-    """An open Parquet file; `row` decodes the row's group. `metadata` is the file's, where it has been read already."""
-
-    def __init__(self, file: Path, metadata: pq.FileMetaData | None = None) -> None:
-        import pyarrow.parquet as pq
-
-        self.file = file
-        with _readable(file):
-            self.parquet = pq.ParquetFile(
-                str(file), metadata=metadata, memory_map=True, pre_buffer=False, page_checksum_verification=True
-            )
-            self.metadata = self.parquet.metadata
-        present = self.parquet.schema_arrow.names
-        self.names = [name for name in features() if name in present]
-        counts = (self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups))
-        self.ends = list(itertools.accumulate(counts))
-        self.groups: OrderedDict[int, Any] = OrderedDict()
-
-    def row(self, row: int) -> dict[str, Any]:
-        group = bisect.bisect_right(self.ends, row)
-        if group not in self.groups:
-            with _readable(self.file, f" (rows {self.ends[group - 1] if group else 0} to {self.ends[group] - 1})"):
-                self.groups[group] = self.parquet.read_row_group(group, columns=self.names, use_threads=False)
-            if len(self.groups) > KEPT_GROUPS:
-                self.groups.popitem(last=False)
-        return self.groups[group].slice(row - (self.ends[group - 1] if group else 0), 1).to_pylist()[0]
-
-
-@contextmanager
-def _readable(file: Path, part: str = "") -> Iterator[None]:
-    import pyarrow as pa
-
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"data file {file}{part} cannot be read ({_one_line(error)}): prepare it again") from error
-
-
-def look(file: Path) -> tuple[pq.FileMetaData, pa.Schema]:
-    """Read the metadata and the schema of a file, and check its columns."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        metadata = pq.read_metadata(file)
-        schema = metadata.schema.to_arrow_schema()
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"data file {file} is not a whole Parquet file ({_one_line(error)}): prepare it again") from error
-    wanted = features().arrow_schema
-    for field in wanted:
-        if field.name not in schema.names and field.name in OPTIONAL:
-            continue
-        if field.name not in schema.names:
-            raise UserError(
-                f"data file {file} has no column {field.name!r}: its rows are of another format, convert them first"
-            )
-        found = schema.field(field.name).type
-        if found != field.type:
-            raise UserError(
-                f"data file {file}: column {field.name!r} is {found}, not {field.type}: its rows are of another format, "
-                "convert them first"
-            )
-    return metadata, schema
-
-
-def first_rows(file: Path, group: int, count: int) -> list[dict[str, Any]]:
-    """Read the first rows of a group as plain data, without reading all of it; UserError where they cannot be read."""
-    import pyarrow.parquet as pq
-
-    with _readable(file):
-        batches = pq.ParquetFile(str(file), memory_map=True, pre_buffer=False).iter_batches(count, row_groups=[group])
-        batch = next(batches, None)  # None for a group without rows
-        return [] if batch is None else batch.to_pylist()
-
-
-def _large(metadata: pq.FileMetaData) -> bool:
-    """True where a file's row groups are too large to decode one for a single row."""
-    groups = (metadata.row_group(i) for i in range(min(metadata.num_row_groups, 4)))
-    return any(group.num_rows > LARGE_ROWS or group.total_byte_size > LARGE_BYTES for group in groups)
 
 
 def _open(files: list[Path], absent: list[set[str]], cache: str | os.PathLike[str] | None) -> datasets.Dataset:
@@ -276,7 +233,7 @@ def _open(files: list[Path], absent: list[set[str]], cache: str | os.PathLike[st
             )
     except (DatasetGenerationError, OSError) as error:
         raise UserError(
-            f"the Arrow copy of {files[0]} cannot be made ({_one_line(error.__cause__ or error)}): free some space or name "
+            f"the Arrow copy of {files[0]} cannot be made ({one_line(error.__cause__ or error)}): free some space or name "
             "another folder as data.cache; if the file is damaged, prepare it again"
         ) from error
 
@@ -293,7 +250,3 @@ def _quiet() -> Iterator[None]:
     finally:
         if not shown:
             datasets.enable_progress_bars()
-
-
-def _one_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -296,9 +296,14 @@ def _sound(stored: Mapping[str, Any] | None, folder: Path) -> Sound | None:
     return Sound(data=stored["bytes"], path=stored["path"], folder=folder)
 
 
+def has_codes(stored: Mapping[str, Any] | None) -> bool:
+    """True where a turn's stored `answer_codes` are there."""
+    return stored is not None and stored["frames"] is not None and bool(stored["codec"])
+
+
 def _codes(stored: Mapping[str, Any] | None) -> Codes | None:
     import torch
 
-    if not stored or stored["frames"] is None or not stored["codec"]:
+    if stored is None or not has_codes(stored):
         return None
     return Codes(stored["codec"], torch.tensor(stored["frames"]), stored["order"] or "streams")

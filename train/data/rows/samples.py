@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omni.errors import UserError
 from omni.tasks import find_task
-from train.data.rows.parquet import files_of, first_rows, look
+from train.data.rows.parquet_files import files_of, first_rows, look
 from train.data.rows.row import Row, from_plain
 
 FILES, GROUPS, ROWS = 5, 5, 20

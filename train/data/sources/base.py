@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from bisect import bisect_right
 from typing import Protocol
 
 from omni.errors import UserError
 from train.data.rows.parquet import StoredRows
+from train.data.rows.parts import Needed
 from train.data.rows.row import Row
 
 
@@ -43,6 +45,7 @@ class StoredSource:
 
     Args:
         held_out: number of rows that are left out, evenly spaced, the first of as many equal parts: `held_out_indices`.
+        needed: parts of the rows that are read; None for all.
 
     Raises:
         UserError: no row would be left; see also `StoredRows`.
@@ -50,13 +53,25 @@ class StoredSource:
 
     repeats = False
 
-    def __init__(self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None, held_out: int = 0) -> None:
-        self.rows = StoredRows(path, cache)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        cache: str | os.PathLike[str] | None = None,
+        held_out: int = 0,
+        needed: Needed | None = None,
+    ) -> None:
+        self.rows = StoredRows(path, cache, needed)
         self.name = str(path)
         if held_out >= len(self.rows):
             raise UserError(f"held_out is {held_out}, but {path} has {len(self.rows)} rows: hold out fewer, none would be left")
         self._held_out = range(held_out)
         self.size = len(self.rows) - held_out
+
+    def whole(self) -> StoredSource:
+        """The same source, whose rows have all their parts."""
+        out = copy.copy(self)
+        out.rows = self.rows.whole()
+        return out
 
     def identity(self, index: int) -> int:
         return index

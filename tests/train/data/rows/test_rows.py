@@ -18,7 +18,8 @@ from omni.tasks import TASKS
 from tests.train.data.toys import ToyCodec, ToySource
 from train.data.inspect.scan import Scan
 from train.data.rows import parquet
-from train.data.rows.parquet import LARGE_ROWS, StoredRows, write_rows
+from train.data.rows.parquet import StoredRows, write_rows
+from train.data.rows.parquet_files import LARGE_ROWS
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word, inside
 from train.data.rows.samples import sample_rows
 from train.data.sources.base import StoredSource

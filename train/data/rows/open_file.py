@@ -1,0 +1,89 @@
+"""An open Parquet file, of which single rows are read: the row's group is decoded, only the columns that are asked for."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from train.data.rows.parquet_files import readable
+from train.data.rows.parts import Selection
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+KEPT_GROUPS = 4
+"""Number of decoded groups that are kept, those read last."""
+
+OPTIONS: dict[str, Any] = {"memory_map": True, "pre_buffer": False, "page_checksum_verification": True}
+"""How files are opened by pyarrow: pages are read as needed and their checksums verified, where they have some."""
+
+
+class Place(NamedTuple):
+    """A row group: its number in the file, its first row, and the row after its last."""
+
+    group: int
+    first: int
+    end: int
+
+
+class OpenGroup(NamedTuple):
+    """A row group that is being read: the group number `number` of `parquet`, and its tables so far."""
+
+    parquet: pq.ParquetFile
+    number: int
+    tables: dict[Selection, pa.Table]
+
+
+class OpenFile:
+    """Decodes groups and keeps some; how a group is found and opened is the subclass's."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._groups: OrderedDict[int, OpenGroup] = OrderedDict()
+
+    def find(self, row: int) -> Place:
+        """The group of a row."""
+        raise NotImplementedError
+
+    def open_group(self, place: Place) -> OpenGroup:
+        """Open a group."""
+        raise NotImplementedError
+
+    def row(self, row: int, selection: Selection) -> dict[str, Any]:
+        """Read the selected columns of a row; UserError where they cannot be read."""
+        place = self.find(row)
+        with readable(self.file, f" (rows {place.first} to {place.end - 1})"):
+            group = self._groups.get(place.group) or self.open_group(place)
+            if selection not in group.tables:
+                leaves = selection.leaves(group.parquet.metadata)
+                group.tables[selection] = group.parquet.read_row_group(group.number, columns=leaves, use_threads=False)
+        self._groups[place.group] = group
+        self._groups.move_to_end(place.group)
+        if len(self._groups) > KEPT_GROUPS:
+            self._groups.popitem(last=False)
+        return group.tables[selection].slice(row - place.first, 1).to_pylist()[0]
+
+
+class WholeFile(OpenFile):
+    """A file whose footer is read as a whole; `metadata` is the file's, where it has been read already."""
+
+    def __init__(self, file: Path, metadata: pq.FileMetaData | None = None) -> None:
+        import pyarrow.parquet as pq
+
+        super().__init__(file)
+        with readable(file):
+            self._parquet = pq.ParquetFile(str(file), metadata=metadata, **OPTIONS)
+        self.metadata = self._parquet.metadata
+        counts = (self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups))
+        self._ends = list(itertools.accumulate(counts))
+
+    def find(self, row: int) -> Place:
+        group = bisect.bisect_right(self._ends, row)
+        return Place(group, self._ends[group - 1] if group else 0, self._ends[group])
+
+    def open_group(self, place: Place) -> OpenGroup:
+        return OpenGroup(self._parquet, place.group, {})

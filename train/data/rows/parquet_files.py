@@ -1,0 +1,113 @@
+"""Parquet files of rows: which there are, whether their columns are those of rows, and whether their groups are large."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omni.errors import UserError
+from omni.remote import check_there
+from train.data.rows.row import OPTIONAL, features
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+LARGE_ROWS, LARGE_BYTES = 64, 32 << 20
+"""A group beyond these is too large to be decoded for one row: the file is copied to Arrow."""
+
+JUDGED_GROUPS = 4
+"""Number of groups, the first of a file, by which it is judged whether its groups are large."""
+
+
+def files_of(path: str | os.PathLike[str]) -> list[Path]:
+    """List the Parquet file at `path`, or those of the folder there, sorted by name, without opening any.
+
+    UserError where there is none.
+    """
+    place = Path(path)
+    files = sorted(place.glob("*.parquet")) if place.is_dir() else [place]
+    if not files:
+        raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")
+    otherwise = f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them"
+    check_there(files[0], "data", otherwise, Path.is_file)
+    return files
+
+
+def look(file: Path) -> tuple[pq.FileMetaData, pa.Schema]:
+    """Read the metadata and the schema of a file, and check its columns."""
+    import pyarrow.parquet as pq
+
+    with whole(file):
+        metadata = pq.read_metadata(file)
+        schema = metadata.schema.to_arrow_schema()
+    check_columns(file, schema)
+    return metadata, schema
+
+
+def check_columns(file: Path, schema: pa.Schema) -> None:
+    """UserError where a file lacks a column of rows, or has one of another type."""
+    for field in features().arrow_schema:
+        if field.name not in schema.names and field.name in OPTIONAL:
+            continue
+        if field.name not in schema.names:
+            raise UserError(
+                f"data file {file} has no column {field.name!r}: its rows are of another format, convert them first"
+            )
+        found = schema.field(field.name).type
+        if found != field.type:
+            raise UserError(
+                f"data file {file}: column {field.name!r} is {found}, not {field.type}: its rows are of another format, "
+                "convert them first"
+            )
+
+
+def first_rows(file: Path, group: int, count: int) -> list[dict[str, Any]]:
+    """Read the first rows of a group as plain data, without reading all of it; UserError where they cannot be read."""
+    import pyarrow.parquet as pq
+
+    with readable(file):
+        batches = pq.ParquetFile(str(file), memory_map=True, pre_buffer=False).iter_batches(count, row_groups=[group])
+        batch = next(batches, None)  # None for a group without rows
+        return [] if batch is None else batch.to_pylist()
+
+
+def groups_of(metadata: pq.FileMetaData) -> Iterator[tuple[int, int]]:
+    """Number of rows, and bytes before compression, of the groups that a file is judged by."""
+    groups = (metadata.row_group(i) for i in range(min(metadata.num_row_groups, JUDGED_GROUPS)))
+    return ((group.num_rows, group.total_byte_size) for group in groups)
+
+
+def are_large(groups: Iterable[tuple[int, int]]) -> bool:
+    """True where groups, each given by its rows and bytes, are too large to decode one for a single row."""
+    return any(rows > LARGE_ROWS or size > LARGE_BYTES for rows, size in groups)
+
+
+@contextmanager
+def whole(file: Path) -> Iterator[None]:
+    """Context in which a file's footer is read; errors of that are UserErrors."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"data file {file} is not a whole Parquet file ({one_line(error)}): prepare it again") from error
+
+
+@contextmanager
+def readable(file: Path, part: str = "") -> Iterator[None]:
+    """Context in which rows of a file are read; errors of that are UserErrors."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"data file {file}{part} cannot be read ({one_line(error)}): prepare it again") from error
+
+
+def one_line(error: BaseException) -> str:
+    """First line of an error's message, or its type."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
