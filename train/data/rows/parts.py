@@ -5,7 +5,8 @@
     answer_audio      the same, where a turn has no codes
     words             where answers are cut
 
-Everything else of a row is small and always read.
+Everything else of a row is small and always read. What the tasks of a source need is read of every row at once; what only the
+task needs that a row names itself, or a turn without codes, is read after it.
 """
 
 from __future__ import annotations

@@ -223,7 +223,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "is of other files: .*g.parquet is not",
     ),
     "a file less": (lambda folder: (folder / "c.parquet").unlink(), "is of other files: .*c.parquet is not there any more"),
-    "another name": (lambda folder: (folder / "c.parquet").rename(folder / "c2.parquet"), "is of other files: .*c.parquet is not"),
+    "another name": (
+        lambda folder: (folder / "c.parquet").rename(folder / "c2.parquet"),
+        "is of other files: .*c.parquet is not",
+    ),
     "another time": (touched, "is of other files: .*b.parquet has been written or copied since"),
     "another size": (shortened, "is of other files: .*e.parquet has 100 bytes now, not"),
 }
