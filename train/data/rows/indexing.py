@@ -11,6 +11,7 @@ import numpy as np
 
 from omni.errors import UserError
 from omni.files import replacing, writing
+from omni.remote import check_there
 from train.console.progress import Display, Kind
 from train.data.rows.footer import CutFooter, SharedFooter, cut_footer
 from train.data.rows.index import CHECKSUM, HEADER, INDEX, MAGIC, START, VERSION, IndexHeader, checksum
@@ -38,8 +39,8 @@ def write_index(folder: Path, progress: Kind = "off") -> IndexHeader:
         UserError: no files, or one that is not whole, or whose rows are of another format; no space, or no right to write.
         LargeGroups: the files need no index. One that is there is removed: it is of other files.
     """
-    if not folder.is_dir():
-        raise UserError(f"data {folder} is no folder: an index is for a folder of Parquet files; a single file needs none")
+    otherwise = f"data {folder} is no folder: an index is for a folder of Parquet files; a single file needs none"
+    check_there(folder, "data", otherwise, Path.is_dir)
     files = files_of(folder)
     display = Display(len(files), kind=progress)
     columns: dict[str, list[int]] = {name: [] for name in ("sizes", "times", "row_ends", "group_ends", "shared_of")}
