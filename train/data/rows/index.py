@@ -26,7 +26,7 @@ import numpy as np
 
 from omni.errors import UserError
 from train.data.rows.footer import SharedFooter
-from train.data.rows.open_file import OPTIONS, OpenFile, OpenGroup, Place
+from train.data.rows.open_file import OPTIONS, GroupSpan, OpenFile, OpenGroup
 from train.data.rows.parquet_files import one_line
 from train.data.rows.row import ROW_VERSION
 
@@ -197,13 +197,13 @@ class IndexedFile(OpenFile):
         except OSError as error:
             raise UserError(f"data file {file} cannot be read ({one_line(error)})") from error
 
-    def find(self, row: int) -> Place:
+    def find(self, row: int) -> GroupSpan:
         firsts = self._indexed.firsts
         group = bisect.bisect_right(firsts, row) - 1  # the last that begins here: those before it are empty
         end = int(firsts[group + 1]) if group + 1 < len(firsts) else self._rows
-        return Place(group, int(firsts[group]), end)
+        return GroupSpan(group, int(firsts[group]), end)
 
-    def open_group(self, place: Place) -> OpenGroup:
+    def open_group(self, place: GroupSpan) -> OpenGroup:
         import pyarrow as pa
         import pyarrow.parquet as pq
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train.data.rows.parquet_files import readable
-from train.data.rows.parts import Selection
+from train.data.rows.parts import LeafColumns
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"memory_map": True, "pre_buffer": False, "page_checks
 """How files are opened by pyarrow: pages are read as needed and their checksums verified, where they have some."""
 
 
-class Place(NamedTuple):
+class GroupSpan(NamedTuple):
     """A row group: its number in the file, its first row, and the row after its last."""
 
     group: int
@@ -35,7 +35,7 @@ class OpenGroup(NamedTuple):
 
     parquet: pq.ParquetFile
     number: int
-    tables: dict[Selection, pa.Table]
+    tables: dict[LeafColumns, pa.Table]
 
 
 class OpenFile:
@@ -45,27 +45,27 @@ class OpenFile:
         self.file = file
         self._groups: OrderedDict[int, OpenGroup] = OrderedDict()
 
-    def find(self, row: int) -> Place:
+    def find(self, row: int) -> GroupSpan:
         """The group of a row."""
         raise NotImplementedError
 
-    def open_group(self, place: Place) -> OpenGroup:
+    def open_group(self, place: GroupSpan) -> OpenGroup:
         """Open a group."""
         raise NotImplementedError
 
-    def row(self, row: int, selection: Selection) -> dict[str, Any]:
+    def row(self, row: int, leaves: LeafColumns) -> dict[str, Any]:
         """Read the selected columns of a row; UserError where they cannot be read."""
         place = self.find(row)
         with readable(self.file, f" (rows {place.first} to {place.end - 1})"):
             group = self._groups.get(place.group) or self.open_group(place)
-            if selection not in group.tables:
-                leaves = selection.leaves(group.parquet.metadata)
-                group.tables[selection] = group.parquet.read_row_group(group.number, columns=leaves, use_threads=False)
+            if leaves not in group.tables:
+                paths = leaves.paths(group.parquet.metadata)
+                group.tables[leaves] = group.parquet.read_row_group(group.number, columns=paths, use_threads=False)
         self._groups[place.group] = group
         self._groups.move_to_end(place.group)
         if len(self._groups) > KEPT_GROUPS:
             self._groups.popitem(last=False)
-        return group.tables[selection].slice(row - place.first, 1).to_pylist()[0]
+        return group.tables[leaves].slice(row - place.first, 1).to_pylist()[0]
 
 
 class WholeFile(OpenFile):
@@ -81,9 +81,9 @@ class WholeFile(OpenFile):
         counts = (self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups))
         self._ends = list(itertools.accumulate(counts))
 
-    def find(self, row: int) -> Place:
+    def find(self, row: int) -> GroupSpan:
         group = bisect.bisect_right(self._ends, row)
-        return Place(group, self._ends[group - 1] if group else 0, self._ends[group])
+        return GroupSpan(group, self._ends[group - 1] if group else 0, self._ends[group])
 
-    def open_group(self, place: Place) -> OpenGroup:
+    def open_group(self, place: GroupSpan) -> OpenGroup:
         return OpenGroup(self._parquet, place.group, {})

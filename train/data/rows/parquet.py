@@ -192,8 +192,8 @@ class StoredRows:
             return file.row(row, EVERYTHING)
         plain = file.row(row, self.needed.first)
         turns = plain["turns"] or ()
-        while selection := self.needed.next(plain):
-            for turn, more in zip(turns, file.row(row, selection)["turns"], strict=True):
+        while leaves := self.needed.next(plain):
+            for turn, more in zip(turns, file.row(row, leaves)["turns"], strict=True):
                 turn.update(more)
         for turn in turns:
             turn.update({part: None for part in PARTS if part not in turn})

@@ -26,13 +26,13 @@ PARTS = frozenset({"question_audio", "answer_audio", "answer_codes", "words"})
 
 
 @dataclass(frozen=True)
-class Selection:
+class LeafColumns:
     """Columns to read: those of some parts, and the rest of the row or not."""
 
     parts: frozenset[str] = PARTS
     rest: bool = True
 
-    def leaves(self, metadata: pq.FileMetaData) -> list[str]:
+    def paths(self, metadata: pq.FileMetaData) -> list[str]:
         """Paths of these leaf columns in a file, such as `turns.list.element.answer_audio.bytes`.
 
         Other columns than those of rows are left out. What lists call their elements differs between writers.
@@ -47,7 +47,7 @@ class Selection:
         return out
 
 
-EVERYTHING = Selection()
+EVERYTHING = LeafColumns()
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class Needed:
     heard_only: bool = False
 
     @cached_property
-    def first(self) -> Selection:
+    def first(self) -> LeafColumns:
         """What is read of every row."""
-        return Selection(self._parts(self.tasks))
+        return LeafColumns(self._parts(self.tasks))
 
-    def next(self, plain: Mapping[str, Any]) -> Selection | None:
+    def next(self, plain: Mapping[str, Any]) -> LeafColumns | None:
         """What is still to be read of a row of which `plain` has been; None where nothing is."""
         wanted = self._parts([plain["task"]]) if plain["task"] else self.first.parts
         turns = plain["turns"] or ()
         lacking = frozenset(part for part in wanted if not all(part in turn for turn in turns))
         if not lacking and "answer_codes" in wanted and not all(has_codes(turn["answer_codes"]) for turn in turns):
             lacking = frozenset({"answer_audio"} - {name for turn in turns for name in turn})
-        return Selection(lacking, rest=False) if lacking else None
+        return LeafColumns(lacking, rest=False) if lacking else None
 
     def _parts(self, names: Iterable[str]) -> frozenset[str]:
         tasks = [TASKS[name] for name in names if name in TASKS]  # an unknown one is refused where the example is made

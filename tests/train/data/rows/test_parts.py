@@ -20,7 +20,7 @@ from train.data.batching.unused import Unused
 from train.data.config import PackingConfig
 from train.data.rows.indexing import write_index
 from train.data.rows.parquet import StoredRows, write_rows
-from train.data.rows.parts import PARTS, Needed, Selection
+from train.data.rows.parts import PARTS, LeafColumns, Needed
 from train.data.rows.row import Row, Sound, Word, features, to_plain
 from train.data.sources.base import StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
@@ -152,12 +152,12 @@ def test_only_these_columns_are_read(tmp_path, monkeypatch):
 
 def test_columns_are_found_whatever_lists_call_their_elements(tmp_path):
     write_rows(tmp_path / "a.parquet", made(2))
-    wanted = Selection(frozenset({"answer_audio"}), rest=False).leaves(pq.read_metadata(tmp_path / "a.parquet"))
+    wanted = LeafColumns(frozenset({"answer_audio"}), rest=False).paths(pq.read_metadata(tmp_path / "a.parquet"))
     assert wanted == ["turns.list.element.answer_audio.bytes", "turns.list.element.answer_audio.path"]
     whole = pa.Table.from_pylist([to_plain(row) for row in made(2)], schema=features().arrow_schema)
     pq.write_table(whole.append_column("turns2", whole["id"]), tmp_path / "a.parquet", use_compliant_nested_type=False)
     metadata = pq.read_metadata(tmp_path / "a.parquet")
-    found = Selection(frozenset({"answer_audio"}), rest=False).leaves(metadata)
+    found = LeafColumns(frozenset({"answer_audio"}), rest=False).paths(metadata)
     assert [path.split(".")[3:] for path in found] == [["answer_audio", "bytes"], ["answer_audio", "path"]] and found != wanted
-    assert "turns2" not in Selection().leaves(metadata) and len(Selection().leaves(metadata)) == metadata.num_columns - 1
+    assert "turns2" not in LeafColumns().paths(metadata) and len(LeafColumns().paths(metadata)) == metadata.num_columns - 1
     assert StoredRows(tmp_path, needed=Needed(frozenset({"T1T2"})))[1].turns[0].question_text
