@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from train.data.rows.parquet_files import whole
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow.parquet as pq
 
 END = 8
@@ -66,6 +65,8 @@ class CutFooter:
 
 def cut_footer(file: Path) -> CutFooter:
     """Read a file's footer and cut it; UserError where it is no whole Parquet file, is encrypted, or has fields in disorder."""
+    import numpy as np
+
     from train.data.rows.footer_scan import scan
 
     with whole(file), open(file, "rb") as opened:

@@ -20,15 +20,16 @@ import os
 import struct
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.errors import UserError
 from train.data.rows.footer import SharedFooter
 from train.data.rows.open_file import OPTIONS, GroupSpan, OpenFile, OpenGroup
 from train.data.rows.parquet_files import one_line
 from train.data.rows.row import ROW_VERSION
+
+if TYPE_CHECKING:
+    import numpy as np
 
 INDEX = "rows.index"
 
@@ -63,7 +64,7 @@ class IndexHeader(NamedTuple):
         out, end = {}, START
         for name, (kind, count) in sizes.items():
             start = -(-end // 8) * 8
-            end = start + np.dtype(kind).itemsize * count
+            end = start + int(kind[-1]) * count
             out[name] = start, end, kind
         return out
 
@@ -80,6 +81,8 @@ class RowIndex:
     """
 
     def __init__(self, folder: Path, header: bytes | None = None) -> None:
+        import numpy as np
+
         self.folder, self.path = folder, folder / INDEX
         self._again = f"run `omni-train data index {folder}`"
         try:

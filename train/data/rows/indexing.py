@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.files import replacing, writing
@@ -17,6 +15,9 @@ from train.data.rows.footer import CutFooter, SharedFooter, cut_footer
 from train.data.rows.index import CHECKSUM, HEADER, INDEX, MAGIC, START, VERSION, IndexHeader, checksum
 from train.data.rows.parquet_files import JUDGED_GROUPS, are_large, check_columns, files_of, whole
 from train.data.rows.row import ROW_VERSION
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _MOST = (1 << 32) - 1
 """Largest number of rows of a file, and of bytes of a group in its footer."""
@@ -39,6 +40,8 @@ def write_index(folder: Path, progress: Kind = "off") -> IndexHeader:
         UserError: no files, or one that is not whole, or whose rows are of another format; no space, or no right to write.
         LargeGroups: the files need no index. One that is there is removed: it is of other files.
     """
+    import numpy as np
+
     otherwise = f"data {folder} is no folder: an index is for a folder of Parquet files; a single file needs none"
     check_there(folder, "data", otherwise, Path.is_dir)
     files = files_of(folder)
@@ -94,6 +97,8 @@ def _checked(file: Path, numbers: dict[SharedFooter, int]) -> CutFooter:
 
 
 def _write(path: Path, header: IndexHeader, tables: dict[str, Any], groups: dict[str, list[np.ndarray]]) -> None:
+    import numpy as np
+
     sections, head = header.sections(), HEADER.pack(*header)
     data = np.zeros(sections["places"][0], np.uint8)
     for name, values in tables.items():
