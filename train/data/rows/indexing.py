@@ -40,11 +40,12 @@ def write_index(folder: Path, progress: Kind = "off") -> IndexHeader:
         UserError: no files, or one that is not whole, or whose rows are of another format; no space, or no right to write.
         LargeGroups: the files need no index. One that is there is removed: it is of other files.
     """
-    import numpy as np
-
     otherwise = f"data {folder} is no folder: an index is for a folder of Parquet files; a single file needs none"
     check_there(folder, "data", otherwise, Path.is_dir)
     files = files_of(folder)
+
+    import numpy as np
+
     display = Display(len(files), kind=progress)
     columns: dict[str, list[int]] = {name: [] for name in ("sizes", "times", "row_ends", "group_ends", "shared_of")}
     groups: dict[str, list[np.ndarray]] = {name: [] for name in ("places", "firsts", "lengths")}
