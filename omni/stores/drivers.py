@@ -100,6 +100,11 @@ def scheme_of(address: str) -> str:
     return scheme
 
 
+def lists(address: str) -> bool:
+    """Whether folders of an address's store can be listed."""
+    return SCHEMES[scheme_of(address)].lists
+
+
 def join(address: str, name: str) -> str:
     """The address of a file below a folder's."""
     return f"{address.rstrip('/')}/{name}"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,8 @@ from omni.errors import UserError
 from omni.files import flush
 from omni.remote import find_address, shown
 from omni.stores.cache import StoreCache, key_of
-from omni.stores.drivers import StoredObject, inner_name, list_objects, look_up, look_up_all, parent, read_range
+from omni.stores.drivers import StoredObject, inner_name, join, list_objects, lists, look_up, look_up_all, parent, read_range
+from omni.stores.tries import MissingError
 
 LOG = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ BLOCK = 1 << 20
 """Bytes of a block of an object that is read in place: the unit of the cache."""
 PIECE, THREADS = 8 << 20, 8
 """Most bytes of a request, and requests at a time for a whole file or folder."""
+CONFIG = "config.json"
+"""The file of a model folder that lists the others."""
 NAME = 60
 """Most characters of an address's last part in the name of its folder in the cache."""
 
@@ -65,8 +69,22 @@ def local_path(path: str | os.PathLike[str], again: bool = False) -> Path:
     if address is None:
         return Path(path)
     if again or address not in _fetched or not _fetched[address].exists():
-        _fetched[address] = fetch(address, look_up_all(address))
+        _fetched[address] = fetch(address, _objects(address))
     return _fetched[address]
+
+
+def _objects(address: str) -> list[StoredObject]:
+    """The objects at an address. A web server lists no folders: one of a model is known by the files that its `config.json`
+    names."""
+    if lists(address) or "." in address.partition("?")[0].rpartition("/")[2]:
+        return look_up_all(address)
+    try:
+        names = json.loads(read_whole(join(address, CONFIG)))["files"]
+    except MissingError:
+        return look_up_all(address)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{shown(join(address, CONFIG))} does not list the model's files: copy the folder here") from error
+    return [look_up(join(address, str(name))) for name in (CONFIG, *names)]
 
 
 def listed(address: str) -> list[StoredObject]:
