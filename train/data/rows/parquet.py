@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.files import replacing, writing
-from omni.remote import check_there
+from train.data.rows.places import DataFile, brought, find_files, how, looked_at, opened
 from train.data.rows.row import OPTIONAL, Row, features, from_plain, to_plain
 
 if TYPE_CHECKING:
@@ -78,25 +78,22 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
     return count
 
 
-def files_of(path: str | os.PathLike[str]) -> list[Path]:
+def files_of(path: str | os.PathLike[str]) -> list[DataFile]:
     """List the Parquet file at `path`, or those of the folder there, sorted by name, without opening any.
 
     UserError where there is none.
     """
-    place = Path(path)
-    files = sorted(place.glob("*.parquet")) if place.is_dir() else [place]
-    if not files:
-        raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")
-    otherwise = f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them"
-    check_there(files[0], "data", otherwise, Path.is_file)
-    return files
+    return find_files(path).files
 
 
 class StoredRows:
     """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names.
 
+    Files of a store are read by ranges, and opened when their first row is read, where a report of `data prepare` beside them
+    says how many rows each has.
+
     Args:
-        path: the file or folder.
+        path: the file or folder, or its address.
         cache: folder for Arrow copies, where one is needed; None for that of `datasets`.
 
     Raises:
@@ -104,18 +101,17 @@ class StoredRows:
     """
 
     def __init__(self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None) -> None:
-        self.path = Path(path)
-        self.files = files_of(path)
+        found = find_files(path)
+        self.files, self.folder, known = found.files, found.folder, found.counts()
         self._metadata: dict[int, pq.FileMetaData] = {}
         self._chunks = 0
         counts, absent, large = [], [], False
-        for number, file in enumerate(self.files):
-            metadata, schema = look(file)
+        for number, (metadata, schema) in enumerate(looked_at(look, self.files if known is None else self.files[:1])):
             counts.append(metadata.num_rows)
             absent.append({name for name in OPTIONAL if name not in schema.names})
             large = large or _large(metadata)
             self._keep(number, metadata)
-        self._ends = list(itertools.accumulate(counts))
+        self._ends = list(itertools.accumulate(counts if known is None else known))
         if not self._ends[-1]:
             raise UserError(f"data {path} has no rows: prepare the data again")
         self._copied = _open(self.files, absent, cache) if large else None
@@ -154,8 +150,7 @@ class StoredRows:
         """Row `index`; UserError where it breaks the format, or cannot be read."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        folder = self.path if self.path.is_dir() else self.path.parent
-        return from_plain(self._plain(index), folder, self.where(index))
+        return from_plain(self._plain(index), self.folder, self.where(index))
 
     def _plain(self, index: int) -> dict[str, Any]:
         if self._copied is not None:
@@ -164,12 +159,22 @@ class StoredRows:
             self._begin()
         number, row = self._place(index)
         if number not in self._open_files:
-            self._open_files[number] = _GroupedFile(self.files[number], self._metadata.get(number))
+            self._open_files[number] = self._open_file(number)
             self._keep(number, self._open_files[number].metadata)
             if len(self._open_files) > KEPT_FILES:
                 self._open_files.popitem(last=False)
         self._open_files.move_to_end(number)
         return self._open_files[number].row(row)
+
+    def _open_file(self, number: int) -> _GroupedFile:
+        file = _GroupedFile(self.files[number], self._metadata.get(number))
+        count = self._ends[number] - (self._ends[number - 1] if number else 0)
+        if file.metadata.num_rows != count:
+            raise UserError(
+                f"data file {self.files[number]} has {file.metadata.num_rows} rows, and {count} when the run started, or by "
+                "its report: copy it there again, with the report.json that was made with it"
+            )
+        return file
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
@@ -178,15 +183,14 @@ class StoredRows:
 class _GroupedFile:
     """An open Parquet file; `row` decodes the row's group. `metadata` is the file's, where it has been read already."""
 
-    def __init__(self, file: Path, metadata: pq.FileMetaData | None = None) -> None:
+    def __init__(self, file: DataFile, metadata: pq.FileMetaData | None = None) -> None:
         import pyarrow.parquet as pq
 
         self.file = file
         with _readable(file):
-            self.parquet = pq.ParquetFile(
-                str(file), metadata=metadata, memory_map=True, pre_buffer=False, page_checksum_verification=True
-            )
+            self.parquet = pq.ParquetFile(opened(file), **how(file), metadata=metadata, page_checksum_verification=True)
             self.metadata = self.parquet.metadata
+        check_columns(self.parquet.schema_arrow, file)
         present = self.parquet.schema_arrow.names
         self.names = [name for name in features() if name in present]
         counts = (self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups))
@@ -204,7 +208,7 @@ class _GroupedFile:
 
 
 @contextmanager
-def _readable(file: Path, part: str = "") -> Iterator[None]:
+def _readable(file: DataFile, part: str = "") -> Iterator[None]:
     import pyarrow as pa
 
     try:
@@ -213,16 +217,22 @@ def _readable(file: Path, part: str = "") -> Iterator[None]:
         raise UserError(f"data file {file}{part} cannot be read ({_one_line(error)}): prepare it again") from error
 
 
-def look(file: Path) -> tuple[pq.FileMetaData, pa.Schema]:
+def look(file: DataFile) -> tuple[pq.FileMetaData, pa.Schema]:
     """Read the metadata and the schema of a file, and check its columns."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        metadata = pq.read_metadata(file)
+        metadata = pq.read_metadata(opened(file))
         schema = metadata.schema.to_arrow_schema()
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"data file {file} is not a whole Parquet file ({_one_line(error)}): prepare it again") from error
+    check_columns(schema, file)
+    return metadata, schema
+
+
+def check_columns(schema: pa.Schema, file: DataFile) -> None:
+    """Refuse (UserError) a file without a column of the format, or with one of another type."""
     wanted = features().arrow_schema
     for field in wanted:
         if field.name not in schema.names and field.name in OPTIONAL:
@@ -237,15 +247,14 @@ def look(file: Path) -> tuple[pq.FileMetaData, pa.Schema]:
                 f"data file {file}: column {field.name!r} is {found}, not {field.type}: its rows are of another format, "
                 "convert them first"
             )
-    return metadata, schema
 
 
-def first_rows(file: Path, group: int, count: int) -> list[dict[str, Any]]:
+def first_rows(file: DataFile, group: int, count: int) -> list[dict[str, Any]]:
     """Read the first rows of a group as plain data, without reading all of it; UserError where they cannot be read."""
     import pyarrow.parquet as pq
 
     with _readable(file):
-        batches = pq.ParquetFile(str(file), memory_map=True, pre_buffer=False).iter_batches(count, row_groups=[group])
+        batches = pq.ParquetFile(opened(file), **how(file)).iter_batches(count, row_groups=[group])
         batch = next(batches, None)  # None for a group without rows
         return [] if batch is None else batch.to_pylist()
 
@@ -256,7 +265,7 @@ def _large(metadata: pq.FileMetaData) -> bool:
     return any(group.num_rows > LARGE_ROWS or group.total_byte_size > LARGE_BYTES for group in groups)
 
 
-def _open(files: list[Path], absent: list[set[str]], cache: str | os.PathLike[str] | None) -> datasets.Dataset:
+def _open(files: list[DataFile], absent: list[set[str]], cache: str | os.PathLike[str] | None) -> datasets.Dataset:
     """Open the files as Arrow copies; `absent` are the columns that each of them lacks, the same ones in all."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
@@ -264,12 +273,12 @@ def _open(files: list[Path], absent: list[set[str]], cache: str | os.PathLike[st
     columns = features()
     for name in set().union(*absent):
         if any(name not in one for one in absent):
-            raise UserError(f"only some files of {files[0].parent} have a column {name!r}: prepare them again")
+            raise UserError(f"only some files of {str(files[0]).rpartition('/')[0]} have a column {name!r}: prepare them again")
         del columns[name]
     try:
         with _quiet():
             return datasets.Dataset.from_parquet(
-                [str(file) for file in files],
+                [brought(file) for file in files],
                 features=columns,
                 columns=list(columns),
                 cache_dir=None if cache is None else str(cache),
