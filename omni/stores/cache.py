@@ -174,9 +174,10 @@ class StoreCache:
                     os.close(handle)
                 else:
                     self._held[place] = handle
-        if not place.is_dir():
+        try:
+            os.utime(place)
+        except OSError:  # it was deleted
             return None
-        os.utime(place)
         return place
 
     # --- the limit ------------------------------------------------------------------------------------------------------
