@@ -336,7 +336,7 @@ def _near(address: str) -> str:
     from difflib import get_close_matches
 
     folder = parent(address)
-    if not SCHEMES[scheme_of(address)].lists or "/" not in folder.partition("://")[2] + "/":
+    if not lists(address) or "://" not in folder:
         return ""
     try:
         system = _system(scheme_of(address))
