@@ -22,6 +22,7 @@ from omni.files import real_place, replaceable
 from omni.generate.bounds import BOUNDS, Bound, check_number
 from omni.hardware import QUANTIZED, check_device, check_dtype, check_kernels, check_quantize
 from omni.remote import refuse_remote
+from omni.stores.reading import local_path
 from omni.tasks import Task
 
 THREADS_PER_CORE = 4
@@ -168,7 +169,7 @@ def read_adapters(given: Sequence[str], model: str) -> dict[str, str]:
         if name in found or name == "default":
             raise UserError(f"--adapter {one!r}: the name {name!r} is taken; give another one, as NAME=FOLDER")
         found[name] = folder
-    return {name: str(place) for name, place in adapters_in(Path(model)).items() if name != "default"} | found
+    return {name: str(place) for name, place in adapters_in(local_path(model)).items() if name != "default"} | found
 
 
 def _check_certificate(certificate: str, private_key: str) -> None:

@@ -8,6 +8,7 @@ import mmap
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +38,14 @@ PASSING = (
 """System errors of a disk, or a network, that may be over at another try."""
 LOCK = ".lock"
 """Lock file in a folder that a process works in; names that process."""
+
+
+def cache_folder() -> Path:
+    """The folder for what may be lost: `OMNI_CACHE`, or `omni-speech` in `XDG_CACHE_HOME` or the system's usual place."""
+    if os.environ.get("OMNI_CACHE"):
+        return Path(os.environ["OMNI_CACHE"])
+    usual = {"darwin": "Library/Caches", "win32": "AppData/Local"}.get(sys.platform, ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~", usual).expanduser()) / "omni-speech"
 
 
 def check_path(path: object, what: str) -> None:

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import statistics
-import sys
 import time
 import zlib
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -34,7 +32,7 @@ from torch import Tensor, nn
 
 from omni import compiled, shared_products
 from omni.errors import UserError
-from omni.files import write_json
+from omni.files import cache_folder, write_json
 from omni.hardware import multiplies_bf16
 from omni.shared_products import multiply as multiply_shared
 
@@ -344,14 +342,6 @@ def bf16_pays(model: nn.Module, kernels: Kernels, rows: int = 1) -> bool:
 
 
 # --- what is kept --------------------------------------------------------------------------------------------------
-
-
-def cache_folder() -> Path:
-    """The folder for what may be lost: `OMNI_CACHE`, or `omni-speech` in `XDG_CACHE_HOME` or the system's usual place."""
-    if os.environ.get("OMNI_CACHE"):
-        return Path(os.environ["OMNI_CACHE"])
-    usual = {"darwin": "Library/Caches", "win32": "AppData/Local"}.get(sys.platform, ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~", usual).expanduser()) / "omni-speech"
 
 
 def machine() -> dict[str, str]:

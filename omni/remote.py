@@ -1,4 +1,7 @@
-"""Refuses addresses of stores and servers (`s3://…`, `hf://…`, `https://…`), which are not read yet, in place of paths."""
+"""Tells addresses of stores and servers (`s3://…`, `gs://…`, `hf://…`, `https://…`) from paths of this machine.
+
+`omni.stores` reads what is at an address. What takes no address refuses it here, with what to do instead.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,30 @@ COPIES = {
 }
 """Command that copies from an address, by scheme."""
 
+LONGEST_SHOWN = 200
+"""Most characters of an address in a message."""
+
+
+def find_address(path: str | os.PathLike[str], folder: str | os.PathLike[str] = ".") -> str | None:
+    """The address that a path is, as `scheme://rest` without a slash at its end; None for a path of this machine, which is
+    any for which something is there.
+
+    Args:
+        folder: where relative paths start.
+    """
+    name = os.fspath(path)
+    found = ADDRESS.match(name) if isinstance(name, str) else None
+    if found is None or os.path.exists(os.path.join(folder, name)):
+        return None
+    return f"{found[1].lower()}://{name[found.end() :].rstrip('/')}"
+
+
+def shown(address: str) -> str:
+    """An address for messages: cut to `LONGEST_SHOWN` characters, and without a query, which may hold a signature."""
+    start, query, _ = address.partition("?")
+    text = start + ("?…" if query else "")
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+
 
 def refuse_remote(path: str | os.PathLike[str], what: str, folder: str | os.PathLike[str] = ".", write: bool = False) -> None:
     """UserError where a path is a remote address, and no local file has that name.
@@ -31,19 +58,16 @@ def refuse_remote(path: str | os.PathLike[str], what: str, folder: str | os.Path
         folder: where relative paths start.
         write: the path is to be written, not read.
     """
-    name = os.fspath(path)
-    found = ADDRESS.match(name) if isinstance(name, str) else None
-    if found is None or os.path.exists(os.path.join(folder, name)):
+    address = find_address(path, folder)
+    if address is None:
         return
-    scheme, rest = found[1].lower(), name[found.end() :]
+    scheme, _, rest = address.partition("://")
     copy = "`hf download`" if rest.startswith("huggingface.co/") else COPIES.get(scheme, "")
     way = f"copy it here first{f' ({copy})' if copy else ''}, and name the copy"
     if write:
         way = "name a folder here, and copy that there"
-    address = f"{found[1]}://{rest}"
-    shown = address if len(address) <= 200 else f"{address[:197]}..."
     verb = "written" if write else "read"
-    raise UserError(f"{what} {shown!r} is not on this machine, and {scheme}:// is not {verb} yet: {way}")
+    raise UserError(f"{what} {shown(address)!r} is not on this machine, and {scheme}:// is not {verb} here: {way}")
 
 
 def check_there(path: str | os.PathLike[str], what: str, otherwise: str, there: Callable[[Path], bool] = Path.exists) -> None:

@@ -42,6 +42,26 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.fixture(scope="session")
+def stand_in() -> Iterator[Any]:
+    """A server on this machine that speaks S3 (`tests.stores.stand_in.StandIn`)."""
+    for package in ("moto", "s3fs", "flask"):
+        pytest.importorskip(package, reason=f"{package} is not installed, which `pip install -e .[dev]` brings")
+    from tests.stores.stand_in import serving
+
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(stand_in: Any, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """An empty bucket (`tests.stores.stand_in.Bucket`) of a server without faults, and an empty cache; tries follow at once."""
+    from tests.stores.stand_in import new_bucket
+
+    monkeypatch.setenv("OMNI_CACHE", str(tmp_path_factory.mktemp("cache")))
+    return new_bucket(stand_in, monkeypatch)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # the longest files first, so that no process works on one alone at the end

@@ -1,4 +1,4 @@
-"""Addresses of stores and servers, where a path of this machine belongs, are told from files that are not there."""
+"""Addresses of stores and servers are told from paths; where they are not read, with what to do instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infer.checks import check_file
+from infer.checks import check_file, check_model
 from infer.places import check_place
 from omni.audio.io import read_audio
 from omni.codec.registry import load_codec
@@ -21,6 +21,7 @@ from omni.lora.peft import load_adapter
 from omni.remote import refuse_remote
 from omni.text import Tokenizer
 from train.data.inspect.measures import BadSound, load
+from train.data.inspect.scan import Scan
 from train.data.readers import ReaderOptions, open_source
 from train.data.readers.files import Files
 from train.data.rows.parquet import StoredRows
@@ -29,8 +30,6 @@ from train.edit.facts import read_facts
 from train.eval.questions import open_data
 
 DOORS: dict[str, Callable[[str], Any]] = {
-    "a model folder": SpeechLM.from_pretrained,
-    "a model folder, as a path": lambda name: SpeechLM.from_pretrained(Path(name)),
     "a model to convert": lambda name: open_foreign(Path(name)),
     "a place to write": real_place,
     "a codec": lambda name: load_codec("snac", name),
@@ -44,8 +43,14 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "a set's recordings": lambda name: Files.of(Path("set.csv"), ReaderOptions(folder=name)),
     "a set's recording": lambda name: Files(Path("/")).file(name),
     "facts": lambda name: read_facts(Path(name), Tokenizer.bytes()),
+}
+READ: dict[str, Callable[[str], Any]] = {
+    "a model folder": SpeechLM.from_pretrained,
+    "a model folder, as a path": lambda name: SpeechLM.from_pretrained(Path(name)),
+    "a model on the command line": check_model,
     "a data set": open_source,
     "rows": StoredRows,
+    "rows to be checked": Scan,
     "questions": lambda name: open_data(Path(name), ReaderOptions()),
 }
 
@@ -56,6 +61,12 @@ def test_an_address_is_told_with_the_way_out(door: str) -> None:
         DOORS[door]("s3://bucket/a/b")
 
 
+@pytest.mark.parametrize("door", READ)
+def test_an_address_that_cannot_be_read_is_told(door: str) -> None:
+    with pytest.raises(UserError, match="^s4://bucket/a/b: addresses that start with s4:// are not read; did you mean 's3'"):
+        READ[door]("s4://bucket/a/b")
+
+
 @pytest.mark.parametrize(
     ("address", "said"),
     [
@@ -63,7 +74,7 @@ def test_an_address_is_told_with_the_way_out(door: str) -> None:
         ("gs://b/x", "`gcloud storage cp`"),
         ("hf://o/n", "`hf download`"),
         ("https://huggingface.co/o/n", "`hf download`"),
-        ("HTTPS://somewhere.org/x.tar", "https:// is not read yet.*`curl -LO`"),
+        ("HTTPS://somewhere.org/x.tar", "https:// is not read here.*`curl -LO`"),
         ("abfs://b/x", "copy it here first, and name the copy"),
         (Path("s3://b/x"), r"data 's3://b/x' is not"),
         ("s3://b/" + "x" * 5000, r"x\.\.\.' is not"),

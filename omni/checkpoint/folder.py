@@ -37,6 +37,7 @@ from omni.files import replacing_folder
 from omni.hardware import QUANTIZED
 from omni.model.speech_model import SpeechModel
 from omni.old_names import new_names
+from omni.stores.reading import local_path, naming
 from omni.text import Tokenizer
 
 LOG = logging.getLogger(__name__)
@@ -100,7 +101,9 @@ def save_folder(
 
 def check_full_precision(folder: str | os.PathLike[str], what: str) -> None:
     """Refuse a model folder whose weights are held in fewer bits (UserError), for `what` needs them in full precision."""
-    form = stored_form(_read(Path(folder)), Path(folder) / CONFIG)
+    path = local_path(folder)
+    with naming(folder, path):
+        form = stored_form(_read(path), path / CONFIG)
     if form is not None:
         raise UserError(
             f"{folder} holds {form} weights, which only answer: {what} needs the folder in full precision that it was made from"
@@ -109,7 +112,9 @@ def check_full_precision(folder: str | os.PathLike[str], what: str) -> None:
 
 def read_config(folder: str | os.PathLike[str]) -> ModelConfig:
     """The model's configuration; UserError where the folder is not a model folder of a known version."""
-    return from_dict(ModelConfig, _read(Path(folder))["model"], f"{folder}/{CONFIG}: model", stored=True)
+    path = local_path(folder)
+    with naming(folder, path):
+        return from_dict(ModelConfig, _read(path)["model"], f"{folder}/{CONFIG}: model", stored=True)
 
 
 def load_folder(
@@ -125,6 +130,7 @@ def load_folder(
     """Read a model folder.
 
     Args:
+        folder: its path, or its address, from which it is brought into the cache (`omni.stores`).
         dtype: type that the weights are converted to while they are read; what is held in int8 stays so.
         quantize: `int8` for linears and tables in int8 (`omni.model.int8_model`), made of the stored weights while they are
             read, a piece at a time; a folder in int8 is so anyway.
@@ -136,11 +142,24 @@ def load_folder(
         UserError: a file is missing, not listed, truncated or altered, a tensor does not fit the configuration or holds numbers
             that are not finite, it is a pickle, or the device does not take weights in int8.
     """
-    path = Path(folder)
+    path = local_path(folder)
+    with naming(folder, path):
+        return _load_folder(path, device, dtype, quantize, codec_folder, weights, mute)
+
+
+def _load_folder(
+    path: Path,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    quantize: str | None,
+    codec_folder: str | os.PathLike[str] | None,
+    weights: bool,
+    mute: bool,
+) -> LoadedFolder:
     data = _read(path)
     form = stored_form(data, path / CONFIG)
     if form is not None and torch.device(device).type != "cpu":
-        raise UserError(f"{folder} holds {form} weights, which are for device cpu, not for {device}; use 'cpu'")
+        raise UserError(f"{path} holds {form} weights, which are for device cpu, not for {device}; use 'cpu'")
     config = from_dict(ModelConfig, data["model"], f"{path / CONFIG}: model", stored=True)
     if is_pickle(path / WEIGHTS):  # before its size is compared: a pickle has another
         raise UserError(f"{path / WEIGHTS} is a pickle, which could run code; convert it to safetensors first")
@@ -169,7 +188,7 @@ def load_folder(
     except PackageError as error:
         if not mute:
             raise
-        LOG.warning("%s answers without sound: %s", folder, error)
+        LOG.warning("%s answers without sound: %s", path, error)
         codec = None
     return LoadedFolder(model, tokenizer, config, codec, extra)
 
@@ -182,7 +201,7 @@ def load_codec_of(
 ) -> AudioCodec | None:
     """The codec of a model folder; None where it has weights that are neither in it nor in `codec_folder`. PackageError where
     its package is not installed."""
-    own = Path(folder) / CODEC
+    own = local_path(folder) / CODEC
     place = Path(codec_folder) if codec_folder is not None else own if own.is_dir() else None
     return load_if_given(config.codec, place, device)
 
@@ -202,7 +221,7 @@ def _move(model: SpeechModel, device: torch.device | str, dtype: torch.dtype | N
 def stored_dtype(folder: str | os.PathLike[str]) -> torch.dtype | None:
     """Number format of a model folder's largest tensor; None where it cannot be read (`load_folder` says why)."""
     try:
-        with safe_open(Path(folder) / WEIGHTS, "pt") as file:
+        with safe_open(local_path(folder) / WEIGHTS, "pt") as file:
             shapes = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             largest = max(shapes.values(), key=lambda one: math.prod(one.get_shape()))
             return DTYPES.get(largest.get_dtype())
@@ -311,9 +330,10 @@ def foreign_file(folder: str | os.PathLike[str]) -> str | None:
 
 def check_sizes(folder: str | os.PathLike[str]) -> None:
     """Refuse a model folder one of whose files is missing or has another size (UserError); none of them is read."""
-    path = Path(folder)
-    for name, (size, _) in listed_files(_read(path), path / CONFIG).items():
-        _check_size(path / name, size)
+    path = local_path(folder)
+    with naming(folder, path):
+        for name, (size, _) in listed_files(_read(path), path / CONFIG).items():
+            _check_size(path / name, size)
 
 
 def _check_size(file: Path, wanted: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omni.errors import UserError, closest
 from omni.files import real_place
-from omni.remote import refuse_remote
+from omni.stores.reading import local_path, naming
 
 WEIGHTS, CONFIG, TOKENIZER, CODEC = "model.safetensors", "config.json", "tokenizer.json", "codec"
 ADAPTERS, ADAPTER_CONFIG = "adapters", "adapter_config.json"
@@ -19,7 +19,6 @@ PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
 
 def no_folder(path: Path) -> str:
     """Error text: why there is no folder of that name, and what to do."""
-    refuse_remote(path, "model folder")
     wanted = f"a folder with {CONFIG} and {WEIGHTS}"
     if path.is_file():
         kind = "a pickle, which could run code; convert it to safetensors, and" if is_pickle(path) else "a file, not a folder;"
@@ -58,15 +57,17 @@ def find_adapter(given: str | os.PathLike[str], model: str | os.PathLike[str] | 
     path = Path(given)
     if model is None or path.exists():
         return path
-    known = adapters_in(Path(model))
+    known = adapters_in(local_path(model))
     if known and str(path) not in known:
         raise UserError(f"adapter {path} is neither a folder nor in {Path(model) / ADAPTERS}; {closest(path, known)}")
     return known.get(str(path), path)
 
 
 def check_folder(path: Path) -> None:
-    """UserError where there is no model folder of that name."""
-    if not path.is_dir():
-        raise UserError(no_folder(path))
-    if not (path / CONFIG).is_file():
-        raise UserError(f"{path} has no {CONFIG}; it is not a model folder (see `omni-train fit`)")
+    """UserError where there is no model folder of that name; one at an address is brought here first."""
+    here = local_path(path)
+    with naming(path, here):
+        if not here.is_dir():
+            raise UserError(no_folder(here))
+        if not (here / CONFIG).is_file():
+            raise UserError(f"{here} has no {CONFIG}; it is not a model folder (see `omni-train fit`)")

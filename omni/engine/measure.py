@@ -27,11 +27,11 @@ from torch import Tensor
 from omni.codec.base import AudioCodec
 from omni.config import to_dict
 from omni.errors import UserError
-from omni.files import write_json
+from omni.files import cache_folder, write_json
 from omni.generate.rows import Start
 from omni.generate.runner import Runner
 from omni.generate.sampling import GREEDY
-from omni.kernels import cache_folder, machine
+from omni.kernels import machine
 from omni.model.decoder import Hidden
 from omni.model.int8_model import is_int8
 from omni.model.speech_model import SpeechModel

@@ -52,6 +52,7 @@ from omni.lora.attach import adapter_names, detach, kept, remove_adapter, select
 from omni.model.int8_model import is_int8
 from omni.model.speech_model import SpeechModel
 from omni.pretrained import find_model
+from omni.stores.reading import local_path
 from omni.tasks import Task, prompt
 from omni.text import Tokenizer
 
@@ -127,7 +128,8 @@ class SpeechLM(Sessions[Session]):
         """Read a model folder (see `omni.checkpoint.folder`).
 
         Args:
-            folder: its path; "nano", where no folder is called so, is the one that ships with the package.
+            folder: its path, or its address (`s3://`, `gs://`, `hf://`, `https://`), from which it is brought into the cache;
+                "nano", where no folder is called so, is the one that ships with the package.
             device: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for a GPU where there is one.
             dtype: of the weights: `float32`, `bfloat16` or `float16`; None and `auto` keep them as they are stored.
             quantize: `int8` for linears and tables in int8 (`omni.model.int8_model`), on a CPU; a folder in int8 is so anyway.
@@ -148,6 +150,7 @@ class SpeechLM(Sessions[Session]):
         )
         check_path(folder, "the model folder")
         folder = find_model(folder)
+        local_path(folder, again=True)
         loaded = load_model(folder, device, dtype, quantize, codec_folder, kernels, chunk_ms)
         spoken = SpeechTime.read(loaded.extra, f"{folder}/config.json")
         lm = cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile, speech_time=spoken)

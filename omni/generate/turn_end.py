@@ -24,6 +24,7 @@ from omni.config import ModelConfig
 from omni.encoder.base import Encoder, build_encoder
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel, Unfilled, check_state
+from omni.stores.reading import local_path
 
 VOICE, END = 0, 1
 """Columns of the head."""
@@ -70,7 +71,7 @@ class TurnListener:
         config = read_config(folder)
         if not config.turn:
             return None
-        parts = _parts(config, Path(folder) / WEIGHTS)
+        parts = _parts(config, local_path(folder) / WEIGHTS)
         return cls.of(load_folder(folder, mute=True).model) if parts is None else cls(*parts)
 
     @property

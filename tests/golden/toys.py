@@ -217,7 +217,9 @@ FIRST = {
 }
 """Words in the names of tensors and keys that are other ones in the golden files."""
 
-LATER = {"chunk_ms": 320, "train_chunk_ms": [160, 1280], "history_ms": None, "turn": False, "distill_weight": 0.0}
+LATER = {
+    "chunk_ms": 320, "train_chunk_ms": [160, 1280], "history_ms": None, "turn": False, "distill_weight": 0.0, "upload": None,
+}  # fmt: skip
 """Keys that came after the golden files, with their defaults, by which what was written before is read."""
 
 

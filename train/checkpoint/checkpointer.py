@@ -19,6 +19,7 @@ from omni.config import from_dict
 from omni.errors import UserError
 from train.checkpoint import config_diff, retention, state
 from train.checkpoint.asynchronous import Background, StateCopy, copied_bytes, lacking_memory
+from train.checkpoint.upload import Uploads, bring_back
 from train.config.run import FitConfig, completed
 from train.config.sections import BudgetConfig
 from train.data.batching.packer import States, merge
@@ -61,6 +62,8 @@ class Checkpointer:
         saved: the last checkpoint that was written, or is being written, or was read.
         asynchronous: checkpoints may be written beside the steps; false once a machine had no memory for that.
         writing: the write of a checkpoint beside the steps, until it has been waited for.
+        uploads: copies checkpoints and the model to a store; None in other processes than the first, and without
+            `checkpoint.upload`.
         say: prints a line.
     """
 
@@ -91,6 +94,8 @@ class Checkpointer:
         self.saves = ProcessGroup(fabric)  # of their own: messages of saves and of steps must not meet
         self._copy: StateCopy | None = None
         self.writing: Background | None = None
+        upload = config.checkpoint.upload
+        self.uploads = Uploads(upload) if upload is not None and group.first else None
         self._with_figures = False  # the last checkpoint was begun after the validation of its step
 
     # --- resuming -----------------------------------------------------------------------------------------------------
@@ -108,6 +113,12 @@ class Checkpointer:
             return []
         self.group.run_on_first(lambda: retention.delete_unfinished(self.place))
         found = self.group.broadcast(self.group.run_on_first(lambda: retention.newest(self.place)))
+        lines = []
+        if found is None and self.config.checkpoint.upload is not None:
+            upload = self.config.checkpoint.upload
+            came = self.group.broadcast(self.group.run_on_first(lambda: bring_back(upload, self.place)))
+            found = self.group.broadcast(self.group.run_on_first(lambda: retention.newest(self.place)))
+            lines = [f"going on from {came}"] if came is not None else []
         if found is None:
             if mode == "extend":
                 raise UserError(f"--resume extend needs an earlier run, but {self.folder} has no checkpoint; leave it out")
@@ -125,7 +136,7 @@ class Checkpointer:
         fresh: list[str] = []
         self.position = position = replace(state.load(found, *self.training, self.group, fresh), rows=rows)
         self.group.together(lambda: state.check_weights(found, *self.training))
-        lines = [_fresh_line(fresh, optimizer)] if fresh else []
+        lines += [_fresh_line(fresh, optimizer)] if fresh else []
         for group, own in zip(optimizer.param_groups, settings, strict=True):
             group.update(own)
         if position.scaler:
@@ -233,6 +244,8 @@ class Checkpointer:
         if self.fabric.device.type == "cuda":
             torch.cuda.set_device(self.fabric.device)  # a thread starts with the first one
         state.write(held, self.saves)
+        if self.uploads is not None:
+            self.uploads.add(held.target)
         self.saves.run_on_first(self._prune)
 
     def _release(self) -> None:
@@ -262,9 +275,23 @@ class Checkpointer:
     def checked(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches of steps; in place of the next one a failure of the last save is raised, once it is known."""
         for batch in batches:
+            self.tell_uploads()
             if self.writing is not None and self.writing.error is not None:
                 raise self.writing.error
             yield batch
+
+    def tell_uploads(self, wait: bool = False) -> None:
+        """Say what was uploaded, or was not; with `wait`, wait for what still is."""
+        if self.uploads is None:
+            return
+        if wait and self.uploads.left:
+            self.say(f"uploading to {self.uploads.address}")
+            try:
+                self.uploads.wait()
+            except KeyboardInterrupt:
+                self.say(f"the upload was broken off; everything is in {self.folder}")
+        for line in self.uploads.told():
+            self.say(line)
 
     def check_finite(self, what: str, value: float) -> None:
         """Refuse to go on from a value that is not finite: UserError naming the last good checkpoint."""

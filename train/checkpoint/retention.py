@@ -109,7 +109,7 @@ def discard(folder: Path) -> None:
 
 def delete_unfinished(place: Path) -> None:
     """Delete the half-written and half-deleted checkpoints of a killed run."""
-    for pattern in (".step-*.writing", ".step-*.deleting"):
+    for pattern in (".step-*.writing", ".step-*.deleting", ".step-*.uploading"):
         for path in place.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 

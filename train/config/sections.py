@@ -320,6 +320,8 @@ class CheckpointConfig:
         mode: `max` or `min`: which values of it are good; `auto` is `min` for `wer` and `loss`, `max` for the others.
         asynchronous: copy the state and train on while the copy is written. A machine without memory for the copy, and the last
             save, write it between the steps.
+        upload: address of a folder in a store (`s3://bucket/runs/name`) that finished checkpoints and the finished model are
+            copied to, beside the steps. Where the run folder has no checkpoint, the last one there is gone on from.
     """
 
     every_steps: int | None = ranged(None, 1, way=", or null")
@@ -329,6 +331,7 @@ class CheckpointConfig:
     metric: str = "exact_match"
     mode: Literal["max", "min", "auto"] = "auto"
     asynchronous: bool = True
+    upload: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "checkpoint")

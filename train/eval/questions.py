@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.remote import check_there
+from omni.stores.reading import local_path
 from omni.tasks import TASKS, Task, find_task
 from train.data.readers import READERS, Broken, OpenedSource, ReaderOptions, open_source
 from train.data.readers.files import Files
@@ -81,6 +82,7 @@ OWN = {VOICEBENCH.name: VOICEBENCH}
 
 def open_data(path: Path, options: ReaderOptions) -> OpenedSource:
     """Opens the data as a source of rows; UserError where there are none, or of no known format."""
+    path = local_path(path)
     check_there(path, "data", f"data {path} does not exist: name a file or folder of one of {', '.join([*OWN, *READERS])}")
     if options.format in OWN:
         return OWN[options.format](path, options)

@@ -10,6 +10,7 @@ from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.files import locked
 from omni.process import importing
+from omni.stores.reading import local_path
 from omni.tasks import Task, find_task
 from train.console.command import check_folder_to_be
 from train.eval.config import EvalConfig, Progress
@@ -112,7 +113,7 @@ def _started(model: Path, data: Path, questions: Questions, task: Task, config: 
         "model": str(model),
         "model_hash": _model_hash(model),
         "data": str(data),
-        "data_hash": fingerprint(data),
+        "data_hash": fingerprint(local_path(data)),
         "format": questions.source.format,
         "items": len(questions),
         "task": task.name,
@@ -126,4 +127,4 @@ def _started(model: Path, data: Path, questions: Questions, task: Task, config: 
 
 def _model_hash(folder: Path) -> str:
     """Hash of the model folder's `config.json`, which holds the checksums of its other files."""
-    return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16]
+    return hashlib.sha256((local_path(folder) / "config.json").read_bytes()).hexdigest()[:16]

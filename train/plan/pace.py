@@ -12,6 +12,7 @@ from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.hardware import PEAK_FLOPS
 from omni.model.speech_model import SpeechModel
+from omni.stores.reading import local_path
 from omni.text import Tokenizer
 from train.config.run import FitConfig
 from train.config.sections import ModelSection
@@ -64,7 +65,7 @@ def sample(config: FitConfig, shape: ModelConfig, count: int = 2) -> tuple[list[
 
 
 def _tools(section: ModelSection, shape: ModelConfig) -> tuple[Tokenizer, AudioCodec | None]:
-    start = Path(section.init_from) if section.init_from else None
+    start = local_path(section.init_from) if section.init_from else None
     if start is not None and section.tokenizer is None:
         tokenizer = Tokenizer.from_file(start / TOKENIZER)
     else:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
@@ -17,6 +16,7 @@ from omni.config import ModelConfig
 from omni.lora.attach import adapted
 from omni.model.quantize import numels
 from omni.model.speech_model import SpeechModel
+from omni.stores.reading import local_path
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
 from train.plan.quantized import QUANTISING_BYTES, FakeLinear, dense_bytes, packed_bytes
@@ -117,7 +117,7 @@ class Outside:
     def files(self) -> dict[str, float]:
         """Bytes of mapped files by phase, which count as memory of a process until the system takes them back."""
         start = self.config.model.init_from
-        file = Path(start) / WEIGHTS if start is not None else None
+        file = local_path(start) / WEIGHTS if start is not None else None
         weights = {START: float(file.stat().st_size)} if file is not None and file.is_file() else {}
         return {**weights, RESUME: self.stored * self.share}
 

@@ -16,6 +16,7 @@ from omni.codec.registry import CODECS, load_if_given
 from omni.config import ModelConfig, from_dict, preset, to_dict
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
+from omni.stores.reading import local_path
 from omni.text import Tokenizer
 from train.checkpoint.config_diff import brief, differences
 from train.config.sections import ModelSection
@@ -70,7 +71,7 @@ def build_initial(section: ModelSection, seed: int, weights: bool = True) -> Ini
     check_full_precision(section.init_from, "training")
     loaded = load_folder(section.init_from, codec_folder=codec_folder, weights=weights)
     config = continued(loaded.config, section)
-    own = Path(section.init_from) / CODEC
+    own = local_path(section.init_from) / CODEC
     tokenizer = Tokenizer.from_file(section.tokenizer) if section.tokenizer else loaded.tokenizer
     if not weights:
         model = SpeechModel.unfilled(config)

@@ -152,6 +152,8 @@ class Loop:
                 outcome = Outcome(position.step, stopped, self.saved, self.exported, position.figures)
                 self.callbacks.call("on_end", outcome)
                 self.callbacks.check()
+            self.group.enter_phase("upload", long=True)
+            self.checkpointer.tell_uploads(wait=True)
             self.progress.close()
             if self.group.first:
                 for line in end_lines(position, stopped, self.saved, self.exported, self.folder, self.config.lora is not None):
@@ -384,5 +386,7 @@ class Loop:
                 raise self.checkpointer.refused(error) from error
 
         self.exported = with_whole_state(self.objective, average, self.group, work, "model.")
+        if self.checkpointer.uploads is not None and self.exported is not None:
+            self.checkpointer.uploads.add(self.exported)
         self.group.run_on_first(self._draw)
         return 0

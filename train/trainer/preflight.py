@@ -28,8 +28,10 @@ from omni.model.speech_model import SpeechModel
 from omni.patterns import match_names
 from omni.profiling import GIB
 from omni.remote import check_there
+from omni.stores.reading import local_path
 from omni.tasks import find_task
 from train.checkpoint import config_diff, retention
+from train.checkpoint.upload import check_upload
 from train.config.run import FitConfig, completed, plain_config
 from train.config.sections import LORA, FabricConfig
 from train.console.command import check_folder_to_be
@@ -64,6 +66,9 @@ def check_start(config: FitConfig) -> list[str]:
         check_folder_to_be(Path(config.run_folder or "."), "run_folder")
     _check_model_files(config, problems)
     _check_data_files(config.data, problems)
+    if config.checkpoint.upload is not None:
+        with problems.of("checkpoint.upload"):
+            check_upload(config.checkpoint.upload)
     for name in config.callbacks:
         with problems.of("callbacks"):
             check_made(CALLBACKS.find(name, "callbacks"))
@@ -249,7 +254,7 @@ def _check_tools(config: FitConfig, shape: ModelConfig, problems: _Problems) -> 
     section = config.model
     with problems.of("model.tokenizer"):
         check_tokenizer(section, shape)
-    own = section.init_from is not None and (Path(section.init_from) / CODEC).is_dir()
+    own = section.init_from is not None and (local_path(section.init_from) / CODEC).is_dir()
     drawn = config.data.drawn if not config.objective.encoder_alone else ()
     spoken = sorted(name for name in drawn if find_task(name).audio)
     if spoken and CODECS.find(shape.codec).weights and section.codec_folder is None and not own:

@@ -43,6 +43,7 @@ from omni.hardware import find_dtype
 from omni.kernels import machine, measure_kernels
 from omni.model.int8_model import is_int8, to_int8
 from omni.profiling import GIB
+from omni.stores.reading import local_path
 from omni.tasks import TASKS, Turn, prompt
 from omni.text import Tokenizer
 
@@ -80,7 +81,7 @@ def live_table(options: BenchOptions, device: torch.device, preset: tuple[str, M
     numbers = parse_numbers(options.sessions or "")
     if preset is None:
         assert options.model is not None
-        config, folder = read_config(options.model), Path(options.model)
+        config, folder = read_config(options.model), local_path(options.model)
         if CODECS.find(config.codec).weights and options.codec_folder is None and not (folder / CODEC).is_dir():
             raise UserError(
                 f"{folder} has no weights of the codec {config.codec!r}, so nobody can hear its answers; name their folder "

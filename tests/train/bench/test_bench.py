@@ -152,10 +152,10 @@ def test_the_table_of_preparing_has_rates_memory_and_their_ratios(apart):
 
 def test_shards_hold_the_same_few_rows_again_and_again(tmp_path):
     assert write_shards(tmp_path / "data", 300, 140) == 3
-    rows = StoredRows(tmp_path / "data")
-    assert len(rows) == 300 and len(rows.files) == 3
-    for file, first in enumerate((0, 140, 280)):
-        assert rows.where(first) == f"{rows.files[file]} row 0"
+    rows, files = StoredRows(tmp_path / "data"), sorted((tmp_path / "data").glob("*.parquet"))
+    assert len(rows) == 300 and len(files) == 3
+    for file, first in zip(files, (0, 140, 280), strict=True):
+        assert rows.where(first) == f"{file} row 0"
         assert [rows[first + i].id for i in (0, 1, 19)] == ["0", "1", "19"]
     assert rows[KINDS].turns[0].question_text == rows[0].turns[0].question_text != rows[1].turns[0].question_text
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.remote import check_there
+from omni.stores.reading import local_path
 from train.data.readers.records import plain_rows
 from train.data.rows.row import OPTIONAL, ROW_VERSION, Row, features, from_plain
 
@@ -70,9 +71,9 @@ class Scan:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = local_path(path)
         self.folder = self.path if self.path.is_dir() else self.path.parent
-        check_there(path, "data", f"data {path} does not exist: name a Parquet file of rows, or a folder of them")
+        check_there(self.path, "data", f"data {path} does not exist: name a Parquet file of rows, or a folder of them")
         self.files = sorted(self.path.glob("*.parquet")) if self.path.is_dir() else [self.path]
         if not self.files:
             raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.files import LOCK, flush, locked
-from omni.remote import refuse_remote
+from omni.remote import find_address, refuse_remote
+from omni.stores.reading import local_path
 from train.console.progress import Display, Kind, counted
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.pool import make_blocks
@@ -42,7 +43,7 @@ def prepare(
     leaves a finished output as it is. Items that make no row are counted and listed in `out`'s `report.json` and `broken.csv`.
 
     Args:
-        path: file or folder of the data set.
+        path: file or folder of the data set, or its address, from which it is brought into the cache.
         opener: opens the data set, instead of `train.data.readers.open_source`; its result must be picklable.
 
     Returns:
@@ -54,9 +55,10 @@ def prepare(
             no space left; a data set of which no item makes a row.
     """
     config = config or PrepareConfig()
-    path, out = Path(path), _target(Path(path), Path(out))
+    address, path = find_address(path), local_path(path, again=True)
+    out = _target(path, Path(out))
     source = opener(path) if opener else open_source(path, config.read)
-    settings = settings_of(path, source, config)
+    settings = settings_of(path, source, config, address)
     if _occupied(out):
         return _finished(out, settings)
     work = out.with_name(f"{out.name}.preparing")

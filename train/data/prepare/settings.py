@@ -28,8 +28,10 @@ _SMALL = 1 << 20
 _WITHOUT_EFFECT = ("workers",)
 
 
-def settings_of(path: Path, source: OpenedSource, config: PrepareConfig) -> dict[str, Any]:
-    """Collect everything that rows and shards depend on: the configuration, the source's files, and the codec's weights."""
+def settings_of(path: Path, source: OpenedSource, config: PrepareConfig, address: str | None = None) -> dict[str, Any]:
+    """Collect everything that rows and shards depend on: the configuration, the source's files, and the codec's weights.
+
+    `address` is where the source was brought from."""
     plain: dict[str, Any] = {name: value for name, value in asdict(config).items() if name not in _WITHOUT_EFFECT}
     plain["limit"] = config.limit or 0  # as earlier versions wrote it
     read = {name: dict(value) if name == "columns" else value for name, value in plain["read"].items()}
@@ -45,7 +47,7 @@ def settings_of(path: Path, source: OpenedSource, config: PrepareConfig) -> dict
         "format": FORMAT,
         "row_version": ROW_VERSION,
         "block": BLOCK,
-        "source": str(path.resolve()),
+        "source": str(path.resolve()) if address is None else address,
         "source_format": source.format,
         "source_items": len(source),
         "source_bytes": path.stat().st_size if path.is_file() else None,

@@ -14,6 +14,7 @@ from pathlib import Path
 from omni.errors import UserError
 from omni.plugins import Registry
 from omni.remote import check_there
+from omni.stores.reading import local_path
 from train.data.readers.assistant import SLAM_OMNI, VOICE_ASSISTANT
 from train.data.readers.codes import PACKINGS, codes_kinds
 from train.data.readers.contract import Broken, OpenedSource, Reader, ReaderOptions
@@ -77,7 +78,7 @@ ORDERS = ("streams", "levels")
 
 def recognise(path: str | os.PathLike[str]) -> Reader:
     """Find the reader for a file or folder; UserError where it does not exist or no reader recognises it."""
-    source = Path(path)
+    source = local_path(path)
     check_there(source, "data", f"data {source} does not exist: name a file or folder of one of {', '.join(READERS)}")
     for reader in [*list(READERS.values())[len(_ALL) :], *_ALL]:
         with _of(reader):
@@ -88,7 +89,7 @@ def recognise(path: str | os.PathLike[str]) -> Reader:
 
 def open_source(path: str | os.PathLike[str], options: ReaderOptions | None = None) -> OpenedSource:
     """Open a data set; UserError for one that does not exist or is of no known format, or for options that do not fit."""
-    options = options or ReaderOptions()
+    options, path = options or ReaderOptions(), local_path(path)
     for option, known in (
         ("format", READERS),
         ("codec", codes_kinds()),

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.errors import UserError
 from train.data.rows.footer import SharedFooter
-from train.data.rows.open_file import OPTIONS, GroupSpan, OpenFile, OpenGroup
+from train.data.rows.open_file import GroupSpan, OpenFile, OpenGroup
 from train.data.rows.parquet_files import one_line
 from train.data.rows.row import ROW_VERSION
 
@@ -218,7 +218,7 @@ class IndexedFile(OpenFile):
                 raise OSError(f"it has {metadata.row_group(0).num_rows} rows, not {rows}")
         except (pa.ArrowException, OSError) as error:
             raise self._index.wrong(self.file, error) from error
-        return OpenGroup(pq.ParquetFile(self._source, metadata=metadata, **OPTIONS), 0, {})
+        return OpenGroup(pq.ParquetFile(self._source, metadata=metadata, page_checksum_verification=True), 0, {})
 
 
 def has_index(folder: Path) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import OrderedDict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from train.data.rows.parquet_files import readable
+from train.data.rows.parquet_files import check_columns, readable
 from train.data.rows.parts import LeafColumns
+from train.data.rows.places import DataFile, how, opened
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 KEPT_GROUPS = 4
 """Number of decoded groups that are kept, those read last."""
-
-OPTIONS: dict[str, Any] = {"memory_map": True, "pre_buffer": False, "page_checksum_verification": True}
-"""How files are opened by pyarrow: pages are read as needed and their checksums verified, where they have some."""
 
 
 class GroupSpan(NamedTuple):
@@ -41,7 +38,7 @@ class OpenGroup(NamedTuple):
 class OpenFile:
     """Decodes groups and keeps some; how a group is found and opened is the subclass's."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: DataFile) -> None:
         self.file = file
         self._groups: OrderedDict[int, OpenGroup] = OrderedDict()
 
@@ -71,12 +68,13 @@ class OpenFile:
 class WholeFile(OpenFile):
     """A file whose footer is read as a whole; `metadata` is the file's, where it has been read already."""
 
-    def __init__(self, file: Path, metadata: pq.FileMetaData | None = None) -> None:
+    def __init__(self, file: DataFile, metadata: pq.FileMetaData | None = None) -> None:
         import pyarrow.parquet as pq
 
         super().__init__(file)
         with readable(file):
-            self._parquet = pq.ParquetFile(str(file), metadata=metadata, **OPTIONS)
+            self._parquet = pq.ParquetFile(opened(file), metadata=metadata, page_checksum_verification=True, **how(file))
+        check_columns(file, self._parquet.schema_arrow)
         self.metadata = self._parquet.metadata
         counts = (self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups))
         self._ends = list(itertools.accumulate(counts))

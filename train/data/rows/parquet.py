@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.files import replacing, writing
+from omni.remote import find_address
 from train.data.rows.index import RowIndex, has_index
 from train.data.rows.open_file import OpenFile, WholeFile
-from train.data.rows.parquet_files import are_large, files_of, groups_of, look, one_line
+from train.data.rows.parquet_files import are_large, groups_of, look, one_line
 from train.data.rows.parts import EVERYTHING, PARTS, Needed
+from train.data.rows.places import DataFile, DataFiles, brought, find_files, looked_at
 from train.data.rows.row import OPTIONAL, Row, features, from_plain, to_plain
 
 if TYPE_CHECKING:
@@ -79,23 +81,26 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
 
 
 class Footers:
-    """The Parquet file at a path, or those of a folder, whose footers have been read: as `RowIndex`, without an index."""
+    """Parquet files whose footers have been read: as `RowIndex`, without an index.
 
-    def __init__(self, path: Path) -> None:
-        self.files = files_of(path)
+    Files of a store are opened when their first row is read, where a report of `data prepare` beside them says how many rows
+    each has.
+    """
+
+    def __init__(self, found: DataFiles) -> None:
+        self.files, known = found.files, found.counts()
         self._metadata: dict[int, pq.FileMetaData] = {}
         self._chunks = 0
         self.absent: list[set[str]] = []
         self.large, counts = False, []
-        for number, file in enumerate(self.files):
-            metadata, schema = look(file)
+        for number, (metadata, schema) in enumerate(looked_at(look, self.files if known is None else self.files[:1])):
             counts.append(metadata.num_rows)
             self.absent.append({name for name in OPTIONAL if name not in schema.names})
             self.large = self.large or are_large(groups_of(metadata))
             self._keep(number, metadata)
-        self._ends = list(itertools.accumulate(counts))
+        self._ends = list(itertools.accumulate(counts if known is None else known))
         if not self._ends[-1]:
-            raise UserError(f"data {path} has no rows: prepare the data again")
+            raise UserError(f"data {found.path} has no rows: prepare the data again")
         if self.large:
             self._metadata = {}
 
@@ -117,22 +122,30 @@ class Footers:
         file = bisect.bisect_right(self._ends, row)
         return file, row - (self._ends[file - 1] if file else 0)
 
-    def file(self, number: int) -> Path:
-        """Path of a file."""
+    def file(self, number: int) -> DataFile:
+        """A file."""
         return self.files[number]
 
     def open(self, number: int) -> OpenFile:
-        """Open a file, and keep its metadata where there is room."""
-        opened = WholeFile(self.files[number], self._metadata.get(number))
-        self._keep(number, opened.metadata)
-        return opened
+        """Open a file, and keep its metadata where there is room; UserError where it has another number of rows by now."""
+        file = WholeFile(self.files[number], self._metadata.get(number))
+        count = self._ends[number] - (self._ends[number - 1] if number else 0)
+        if file.metadata.num_rows != count:
+            raise UserError(
+                f"data file {self.files[number]} has {file.metadata.num_rows} rows, and {count} when the run started, or by "
+                "its report: copy it there again, with the report.json that was made with it"
+            )
+        self._keep(number, file.metadata)
+        return file
 
 
 class StoredRows:
     """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names.
 
+    Files of a store are read by ranges.
+
     Args:
-        path: the file or folder. A folder's index is used where it has one, see `train.data.rows.index`.
+        path: the file or folder, or its address. A folder's index is used where it is here, see `train.data.rows.index`.
         cache: folder for Arrow copies, where one is needed; None for that of `datasets`.
         needed: parts of rows that are read, others come as if they were not there; None for all.
 
@@ -143,14 +156,16 @@ class StoredRows:
     def __init__(
         self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None, needed: Needed | None = None
     ) -> None:
-        self.path = Path(path)
         self.needed = needed
         self._files: RowIndex | Footers
         self._copied: datasets.Dataset | None = None
-        if has_index(self.path):
-            self._files = RowIndex(self.path)
+        if find_address(path) is None and has_index(Path(path)):
+            self._files = RowIndex(Path(path))
+            self._folder: Path | None = Path(path)
         else:
-            self._files = footers = Footers(self.path)
+            found = find_files(path)
+            self._folder = found.folder
+            self._files = footers = Footers(found)
             self._copied = _open(footers.files, footers.absent, cache) if footers.large else None
         self._begin()
 
@@ -179,8 +194,7 @@ class StoredRows:
         """Row `index`; UserError where it breaks the format, or cannot be read."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        folder = self.path if self.path.is_dir() else self.path.parent
-        return from_plain(self._plain(index), folder, self.where(index))
+        return from_plain(self._plain(index), self._folder, self.where(index))
 
     def _plain(self, index: int) -> dict[str, Any]:
         """Read the needed parts of a row as plain data; others are null. An Arrow copy gives all parts."""
@@ -213,7 +227,7 @@ class StoredRows:
         return (self[index] for index in range(len(self)))
 
 
-def _open(files: list[Path], absent: list[set[str]], cache: str | os.PathLike[str] | None) -> datasets.Dataset:
+def _open(files: list[DataFile], absent: list[set[str]], cache: str | os.PathLike[str] | None) -> datasets.Dataset:
     """Open the files as Arrow copies; `absent` are the columns that each of them lacks, the same ones in all."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
@@ -221,12 +235,12 @@ def _open(files: list[Path], absent: list[set[str]], cache: str | os.PathLike[st
     columns = features()
     for name in set().union(*absent):
         if any(name not in one for one in absent):
-            raise UserError(f"only some files of {files[0].parent} have a column {name!r}: prepare them again")
+            raise UserError(f"only some files of {str(files[0]).rpartition('/')[0]} have a column {name!r}: prepare them again")
         del columns[name]
     try:
         with _quiet():
             return datasets.Dataset.from_parquet(
-                [str(file) for file in files],
+                [brought(file) for file in files],
                 features=columns,
                 columns=list(columns),
                 cache_dir=None if cache is None else str(cache),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from omni.remote import check_there
+from train.data.rows.places import DataFile, find_files, how, opened
 from train.data.rows.row import OPTIONAL, features
 
 if TYPE_CHECKING:
@@ -23,32 +22,26 @@ JUDGED_GROUPS = 4
 """Number of groups, the first of a file, by which it is judged whether its groups are large."""
 
 
-def files_of(path: str | os.PathLike[str]) -> list[Path]:
+def files_of(path: str | os.PathLike[str]) -> list[DataFile]:
     """List the Parquet file at `path`, or those of the folder there, sorted by name, without opening any.
 
     UserError where there is none.
     """
-    place = Path(path)
-    files = sorted(place.glob("*.parquet")) if place.is_dir() else [place]
-    if not files:
-        raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")
-    otherwise = f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them"
-    check_there(files[0], "data", otherwise, Path.is_file)
-    return files
+    return find_files(path).files
 
 
-def look(file: Path) -> tuple[pq.FileMetaData, pa.Schema]:
+def look(file: DataFile) -> tuple[pq.FileMetaData, pa.Schema]:
     """Read the metadata and the schema of a file, and check its columns."""
     import pyarrow.parquet as pq
 
     with whole(file):
-        metadata = pq.read_metadata(file)
+        metadata = pq.read_metadata(opened(file))
         schema = metadata.schema.to_arrow_schema()
     check_columns(file, schema)
     return metadata, schema
 
 
-def check_columns(file: Path, schema: pa.Schema) -> None:
+def check_columns(file: DataFile, schema: pa.Schema) -> None:
     """UserError where a file lacks a column of rows, or has one of another type."""
     for field in features().arrow_schema:
         if field.name not in schema.names and field.name in OPTIONAL:
@@ -65,12 +58,12 @@ def check_columns(file: Path, schema: pa.Schema) -> None:
             )
 
 
-def first_rows(file: Path, group: int, count: int) -> list[dict[str, Any]]:
+def first_rows(file: DataFile, group: int, count: int) -> list[dict[str, Any]]:
     """Read the first rows of a group as plain data, without reading all of it; UserError where they cannot be read."""
     import pyarrow.parquet as pq
 
     with readable(file):
-        batches = pq.ParquetFile(str(file), memory_map=True, pre_buffer=False).iter_batches(count, row_groups=[group])
+        batches = pq.ParquetFile(opened(file), **how(file)).iter_batches(count, row_groups=[group])
         batch = next(batches, None)  # None for a group without rows
         return [] if batch is None else batch.to_pylist()
 
@@ -87,7 +80,7 @@ def are_large(groups: Iterable[tuple[int, int]]) -> bool:
 
 
 @contextmanager
-def whole(file: Path) -> Iterator[None]:
+def whole(file: DataFile) -> Iterator[None]:
     """Context in which a file's footer is read; errors of that are UserErrors."""
     import pyarrow as pa
 
@@ -98,7 +91,7 @@ def whole(file: Path) -> Iterator[None]:
 
 
 @contextmanager
-def readable(file: Path, part: str = "") -> Iterator[None]:
+def readable(file: DataFile, part: str = "") -> Iterator[None]:
     """Context in which rows of a file are read; errors of that are UserErrors."""
     import pyarrow as pa
 

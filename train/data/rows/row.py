@@ -91,7 +91,9 @@ def inside(folder: Path | None, path: str) -> Path:
     So must the target of a link; but files of a snapshot in a Hugging Face cache are links to the `blobs` of their repository.
     """
     if folder is None:
-        raise UserError(f"audio {path!r} is a reference, but there is no folder that it belongs to")
+        raise UserError(
+            f"audio {path!r} is a reference, but there is no folder here that it belongs to (rows of a store hold their sound)"
+        )
     refuse_remote(path, "audio", folder)
     root, parts = folder.resolve(), Path(path).parts
     full = (root / path).resolve()
@@ -254,8 +256,11 @@ def to_plain(row: Row) -> dict[str, Any]:
     return out
 
 
-def from_plain(data: Mapping[str, Any], folder: Path, where: str) -> Row:
-    """Make a row of stored data; its references are relative to `folder`. UserError for another version or no turns."""
+def from_plain(data: Mapping[str, Any], folder: Path | None, where: str) -> Row:
+    """Make a row of stored data; its references are relative to `folder`, which is None for rows in a store.
+
+    UserError for another version or no turns.
+    """
     turns = tuple(
         RowTurn(
             question_text=turn["question_text"] or "",
@@ -290,7 +295,7 @@ def _plain_codes(codes: Codes | None) -> dict[str, Any] | None:
     return {"codec": codes.codec, "order": codes.order, "frames": codes.frames.tolist()}
 
 
-def _sound(stored: Mapping[str, Any] | None, folder: Path) -> Sound | None:
+def _sound(stored: Mapping[str, Any] | None, folder: Path | None) -> Sound | None:
     if not stored or not (stored["bytes"] or stored["path"]):
         return None
     return Sound(data=stored["bytes"], path=stored["path"], folder=folder)

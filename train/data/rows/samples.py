@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from omni.errors import UserError
 from omni.tasks import find_task
-from train.data.rows.parquet_files import files_of, first_rows, look
+from train.data.rows.parquet_files import first_rows, look
+from train.data.rows.places import find_files
 from train.data.rows.row import Row, from_plain
 
 FILES, GROUPS, ROWS = 5, 5, 20
@@ -22,15 +22,15 @@ def sample_rows(path: str) -> list[Row]:
         UserError: there is no such file, or one of another format.
     """
     rows: list[Row] = []
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    files = files_of(path)
+    found = find_files(path)
+    files = found.files
     for file in (files[i] for i in evenly(len(files), FILES)):
         groups = evenly(look(file)[0].num_row_groups, GROUPS)
         for group in groups:
             with suppress(UserError):
                 for plain in first_rows(file, group, -(-ROWS // len(groups))):
                     with suppress(UserError):
-                        rows.append(from_plain(plain, folder, str(file)))
+                        rows.append(from_plain(plain, found.folder, str(file)))
     return rows
 
 

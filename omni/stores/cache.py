@@ -1,0 +1,253 @@
+"""Read-through cache of what was fetched from stores, in the user's cache folder, with a limit to its size.
+
+    CACHE/stores/blocks/ab/abcdef…        bytes of an object, then their CRC-32
+    CACHE/stores/files/0123abcd…/NAME     a file, or a folder of files, as a whole
+    CACHE/stores/files/0123abcd….used     locked by each process that reads it
+
+The name of an entry is a hash of its address, size and version, so that an object that changes is another entry. Entries appear
+whole, by a rename; the oldest use goes first. fsspec's caches (`filecache`, `simplecache`, `blockcache`) have no limit, do not
+have the version in the key, and their list of files is not written safely by several processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from omni.errors import UserError
+from omni.files import FULL, cache_folder, replacing
+
+try:
+    import fcntl
+except ImportError:  # Windows: an entry in use may be deleted, and is fetched again
+    fcntl = None  # type: ignore[assignment]
+
+LOG = logging.getLogger(__name__)
+
+DEFAULT_GB = 50.0
+"""Limit of the cache in GB, without `OMNI_CACHE_GB`."""
+LEFT = 0.9
+"""Share of the limit that is left when the oldest entries are deleted."""
+LOOKS = 20
+"""A process looks at the size of the whole cache after each of so many parts of the limit that it has written."""
+TOUCHED = 60.0
+"""Seconds within which an entry's use is noted once."""
+CHECKSUM = 4
+"""Bytes of a block's CRC-32."""
+
+
+def limit_bytes() -> int:
+    """Most bytes of the cache: `OMNI_CACHE_GB`, in GB; 0 keeps no blocks of data."""
+    given = os.environ.get("OMNI_CACHE_GB", "")
+    try:
+        value = float(given or DEFAULT_GB)
+        if not 0 <= value < 1e9:
+            raise ValueError
+    except ValueError:
+        raise UserError(f"OMNI_CACHE_GB is {given!r:.40}; give gigabytes, such as {DEFAULT_GB:g}, or 0 for none") from None
+    return int(value * 1e9)
+
+
+def key_of(*parts: object) -> str:
+    """Name of an entry, from all that it depends on."""
+    return hashlib.sha256("\n".join(map(str, parts)).encode(errors="surrogatepass")).hexdigest()[:40]
+
+
+class StoreCache:
+    """The cache of a process. Threads and processes may use it together.
+
+    Args:
+        folder: None for `stores` in the user's cache folder.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = cache_folder() / "stores" if folder is None else folder
+        self._lock = threading.Lock()
+        self._unlooked: int | None = None  # bytes written since the size was looked at; None before the first look
+        self._told = False
+        self._held: dict[Path, int] = {}
+
+    # --- blocks ---------------------------------------------------------------------------------------------------------
+
+    def read_block(self, key: str) -> bytes | None:
+        """The bytes of a block; None where it is not kept, or damaged."""
+        path = self._block(key)
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        if zlib.crc32(data[:-CHECKSUM]).to_bytes(CHECKSUM, "little") != data[-CHECKSUM:]:
+            return None
+        _touch(path)
+        return data[:-CHECKSUM]
+
+    def write_block(self, key: str, data: bytes) -> None:
+        """Keep a block; where that fails, a line in the log says so once, and data are read without the cache."""
+        if len(data) > limit_bytes():
+            return
+        path = self._block(key)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as part:
+                part.write_bytes(data + zlib.crc32(data).to_bytes(CHECKSUM, "little"))
+        except OSError as error:
+            if not self._told:
+                way = "free some space, or set OMNI_CACHE to a folder on another disk, or OMNI_CACHE_GB to less"
+                LOG.warning(
+                    "the cache %s cannot be written (%s): data are read without it; %s", self.folder, error.strerror, way
+                )
+            self._told = True
+            return
+        self.written(len(data))
+
+    def _block(self, key: str) -> Path:
+        return self.folder / "blocks" / key[:2] / key
+
+    # --- whole files and folders ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def filling(self, key: str, needed: int, what: str) -> Iterator[Path | None]:
+        """Yields a new folder to fill, which becomes the entry `key` when the block ends well; None where there is one.
+
+        Of several processes one fills it, and the others wait. `hold` must follow, in a loop: the entry may be deleted between.
+
+        Args:
+            needed: bytes that will be written.
+            what: the address, for messages.
+
+        Raises:
+            UserError: it is larger than the cache may be, or the disk is full, or the cache cannot be written.
+        """
+        from filelock import FileLock
+
+        if needed > limit_bytes():
+            raise UserError(
+                f"{what} has {needed / 1e9:.2f} GB, and the cache {self.folder} may have {limit_bytes() / 1e9:.2f}: set "
+                "OMNI_CACHE_GB to more"
+            )
+        target = self.entry(key)
+        part = target.with_name(f"{key}.part")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(target.with_name(f"{key}.lock")):
+                if target.is_dir():
+                    yield None
+                    return
+                shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+                if needed > shutil.disk_usage(target.parent).free:
+                    self.shrink(max(0, limit_bytes() - needed))
+                part.mkdir()
+                try:
+                    yield part
+                    os.rename(part, target)
+                finally:
+                    shutil.rmtree(part, ignore_errors=True)
+        except OSError as error:
+            full = "no space left" if error.errno in FULL else error.strerror or str(error)
+            raise UserError(
+                f"{what} cannot be kept in the cache {self.folder} ({full}; it needs {needed / 1e9:.2f} GB): free some "
+                "space, or set OMNI_CACHE to a folder on another disk"
+            ) from error
+        self.written(needed)
+
+    def entry(self, key: str) -> Path:
+        """Where the entry `key` of a whole file or folder is."""
+        return self.folder / "files" / key
+
+    def hold(self, key: str) -> Path | None:
+        """Keeps an entry from being deleted as long as this process lives; None where there is no such entry."""
+        place = self.entry(key)
+        with self._lock:
+            if place not in self._held and fcntl is not None and place.is_dir():
+                handle = os.open(place.with_name(f"{key}.used"), os.O_RDWR | os.O_CREAT, 0o666)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_SH)
+                except OSError:  # a file system without locks
+                    os.close(handle)
+                else:
+                    self._held[place] = handle
+        try:
+            os.utime(place)
+        except OSError:  # it was deleted
+            return None
+        return place
+
+    # --- the limit ------------------------------------------------------------------------------------------------------
+
+    def written(self, size: int) -> None:
+        """Count bytes that were written, and delete the oldest entries where the cache may have become too large."""
+        limit = limit_bytes()
+        with self._lock:
+            self._unlooked = None if self._unlooked is None else self._unlooked + size
+            if self._unlooked is not None and self._unlooked < limit / LOOKS:
+                return
+            self._unlooked = 0
+        self.shrink(limit)
+
+    def shrink(self, limit: int) -> None:
+        """Where the cache is larger than `limit` bytes, delete what was not used for longest until it is `LEFT` of that.
+
+        Entries in use stay. Where another process is about it, nothing is done.
+        """
+        from filelock import FileLock, Timeout
+
+        try:
+            with FileLock(self.folder / "shrinking.lock", timeout=0):
+                found = sorted(self._entries())
+                total = sum(size for _, size, _ in found)
+                if total <= limit:
+                    return
+                for _, size, path in found:
+                    if total <= LEFT * limit:
+                        break
+                    if _delete(path):
+                        total -= size
+        except (OSError, Timeout):
+            return
+
+    def _entries(self) -> Iterator[tuple[float, int, Path]]:
+        """Time of the last use, size and path of each entry."""
+        for place in (*self.folder.glob("blocks/*/*"), *self.folder.glob("files/*")):
+            with suppress(OSError):  # deleted by another process
+                state = place.stat()
+                if not place.is_dir():
+                    if not place.name.endswith((".lock", ".used")):
+                        yield state.st_mtime, state.st_size, place
+                    continue
+                if not place.name.endswith(".part"):
+                    yield state.st_mtime, sum(p.stat().st_size for p in place.rglob("*") if p.is_file()), place
+
+
+def _delete(path: Path) -> bool:
+    """Deletes an entry; False where a process uses it."""
+    if path.is_file():
+        path.unlink(missing_ok=True)
+        return True
+    used = path.with_name(f"{path.name}.used")
+    handle = os.open(used, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return False
+        away = path.with_name(f"{path.name}.part")
+        os.rename(path, away)  # so that a half-deleted entry is never taken for whole
+        shutil.rmtree(away, ignore_errors=True)
+        return True
+    finally:
+        os.close(handle)
+
+
+def _touch(path: Path) -> None:
+    with suppress(OSError):
+        if time.time() - path.stat().st_mtime > TOUCHED:
+            os.utime(path)

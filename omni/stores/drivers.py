@@ -1,0 +1,347 @@
+"""Requests to stores through fsspec: list a folder, look at an object, read a range of it, write one. Nothing else imports it.
+
+Each is made again while its failure may pass (`omni.stores.tries`); no driver tries again by itself, and none waits longer than
+`stall_seconds` for a byte. Credentials are looked for as each store's own tools do.
+
+What is tested is `s3://`, against a server that speaks S3, and `http(s)://`. The others are as good as their fsspec drivers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import PurePosixPath
+from typing import Any
+
+from omni.errors import PackageError, UserError, closest
+from omni.remote import shown
+from omni.stores.tries import ChangedError, MissingError, is_short, stall_seconds, tried
+
+SLOWEST = 64 << 10
+"""Bytes a second: a request that is slower as a whole is given up, and made again."""
+
+VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash")
+"""Keys under which drivers tell what changes with an object's content, the best first."""
+TIMES = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime")
+"""Keys under which drivers tell when an object was written."""
+
+LOOPBACK = re.compile(r"http://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?(/|$)")
+"""Addresses of servers on this machine, which are read without encryption."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How addresses of a scheme are read.
+
+    Attributes:
+        package: the driver's, by the name it is imported by.
+        extra: of `omni-speech`, which brings it.
+        lists: whether there are folders.
+        writes: whether objects are written to it.
+    """
+
+    package: str
+    extra: str = ""
+    lists: bool = True
+    writes: bool = False
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    "s3": Scheme("s3fs", "s3", writes=True),
+    "gs": Scheme("gcsfs", "gs", writes=True),
+    "hf": Scheme("huggingface_hub"),
+    "https": Scheme("aiohttp", lists=False),
+    "http": Scheme("aiohttp", lists=False),
+}
+
+
+KNOWN = ("s3", "gs", "hf", "https")
+"""Schemes that messages name."""
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """A file in a store, as it was when it was listed.
+
+    Attributes:
+        address: where it is.
+        size: in bytes.
+        version: its ETag or checksum, else when it was written; "" where a store tells neither.
+    """
+
+    address: str
+    size: int
+    version: str = ""
+
+    def __str__(self) -> str:
+        return shown(self.address)
+
+    @property
+    def name(self) -> str:
+        """The last part of the address."""
+        return self.address.partition("?")[0].rpartition("/")[2]
+
+
+def scheme_of(address: str) -> str:
+    """The scheme of an address; UserError where it is unknown, or reads without encryption from another machine."""
+    found = address.partition("://")[0]
+    scheme = {"gcs": "gs", "s3a": "s3"}.get(found, found)
+    if scheme not in SCHEMES:
+        raise UserError(f"{shown(address)}: addresses that start with {found}:// are not read; {closest(scheme, KNOWN)}")
+    if scheme == "http" and not LOOPBACK.match(address):
+        raise UserError(
+            f"{shown(address)} is not encrypted: give its https:// address (http:// is for servers on this machine)"
+        )
+    if scheme == "https" and re.match(r"https://(www\.)?huggingface\.co/[^/]+/[^/]+/?$", address):
+        raise UserError(f"{shown(address)} is a page: give hf://{address.split('huggingface.co/')[1].rstrip('/')}")
+    return scheme
+
+
+def lists(address: str) -> bool:
+    """Whether folders of an address's store can be listed."""
+    return SCHEMES[scheme_of(address)].lists
+
+
+def join(address: str, name: str) -> str:
+    """The address of a file below a folder's."""
+    return f"{address.rstrip('/')}/{name}"
+
+
+def parent(address: str) -> str:
+    """The address of the folder that a file is in."""
+    return address.partition("?")[0].rpartition("/")[0]
+
+
+def inner_name(address: str, folder: str) -> str:
+    """The path of an object relative to a folder of addresses; UserError where it would lead out of a folder here."""
+    name = address.removeprefix(folder.rstrip("/") + "/")
+    parts = PurePosixPath(name).parts
+    if not parts or ".." in parts or name.startswith("/") or "\0" in name or "\\" in name or any(":" in part for part in parts):
+        raise UserError(f"{shown(address)} has a name that no file in a folder can have: rename it")
+    return name
+
+
+# --- requests -----------------------------------------------------------------------------------------------------------
+
+
+def list_objects(address: str, deep: bool = False) -> list[StoredObject]:
+    """The objects in a folder, sorted by address: one request, or one for each thousand.
+
+    Args:
+        deep: also those in folders below it.
+
+    Raises:
+        UserError: the store has no folders, or cannot be listed.
+        MissingError: nothing is there.
+    """
+    scheme = scheme_of(address)
+    if not SCHEMES[scheme].lists:
+        raise UserError(
+            f"{shown(address)}: {scheme}:// has no folders that can be listed; name a file, or a folder of s3, gs or hf"
+        )
+
+    def work() -> list[dict[str, Any]]:
+        system = _system(scheme)
+        path = _path(system, address)
+        if deep:
+            return list(system.find(path, detail=True).values())
+        return list(system.ls(path, detail=True))
+
+    base = address.rstrip("/") + "/"
+    infos = [info for info in tried(work, address, "listed") if info.get("type") == "file"]
+    found = [_object(_address(scheme, str(info["name"])), info) for info in infos]
+    found = [one for one in found if one.address.startswith(base) and not one.address.endswith("/")]
+    if not found:
+        raise MissingError(f"{shown(address)} is not there, or holds nothing: check the name")
+    return sorted(found, key=lambda one: one.address)
+
+
+def look_up(address: str) -> StoredObject:
+    """An object as it is now.
+
+    Raises:
+        UserError: it cannot be looked at, or the server does not tell its size.
+        MissingError: there is none; the closest name beside it is told.
+    """
+    scheme = scheme_of(address)
+
+    def work() -> dict[str, Any]:
+        system = _system(scheme)
+        return dict(system.info(_path(system, address)))
+
+    try:
+        info = tried(work, address)
+        if info.get("type") != "file":
+            raise MissingError(f"{shown(address)} is a folder, not a file: name one in it")
+    except MissingError as error:
+        raise MissingError(f"{error}{_near(address)}") from error
+    if info.get("size") is None:
+        raise UserError(f"{shown(address)}: the server does not tell its size; download it, and name the file")
+    return _object(address, info)
+
+
+def look_up_all(address: str) -> list[StoredObject]:
+    """The objects in a folder and below it, or the one that has just this address; MissingError where there are neither."""
+    if SCHEMES[scheme_of(address)].lists:
+        try:
+            return list_objects(address, deep=True)
+        except MissingError:
+            pass
+    return [look_up(address)]
+
+
+def read_range(of: StoredObject, start: int, stop: int) -> bytes:
+    """Bytes `start` to `stop` of an object.
+
+    Raises:
+        ChangedError: it is not any more what was listed.
+        UserError: it cannot be read.
+    """
+    if start >= stop:
+        return b""
+    scheme = scheme_of(of.address)
+
+    def work() -> bytes:
+        data = _READERS.get(scheme, _read)(_system(scheme), of, start, stop)
+        if len(data) == of.size > stop - start:  # a server that knows no ranges
+            data = data[start:stop]
+        if len(data) > stop - start:
+            raise ChangedError(f"{of} has changed, or was replaced, since it was listed: run the same command again")
+        is_short(data, stop - start, of.address)
+        return data
+
+    return tried(work, of.address)
+
+
+def write_object(file: str | os.PathLike[str], address: str) -> None:
+    """Write a local file to an address, replacing what is there; UserError where that is refused, or goes on failing."""
+    check_writable(address)
+    scheme = scheme_of(address)
+
+    def work() -> None:
+        system = _system(scheme)
+        system.put_file(os.fspath(file), _path(system, address))
+
+    tried(work, address, "written")
+
+
+def write_bytes(data: bytes, address: str) -> None:
+    """Write a small object, as `write_object` does."""
+    check_writable(address)
+    scheme = scheme_of(address)
+
+    def work() -> None:
+        system = _system(scheme)
+        system.pipe_file(_path(system, address), data)
+
+    tried(work, address, "written")
+
+
+def check_writable(address: str) -> None:
+    """UserError for an address that objects are not written to, or whose driver is not installed."""
+    if not SCHEMES[scheme_of(address)].writes:
+        known = " and ".join(name for name, scheme in SCHEMES.items() if scheme.writes)
+        raise UserError(f"{shown(address)} cannot be written: give an address of {known}")
+    _system(scheme_of(address))
+
+
+# --- drivers ------------------------------------------------------------------------------------------------------------
+
+
+def _system(scheme: str) -> Any:
+    """The driver of a scheme; fsspec keeps one in each process."""
+    import fsspec
+
+    seconds, options = stall_seconds(), dict[str, Any](use_listings_cache=False)
+    try:
+        if scheme == "s3":
+            options["config_kwargs"] = {
+                "connect_timeout": seconds, "read_timeout": seconds, "retries": {"total_max_attempts": 1},
+            }  # fmt: skip
+        if scheme in ("http", "https"):
+            from aiohttp import ClientTimeout
+
+            options["client_kwargs"] = {"timeout": ClientTimeout(None, sock_connect=seconds, sock_read=seconds)}
+        system = fsspec.filesystem(scheme, **options)
+    except ImportError as error:
+        row = SCHEMES[scheme]
+        install = f'"omni-speech[{row.extra}]"' if row.extra else row.package
+        raise PackageError(f"{scheme}:// needs the package {row.package}: pip install {install}") from error
+    if scheme == "s3":
+        system.retries = 1
+    return system
+
+
+def _path(system: Any, address: str) -> str:
+    return str(system._strip_protocol(address))
+
+
+def _address(scheme: str, name: str) -> str:
+    return name if "://" in name else f"{scheme}://{name}"
+
+
+def _object(address: str, info: Mapping[str, Any]) -> StoredObject:
+    told = next((info[key] for key in (*VERSIONS, *TIMES) if info.get(key)), "")
+    version = told.isoformat() if isinstance(told, datetime) else str(told)
+    return StoredObject(address, int(info.get("size") or 0), version)
+
+
+def _run(system: Any, work: Callable[..., Any], size: int, *values: Any, **named: Any) -> Any:
+    """The result of a coroutine of a driver, which is given up where it takes too long."""
+    from fsspec.asyn import sync
+
+    return sync(system.loop, work, *values, timeout=stall_seconds() + size / SLOWEST, **named)
+
+
+def _read(system: Any, of: StoredObject, start: int, stop: int) -> bytes:
+    path = _path(system, of.address)
+    if getattr(system, "async_impl", False):
+        return bytes(_run(system, system._cat_file, stop - start, path, start=start, end=stop))
+    return bytes(system.cat_file(path, start=start, end=stop))
+
+
+def _read_http(system: Any, of: StoredObject, start: int, stop: int) -> bytes:
+    """A range, on condition that the object is the one that was listed, where the server gives strong ETags."""
+    same = {"If-Match": of.version} if of.version.startswith('"') else {}
+    return bytes(_run(system, system._cat_file, stop - start, of.address, start=start, end=stop, headers=same))
+
+
+def _read_s3(system: Any, of: StoredObject, start: int, stop: int) -> bytes:
+    """A range, on condition that the object is the one that was listed; the driver's own `cat_file` has no conditions."""
+    bucket, key, version = system.split_path(of.address)
+    named = {"VersionId": version} if version else {}
+    if of.version.startswith('"'):
+        named["IfMatch"] = of.version
+
+    async def get() -> bytes:
+        answer = await system._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}", **named)
+        try:
+            return bytes(await answer["Body"].read())
+        finally:
+            answer["Body"].close()
+
+    return bytes(_run(system, get, stop - start))
+
+
+_READERS: Mapping[str, Callable[[Any, StoredObject, int, int], bytes]] = {
+    "s3": _read_s3, "http": _read_http, "https": _read_http,
+}  # fmt: skip
+
+
+def _near(address: str) -> str:
+    """The hint that names the object closest to one that is not there; "" for none."""
+    from difflib import get_close_matches
+
+    folder = parent(address)
+    if not lists(address) or "://" not in folder:
+        return ""
+    try:
+        system = _system(scheme_of(address))
+        names = [str(info["name"]).rstrip("/").rpartition("/")[2] for info in system.ls(_path(system, folder), detail=True)]
+    except Exception:  # the hint alone is lost
+        return ""
+    close = get_close_matches(address.rpartition("/")[2], names, n=1, cutoff=0.6)
+    return f"; did you mean {shown(join(folder, close[0]))}?" if close else ""

@@ -1,0 +1,179 @@
+"""Tries requests to stores again where their failure may pass, and tells users about those that do not."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from omni.errors import UserError
+from omni.files import FULL, PASSING
+from omni.remote import shown
+
+LOG = logging.getLogger(__name__)
+
+TRIES = 6
+"""Most tries of a request."""
+FIRST_WAIT, LONGEST_WAIT = 0.5, 20.0
+"""Seconds before the second try, about, doubled for each further one; and the most."""
+PASSING_STATUS = (408, 425, 429, *range(500, 600))
+"""Status codes of HTTP that may be over at another try: timeouts, throttling, errors of the server."""
+CHANGED_STATUS = (412, 416)
+"""Status codes of a request for a range of an object that is no longer the one that was listed."""
+PASSING_ERRORS = {
+    *("FSTimeoutError", "TimeoutError", "ConnectionError", "HTTPClientError", "IncompleteRead", "IncompleteReadError"),
+    *("ResponseStreamingError", "ResponseParserError", "ClientConnectionError", "ClientPayloadError", "TransportError"),
+    "ProtocolError",
+}
+"""Names of errors, or of their bases, of fsspec and of the libraries below it that may pass: they say nothing of a status."""
+
+_dice = random.SystemRandom()  # of its own: seeds of a run are not touched
+
+Result = TypeVar("Result")
+
+
+class ChangedError(UserError):
+    """An object that is not any more what it was when it was listed."""
+
+
+def stall_seconds() -> float:
+    """Seconds without a byte after which a request counts as failed: `OMNI_STORE_TIMEOUT`, 15 by default."""
+    given = os.environ.get("OMNI_STORE_TIMEOUT", "")
+    try:
+        seconds = float(given or 15)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 3600:
+        raise UserError(f"OMNI_STORE_TIMEOUT is {given!r:.40}; give seconds above 0, such as 15")
+    return seconds
+
+
+def tried(work: Callable[[], Result], address: str, doing: str = "read") -> Result:
+    """The result of a request, which is made again, after longer and longer waits, while its failure may pass.
+
+    The first failure of a request that is made again is a line in the log.
+
+    Args:
+        doing: what is done, for the message: `read`, `listed` or `written`.
+
+    Raises:
+        UserError: the last failure, with the address and what to do; `again` is true where it may still pass.
+        ChangedError: the object has changed.
+    """
+    for number in range(1, TRIES + 1):
+        try:
+            return work()
+        except UserError:
+            raise
+        except Exception as error:
+            if not may_pass(error) or number == TRIES:
+                raise refusal(error, address, doing, number) from error
+            wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (number - 1)) * _dice.uniform(0.5, 1.5)
+            level = logging.WARNING if number == 1 else logging.DEBUG
+            LOG.log(level, "%s was not %s (%s): again in %.1f s", shown(address), doing, reason(error), wait)
+            time.sleep(wait)
+    raise AssertionError
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that led to it, each once."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status that an error of a store is about, None where there was no answer."""
+    for one in _chain(error):
+        response: Any = getattr(one, "response", None)
+        if isinstance(response, dict):  # botocore
+            response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        for status in (
+            response,
+            getattr(response, "status_code", None),
+            getattr(one, "status", None),
+            getattr(one, "code", None),
+        ):
+            if isinstance(status, str) and status.isdigit():
+                status = int(status)
+            if isinstance(status, int) and 100 <= status < 600:
+                return status
+    return None
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a request that failed so may succeed at another try."""
+    chain = list(_chain(error))
+    if any((isinstance(one, OSError) and one.errno in FULL) or "Cert" in type(one).__name__ for one in chain):
+        return False
+    if any(PASSING_ERRORS & {kind.__name__ for kind in type(one).__mro__} for one in chain):
+        return True
+    status = status_of(error)
+    if status is not None:
+        return status in PASSING_STATUS
+    return isinstance(error, OSError) and error.errno in PASSING
+
+
+def reason(error: BaseException) -> str:
+    """One line that says why a request failed."""
+    status, text = status_of(error), " ".join(str(error).split())[:200]
+    text = text or type(error).__name__
+    return text if status is None or str(status) in text else f"{text}, status {status}"
+
+
+def refusal(error: BaseException, address: str, doing: str, tries: int) -> UserError:
+    """What a user is told about a request that failed for good."""
+    where, status, names = shown(address), status_of(error), {type(one).__name__ for one in _chain(error)}
+    if status in CHANGED_STATUS or "FileExpired" in names:
+        return ChangedError(f"{where} has changed, or was replaced, since it was listed: run the same command again")
+    scheme = address.partition("://")[0]
+    if names & {
+        "NoCredentialsError",
+        "PartialCredentialsError",
+        "ProfileNotFound",
+        "DefaultCredentialsError",
+        "TokenRetrievalError",
+    }:
+        return UserError(f"{where} cannot be {doing}: there are no credentials ({reason(error)}); {_credentials(scheme)}")
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return UserError(
+            f"{where} cannot be {doing}: it is not allowed ({reason(error)}); ask for the right to, or {_credentials(scheme)}"
+        )
+    if isinstance(error, OSError) and error.errno in FULL:
+        return UserError(f"{where} cannot be {doing}: no space left on the disk; free some")
+    if status == 404 or (isinstance(error, FileNotFoundError) and not may_pass(error)):
+        lacks = "its bucket does not exist" if "bucket does not exist" in str(error) else "check the name"
+        return MissingError(f"{where} is not there: {lacks}")
+    failure = UserError(
+        f"{where} cannot be {doing}: {reason(error)}{f', {tries} times' if tries > 1 else ''}; check the address and the "
+        "network, and run the same command again"
+    )
+    failure.again = may_pass(error)
+    return failure
+
+
+class MissingError(UserError):
+    """An object, a folder or a bucket that is not there."""
+
+
+def _credentials(scheme: str) -> str:
+    """Where credentials are looked for, by scheme."""
+    ways = {
+        "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket FSSPEC_S3_ANON=true",
+        "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS; for a public bucket "
+        "FSSPEC_GS_TOKEN=anon",
+        "hf": "run `hf auth login`, or set HF_TOKEN",
+    }
+    return ways.get(scheme, "give an address that needs no password")
+
+
+def is_short(data: bytes, wanted: int, address: str) -> None:
+    """Raise a ConnectionError where fewer bytes came than were asked for: the connection was cut."""
+    if len(data) < wanted:
+        raise ConnectionError(errno.ECONNRESET, f"{len(data)} bytes of {wanted} came from {shown(address)}")

@@ -1,0 +1,90 @@
+"""Model folders at addresses: brought here as a whole, checked as any other, and told by their address."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from omni.checkpoint.folder import check_sizes, read_config, save_folder
+from omni.checkpoint.places import check_folder
+from omni.errors import UserError
+from omni.generate.speech_lm import SpeechLM
+from omni.stores.tries import MissingError
+from omni.text import Tokenizer
+from tests.generate.conftest import LAYOUTS, make_model
+from tests.stores.web import web
+from train.config.sections import ModelSection
+from train.trainer.initial_model import build_initial
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models") / "model"
+    made = make_model(LAYOUTS["pad"], context=200)
+    save_folder(place, replace(made.config, codec="snac"), made.state_dict(), Tokenizer.bytes())
+    return place
+
+
+def test_a_model_of_a_bucket_answers_as_the_folder(bucket: Any, model: Path) -> None:
+    address = bucket.put_all(model, "models/mine")
+    check_folder(Path(address))
+    here, there = SpeechLM.from_pretrained(model), SpeechLM.from_pretrained(address)
+    for name, tensor in here.model.state_dict().items():
+        assert torch.equal(tensor, there.model.state_dict()[name])
+    assert read_config(Path(address)) == read_config(model)
+
+
+def test_a_run_starts_from_a_bucket(bucket: Any, model: Path) -> None:
+    address = bucket.put_all(model, "models/mine")
+    check_sizes(address)
+    initial = build_initial(ModelSection(init_from=address), seed=0)
+    same = build_initial(ModelSection(init_from=str(model)), seed=0)
+    for name, tensor in same.model.state_dict().items():
+        assert torch.equal(tensor, initial.model.state_dict()[name])
+
+
+def test_a_model_that_was_replaced_is_read_again(bucket: Any, model: Path, tmp_path: Path) -> None:
+    address = bucket.put_all(model, "m")
+    assert SpeechLM.from_pretrained(address).config.codec == "snac"
+    made = make_model(LAYOUTS["pad"], context=200)
+    save_folder(tmp_path / "other", replace(made.config, codec="mimi"), made.state_dict(), Tokenizer.bytes())
+    bucket.put_all(tmp_path / "other", "m")
+    assert SpeechLM.from_pretrained(address).config.codec == "mimi"
+
+
+def test_a_model_of_a_web_server_is_known_by_the_files_that_it_lists(bucket: Any, model: Path) -> None:
+    with web() as server:
+        server.files |= {f"/m/{file.name}": file.read_bytes() for file in model.iterdir()}
+        lm = SpeechLM.from_pretrained(f"{server.address}/m")
+        assert lm.config == read_config(model)
+        del server.files["/m/tokenizer.json"]
+        with pytest.raises(MissingError, match=rf"{server.address}/m/tokenizer.json is not there"):
+            SpeechLM.from_pretrained(f"{server.address}/m")
+        with pytest.raises(MissingError, match=rf"{server.address}/n is not there"):
+            SpeechLM.from_pretrained(f"{server.address}/n")
+
+
+def test_what_is_wrong_is_told_with_the_address(bucket: Any, model: Path) -> None:
+    address = bucket.put_all(model, "cut")
+    bucket.put("cut/model.safetensors", (model / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(UserError, match=rf"^{address}/model.safetensors is truncated"):
+        SpeechLM.from_pretrained(address)
+    with pytest.raises(UserError, match=rf"{address}/model.safetensors is truncated"):
+        check_sizes(address)
+    bucket.put("none/readme.md", b"no model")
+    for ask in (SpeechLM.from_pretrained, read_config):
+        with pytest.raises(UserError, match=rf"{bucket.address('none')} has no config.json"):
+            ask(bucket.address("none"))
+    data = json.loads((model / "config.json").read_text())
+    bucket.put("old/config.json", json.dumps(data | {"format": 99}).encode())
+    with pytest.raises(UserError, match=rf"{bucket.address('old')}/config.json: format 99 is unknown"):
+        SpeechLM.from_pretrained(bucket.address("old"))
+    with pytest.raises(MissingError, match=rf"{bucket.address('nothing')} is not there"):
+        SpeechLM.from_pretrained(bucket.address("nothing"))
+    with pytest.raises(UserError, match=rf"{bucket.address('cut/config.json')} is a file, not a folder; give"):
+        SpeechLM.from_pretrained(bucket.address("cut/config.json"))

@@ -1,0 +1,147 @@
+"""Rows of a bucket are those of the folder (law 16): read by ranges, no file before it is needed, and told by their address."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from omni.errors import UserError
+from omni.stores.tries import ChangedError
+from tests.train.data.batching.test_loader import same_steps, take
+from tests.train.data.toys import MODELS, TASKS, ToySource, codec_of, maker_of
+from train.data.batching.loader import StepLoader
+from train.data.batching.pipeline import Pipeline
+from train.data.config import PackingConfig
+from train.data.inspect.scan import Scan
+from train.data.rows.parquet import StoredRows, write_rows
+from train.data.rows.parquet_files import files_of
+from train.data.rows.row import Row, RowTurn
+from train.data.rows.samples import sample_rows
+from train.data.sources.base import StoredSource
+from train.data.sources.mixture import Mixture, TaskMixture
+
+MODEL = MODELS["codec2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three shards of 5, 7 and 4 rows in groups of 3, and the report that `data prepare` would write of them."""
+    folder, first, shards = tmp_path_factory.mktemp("rows"), 0, []
+    source = ToySource("toy", None, codec_of(MODEL))
+    for number, count in enumerate((5, 7, 4)):
+        file = folder / f"rows-{number:05d}.parquet"
+        write_rows(file, map(source.row, range(first, first + count)), 3)
+        shards.append({"file": file.name, "rows": count, "bytes": file.stat().st_size})
+        first += count
+    (folder / "report.json").write_text(json.dumps({"shards": shards}))
+    return folder
+
+
+def batches(path: str | Path, workers: int = 0) -> list[Any]:
+    source = StoredSource(path)
+    source.name = "rows"  # which is the path, and in a batch's counts
+    sources = Mixture([source], [1.0], 3)
+    pipeline = Pipeline(sources, [TaskMixture(TASKS)], maker_of(MODEL), PackingConfig(2, 128, 4), 3)
+    return take(StepLoader(pipeline, 2, range(2), workers, 0, {}), 3)
+
+
+def test_batches_of_a_bucket_are_those_of_the_folder(bucket: Any, folder: Path) -> None:
+    address = bucket.put_all(folder, "rows")
+    assert len(StoredRows(address)) == 16
+    bucket.server.errors, bucket.server.cuts = 0.05, 0.05
+    same_steps(batches(address), batches(folder))
+
+
+def test_workers_read_a_bucket_too(bucket: Any, folder: Path) -> None:
+    same_steps(batches(bucket.put_all(folder, "rows"), workers=1), batches(folder))
+
+
+def test_no_file_is_opened_before_it_is_needed(bucket: Any, folder: Path) -> None:
+    address = bucket.put_all(folder, "rows")
+    bucket.server.seen.clear()
+    rows = StoredRows(address)
+    assert bucket.server.seen == {"LIST": 1, "GET": 2}  # the report, and the first file's schema
+    assert rows[6].id == StoredRows(folder)[6].id
+    assert bucket.server.seen == {"LIST": 1, "GET": 3}
+    StoredRows(address)
+    assert bucket.server.seen["LIST"] == 1 and bucket.server.seen["GET"] == 4  # the report
+
+
+@pytest.mark.parametrize("report", [None, "{", '{"shards": [{"file": "rows-00000.parquet", "rows": 5, "bytes": 1}]}'])
+def test_without_a_report_that_fits_files_are_looked_at(bucket: Any, folder: Path, report: str | None) -> None:
+    address = bucket.put_all(folder, "rows")
+    if report is None:
+        bucket.s3.delete_object(Bucket=bucket.name, Key="rows/report.json")
+    else:
+        bucket.put("rows/report.json", report.encode())
+    rows, same = StoredRows(address), StoredRows(folder)
+    assert [row.id for row in rows] == [row.id for row in same]
+    assert rows.where(6) == f"{address}/rows-00001.parquet row 1"
+
+
+def test_one_file_and_samples(bucket: Any, folder: Path) -> None:
+    address = bucket.put_all(folder, "rows")
+    one = f"{address}/rows-00002.parquet"
+    assert [row.id for row in StoredRows(one)] == [row.id for row in StoredRows(folder / "rows-00002.parquet")]
+    assert [row.id for row in sample_rows(address)] == [row.id for row in sample_rows(str(folder))]
+    assert [file.name for file in files_of(address)] == [file.name for file in files_of(folder)]
+    assert len(Scan(address)) == 16
+
+
+def test_row_groups_that_are_too_large_are_copied(bucket: Any, tmp_path: Path) -> None:
+    write_rows(
+        tmp_path / "a" / "rows.parquet",
+        [Row((RowTurn(question_text="q", answer_text="a"),), id=str(i)) for i in range(100)],
+        100,
+    )
+    rows = StoredRows(bucket.put_all(tmp_path / "a", "large"), cache=tmp_path / "arrow")
+    assert [row.id for row in rows] == [str(i) for i in range(100)]
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_wrong_is_told_with_the_address(bucket: Any, folder: Path) -> None:
+    address = bucket.put_all(folder, "rows")
+    data = (folder / "rows-00001.parquet").read_bytes()
+    with pytest.raises(UserError, match=rf"{bucket.address('nothing')} is not there"):
+        StoredRows(bucket.address("nothing"))
+    bucket.put("texts/a.txt", b"text")
+    with pytest.raises(UserError, match=rf"data folder {bucket.address('texts')} holds no .parquet file"):
+        StoredRows(bucket.address("texts"))
+    bucket.put("cut/rows-00001.parquet", data[: len(data) // 2])
+    with pytest.raises(UserError, match=rf"data file {bucket.address('cut')}/rows-00001.parquet is not a whole Parquet file"):
+        StoredRows(bucket.address("cut"))
+    table = pq.read_table(folder / "rows-00001.parquet").drop_columns(["turns"])
+    pq.write_table(table, folder / ".other.parquet")
+    bucket.put("other/rows.parquet", (folder / ".other.parquet").read_bytes())
+    with pytest.raises(UserError, match=rf"data file {bucket.address('other')}/rows.parquet has no column 'turns'"):
+        StoredRows(bucket.address("other"))
+    rows = StoredRows(address)
+    bucket.put("rows/rows-00001.parquet", data[:-7] + b"changed")
+    with pytest.raises(ChangedError, match=rf"{address}/rows-00001.parquet has changed"):
+        rows[6]
+
+
+def test_a_shard_that_the_report_does_not_describe(bucket: Any, folder: Path) -> None:
+    address = bucket.put_all(folder, "rows")
+    report = json.loads((folder / "report.json").read_text())
+    report["shards"][1]["rows"] = 8
+    bucket.put("rows/report.json", json.dumps(report).encode())
+    rows = StoredRows(address)
+    with pytest.raises(UserError, match=rf"data file {address}/rows-00001.parquet has 7 rows, and 8 .*its report"):
+        rows[6]
+
+
+def test_a_recording_beside_rows_of_a_bucket(bucket: Any, tmp_path: Path) -> None:
+    from train.data.rows.row import Sound
+
+    row = Row((RowTurn(question_audio=Sound(path="a.wav", folder=tmp_path), answer_text="a"),), id="a")
+    write_rows(tmp_path / "rows" / "rows.parquet", [row])
+    rows = StoredRows(bucket.put_all(tmp_path / "rows", "rows"))
+    with pytest.raises(UserError, match=r"audio 'a.wav' is a reference, .*rows of a store hold their sound"):
+        rows[0].turns[0].question_audio.load(16000)  # type: ignore[union-attr]

@@ -1,0 +1,106 @@
+"""Finds the Parquet files of rows in a folder here or in a store, and opens them; of a store's, none before it is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from omni.errors import UserError
+from omni.remote import check_there, find_address, shown
+from omni.stores.drivers import StoredObject, read_range
+from omni.stores.reading import ObjectReader, listed, local_file, looked_up
+
+SUFFIX, REPORT = ".parquet", "report.json"
+AT_ONCE = 16
+"""Files of a store that are looked at side by side."""
+
+DataFile: TypeAlias = Path | StoredObject
+"""A file of rows: here, or in a store. Its `name`, and its text for messages, are alike."""
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """The Parquet files at a path, in the order of their names.
+
+    Attributes:
+        path: the file or folder, or its address, for messages.
+        folder: that references in rows are relative to; None in a store.
+        report: what `data prepare` says of the files of a store, where it is beside them.
+    """
+
+    path: str
+    files: list[DataFile]
+    folder: Path | None
+    report: StoredObject | None = None
+
+    def counts(self) -> list[int] | None:
+        """Numbers of rows of each file by the report, so that none need be opened; None where it does not fit the files."""
+        if self.report is None:
+            return None
+        try:
+            shards = json.loads(read_range(self.report, 0, self.report.size))["shards"]
+            known = {shard["file"]: (int(shard["rows"]), int(shard["bytes"])) for shard in shards}
+            counts = [known[file.name] for file in self.files]
+        except (ValueError, KeyError, TypeError):
+            return None
+        alike = all(isinstance(f, StoredObject) and f.size == size for f, (_, size) in zip(self.files, counts, strict=True))
+        return [rows for rows, _ in counts] if alike else None
+
+
+def find_files(path: str | os.PathLike[str]) -> DataFiles:
+    """Find the Parquet file at `path`, or those of the folder there, without opening any; a store's folder is listed once.
+
+    UserError where there is none.
+    """
+    address = find_address(path)
+    if address is not None:
+        return _in_store(address)
+    place = Path(path)
+    files: list[DataFile] = [*sorted(place.glob(f"*{SUFFIX}"))] if place.is_dir() else [place]
+    if not files:
+        raise UserError(f"data folder {path} holds no {SUFFIX} file: prepare the data first")
+    otherwise = f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them"
+    check_there(Path(str(files[0])), "data", otherwise, Path.is_file)
+    return DataFiles(os.fspath(path), files, place if place.is_dir() else place.parent)
+
+
+def _in_store(address: str) -> DataFiles:
+    if address.partition("?")[0].endswith(SUFFIX):
+        return DataFiles(shown(address), [looked_up(address)], None)
+    found = listed(address)
+    files: list[DataFile] = [one for one in found if one.name.endswith(SUFFIX) and not one.name.startswith(".")]
+    if not files:
+        raise UserError(f"data folder {shown(address)} holds no {SUFFIX} file: prepare the data first")
+    return DataFiles(shown(address), files, None, next((one for one in found if one.name == REPORT), None))
+
+
+def opened(file: DataFile) -> Any:
+    """What pyarrow reads a file from in place: its path here, which is mapped, or ranges in a store."""
+    return str(file) if isinstance(file, Path) else ObjectReader(file)
+
+
+def how(file: DataFile) -> dict[str, bool]:
+    """How `pyarrow.parquet.ParquetFile` reads a file: columns side by side are one request to a store."""
+    return {"memory_map": isinstance(file, Path), "pre_buffer": not isinstance(file, Path)}
+
+
+def brought(file: DataFile) -> str:
+    """The path of a file here; one of a store is brought into the cache as a whole."""
+    return str(file if isinstance(file, Path) else local_file(file))
+
+
+def looked_at(look: Callable[[DataFile], Found], files: Iterable[DataFile]) -> Iterator[Found]:
+    """What `look` finds in each file; a store's files are looked at side by side."""
+    files = list(files)
+    if not any(isinstance(file, StoredObject) for file in files):
+        yield from map(look, files)
+        return
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield from pool.map(look, files)
