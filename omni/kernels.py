@@ -409,7 +409,7 @@ def _compiled_step(key: StepKey) -> Callable[..., Any]:
     """What compiles longest of a measured step."""
     if key.part == "encoder":
         return compiled.encoder
-    return compiled.blocks if key.shape.numbers == "float32" else compiled.attend_and_round
+    return compiled.blocks if key.shape.numbers == "float32" else compiled.share_attention
 
 
 _FIELDS: Mapping[type[Any], Sequence[type[Any]]] = {
