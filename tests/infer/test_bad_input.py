@@ -90,7 +90,7 @@ WORDS = {
     "out is the question": (["ask", "q.wav", "--out", "q.wav"], "also the question"),
     "out elsewhere": (["ask", "q.wav", "--out", "s3://b/a.wav"], "'s3://b/a.wav' is not on this machine"),
     "out of a long name": (["ask", "q.wav", "--out", "a" * 300], "File name too long"),
-    "question elsewhere": (["ask", "https://x.org/q.wav"], "https:// is not read yet"),
+    "question elsewhere": (["ask", "https://x.org/q.wav"], "https:// is not read here"),
     "out without a suffix": (
         ["ask", "q.wav", "--out", "a", "--model", "no"],
         "'a': the suffix says",

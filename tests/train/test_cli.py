@@ -131,19 +131,19 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int, word: str) -> N
         (["eval", "TMP", "TMP", "--out", "TMP", "--questions=3"], "error: eval: --questions is now called --limit"),
         (
             ["fit", "s3://b/run.yaml"],
-            "configuration 's3://b/run.yaml' is not on this machine, and s3:// is not read yet",
+            "configuration 's3://b/run.yaml' is not on this machine, and s3:// is not read here",
         ),
         (
             ["fit", "FILE", "--run_folder", "gs://b/run"],
             "run_folder 'gs://b/run' is not on this machine, and gs:// is not w",
         ),
         (
-            ["data", "prepare", "hf://datasets/o/n", "TMP"],
-            "data 'hf://datasets/o/n' is not on this machine, and hf:// is",
+            ["data", "prepare", "sftp://h/o/n", "TMP"],
+            "sftp://h/o/n: addresses that start with sftp:// are not read",
         ),
         (["data", "prepare", "FILE", "s3://b/rows", "--read.format", "table"], "output 's3://b/rows' is not on this machine"),
-        (["data", "validate", "s3://b/rows"], "data 's3://b/rows' is not on this machine, and s3:// is not read yet"),
-        (["eval", "TMP", "s3://b/rows", "--out", "TMP"], "data 's3://b/rows' is not on this machine"),
+        (["data", "validate", "sftp://h/rows"], "sftp://h/rows: addresses that start with sftp:// are not read"),
+        (["eval", "TMP", "sftp://h/rows", "--out", "TMP"], "sftp://h/rows: addresses that start with sftp:// are not read"),
         (["convert", "https://huggingface.co/o/n", "TMP"], "model 'https://huggingface.co/o/n' is not on this machine"),
     ],
 )
