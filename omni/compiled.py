@@ -17,25 +17,36 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from ctypes import Structure, c_int64
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
-from numba import carray, njit, types
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.core import cgutils
 from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
+
+from omni.hardware import in_threads
 
 LOG = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_FAST = {"nsz", "arcp", "contract", "afn", "reassoc"}  # numbers that are not finite stay what they are
+_EXACT, _FAST = {"nsz", "contract"}, {"nsz", "arcp", "contract", "afn", "reassoc"}  # what is not finite stays so in both
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
-def compiled_function(function: F, nogil: bool = True) -> F:
-    """Have a function compiled at its first call with numbers of some types, and kept; without the lock where `nogil`."""
-    made: Any = njit(fastmath=_FAST, nogil=nogil, error_model="numpy")(function)
+def compiled_function(function: F, nogil: bool = True, sums: bool = False) -> F:
+    """Have a function compiled at its first call with numbers of some types, and kept; without the lock where `nogil`.
+
+    Args:
+        sums: its sums may be taken in any order. An innermost loop of such a function must not write an array: where what is
+            written lies next to what is read, LLVM has the loop take one number at a time, in another order than elsewhere.
+            For the same reason no function writes a number that is more than a product added to another number.
+    """
+    made: Any = njit(fastmath=_FAST if sums else _EXACT, nogil=nogil, error_model="numpy")(function)
     with suppress(RuntimeError):  # no folder can be written
         made._cache = KeptFunctions(function)
     return made  # type: ignore[no-any-return]
@@ -67,14 +78,30 @@ class KeptFunctions(FunctionCache):  # type: ignore[misc]
             self.flush()
 
 
+def compiled_for_threads(function: Callable[[Any], None]) -> Any:
+    """A function of an address, compiled now and kept; `omni.hardware.in_threads` takes its `address`."""
+    make = cfunc(types.void(types.CPointer(types.int64)), cache=True)
+    try:
+        kept = KeptFunctions(function)
+    except RuntimeError:  # no folder can be written
+        return cfunc(types.void(types.CPointer(types.int64)))(function)
+    try:
+        return make(function)
+    except Exception as error:
+        kept.forget(error)
+        return make(function)
+
+
 def is_kept(function: Callable[..., Any]) -> bool:
     """Whether numba keeps what it compiled of a function, of this code and this place, so that its first call is short."""
     try:
-        return bool(function._cache._cache_file._load_index())  # type: ignore[attr-defined]
+        made: Any = getattr(function, "_cache", None) or KeptFunctions(function)
+        return bool(made._cache_file._load_index())
     except Exception:  # nothing can be kept, or it is damaged, which the first call tells
         return False
 
 
+compiled_sums = partial(compiled_function, sums=True)
 _brief = partial(compiled_function, nogil=False)
 """For what ends before another thread has woken up: where it took the lock, this one would wait for it."""
 
@@ -231,10 +258,38 @@ def push(
         flags[6] = broken
 
 
+def pointer_to(kind: Any) -> Any:
+    """An intrinsic that gives the pointer to numbers of a kind at an address."""
+
+    def pointer(context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            return builder.inttoptr(given[0], context.get_value_type(types.CPointer(kind)))
+
+        return types.CPointer(kind)(types.int64), generate
+
+    return intrinsic(pointer)
+
+
+_floats, _integers = pointer_to(types.float32), pointer_to(types.int64)
+
+
+def _add(context: Any, number: Any, more: Any) -> Any:
+    """Add to a number that other threads add to as well, and return what it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.atomic_rmw("add", given[0], given[1], "monotonic")
+
+    return types.int64(types.CPointer(types.int64), types.int64), generate
+
+
+take: Any = intrinsic(_add)
+"""Adds a number to the first that a thread's address points to, and returns what that was: the next part of their work."""
+
+
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
-@compiled_function
+@compiled_sums
 def product(x: Any, weight: Any, out: Any) -> None:
     """Write the products [B, N] of x [B, K] and a weight [N, K]; four rows and three outputs at a time, whose sums fit into the
     sixteen registers of AVX2."""
@@ -304,13 +359,27 @@ def likeliest(given: Any, starts: Any, counts: Any, out: Any) -> None:
             out[b, n] = best
 
 
+@compiled_sums
+def _sum(x: Any, count: Any) -> Any:
+    total = _ZERO
+    for k in range(count):
+        total += x[k]
+    return total
+
+
+@compiled_sums
+def _squares(x: Any, mean: Any) -> Any:
+    """Sum of the squares of x [K] less its mean."""
+    total = _ZERO
+    for k in range(len(x)):
+        total += (x[k] - mean) * (x[k] - mean)
+    return total
+
+
 @compiled_function
 def _norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
     """RMSNorm of x [K]."""
-    squares = _ZERO
-    for k in range(len(weight)):
-        squares += x[k] * x[k]
-    factor = _ONE / np.sqrt(squares / np.float32(len(weight)) + eps)
+    factor = _ONE / np.sqrt(_squares(x, _ZERO) / np.float32(len(weight)) + eps)
     for k in range(len(weight)):
         out[k] = x[k] * factor * weight[k]
 
@@ -348,9 +417,11 @@ def _turn_and_keep(
             _norm(here, q_norm if h < heads else k_norm, eps, held)
         else:
             _copy(here, held)
+        for d in range(size):
+            here[d] = held[d] * cos[d]
         for d in range(half):
-            here[d] = held[d] * cos[d] + held[d + half] * sin[d]
-            here[d + half] = held[d + half] * cos[d + half] + held[d] * sin[d + half]
+            here[d] += held[d + half] * sin[d]
+            here[d + half] += held[d] * sin[d + half]
     for g in range(kv_heads):
         _copy(t[heads + g], keys[row, slot, g])
         _copy(t[heads + kv_heads + g], values[row, slot, g])
@@ -367,178 +438,215 @@ def _softmax(score: Any, count: Any, scale: Any, mask: Any, bits: Any, powers: A
     for s in range(count):
         score[s] -= most
     _exp(score, count, bits, powers)
-    total = _ZERO
-    for s in range(count):
-        total += score[s]
-    total = _ONE / total
+    total = _ONE / _sum(score, count)
     for s in range(count):
         score[s] *= total
 
 
+LANES = 32
+"""Queries that are multiplied together: two vectors of AVX-512, or four of AVX2."""
+
+
+def _vectors(builder: Any, address: Any, count: int) -> list[Any]:
+    """Pointers to so many vectors of 16 numbers from an address on."""
+    kind = ir.VectorType(ir.FloatType(), 16)
+    first = builder.inttoptr(address, kind.as_pointer())
+    return [builder.gep(first, [ir.Constant(ir.IntType(64), n)]) for n in range(count)]
+
+
+def _multiply_tile(rows: int) -> Any:
+    """An intrinsic that sums the products of numbers of so many rows and of vectors of 32, over n: `out[r] = sum of x[n, r]
+    y[n]`, [rows, 32].
+
+    Its arguments: the address of x and the numbers between two n and two rows of it; the address of y and the numbers between
+    two n of it; how many n there are; the address of the sums.
+    """
+
+    def sums(context: Any, x: Any, step: Any, row_step: Any, y: Any, y_step: Any, count: Any, out: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            one, wide, int64 = ir.FloatType(), ir.VectorType(ir.FloatType(), 16), ir.IntType(64)
+            same = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16)
+            zeros = ir.Constant(wide, None)
+            fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(wide, [wide] * 3), "llvm.fma.v16f32")
+            held = [[cgutils.alloca_once_value(builder, zeros) for _ in range(2)] for _ in range(rows)]
+            x, y = (builder.inttoptr(given[i], one.as_pointer()) for i in (0, 3))
+            with cgutils.for_range_slice(builder, int64(0), given[5], int64(1)) as (n, _):
+                here = builder.ptrtoint(builder.gep(y, [builder.mul(n, given[4])]), int64)
+                two = [builder.load(pointer, align=4) for pointer in _vectors(builder, here, 2)]
+                for row in range(rows):
+                    at = builder.add(builder.mul(n, given[1]), builder.mul(given[2], int64(row)))
+                    number = builder.insert_element(zeros, builder.load(builder.gep(x, [at])), ir.IntType(32)(0))
+                    every = builder.shuffle_vector(number, zeros, same)
+                    for half, numbers in enumerate(two):
+                        sum_ = held[row][half]
+                        builder.store(builder.call(fma, [numbers, every, builder.load(sum_)]), sum_)
+            targets = _vectors(builder, given[6], 2 * rows)
+            for target, sum_ in zip(targets, [one for row in held for one in row], strict=True):
+                builder.store(builder.load(sum_), target, align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), generate
+
+    return intrinsic(sums)
+
+
+_tile_of_four, _tile_of_one = _multiply_tile(4), _multiply_tile(1)
+
+
+@compiled_sums
+def _scores(t: Any, first: Any, number: Any, keys: Any, row: Any, g: Any, count: Any, scores: Any) -> None:
+    """Products of the queries `first` and so many more of t [.., D] and the keys g of `count` slots of a row."""
+    size, s = keys.shape[3], 0
+    while s + 3 < count:
+        k0, k1, k2, k3 = keys[row, s, g], keys[row, s + 1, g], keys[row, s + 2, g], keys[row, s + 3, g]
+        for h in range(number):
+            query, score = t[first + h], scores[h]
+            a0 = a1 = a2 = a3 = _ZERO
+            for d in range(size):
+                a0 += query[d] * k0[d]
+                a1 += query[d] * k1[d]
+                a2 += query[d] * k2[d]
+                a3 += query[d] * k3[d]
+            score[s], score[s + 1], score[s + 2], score[s + 3] = a0, a1, a2, a3
+        s += 4
+    for last in range(s, count):
+        k0 = keys[row, last, g]
+        for h in range(number):
+            query = t[first + h]
+            a0 = _ZERO
+            for d in range(size):
+                a0 += query[d] * k0[d]
+            scores[h, last] = a0
+
+
 @compiled_function
 def _attend(
-    t: Any, keys: Any, values: Any, row: Any, count: Any, mask: Any, scores: Any, bits: Any, powers: Any, out: Any
+    t: Any, keys: Any, values: Any, row: Any, g: Any, count: Any, mask: Any, scores: Any, bits: Any, powers: Any, out: Any
 ) -> None:
-    """Attention [H, D] of the queries of a row, the first heads of t, over the first `count` slots of its row of the cache."""
+    """Attention [H, D] of the queries that have the keys g, of the first heads of t, over the first `count` slots of their
+    row of the cache."""
     kv_heads, size = keys.shape[2], keys.shape[3]
     group, scale = out.shape[0] // kv_heads, _ONE / np.sqrt(np.float32(size))
-    for g in range(kv_heads):
-        s = 0
-        while s + 3 < count:
-            k0, k1, k2, k3 = keys[row, s, g], keys[row, s + 1, g], keys[row, s + 2, g], keys[row, s + 3, g]
-            for h in range(group):
-                query, score = t[g * group + h], scores[h]
-                a0 = a1 = a2 = a3 = _ZERO
-                for d in range(size):
-                    a0 += query[d] * k0[d]
-                    a1 += query[d] * k1[d]
-                    a2 += query[d] * k2[d]
-                    a3 += query[d] * k3[d]
-                score[s], score[s + 1], score[s + 2], score[s + 3] = a0, a1, a2, a3
-            s += 4
-        for last in range(s, count):
-            k0 = keys[row, last, g]
-            for h in range(group):
-                query = t[g * group + h]
-                a0 = _ZERO
-                for d in range(size):
-                    a0 += query[d] * k0[d]
-                scores[h, last] = a0
-        for h in range(group):
-            _softmax(scores[h], count, scale, mask, bits, powers)
-            _clear(out[g * group + h])
-        s = 0
-        while s + 3 < count:
-            v0, v1, v2, v3 = values[row, s, g], values[row, s + 1, g], values[row, s + 2, g], values[row, s + 3, g]
-            for h in range(group):
-                score, here = scores[h], out[g * group + h]
-                p0, p1, p2, p3 = score[s], score[s + 1], score[s + 2], score[s + 3]
-                for d in range(size):
-                    here[d] += p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d]
-            s += 4
-        for last in range(s, count):
-            v0 = values[row, last, g]
-            for h in range(group):
-                p0, here = scores[h, last], out[g * group + h]
-                for d in range(size):
-                    here[d] += p0 * v0[d]
+    _scores(t, g * group, group, keys, row, g, count, scores)
+    for h in range(group):
+        _softmax(scores[h], count, scale, mask, bits, powers)
+    sums, whole = np.empty((4, LANES), np.float32), size // LANES * LANES
+    for d in range(0, whole, LANES):
+        at, h = values[row, 0, g, d:].ctypes.data, 0
+        while h < group:
+            some = group - h if group - h < 4 else 4
+            if some > 2:  # of three, the fourth is any numbers
+                _tile_of_four(scores[h].ctypes.data, 1, scores.shape[1], at, kv_heads * size, count, sums.ctypes.data)
+            else:
+                some = 1
+                _tile_of_one(scores[h].ctypes.data, 1, 0, at, kv_heads * size, count, sums.ctypes.data)
+            for i in range(some):
+                _copy(sums[i], out[g * group + h + i, d : d + LANES])
+            h += some
+    for h in range(group if whole < size else 0):
+        here = out[g * group + h, whole:]
+        _clear(here)
+        for s in range(count):
+            p, v = scores[h, s], values[row, s, g, whole:]
+            for d in range(len(here)):
+                here[d] += p * v[d]
 
 
 @compiled_function
 def _attend_columns(
-    wide: Any, first: Any, number: Any, heads: Any, keys: Any, values: Any, row: Any, count: Any, active: Any, mask: Any,
-    scores: Any, bits: Any, powers: Any, out: Any,
+    wide: Any, first: Any, number: Any, heads: Any, keys: Any, values: Any, row: Any, g: Any, count: Any, active: Any,
+    mask: Any, scores: Any, out: Any,
 ) -> None:  # fmt: skip
-    """The same of several columns of one row, [columns, H D] from `first` on: four queries and three keys at a time."""
+    """The same of several columns of one row, [columns, H D] from `first` on, with at most 32 queries of the keys g. D is a
+    multiple of 32.
+
+    Queries lie side by side, so that each sums by itself, in the order of the slots: what it gives does not depend on others.
+    """
     kv_heads, size = keys.shape[2], keys.shape[3]
-    group, scale = heads // kv_heads, _ONE / np.sqrt(np.float32(size))
-    e0, e1, e2, e3 = scores[0], scores[1], scores[2], scores[3]
-    for g in range(kv_heads):
-        every = number * group
-        for pair in range(0, every, 4):
-            p0, p1, p2, p3 = pair, min(pair + 1, every - 1), min(pair + 2, every - 1), min(pair + 3, every - 1)
-            i0, i1, i2, i3 = first + p0 // group, first + p1 // group, first + p2 // group, first + p3 // group
-            h0, h1 = (g * group + p0 % group) * size, (g * group + p1 % group) * size
-            h2, h3 = (g * group + p2 % group) * size, (g * group + p3 % group) * size
-            q0, q1, q2, q3 = (
-                wide[i0, h0 : h0 + size],
-                wide[i1, h1 : h1 + size],
-                wide[i2, h2 : h2 + size],
-                wide[i3, h3 : h3 + size],
-            )
-            s = 0
-            while s + 2 < count:
-                k0, k1, k2 = keys[row, s, g], keys[row, s + 1, g], keys[row, s + 2, g]
-                a00 = a01 = a02 = a10 = a11 = a12 = a20 = a21 = a22 = a30 = a31 = a32 = _ZERO
-                for d in range(size):
-                    a00 += q0[d] * k0[d]
-                    a01 += q0[d] * k1[d]
-                    a02 += q0[d] * k2[d]
-                    a10 += q1[d] * k0[d]
-                    a11 += q1[d] * k1[d]
-                    a12 += q1[d] * k2[d]
-                    a20 += q2[d] * k0[d]
-                    a21 += q2[d] * k1[d]
-                    a22 += q2[d] * k2[d]
-                    a30 += q3[d] * k0[d]
-                    a31 += q3[d] * k1[d]
-                    a32 += q3[d] * k2[d]
-                e0[s], e0[s + 1], e0[s + 2] = a00, a01, a02
-                e1[s], e1[s + 1], e1[s + 2] = a10, a11, a12
-                e2[s], e2[s + 1], e2[s + 2] = a20, a21, a22
-                e3[s], e3[s + 1], e3[s + 2] = a30, a31, a32
-                s += 3
-            for last in range(s, count):
-                k0 = keys[row, last, g]
-                a00 = a10 = a20 = a30 = _ZERO
-                for d in range(size):
-                    a00 += q0[d] * k0[d]
-                    a10 += q1[d] * k0[d]
-                    a20 += q2[d] * k0[d]
-                    a30 += q3[d] * k0[d]
-                e0[last], e1[last], e2[last], e3[last] = a00, a10, a20, a30
-            _softmax(e0, count, scale, mask[active[i0]], bits, powers)
-            _softmax(e1, count, scale, mask[active[i1]], bits, powers)
-            _softmax(e2, count, scale, mask[active[i2]], bits, powers)
-            _softmax(e3, count, scale, mask[active[i3]], bits, powers)
-            o0, o1, o2, o3 = out[i0, h0 : h0 + size], out[i1, h1 : h1 + size], out[i2, h2 : h2 + size], out[i3, h3 : h3 + size]
-            _clear(o0)
-            _clear(o1)
-            _clear(o2)
-            _clear(o3)
-            _weigh(e0, values, row, g, count, o0)
-            if p1 > p0:
-                _weigh(e1, values, row, g, count, o1)
-            if p2 > p1:
-                _weigh(e2, values, row, g, count, o2)
-            if p3 > p2:
-                _weigh(e3, values, row, g, count, o3)
-
-
-@compiled_function
-def _weigh(score: Any, values: Any, row: Any, g: Any, count: Any, out: Any) -> None:
-    """Add the values of the first `count` slots, each times its score, to `out` [D]."""
-    size, s = values.shape[3], 0
-    while s + 7 < count:
-        v0, v1, v2, v3 = values[row, s, g], values[row, s + 1, g], values[row, s + 2, g], values[row, s + 3, g]
-        v4, v5, v6, v7 = values[row, s + 4, g], values[row, s + 5, g], values[row, s + 6, g], values[row, s + 7, g]
-        p0, p1, p2, p3, p4, p5, p6, p7 = (
-            score[s], score[s + 1], score[s + 2], score[s + 3], score[s + 4], score[s + 5], score[s + 6], score[s + 7],
-        )  # fmt: skip
+    group, scale, step = heads // kv_heads, _ONE / np.sqrt(np.float32(size)), kv_heads * size
+    every, rows = number * group, 16
+    turned, sums, top = np.zeros((size, LANES), np.float32), np.empty((4, LANES), np.float32), np.empty(LANES, np.float32)
+    total, bits = np.zeros(LANES, np.float32), np.empty(rows * LANES, np.int32)
+    powers = bits.view(np.float32)
+    for q in range(every):
+        at = (g * group + q % group) * size
         for d in range(size):
-            out[d] += p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d] + p4 * v4[d] + p5 * v5[d] + p6 * v6[d] + p7 * v7[d]
-        s += 8
+            turned[d, q] = wide[first + q // group, at + d] * scale
+    there, s = turned.ctypes.data, 0
+    while s + 3 < count:
+        _tile_of_four(keys[row, s, g].ctypes.data, 1, step, there, LANES, size, scores[s].ctypes.data)
+        s += 4
     for last in range(s, count):
-        v0, p0 = values[row, last, g], score[last]
-        for d in range(size):
-            out[d] += p0 * v0[d]
+        _tile_of_one(keys[row, last, g].ctypes.data, 1, step, there, LANES, size, scores[last].ctypes.data)
+    for c in range(number):
+        unseen = mask[active[first + c]]
+        for s in range(count):
+            if unseen[s] != 0:
+                for q in range(c * group, (c + 1) * group):
+                    scores[s, q] = -np.inf
+    _copy(scores[0], top)
+    for s in range(1, count):
+        here = scores[s]
+        for q in range(LANES):
+            top[q] = max(top[q], here[q])
+    for low in range(0, count, rows):
+        high = min(low + rows, count)
+        for s in range(low, high):
+            here = scores[s]
+            for q in range(LANES):
+                here[q] -= top[q]
+        _exp(scores[low:high].reshape((high - low) * LANES), (high - low) * LANES, bits, powers)
+        for s in range(low, high):
+            here = scores[s]
+            for q in range(LANES):
+                total[q] += here[q]
+    for q in range(every):
+        total[q] = _ONE / total[q]
+    for d in range(0, size, LANES):
+        at = values[row, 0, g, d:].ctypes.data
+        for q in range(0, every, 4):
+            _tile_of_four(scores[0, q:].ctypes.data, LANES, 1, at, step, count, sums.ctypes.data)
+            for p in range(q, min(q + 4, every)):
+                here, one, times = out[first + p // group, (g * group + p % group) * size + d :], sums[p - q], total[p]
+                for k in range(LANES):
+                    here[k] = one[k] * times
 
 
 @compiled_function
 def _attend_all(
-    wide: Any, active: Any, writes: Any, ring: Any, heads: Any, keys: Any, values: Any, mask: Any, out: Any
+    taken: Any, wide: Any, active: Any, writes: Any, ring: Any, heads: Any, keys: Any, values: Any, mask: Any, out: Any
 ) -> None:
-    """Attention [N, H D] of the queries, keys and values in `wide` [N, (H + 2 G) D] of the rows `active` [N]; keeps these."""
+    """Attention [N, H D] of the queries in `wide` [N, (H + 2 G) D] of the rows `active` [N], whose keys and values are kept.
+
+    Threads share it by parts: of a row's column, or of several, the queries that have one head of keys. `taken` points to the
+    number of parts that were taken.
+    """
     slots, kv_heads, size, rows = keys.shape[1], keys.shape[2], keys.shape[3], len(active)
-    scores, bits = np.empty((max(heads // kv_heads, 4), mask.shape[1]), np.float32), np.empty(mask.shape[1], np.int32)
-    powers = bits.view(np.float32)
-    i = 0
+    group, seen = heads // kv_heads, mask.shape[1]
+    scores, bits = np.empty((max(group + 1, LANES), seen), np.float32), np.empty(seen, np.int32)
+    powers, turned = bits.view(np.float32), scores.reshape(scores.size)[: seen * LANES].reshape(seen, LANES)
+    most = LANES // group if size % LANES == 0 else 1
+    i, part, mine = 0, 0, take(taken, 1)
     while i < rows:
         b, row, number = active[i], writes[active[i]] // slots, 1
-        while i + number < rows and writes[active[i + number]] // slots == row:
+        while number < most and i + number < rows and writes[active[i + number]] // slots == row:
             number += 1
-        if number == 1:
-            count, t = mask.shape[1] if ring else writes[b] % slots + 1, wide[i].reshape(heads + 2 * kv_heads, size)
-            _attend(t, keys, values, row, count, mask[b], scores, bits, powers, out[i].reshape(heads, size))
-        for start in range(0, number if number > 1 else 0, 4):  # of which the last sees most
-            some = min(4, number - start)
-            count = mask.shape[1] if ring else writes[active[i + start + some - 1]] % slots + 1
-            _attend_columns(wide, i + start, some, heads, keys, values, row, count, active, mask, scores, bits, powers, out)
+        for g in range(kv_heads):
+            if part == mine:
+                newest = writes[active[i + number - 1]] % slots  # sees most
+                count = seen if ring else newest + 1
+                if number == 1:
+                    t, here = wide[i].reshape(heads + 2 * kv_heads, size), out[i].reshape(heads, size)
+                    _attend(t, keys, values, row, g, count, mask[b], scores, bits, powers, here)
+                else:
+                    _attend_columns(wide, i, number, heads, keys, values, row, g, count, active, mask, turned, out)
+                mine = take(taken, 1)
+            part += 1
         i += number
 
 
 @compiled_function
-def _active(writes: Any, slots: Any) -> Any:
+def active_of(writes: Any, slots: Any) -> Any:
     """The places of `writes` that are no spare slots."""
     found, count = np.empty(len(writes), np.int64), 0
     for b in range(len(writes)):
@@ -576,7 +684,7 @@ def block(
     """
     slots, kv_heads, size = keys.shape[1], keys.shape[2], keys.shape[3]
     width, heads, inner = x.shape[1], out.shape[1] // size, down.shape[1]
-    active = _active(writes, slots)
+    active = active_of(writes, slots)
     rows = len(active)
     held, normed, wide = (
         np.empty((rows, width), np.float32),
@@ -596,7 +704,8 @@ def block(
             one[k] += bias[k]
         t, row, slot = one.reshape(heads + 2 * kv_heads, size), writes[b] // slots, writes[b] % slots
         _turn_and_keep(t, heads, row, slot, cos[b], sin[b], eps, q_norm, k_norm, keys, values)
-    _attend_all(wide, active, writes, ring, heads, keys, values, mask, y)
+    taken = np.zeros(1, np.int64)
+    _attend_all(_integers(taken.ctypes.data), wide, active, writes, ring, heads, keys, values, mask, y)
     product(y, out, normed)
     for i in range(rows):
         old, more = held[i], normed[i]
@@ -612,21 +721,6 @@ def block(
         here, old, more = x[active[i]], held[i], normed[i]
         for k in range(width):
             here[k] = old[k] + more[k]
-
-
-def pointer_to(kind: Any) -> Any:
-    """An intrinsic that gives the pointer to numbers of a kind at an address."""
-
-    def pointer(context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            return builder.inttoptr(given[0], context.get_value_type(types.CPointer(kind)))
-
-        return types.CPointer(kind)(types.int64), generate
-
-    return intrinsic(pointer)
-
-
-_floats = pointer_to(types.float32)
 
 
 @compiled_function
@@ -664,13 +758,8 @@ def _layer_norm(x: Any, weight: Any, bias: Any, eps: Any, out: Any) -> None:
     count = np.float32(len(weight))
     for b in range(len(x)):
         here, there = x[b], out[b]
-        total, squares = _ZERO, _ZERO
-        for d in range(len(weight)):
-            total += here[d]
-        mean = total / count
-        for d in range(len(weight)):
-            squares += (here[d] - mean) * (here[d] - mean)
-        factor = _ONE / np.sqrt(squares / count + eps)
+        mean = _sum(here, len(weight)) / count
+        factor = _ONE / np.sqrt(_squares(here, mean) / count + eps)
         for d in range(len(weight)):
             there[d] = (here[d] - mean) * factor * weight[d] + bias[d]
 
@@ -828,11 +917,9 @@ def _round(x: Any, held: Any) -> Any:
 @compiled_function
 def _round_norm(x: Any, weight: Any, eps: Any, scaled: Any, held: Any) -> Any:
     """The same of the RMSNorm of x [K], before it is divided by its length."""
-    squares = _ZERO
     for k in range(len(weight)):
-        squares += x[k] * x[k]
         scaled[k] = x[k] * weight[k]
-    return _round(scaled, held) / np.sqrt(squares / np.float32(len(weight)) + eps)
+    return _round(scaled, held) / np.sqrt(_squares(x, _ZERO) / np.float32(len(weight)) + eps)
 
 
 @compiled_function
@@ -849,15 +936,14 @@ def add_and_round_norm(x: Any, products: Any, norm: Any, eps: Any, held: Any, fa
 
 
 @compiled_function
-def attend_and_round(
-    products: Any, factor: Any, bias: Any, writes: Any, ring: Any, mask: Any, cos: Any, sin: Any, eps: Any, q_norm: Any,
-    k_norm: Any, keys: Any, values: Any, held: Any,
+def turn_and_keep(
+    products: Any, factor: Any, bias: Any, active: Any, writes: Any, cos: Any, sin: Any, eps: Any, q_norm: Any, k_norm: Any,
+    keys: Any, values: Any, wide: Any,
 ) -> None:  # fmt: skip
-    """Attend with the products [B, (H + 2 G) D] of q, k and v, and round the result to `held` and `factor` (see `block`)."""
+    """Write the products [B, (H + 2 G) D] of q, k and v times `factor` [B], with biases, of the rows `active` [N] to `wide`, q
+    and k rotated, and keys and values to the cache (see `block`)."""
     slots, kv_heads, size = keys.shape[1], keys.shape[2], keys.shape[3]
     every = products.shape[1] // size
-    heads, active = every - 2 * kv_heads, _active(writes, slots)
-    wide, y = np.empty((len(active), every * size), np.float32), np.empty((len(active), heads * size), np.float32)
     for i in range(len(active)):
         b, one = active[i], wide[i]
         given, times, row, slot = products[b], factor[b], writes[b] // slots, writes[b] % slots
@@ -865,8 +951,65 @@ def attend_and_round(
             one[k] = given[k] * times
         for k in range(len(bias)):
             one[k] += bias[k]
-        _turn_and_keep(one.reshape(every, size), heads, row, slot, cos[b], sin[b], eps, q_norm, k_norm, keys, values)
-    _attend_all(wide, active, writes, ring, heads, keys, values, mask, y)
+        t = one.reshape(every, size)
+        _turn_and_keep(t, every - 2 * kv_heads, row, slot, cos[b], sin[b], eps, q_norm, k_norm, keys, values)
+
+
+SHARED = 1 << 18
+"""Products of two numbers from which on threads share an attention."""
+
+
+class SharedAttention(Structure):
+    """What the threads of an attention are given (`attend`).
+
+    taken: parts that a thread has taken by now; rows: N; columns: B; of: R; seen: V; active ... out: addresses.
+    """
+
+    _fields_ = [
+        (name, c_int64)
+        for name in (
+            "taken", "rows", "columns", "of", "slots", "heads", "kv_heads", "size", "seen", "ring", "active", "writes", "mask",
+            "wide", "keys", "values", "out",
+        )
+    ]  # fmt: skip
+
+
+def attend(task: SharedAttention, threads: int) -> None:
+    """Attention as of `_attend_all`, by so many threads where it is large enough. A row is the same, whoever computes what."""
+    task.taken = 0
+    large = task.rows * task.heads * task.size * task.seen >= SHARED
+    in_threads(attention_of_threads().address, task, threads if large else 1)
+
+
+def share_attention(task: Any) -> None:
+    """What each thread calls."""
+    rows, columns, of, slots, heads, kv_heads, size, seen = (
+        task[1],
+        task[2],
+        task[3],
+        task[4],
+        task[5],
+        task[6],
+        task[7],
+        task[8],
+    )
+    _attend_all(
+        task, carray(_floats(task[13]), (rows, (heads + 2 * kv_heads) * size)), carray(_integers(task[10]), (rows,)),
+        carray(_integers(task[11]), (columns,)), task[9] != 0, heads, carray(_floats(task[14]), (of, slots, kv_heads, size)),
+        carray(_floats(task[15]), (of, slots, kv_heads, size)), carray(_floats(task[12]), (columns, seen)),
+        carray(_floats(task[16]), (rows, heads * size)),
+    )  # fmt: skip
+
+
+@cache
+def attention_of_threads() -> Any:
+    """`share_attention`, compiled."""
+    return compiled_for_threads(share_attention)
+
+
+@compiled_function
+def round_rows(y: Any, active: Any, held: Any, factor: Any) -> None:
+    """Round rows y [N, K] to `held` and `factor` of the rows `active` [N] of a step; the others' factor is 0."""
     _clear(factor)
     for i in range(len(active)):
         factor[active[i]] = _round(y[i], held[active[i]])

@@ -199,14 +199,14 @@ def in_threads(function: int, shared: ctypes.Structure, threads: int) -> None:
         function: address of a `void (*)(void *)`.
         shared: what all of them are given.
     """
-    address, parallel = ctypes.addressof(shared), getattr(_libgomp(), "GOMP_parallel", None)
-    if threads > 1 and parallel is not None:
+    address, parallel = ctypes.addressof(shared), getattr(_libgomp(), "GOMP_parallel", None) if threads > 1 else None
+    if parallel is not None:
         parallel(ctypes.c_void_p(function), ctypes.c_void_p(address), ctypes.c_uint(threads), ctypes.c_uint(0))
     else:
-        _C_FUNCTION(function)(address)
+        _c_function(function)(address)
 
 
-_C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_c_function = cache(ctypes.CFUNCTYPE(None, ctypes.c_void_p))
 
 
 def multiplies_bf16(kind: str = "auto") -> bool:

@@ -383,11 +383,12 @@ def load_kernels() -> Kernels:
             return Kernels({})
         same = data.get("compiler") == compiler()
         products, steps = data["products"], data["blocks"] if same else []
+        fast = same and compiled.is_kept(compiled.product)
         return Kernels(
             {
                 Product(*_fields(key, Product)): timing
                 for key, value in products
-                if (timing := _timing(value, FORMS)).form != COMPILED or (same and compiled.is_kept(compiled.product))
+                if (timing := _timing(value, FORMS)).form != COMPILED or fast
             },
             {
                 key: timing
@@ -408,7 +409,7 @@ def _compiled_step(key: StepKey) -> Callable[..., Any]:
     """What compiles longest of a measured step."""
     if key.part == "encoder":
         return compiled.encoder
-    return compiled.blocks if key.shape.numbers == "float32" else compiled.attend_and_round
+    return compiled.blocks if key.shape.numbers == "float32" else compiled.share_attention
 
 
 _FIELDS: Mapping[type[Any], Sequence[type[Any]]] = {

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from omni.compiled import KeptFunctions, compiled_function, pointer_to
+from omni.compiled import compiled_for_threads, compiled_function, compiled_sums, pointer_to, take
 from omni.hardware import in_threads
 
 _ZERO = np.float32(0)
@@ -60,28 +60,9 @@ def multiply(numbers: str, x: Any, weight: Any, scale: Any, out: Any, threads: i
 def compile_for(numbers: str) -> Any:
     """What each thread calls; compiled when it is first asked for, and kept as what `compiled_function` makes is."""
     share = {"float32": _share_float32, "bfloat16": _share_bfloat16, "int8": _share_int8}[numbers]
-    make = cfunc(types.void(types.CPointer(types.int64)), cache=True)
-    try:
-        kept = KeptFunctions(share)
-    except RuntimeError:  # no folder can be written
-        return cfunc(types.void(types.CPointer(types.int64)))(share)
-    try:
-        return make(share)
-    except Exception as error:
-        kept.forget(error)
-        return make(share)
+    return compiled_for_threads(share)
 
 
-def _add(context: Any, number: Any, more: Any) -> Any:
-    """Add to a number that other threads add to as well, and return what it was."""
-
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.atomic_rmw("add", given[0], given[1], "monotonic")
-
-    return types.int64(types.CPointer(types.int64), types.int64), generate
-
-
-_take: Any = intrinsic(_add)
 _bytes, _signed, _halves, _floats = (pointer_to(kind) for kind in (types.uint8, types.int8, types.uint16, types.float32))
 
 
@@ -103,7 +84,7 @@ def _float_of(context: Any, number: Any) -> Any:
 _widened: Any = intrinsic(_float_of)
 
 
-@compiled_function
+@compiled_sums
 def _multiply_floats(x: Any, weight: Any, out: Any, first: Any, last: Any) -> None:
     """Write the outputs `first` to `last`, two rows at a time, the last one perhaps twice."""
     rows, inputs = x.shape
@@ -123,10 +104,10 @@ def _multiply_floats(x: Any, weight: Any, out: Any, first: Any, last: Any) -> No
 def _share_floats(task: Any, weight: Any) -> None:
     each, rows, inputs, outputs = task[1], task[2], task[3], task[4]
     x, out = carray(_floats(task[5]), (rows, inputs)), carray(_floats(task[8]), (rows, outputs))
-    first = _take(task, each)
+    first = take(task, each)
     while first < outputs:
         _multiply_floats(x, weight, out, first, min(first + each, outputs))
-        first = _take(task, each)
+        first = take(task, each)
 
 
 def _share_float32(task: Any) -> None:
@@ -224,7 +205,7 @@ def _share_int8(task: Any) -> None:
     for b in range(rows):
         for k in range(inputs):
             x[b, k] = np.int16(held[b, k]) - np.int16(128)
-    first = _take(task, each)
+    first = take(task, each)
     while first < outputs:
         _multiply_int8(x, weight, scale, out, first, min(first + each, outputs))
-        first = _take(task, each)
+        first = take(task, each)

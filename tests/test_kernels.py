@@ -134,6 +134,7 @@ def test_training_and_hooks_keep_the_linear(model: SpeechModel, monkeypatch: pyt
 STEPS: dict[str, dict[str, Any]] = {
     "plain": {},
     "biases, norms": {"qkv_bias": True, "qk_norm": True, "kv_heads": 4},
+    "heads of 32": {"width": 64, "heads": 2, "kv_heads": 1},
     "window": {"window": 4},
     "short window": {"window": 4, "context": 6},
 }
@@ -150,7 +151,7 @@ def compiled(numbers: str, model: SpeechModel, form: str = COMPILED) -> Kernels:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls of what is compiled."""
     made: list[str] = []
-    for name in ("blocks", "attend_and_round"):
+    for name in ("blocks", "turn_and_keep"):
         real = getattr(compiled_module, name)
         monkeypatch.setattr(compiled_module, name, lambda *given, n=name, real=real: made.append(n) or real(*given))
     return made
@@ -186,9 +187,7 @@ def test_a_compiled_step_is_the_modules(shape: str, numbers: str, calls: list[st
     assert not calls
     use_kernels(model, compiled(numbers, model))
     ours = answers()
-    assert calls == (
-        ["blocks"] * 10 if numbers == "float32" else ["attend_and_round"] * 10 * decoder.layers
-    )  # prompts and steps
+    assert calls == (["blocks"] * 10 if numbers == "float32" else ["turn_and_keep"] * 10 * decoder.layers)  # prompts and steps
     for found, wanted in zip(ours, modules, strict=True):
         if numbers == "float32":
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -306,7 +305,7 @@ def test_compiled_products_are_forgotten_with_their_code(model: SpeechModel, mon
     steps = {StepKey(1, "step", shape): fast, StepKey(1, "prefill", shape): slow, StepKey(1, "encoder", shape): fast}
     keep_kernels(Kernels({**others, Product(1, "float32", 1, 7, 7): fast}, steps))
     kept = {"product", "blocks", "encoder"}
-    monkeypatch.setattr(compiled_module, "is_kept", lambda function: function.py_func.__name__ in kept)
+    monkeypatch.setattr(compiled_module, "is_kept", lambda function: getattr(function, "py_func", function).__name__ in kept)
     assert len(load_kernels().measured) == len(others) + 1 and load_kernels().steps == steps
     kept.remove("blocks")  # of another copy of the package, say
     assert load_kernels().steps.keys() == {StepKey(1, "prefill", shape), StepKey(1, "encoder", shape)}

@@ -44,9 +44,11 @@ class ListeningTable(FigureTable):
 
 
 class HeardQuestion(NamedTuple):
-    """Seconds from the end of a question to the first sound, and seconds of processors for one of the question."""
+    """Seconds from the end of a question to the first sound; for one of the question, those that hearing it took while it came,
+    and those of processors in all."""
 
     first: float
+    hearing: float
     busy: float
 
 
@@ -85,11 +87,12 @@ def listening_table(lm: SpeechLM, name: str, what: str, repeat: int, lengths: tu
         first = statistics.median(one.first for one in heard)
         firsts.append(first)
         wholes.append(statistics.median(whole))
-        busy = statistics.median(one.busy for one in heard)
+        hearing, busy = statistics.median(one.hearing for one in heard), statistics.median(one.busy for one in heard)
         rows += [
             FigureRow(f"first sound after {seconds:g} s, heard", first, "s", "from the last sample to the first chunk", soon),
             FigureRow(f"first sound after {seconds:g} s, whole", wholes[-1], "s", "from asking to the first chunk"),
-            FigureRow(f"hearing {seconds:g} s", busy, "", "processor seconds for one of the question", share),
+            FigureRow(f"hearing {seconds:g} s", hearing, "", "share of real time that it takes of the engine", share),
+            FigureRow("the same, of processors", busy, "s", "for one of the question, with pieces and threads that wait"),
         ]
     rows.append(FigureRow("longest / shortest question, heard", firsts[-1] / firsts[0], "", "of first sound", 1.2))
     title = f"listening, chunks of {1000 * size // SAMPLE_RATE} ms: {what}"
@@ -138,12 +141,14 @@ def _measured(
 def _heard(lm: SpeechLM, sound: Tensor) -> HeardQuestion:
     with lm.session() as session:
         listening = session.listen(TASK, sample_rate=SAMPLE_RATE)
+        before = lm.engine.stats().hearing
         start, busy = time.perf_counter(), time.process_time()
         for number, piece in enumerate(sound.split(round(PIECE * SAMPLE_RATE)), 1):
             time.sleep(max(0.0, start + number * PIECE - time.perf_counter()))
             listening.push(piece)
-        busy = (time.process_time() - busy) / (len(sound) / SAMPLE_RATE)
-        return HeardQuestion(_first(session, listening), busy)
+        length = len(sound) / SAMPLE_RATE
+        busy, hearing = (time.process_time() - busy) / length, (lm.engine.stats().hearing - before) / length
+        return HeardQuestion(_first(session, listening), hearing, busy)
 
 
 def _whole(lm: SpeechLM, sound: Tensor) -> float:

@@ -48,6 +48,7 @@ class EngineStats:
         steps: number of steps so far; `rows`, the mean number of rows of the newest ones.
         answers: answers that ended.
         underruns: chunks of sound that came after they were due.
+        hearing: seconds that the stepping thread spent on questions while their sound came.
         step: seconds of a step.
         lateness: seconds by which a chunk was ready after it was due; below zero it was early.
         first_audio: seconds from a question to the first sound of its answer, of live listeners.
@@ -64,6 +65,7 @@ class EngineStats:
     rows: float = 0.0
     answers: int = 0
     underruns: int = 0
+    hearing: float = 0.0
     step: Percentiles = field(default_factory=Percentiles)
     lateness: Percentiles = field(default_factory=Percentiles)
     first_audio: Percentiles = field(default_factory=Percentiles)
@@ -85,7 +87,7 @@ class Recorder:
     def clear(self) -> None:
         """Forget all that was measured."""
         with self._lock:
-            self.steps, self.answers, self.underruns = 0, 0, 0
+            self.steps, self.answers, self.underruns, self.hearing = 0, 0, 0, 0.0
             self.step: deque[tuple[int, float]] = deque(maxlen=WINDOW)
             self.lateness: deque[float] = deque(maxlen=WINDOW)
             self.first_audio: deque[float] = deque(maxlen=WINDOW)
@@ -99,6 +101,11 @@ class Recorder:
         with self._lock:
             self.steps += 1
             self.step.append((rows, seconds))
+
+    def heard(self, seconds: float) -> None:
+        """Note the seconds of a piece of a question whose sound is coming."""
+        with self._lock:
+            self.hearing += seconds
 
     def sounded(self, late: float) -> None:
         """Note by how many seconds a live listener's chunk was ready after it was due; of coded sound, decoded."""
@@ -166,6 +173,7 @@ class Recorder:
                 rows=rows,
                 answers=self.answers,
                 underruns=self.underruns,
+                hearing=self.hearing,
                 step=Percentiles.of(deque(seconds for _, seconds in self.step)),
                 lateness=Percentiles.of(self.lateness),
                 first_audio=Percentiles.of(self.first_audio),

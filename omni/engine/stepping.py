@@ -123,7 +123,10 @@ class SteppingThread:
         """Feed a piece of a question whose sound is still coming, or of what stays of a conversation, where there is time: with
         rows to fill only now and then, and the latter also with rows that programs read."""
         requests, wait = self._requests, self._unfed < PATIENCE
+        start = time.perf_counter()
         listened = not (self._filling and wait) and self._intake.listen(requests.listens, slack)
+        if listened:
+            self._recorder.heard(time.perf_counter() - start)
         if not listened and (((self._filling or read) and wait) or not self._intake.refill(requests.refills, slack)):
             return False
         self._unfed = 0

@@ -1,4 +1,4 @@
-"""A thread that lives while there is work."""
+"""A thread that does an object's work."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from collections.abc import Callable
 
 from omni.errors import UserError
 
-LINGER = 2.0
-"""Seconds without work after which the thread ends; the next work starts another."""
-
 
 class Worker:
     """Calls a method again and again in a thread of its own.
 
-    The thread is started by `wake` and ends when there was no work for a while, or when the method's object is gone: it holds
-    no reference to the object while it waits.
+    The thread is started by the first `wake` and ends when the method's object is gone: it holds no reference to the object
+    while it waits. It does not end sooner, since cuDNN's plans are a thread's own (PyTorch's Conv_v8.cpp) and making them again
+    takes a second.
 
     Args:
         work: does a piece of work; returns 0.0 to be called again, a number of seconds to be called again by then, or None
@@ -27,7 +25,7 @@ class Worker:
 
     def __init__(self, name: str, work: Callable[[], float | None]) -> None:
         self.name = name
-        self._work = weakref.WeakMethod(work)
+        self._work = weakref.WeakMethod(work, self._end)
         self._signal = threading.Condition(threading.RLock())
         self._asked = self._stopping = False
         self._thread: threading.Thread | None = None
@@ -56,11 +54,16 @@ class Worker:
         """End the thread after its present piece of work, and wait for that."""
         if os.getpid() != self._process:
             return
-        with self._signal:
-            self._stopping, thread = True, self._thread
-            self._signal.notify_all()
+        self._end()
+        thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+
+    def _end(self, _: object = None) -> None:
+        """Have the thread end after its present piece of work. A finalizer may call it, in any thread."""
+        with self._signal:
+            self._stopping = True
+            self._signal.notify_all()
 
     @property
     def here(self) -> bool:
@@ -76,8 +79,8 @@ class Worker:
                 continue
             with self._signal:
                 if not (self._asked or self._stopping):
-                    self._signal.wait(LINGER if wait is None else wait)
-                if self._stopping or (wait is None and not self._asked):
+                    self._signal.wait(wait)
+                if self._stopping:
                     self._thread = None
                     _RUNNING.discard(self)
                     return

@@ -155,6 +155,23 @@ class _Place:
     def __init__(self, cache: KVCache, mask: Array, cos: Array, sin: Array) -> None:
         self.cache, self.writes = cache, cache.writes.numpy()
         self.mask, self.cos, self.sin = mask, cos, sin
+        self._shared: dict[int, tuple[compiled.SharedAttention, Array, Array, Array]] = {}
+
+    def attention(self, heads: int) -> tuple[compiled.SharedAttention, Array, Array, Array]:
+        """What threads are given of an attention of so many heads, but its keys and values; the rows that do not rest [N], and
+        memory for their queries, keys and values and for the result, [N, (H + 2 G) D] and [N, H D]. The same for each block."""
+        found = self._shared.get(heads)
+        if found is None:
+            of, slots, kv_heads, size = self.cache.keys[0].shape
+            active = compiled.active_of(self.writes, slots)
+            wide = np.empty((len(active), (heads + 2 * kv_heads) * size), np.float32)
+            y = np.empty((len(active), heads * size), np.float32)
+            task = compiled.SharedAttention(
+                0, len(active), len(self.writes), of, slots, heads, kv_heads, size, self.mask.shape[1], self.cache.ring,
+                *(held.ctypes.data for held in (active, self.writes, self.mask, wide)), 0, 0, y.ctypes.data,
+            )  # fmt: skip
+            found = self._shared[heads] = task, active, wide, y
+        return found
 
 
 def _take(run: Sequence[tuple[Any, _BlockStep, int]], x: Array, place: _Place) -> list[Any]:
@@ -226,7 +243,6 @@ class _BlockStep:
         mlp: Any = block.mlp
         attention_norm, mlp_norm, q_norm, k_norm = self._held
         cache, rows, eps = place.cache, len(x), np.float32(block.attention_norm.eps)  # type: ignore[union-attr, arg-type]
-        keys, values = cache.keys[layer].numpy(), cache.values[layer].numpy()
         groups = (part.q, part.k, part.v), (part.out,), (mlp.gate, mlp.up), (mlp.down,)
         packed = [packed_of(group) for group in groups]
         biases = packed[0].bias
@@ -234,10 +250,14 @@ class _BlockStep:
         factor = np.empty(rows, np.float32)
         compiled.add_and_round_norm(x, _NO_ROWS, attention_norm, eps, normed.numpy(), factor)
         qkv = raw_product(normed, packed[0]).numpy()
-        compiled.attend_and_round(
-            qkv, factor, _NONE if biases is None else biases.numpy(), place.writes, cache.ring, place.mask, place.cos,
-            place.sin, eps, q_norm, k_norm, keys, values, heads.numpy(),
+        task, active, wide, y = place.attention(part.heads)
+        compiled.turn_and_keep(
+            qkv, factor, _NONE if biases is None else biases.numpy(), active, place.writes, place.cos, place.sin, eps, q_norm,
+            k_norm, cache.keys[layer].numpy(), cache.values[layer].numpy(), wide,
         )  # fmt: skip
+        task.keys, task.values = cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()
+        compiled.attend(task, torch.get_num_threads())
+        compiled.round_rows(y, active, heads.numpy(), factor)
         compiled.add_and_round_norm(x, raw_product(heads, packed[1]).numpy(), mlp_norm, eps, normed.numpy(), factor)
         compiled.gate_and_round(raw_product(normed, packed[2]).numpy(), factor, inner.numpy())
         compiled.add(x, raw_product(inner, packed[3]).numpy(), factor)

@@ -300,5 +300,5 @@ def test_streams_that_come_and_go_leave_nothing_behind(codec: AudioCodec, cycles
     before = held_by_the_process()
     connect_and_leave(codec, cycles)
     after = held_by_the_process()
-    assert all(now <= then for now, then in zip(after[:3], before[:3], strict=True))  # threads of other tests end by themselves
+    assert all(now <= then for now, then in zip(after[:3], before[:3], strict=True))
     assert after[3] <= before[3] * 1.05

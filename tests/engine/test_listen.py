@@ -177,6 +177,7 @@ def test_nothing_is_heard_ahead_while_somebody_s_sound_is_due(monkeypatch: pytes
         live.cancel()
         wait_until_heard(lm)
         assert slacks and min(slacks) > 0
+        assert 0 < lm.engine.stats().hearing < 60  # seconds, of all pieces
         with lm.session(**options) as alone:
             same(other.answer(listening), alone.answer(sound(2.0, 5)))
 

@@ -253,7 +253,7 @@ def test_loading_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def open_things() -> tuple[int, int, list[str]]:
-    """Number of descriptors and threads, and the children; threads of engines in this process end by themselves."""
+    """Number of descriptors and threads, and the children; threads of engines in this process end with their models."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     names = [t.name for t in threading.enumerate() if t.name not in ("omni-engine", "omni-sound")]
     return len(os.listdir("/proc/self/fd")), len(names), children

@@ -34,7 +34,7 @@ def test_each_length_is_heard_piece_by_piece_and_given_whole(monkeypatch: pytest
     assert "chunks of 320 ms" in table.title
     names = [row.name for row in table.rows]
     assert names[0] == "first sound after 0.2 s, heard" and names[-1] == "longest / shortest question, heard"
-    assert all(row.value > 0 for row in table.rows)
+    assert all(row.value > 0 or (row.value == 0 and row.name.startswith("hearing")) for row in table.rows)  # no pauses: no time
     assert pieces == [320] * 2 * (10 + 30)  # of 20 ms, each question once to warm up
 
 

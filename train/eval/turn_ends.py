@@ -6,7 +6,7 @@ Held-out questions in held-out voices, each in two parts with a pause between, s
       cut off: ended before the last word ends      delay: from there to the end of the chunk with which it is decided
 
 Figures are taken apart by whether the words before the pause could be a whole question ("say seven") or not ("what is
-seven"), and by whether more could come after the last word (another digit) or not.
+seven"), and by whether more could come after the last word (another digit) or not: then nobody can know the end at once.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ KINDS = {
     "whole": "pause: could be the whole",
     "closed": "end: nothing can follow",
     "open": "end: a digit could follow",
+    "clear": "pause: more must come; end: nothing can follow",
 }
-"""A question is of one of the first two kinds, and of one of the others."""
+"""A question is of one of the first two kinds, of one of the next two, and of the last where it is both `more` and `closed`."""
 
 THRESHOLDS = (0.02, 0.05, *(round(0.1 * i, 1) for i in range(1, 10)), 0.95, 0.98, 0.99, 0.995, 0.998)
 JSON, TABLE, PICTURE = "turn_ends.json", "turn_ends.md", "turn_ends.png"
@@ -61,7 +62,7 @@ class PausedQuestion:
 
     text: str
     voice: str
-    kinds: tuple[str, str]
+    kinds: tuple[str, ...]
     sound: Tensor
     pause: tuple[float, float]
     end: float
@@ -101,7 +102,8 @@ def paused_questions(source: SpokenDigits, count: int, seed: int = 3) -> list[Pa
         pieces = [silences[0], parts[0], silences[1], parts[1], silences[2]]
         times = np.cumsum([len(piece) for piece in pieces]) / SAMPLE_RATE
         goes_on = whole_question(config, f"{question.text} {NUMBERS[0]}")
-        kinds = "whole" if whole_question(config, first) else "more", "open" if goes_on else "closed"
+        kinds: tuple[str, ...] = ("whole" if whole_question(config, first) else "more", "open" if goes_on else "closed")
+        kinds += ("clear",) if kinds == ("more", "closed") else ()
         pause = float(times[1]), float(times[2])
         found.append(PausedQuestion(question.text, voice, kinds, torch.cat(pieces), pause, float(times[3])))
     return found

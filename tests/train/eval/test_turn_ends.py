@@ -51,6 +51,7 @@ def test_questions_with_pauses_have_their_times() -> None:
         assert not one.sound[start:end].any() and one.sound[start - 400 : start].any() and one.sound[end : end + 400].any()
         assert not one.sound[round(16_000 * one.end) :].any() and len(one.sound) == round(16_000 * (one.end + SILENCE))
         assert one.kinds[0] in ("more", "whole") and one.kinds[1] in ("closed", "open")
+        assert one.kinds[2:] == (("clear",) if one.kinds[:2] == ("more", "closed") else ())
     assert {one.kinds[1] for one in some[::2]} == {"closed"}  # nothing follows a sum
 
 

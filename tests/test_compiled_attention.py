@@ -1,0 +1,88 @@
+"""Laws of the attention that threads share: right, and a row's column the same, whoever computes it and beside whom."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from omni import compiled, hardware
+
+ROWS, SLOTS = 5, 60
+
+
+class Case:
+    """A step of several rows: their columns in order, ends of what they see, and what is cached."""
+
+    def __init__(self, heads: int, kv_heads: int, size: int, ring: bool = False) -> None:
+        g = torch.Generator().manual_seed(heads * size)
+        self.heads, self.size, self.ring = heads, size, ring
+        self.keys, self.values = (torch.randn(ROWS, SLOTS + 1, kv_heads, size, generator=g) for _ in "kv")
+        self.columns = [(0, 7), (2, 1), (3, 34), (4, 2)]  # row, and how many columns it has
+        self.row = [row for row, count in self.columns for _ in range(count)]
+        self.slot = [SLOTS - 3 - count + n for row, count in self.columns for n in range(count)]
+        self.wide = torch.randn(len(self.row), (heads + 2 * kv_heads) * size, generator=g)
+        self.seen = torch.arange(SLOTS) <= torch.tensor(self.slot)[:, None]
+        if ring:
+            self.seen &= torch.rand(self.seen.shape, generator=g) < 0.6  # in no order
+            self.seen[:, 5] = True
+
+    def wanted(self) -> Tensor:
+        """By PyTorch, in float64."""
+        q = self.wide.double()[:, : self.heads * self.size].view(-1, self.heads, 1, self.size)
+        k, v = (x[self.row, :SLOTS].transpose(1, 2).double() for x in (self.keys, self.values))
+        found = F.scaled_dot_product_attention(q, k, v, self.seen[:, None, None], enable_gqa=True)
+        return found.flatten(1)
+
+    def attend(self, columns: list[int], threads: int = 1) -> Tensor:
+        """Ours, of some of the columns; one more rests."""
+        writes = np.array([self.row[c] * (SLOTS + 1) + self.slot[c] for c in columns] + [SLOTS], np.int64)
+        active = compiled.active_of(writes, SLOTS + 1)
+        assert active.tolist() == list(range(len(columns)))
+        mask = torch.where(self.seen[[*columns, 0]], 0.0, float("-inf"))
+        wide, out = self.wide[columns].contiguous(), torch.full((len(columns), self.heads * self.size), float("nan"))
+        rows, slots, kv_heads, size = self.keys.shape
+        task = compiled.SharedAttention(
+            0, len(active), len(writes), rows, slots, self.heads, kv_heads, size, SLOTS, self.ring, active.ctypes.data,
+            writes.ctypes.data, *(held.data_ptr() for held in (mask, wide, self.keys, self.values, out)),
+        )  # fmt: skip
+        compiled.attend(task, threads)
+        return out
+
+
+CASES = {
+    "grouped": (14, 2, 64), "one head of keys": (3, 1, 32), "a head of keys each": (4, 4, 32), "wide": (2, 1, 128),
+    "other sizes": (4, 2, 24), "many queries": (34, 1, 32),
+}  # fmt: skip
+
+
+@pytest.fixture(params=[1, 3, "no runtime"])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(compiled, "SHARED", 1)
+    if request.param == "no runtime":
+        monkeypatch.setattr(hardware, "_libgomp", lambda: None)
+        return 2
+    return int(request.param)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_attention(case: str, ring: bool, threads: int) -> None:
+    held = Case(*CASES[case], ring)
+    everything = held.attend(list(range(len(held.row))), threads)
+    torch.testing.assert_close(everything, held.wanted().float(), rtol=1e-5, atol=2e-6)
+    for some in (range(7), [7], range(8, 42), [*range(8), *range(42, 44)]):  # other rows beside it, or none
+        assert torch.equal(held.attend(list(some), threads), everything[list(some)])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_with_its_queries(bad: float) -> None:
+    held = Case(14, 2, 64)
+    clean = held.attend(list(range(len(held.row))))
+    held.wide[3, 64 + 5] = bad  # of the second query of a column
+    found = held.attend(list(range(len(held.row))))
+    odd = torch.zeros(found.shape, dtype=torch.bool)
+    odd[3, 64:128] = True
+    assert not found[odd].isfinite().any() and torch.equal(found[~odd], clean[~odd])
