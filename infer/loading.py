@@ -36,6 +36,8 @@ class ModelOptions(Protocol):
     @property
     def kernels(self) -> str: ...
     @property
+    def chunk_ms(self) -> int | None: ...
+    @property
     def temperature(self) -> float: ...
     @property
     def top_k(self) -> int: ...
@@ -73,6 +75,7 @@ def load(options: ModelOptions, device: torch.device, speaks: bool, otherwise: s
         quantize=options.quantize,
         kernels=options.kernels,
         codec_folder=options.codec_folder,
+        chunk_ms=options.chunk_ms,
     )
     missing = missing_package(folder, options.codec_folder) if speaks and lm.codec is None else None
     if missing is not None and insists:

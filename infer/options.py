@@ -75,6 +75,9 @@ class AskOptions:
     )
     quantize: str | None = option(None, "int8: linears and tables in int8, on a CPU")
     kernels: str = option("measured", "measured: what `bench` found to be faster on this CPU; or reference")
+    chunk_ms: int | None = option(
+        None, "how much of a question a chunked encoder hears at once, 0 for all of it; by default what the model has"
+    )
     debug: bool = option(False, "show the traceback of an error")
 
     order: str = ""
@@ -137,6 +140,9 @@ class ChatOptions:
     )
     quantize: str | None = option(None, "int8: linears and tables in int8, on a CPU")
     kernels: str = option("measured", "measured: what `bench` found to be faster on this CPU; or reference")
+    chunk_ms: int | None = option(
+        None, "how much of a question a chunked encoder hears at once, 0 for all of it; by default what the model has"
+    )
     debug: bool = option(False, "show the traceback of an error")
 
 
@@ -257,6 +263,9 @@ class ServeOptions:
     dtype: str | None = option(None, "float32, bfloat16, float16, or auto for as stored")
     quantize: str | None = option(None, "int8: linears and tables in int8, on a CPU")
     kernels: str = option("measured", "measured: what `bench` found to be faster on this CPU; or reference")
+    chunk_ms: int | None = option(
+        None, "how much of a question a chunked encoder hears at once, 0 for all of it; by default what the model has"
+    )
     log: str = option("info", "least important lines of the log: debug, info, warning or error")
     debug: bool = option(False, "show the traceback of an error")
 

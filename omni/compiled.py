@@ -578,6 +578,7 @@ def _attend_columns(
         s += 4
     for last in range(s, count):
         _tile_of_one(keys[row, last, g].ctypes.data, 1, step, there, LANES, size, scores[last].ctypes.data)
+    top[0] = turned[0, 0]  # numba frees an array after its last use; its address is none
     for c in range(number):
         unseen = mask[active[first + c]]
         for s in range(count):
@@ -706,6 +707,7 @@ def block(
         _turn_and_keep(t, heads, row, slot, cos[b], sin[b], eps, q_norm, k_norm, keys, values)
     taken = np.zeros(1, np.int64)
     _attend_all(_integers(taken.ctypes.data), wide, active, writes, ring, heads, keys, values, mask, y)
+    taken[0] = 0  # numba frees an array after its last use; its address is none
     product(y, out, normed)
     for i in range(rows):
         old, more = held[i], normed[i]

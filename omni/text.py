@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from omni.errors import UserError
+from omni.errors import RoomError, UserError
 from omni.remote import refuse_remote
 
 
@@ -46,11 +47,27 @@ class Tokenizer:
         """Write a `tokenizer.json`; OSError where the disk is full or the place cannot be written."""
         Path(path).write_text(self.inner.to_str(pretty=True), encoding="utf-8")
 
+    @cached_property
+    def _longest(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.inner.get_vocab(with_added_tokens=True)), default=1)
+
     def __len__(self) -> int:
         return self.inner.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text; UserError for half of a surrogate pair, which no UTF-8 can hold."""
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """Ids of a text.
+
+        Args:
+            most: ids that are of use at all; a text that must have four times as many is refused before it is encoded, which
+                would take seconds.
+
+        Raises:
+            RoomError: the text is far too long for that.
+            UserError: it has half of a surrogate pair, which no UTF-8 can hold.
+        """
+        if most is not None and len(text) > 4 * most and len(text) > 4 * most * self._longest:
+            raise RoomError(f"the text has {len(text)} characters, more than the model's {most} positions can hold: shorten it")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import types
 
-from omni.errors import UserError
+import pytest
+import tokenizers
+from tokenizers import models
+
+from omni.errors import RoomError, UserError
 from omni.text import Tokenizer
 
 
@@ -35,3 +39,20 @@ def test_half_a_surrogate_pair_is_refused(text, place):
 def test_a_place_that_cannot_be_written_is_an_os_error(tmp_path):
     with pytest.raises(OSError):
         Tokenizer.bytes().save(tmp_path)
+
+
+def test_what_cannot_fit_is_refused_unread(monkeypatch):
+    tokenizer = Tokenizer.bytes()
+    assert len(tokenizer.encode("a" * 2048, most=512)) == 2048
+    vocabulary = tokenizer.inner.get_vocab(True)
+    monkeypatch.setattr(tokenizer, "inner", types.SimpleNamespace(get_vocab=lambda with_added_tokens: vocabulary))
+    with pytest.raises(RoomError, match="has 5000000 characters, more than the model's 512 positions can hold: shorten it"):
+        tokenizer.encode("word " * 1_000_000, most=512)
+
+
+def test_a_long_token_makes_room():
+    """A text of many characters may have few tokens."""
+    tokenizer = Tokenizer(tokenizers.Tokenizer(models.WordLevel({"a" * 100: 0, "u": 1}, unk_token="u")))
+    assert tokenizer.encode("a" * 100, most=1) == [0]
+    with pytest.raises(RoomError):
+        tokenizer.encode("a" * 401, most=1)

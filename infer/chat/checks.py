@@ -29,12 +29,17 @@ EXTRA = ("av", "onnxruntime", "pydantic", "silero_vad")
 
 def check_chat(options: ChatOptions) -> None:
     """Checks the options of `chat`. UserError for the first bad option."""
+    if not options.list_devices:
+        _check_options(options)
     load_sounddevice("chat", " (libportaudio2 on Debian and Ubuntu)")
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f'chat needs {", ".join(missing)}; install them: pip install "omni-speech[speaker]"')
-    if options.list_devices:
-        return
+    if not options.list_devices:
+        check_model(DEFAULT_MODEL if options.model is None else options.model)
+
+
+def _check_options(options: ChatOptions) -> None:
     check_numbers(options, {**BOUNDS, **CHAT})
     check_device(options.device)
     check_dtype(options.dtype)
@@ -46,7 +51,6 @@ def check_chat(options: ChatOptions) -> None:
         raise UserError(f"--eagerness {options.eagerness!r} is unknown; use {', '.join(EAGERNESS)}")
     if options.save is not None:
         check_new_folder(options.save)
-    check_model(DEFAULT_MODEL if options.model is None else options.model)
 
 
 def check_new_folder(folder: str) -> None:

@@ -87,6 +87,7 @@ def start_engine(model: str, options: ServeOptions) -> EngineProcess:
         quantize=options.quantize,
         kernels=options.kernels,
         codec_folder=options.codec_folder,
+        chunk_ms=options.chunk_ms,
     )
     engine.call("engine.measure")
     warm_up(engine)

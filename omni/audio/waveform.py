@@ -55,7 +55,7 @@ def read_sound(
     rate, samples = whole_rate(sample_rate, name), as_waveform(sound, name)
     if len(samples) / rate > max_seconds:  # before a rate of 1 Hz makes sixteen thousand samples of each
         raise UserError(
-            f"{name} lasts {len(samples) / rate:.1f} s at {rate} Hz, and at most {max_seconds:g} s are taken; cut it into "
+            f"{name} lasts {len(samples) / rate:.8g} s at {rate} Hz, and at most {max_seconds:g} s are taken; cut it into "
             "pieces, or correct the sample rate"
         )
     check_level(samples, name)  # before resampling, which adds samples up

@@ -82,8 +82,8 @@ class Incoming:
         """UserError where so many samples more are too many."""
         if (samples := self._samples + samples) > self.most * self.rate:
             raise UserError(
-                f"the question lasts {samples / self.rate:.1f} s with its piece {self._count} and is still coming, but at most "
-                f"{self.most:g} s are taken; end it before, or correct the sample rate, {self.rate} Hz"
+                f"the question lasts {samples / self.rate:.8g} s by its piece {self._count}, and at most {self.most:g} s are "
+                f"taken; end it before, or correct the sample rate, {self.rate} Hz"
             )
 
     def check(self) -> None:

@@ -111,7 +111,7 @@ def read_question(
             way = f"to ask its sound use task={spoken!r}" if spoken in TASKS else "leave it so, or ask its sound"
             said = f"the question {shorten(question)} is the name of a file, but task {task.name} asks it as a text; {way}"
             warnings.warn(said, SoundWarning, stacklevel=3)
-        turn = Turn(task, question=tuple(tokenizer.encode(question)))
+        turn = Turn(task, question=tuple(tokenizer.encode(question, model.config.decoder.context)))
         prompt(model.layout, turn)
         return Asked(turn, None)
     if isinstance(question, AsyncIterable):

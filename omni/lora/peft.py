@@ -74,7 +74,7 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
     refuse_remote(folder, "adapter")
     if not recognise(Path(folder)):
         wrong = f"{folder} is no adapter: {CONFIG} is missing" if os.path.exists(folder) else f"adapter {folder} does not exist"
-        raise UserError(f"{wrong}; give a folder that PEFT or a run with lora wrote")
+        raise UserError(f"{wrong}; give a folder that PEFT or a run with lora wrote, or a name in the model's adapters/")
 
 
 # --- out --------------------------------------------------------------------------------------------------------------

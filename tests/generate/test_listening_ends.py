@@ -203,7 +203,7 @@ def test_bad_pieces(chunked: bool) -> None:
             ([0.0, float("nan")], "piece 1 of the question holds samples that are not finite"),
             ("text", "piece 2 of the question is a str"),
             ([1e4], "piece 3 of the question has a sample of"),
-            (np.broadcast_to(np.float32(0.1), 57_600_000), "with its piece 4 and is still coming"),
+            (np.broadcast_to(np.float32(0.1), 57_600_000), "by its piece 4, and at most"),
             (torch.zeros(3, 50), "3 channels"),
         ):
             with pytest.raises(UserError, match=text):
@@ -388,3 +388,9 @@ def test_history_of_a_heard_question_is_saved(lm: SpeechLM, tmp_path: Any) -> No
         with lm.session(history=tmp_path / "talk", **TALK) as other:
             same_history(session, other)
             assert replace(session.turns[0], codes=None) == replace(other.turns[0], codes=None)
+
+
+@pytest.mark.parametrize("given", ["320", 320.0, True, None])
+def test_a_chunk_is_a_whole_number(given: object) -> None:
+    with pytest.raises(UserError, match=f"chunk_ms is {given!r}; give a whole number of milliseconds"):
+        listener().model.set_chunk(given)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from infer.serve.realtime.protocol import Event, ProtocolError, first_mistake
 from infer.turns.settings import PCM_RATE, Section, SemanticVad, ServerVad
@@ -68,6 +68,8 @@ class Omni(Section):
         task: `answer`, or `transcribe`: the answer is the transcript of the question.
         partial_transcripts: tell what was understood while somebody speaks (`omni.input_audio_transcription.partial`).
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
     task: Literal["answer", "transcribe"] = "answer"

@@ -154,12 +154,13 @@ class ExampleMaker:
                 f"the tokenizer has {len(tokenizer)} ids, the layout's text stream {model.layout.text.size}; "
                 "use the model's own tokenizer"
             )
-        if self.alignment.size != model.ctc:
+        aligned = self.alignment.kind != "none"  # else the model's head, where it has one, is not trained
+        if aligned and self.alignment.size != model.ctc:
             raise UserError(
                 f"the alignment {self.alignment.kind!r} has {self.alignment.size} ids, model.ctc is {model.ctc}; "
                 "set model.ctc to that number, or choose another alignment"
             )
-        if self.alignment.sound_size != model.ctc_sounds:
+        if aligned and self.alignment.sound_size != model.ctc_sounds:
             raise UserError(
                 f"the alignment has {self.alignment.sound_size} ids of sounds, model.ctc_sounds is {model.ctc_sounds}; "
                 "set model.ctc_sounds to that number, or change data.sounds"

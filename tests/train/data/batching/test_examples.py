@@ -229,6 +229,7 @@ def test_what_does_not_fit_the_model_is_refused():
         maker_of(replace(model, ctc=29, ctc_sounds=9), alignment=Alignment("letters"))
     with pytest.raises(UserError, match=r"the alignment 'letters' has 29 ids, model.ctc is 0"):
         maker_of(model, alignment=Alignment("letters"))
+    maker_of(replace(model, ctc=29, ctc_sounds=9))  # a head that is not trained needs nothing
     with pytest.raises(UserError, match=r"the data's codec is 'toy7', the model's is 'toy4'"):
         ExampleMaker(model, TOKENIZER, codec_of(MODELS["mini-omni"]))
     small = replace(model, layout=type(model.layout).build([12, 12, 6, 8], 100, specials=8))

@@ -313,8 +313,12 @@ def changed(**changes: Any) -> dict[str, Any]:
             changed(wordings__what_is="[and] <what is>"),
             r"wordings.what is: wordings name each other in a circle \(<what is> in",
         ),
+        (changed(wordings__what_is="[" * 3000 + "a" + "]" * 3000), r"wordings.what is: .*: more than 50 brackets stand within"),
         (changed(wordings__what_is=[]), r"wordings.what is: holds an empty list"),
-        (changed(numbers___=[None, "eins"]), r"numbers: holds nothing: give a text, in quotes where YAML reads something else"),
+        (
+            changed(numbers___=[None, "eins"]),
+            r"numbers.0: holds nothing: give a text, in quotes where YAML",
+        ),
         (changed(held_out___=2), r"held_out: 2 is no share: give a number from 0 to below 1"),
         (changed(question={"a": None}), r"0 \(sums\).question: holds \{'a': None\}: give a text, in quotes"),
         (changed(dialogues___=[3]), r"dialogues.0: holds 3: give a mapping, such as skill"),

@@ -170,7 +170,7 @@ def _script(data: Any) -> Script:
                 wordings.expand(sentence, (name,))
     wordings.used.clear()
     with at("numbers"):
-        numbers = Numbers([_sentence(word) for word in _list(data["numbers"])] if "numbers" in data else ())
+        numbers = Numbers(_texts(_list(data["numbers"])) if "numbers" in data else ())
     with at("dialogues"):
         found = _list(data.get("dialogues"))
     dialogues, counted = [], dict[str, int]()
@@ -367,7 +367,13 @@ def _list(data: Any) -> list[Any]:
 
 def _texts(data: Any) -> tuple[str, ...]:
     """One sentence or a list of them."""
-    return tuple(map(_sentence, _list(data) if isinstance(data, list) else [data]))
+    if not isinstance(data, list):
+        return (_sentence(data),)
+    found = []
+    for number, one in enumerate(_list(data)):
+        with at(f".{number}"):
+            found.append(_sentence(one))
+    return tuple(found)
 
 
 def _sentence(data: Any) -> str:

@@ -15,6 +15,9 @@ from omni.errors import UserError, closest
 MOST = 10_000
 """Most wordings of a sentence."""
 
+DEEPEST = 50
+"""Most brackets within each other."""
+
 SLOT = re.compile(r"\{([^{}]*)\}")
 _MARKS = "()[]{}<>|"
 
@@ -67,9 +70,11 @@ class _Reading:
 
     def __init__(self, wordings: Wordings, template: str, within: tuple[str, ...]) -> None:
         self.wordings, self.template, self.within, self.at = wordings, template, within, 0
+        self.depth = 0
 
     def alternatives(self, end: str) -> list[str]:
         """Read sequences apart by bars, up to the mark `end`, "" for the template's end."""
+        self.depth += 1
         found = self._sequence()
         while self._next() == "|" and end:
             self.at += 1
@@ -77,6 +82,7 @@ class _Reading:
         if self._next() != end:
             raise self._bad(f"{self._next() or 'the end'!r} stands where {end or 'the end'!r} is due")
         self.at += 1
+        self.depth -= 1
         return found
 
     def _next(self) -> str:
@@ -92,6 +98,8 @@ class _Reading:
         """Read one part: alternatives, optional words, a name, or plain text."""
         start = self.at
         self.at += 1
+        if self.depth >= DEEPEST and mark in "([":
+            raise self._bad(f"more than {DEEPEST} brackets stand within each other")
         if mark == "(":
             return self.alternatives(")")
         if mark == "[":
