@@ -29,7 +29,7 @@ LISTED = 20
 
 
 @dataclass(frozen=True)
-class Push:
+class HubPush:
     """What is to be uploaded.
 
     Attributes:
@@ -44,10 +44,10 @@ class Push:
     card: str
     left_out: tuple[str, ...] = ()
 
-    def without_card(self) -> Push:
+    def without_card(self) -> HubPush:
         """The same with the card that is at the hub already."""
         files = tuple(one for one in self.files if one[0] != CARD)
-        return Push(self.at, self.model, files, "the one at the hub, which was edited there, is kept", self.left_out)
+        return HubPush(self.at, self.model, files, "the one at the hub, which was edited there, is kept", self.left_out)
 
     @property
     def text(self) -> str:
@@ -100,7 +100,7 @@ def hub_address(given: str) -> HubAddress:
     return at
 
 
-def collect_files(model: Path, at: HubAddress, options: CardOptions | None, run: Path | None = None) -> Push:
+def collect_files(model: Path, at: HubAddress, options: CardOptions | None, run: Path | None = None) -> HubPush:
     """What is to be uploaded of a model folder, which is checked as a whole.
 
     Args:
@@ -139,7 +139,7 @@ def collect_files(model: Path, at: HubAddress, options: CardOptions | None, run:
     files: list[tuple[str, Path | bytes]] = [(CARD, text)]
     files += [(name, model / name) for name in sorted(names, key=lambda name: (name != WEIGHTS, name))]
     files.append((CONFIG, model / CONFIG))
-    return Push(at, model, tuple(files), card, tuple(left))
+    return HubPush(at, model, tuple(files), card, tuple(left))
 
 
 def _run_of(model: Path) -> Path | None:
@@ -147,7 +147,7 @@ def _run_of(model: Path) -> Path | None:
     return folder if model.name == MODEL and (folder / RUN_CONFIG).is_file() else None
 
 
-def push(what: Push, private: bool, message: str, say: Callable[[str], None]) -> str:
+def push(what: HubPush, private: bool, message: str, say: Callable[[str], None]) -> str:
     """Upload; returns the page of the commit.
 
     A repository that is not there is made: public, as by `hf upload`, unless `private` or the organisation's settings say
