@@ -184,7 +184,9 @@ def _wandb_run(project: str, folder: Path, config: Any) -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise UserError(f"log.wandb is {project!r}, but wandb is not installed; `pip install wandb`, or leave it out") from error
+        raise UserError(
+            f"log.wandb is {project!r}, but wandb is not installed; `pip install wandb`, or leave it out"
+        ) from error
     try:
         return wandb.init(project=project, name=folder.name, id=run_id(folder), resume="allow", dir=str(folder), config=config)
     except Exception as error:  # of its own kinds: no key, no network, no such project
