@@ -12,8 +12,10 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +62,31 @@ def bucket(stand_in: Any, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyt
 
     monkeypatch.setenv("OMNI_CACHE", str(tmp_path_factory.mktemp("cache")))
     return new_bucket(stand_in, monkeypatch)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A hub without repositories (`tests.stores.hub_stand_in.HubStandIn`), a token, an empty cache; tries follow at once."""
+    pytest.importorskip("huggingface_hub")
+    from huggingface_hub import constants, file_download
+    from huggingface_hub.utils import _http
+
+    from omni.stores import reading, tries
+    from tests.stores.hub_stand_in import TOKEN, serving_hub
+
+    with serving_hub() as server:
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr(reading, "_fetched", {})
+        monkeypatch.setattr(tries, "FIRST_WAIT", 0.01)
+        cache = tmp_path_factory.mktemp("hub")
+        values = {"ENDPOINT": server.address, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+        values["HF_TOKEN_PATH"] = str(cache / "token")
+        values["HUGGINGFACE_CO_URL_TEMPLATE"] = server.address + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in values.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", values["HUGGINGFACE_CO_URL_TEMPLATE"], raising=False)
+        monkeypatch.setattr(_http, "time", SimpleNamespace(time=time.time, sleep=lambda seconds: None))
+        yield server
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -63,7 +63,7 @@ FLOORS = (
     {"optim", "distributed", "edit"},
     {"checkpoint"},
     {"trainer"},
-    {"plan"},
+    {"plan", "hub"},
     {"bench"},
     {"commands"},
     {"cli"},

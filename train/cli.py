@@ -31,6 +31,7 @@ COMMANDS = {
     "plan": ("train.commands.plan", "what a run needs and how long it takes: plan CONFIG [--devices 8 --gpu_gib 24]"),
     "doctor": ("train.commands.doctor", "a few steps under the graph guard: doctor CONFIG [--steps 2] [--any.key value ...]"),
     "convert": ("train.commands.convert", "bring weights in or out: convert SOURCE TARGET [--kind ...]"),
+    "push": ("train.commands.push", "upload a model to the Hugging Face Hub, with a card: push RUN hf://owner/name"),
     "data": ("train.commands.data", "prepare, validate, stats, listen or filter data: data prepare SOURCE OUT"),
     "eval": ("train.commands.eval", "figures on a set of questions: eval MODEL DATA --out OUT; eval --compare OUT OUT"),
     "edit": ("train.commands.edit", "correct single answers: edit apply MODEL FACTS OUT; also eval, merge, revert, fit"),

@@ -169,8 +169,8 @@ def _load_folder(
         _check_size(path / name, size)
     check_header(config, path / WEIGHTS)
     for name, (_, checksum) in listed.items():
-        if (weights or name != WEIGHTS) and _crc32(path / name) != checksum:
-            raise UserError(f"{path / name} does not match its checksum in {CONFIG}; fetch or save the folder again")
+        if weights or name != WEIGHTS:
+            _check_sum(path / name, checksum)
     if weights:
         model = _load_model(config, path / WEIGHTS, data if form is not None else None, quantize)
         _move(model, device, dtype)
@@ -334,6 +334,27 @@ def check_sizes(folder: str | os.PathLike[str]) -> None:
     with naming(folder, path):
         for name, (size, _) in listed_files(_read(path), path / CONFIG).items():
             _check_size(path / name, size)
+
+
+def check_whole(folder: str | os.PathLike[str]) -> None:
+    """Refuse a model folder one of whose files is missing, has another size, or is not what was saved (UserError)."""
+    path = local_path(folder)
+    check_sizes(path)
+    for name, (_, checksum) in listed_files(_read(path), path / CONFIG).items():
+        _check_sum(path / name, checksum)
+
+
+def listed_names(folder: str | os.PathLike[str]) -> list[str]:
+    """Names of the files that a model folder's configuration lists; UserError where it is no such folder."""
+    path = local_path(folder)
+    with naming(folder, path):
+        return sorted(listed_files(_read(path), path / CONFIG))
+
+
+def _check_sum(file: Path, wanted: int) -> None:
+    """Refuse a file whose CRC-32 is another."""
+    if _crc32(file) != wanted:
+        raise UserError(f"{file} does not match its checksum in {CONFIG}; fetch or save the folder again")
 
 
 def _check_size(file: Path, wanted: int) -> None:

@@ -52,7 +52,7 @@ class Scheme:
 SCHEMES: Mapping[str, Scheme] = {
     "s3": Scheme("s3fs", "s3", writes=True),
     "gs": Scheme("gcsfs", "gs", writes=True),
-    "hf": Scheme("huggingface_hub"),
+    "hf": Scheme("huggingface_hub", "hub"),
     "https": Scheme("aiohttp", lists=False),
     "http": Scheme("aiohttp", lists=False),
 }
@@ -244,7 +244,8 @@ def check_writable(address: str) -> None:
     """UserError for an address that objects are not written to, or whose driver is not installed."""
     if not SCHEMES[scheme_of(address)].writes:
         known = " and ".join(name for name, scheme in SCHEMES.items() if scheme.writes)
-        raise UserError(f"{shown(address)} cannot be written: give an address of {known}")
+        hub = "; a finished model goes to hf:// by `omni-train push`" if scheme_of(address) == "hf" else ""
+        raise UserError(f"{shown(address)} cannot be written: give an address of {known}{hub}")
     _system(scheme_of(address))
 
 

@@ -21,6 +21,7 @@ from omni.files import flush
 from omni.remote import find_address, shown
 from omni.stores.cache import StoreCache, key_of
 from omni.stores.drivers import StoredObject, inner_name, join, list_objects, lists, look_up, look_up_all, parent, read_range
+from omni.stores.hub import parse_hub, snapshot
 from omni.stores.tries import MissingError
 
 LOG = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ _listed: dict[str, list[StoredObject]] = {}
 
 
 def local_path(path: str | os.PathLike[str], again: bool = False) -> Path:
-    """The path itself, or, where it is an address, that of what is there, in the cache.
+    """The path itself, or, where it is an address, that of what is there, in the cache (of models at the hub, in the hub's).
 
     An address is looked at once in a process, so that all of a run reads the same version.
 
@@ -69,7 +70,8 @@ def local_path(path: str | os.PathLike[str], again: bool = False) -> Path:
     if address is None:
         return Path(path)
     if again or address not in _fetched or not _fetched[address].exists():
-        _fetched[address] = fetch(address, _objects(address))
+        model = parse_hub(address)
+        _fetched[address] = fetch(address, _objects(address)) if model is None else snapshot(model)
     return _fetched[address]
 
 

@@ -52,25 +52,26 @@ def stall_seconds() -> float:
     return seconds
 
 
-def tried(work: Callable[[], Result], address: str, doing: str = "read") -> Result:
+def tried(work: Callable[[], Result], address: str, doing: str = "read", tries: int = TRIES) -> Result:
     """The result of a request, which is made again, after longer and longer waits, while its failure may pass.
 
     The first failure of a request that is made again is a line in the log.
 
     Args:
-        doing: what is done, for the message: `read`, `listed` or `written`.
+        doing: what is done, for the message: `read`, `listed`, `made` or `written`.
+        tries: most of them.
 
     Raises:
         UserError: the last failure, with the address and what to do; `again` is true where it may still pass.
         ChangedError: the object has changed.
     """
-    for number in range(1, TRIES + 1):
+    for number in range(1, tries + 1):
         try:
             return work()
         except UserError:
             raise
         except Exception as error:
-            if not may_pass(error) or number == TRIES:
+            if not may_pass(error) or number == tries:
                 raise refusal(error, address, doing, number) from error
             wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (number - 1)) * _dice.uniform(0.5, 1.5)
             level = logging.WARNING if number == 1 else logging.DEBUG

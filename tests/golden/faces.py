@@ -362,7 +362,7 @@ def csv_headers() -> dict[str, list[str]]:
 # --- words ------------------------------------------------------------------------------------------------------------
 
 DOORS = {
-    "train": "fit demo validate plan doctor convert eval balance bench data edit",
+    "train": "fit demo validate plan doctor convert push eval balance bench data edit",
     "train data": "prepare validate stats listen index filter",
     "train edit": "apply eval merge revert fit",
     "infer": "ask bench quantize",

@@ -108,10 +108,10 @@ def _started(model: Path, data: Path, questions: Questions, task: Task, config: 
     from train.eval.metrics import METRICS
 
     against = Path(config.against) if config.against is not None else None
-    named = {} if against is None else {"against": str(against), "against_hash": _model_hash(against)}
+    named = {} if against is None else {"against": str(against), "against_hash": model_hash(against)}
     return named | {
         "model": str(model),
-        "model_hash": _model_hash(model),
+        "model_hash": model_hash(model),
         "data": str(data),
         "data_hash": fingerprint(local_path(data)),
         "format": questions.source.format,
@@ -125,6 +125,6 @@ def _started(model: Path, data: Path, questions: Questions, task: Task, config: 
     }
 
 
-def _model_hash(folder: Path) -> str:
+def model_hash(folder: Path) -> str:
     """Hash of the model folder's `config.json`, which holds the checksums of its other files."""
     return hashlib.sha256((local_path(folder) / "config.json").read_bytes()).hexdigest()[:16]

@@ -124,11 +124,16 @@ class Logs:
             self.wandb.log({f"{group}/{name}": value for name, value in figures.items()}, step=step)
 
     def image(self, name: str, file: Path, step: int) -> None:
-        """Show a PNG of the run folder in TensorBoard, too."""
+        """Show a PNG of the run folder in TensorBoard, and at Weights & Biases, too."""
         import numpy as np
         from PIL import Image
 
-        self.board.add_image(name, np.asarray(Image.open(file).convert("RGB")), step, dataformats="HWC")
+        pixels = np.asarray(Image.open(file).convert("RGB"))
+        self.board.add_image(name, pixels, step, dataformats="HWC")
+        if self.wandb is not None:
+            import wandb
+
+            self.wandb.log({name: wandb.Image(pixels)}, step=step)
 
     def close(self) -> None:
         self.board.close()
@@ -175,13 +180,20 @@ class LeftOut:
 
 
 def _wandb_run(project: str, folder: Path, config: Any) -> Any:
+    """A run at Weights & Biases, or under the folder's `wandb/` with `WANDB_MODE=offline`; UserError where it cannot begin."""
     try:
         import wandb
     except ImportError as error:
         raise UserError(
             f"log.wandb is {project!r}, but wandb is not installed; `pip install wandb`, or leave it out"
         ) from error
-    return wandb.init(project=project, name=folder.name, id=run_id(folder), resume="allow", dir=str(folder), config=config)
+    try:
+        return wandb.init(project=project, name=folder.name, id=run_id(folder), resume="allow", dir=str(folder), config=config)
+    except Exception as error:  # of its own kinds: no key, no network, no such project
+        raise UserError(
+            f"log.wandb is {project!r}, and Weights & Biases cannot be reached ({' '.join(str(error).split())[:200]}): run "
+            "`wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline to send it later by `wandb sync`"
+        ) from error
 
 
 def run_id(folder: Path) -> str:

@@ -1,0 +1,307 @@
+"""Models at the Hugging Face Hub, by `huggingface_hub`: its credentials, its cache (`HF_HOME`), its offline mode.
+
+    hf://owner/name            the branch main
+    hf://owner/name@v1         a branch, a tag or a commit
+    hf://owner/name/folder     a folder in it
+
+Of a repository only the files of a model folder are brought here: JSON and safetensors. Nothing in it is run, and a folder
+whose configuration lists other kinds of files is refused. Data sets (`hf://datasets/…`) are read by `omni.stores.drivers`.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from omni.errors import PackageError, UserError
+from omni.remote import shown
+from omni.stores.tries import TRIES, MissingError, may_pass, reason, stall_seconds, tried
+
+LOG = logging.getLogger(__name__)
+
+MODEL = re.compile(
+    r"hf://(?:models/)?(?P<repo>(?!(?:models|datasets|spaces|buckets|kernels)/)[\w.-]+/[\w.-]+)"
+    r"(?:@(?P<revision>refs/[\w-]+/[\w.-]+|[^/@]+))?(?:/(?P<inner>.+))?"
+)
+KINDS = (".json", ".safetensors")
+"""Ends of the names of files that are read: nothing in them can run."""
+PATTERNS = (
+    "config.json", "model.safetensors", "tokenizer.json", "codec/*.json", "codec/*.safetensors",
+    "adapters/*/adapter_config.json", "adapters/*/adapter_model.safetensors",
+)  # fmt: skip
+"""Files of a model folder that are brought here, as patterns of `fnmatch`."""
+CARD = "README.md"
+"""The model card."""
+LOOKS = 2
+"""Tries to look at a repository of which something is in the cache already."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class HubAddress:
+    """A model at the hub.
+
+    Attributes:
+        address: as it was given.
+        repo: `owner/name`.
+        revision: a branch, a tag or a commit; None for the branch main.
+        inner: folder or file in it; "" for all of it.
+    """
+
+    address: str
+    repo: str
+    revision: str | None = None
+    inner: str = ""
+
+    def __str__(self) -> str:
+        return shown(self.address)
+
+    @property
+    def page(self) -> str:
+        """The repository's page."""
+        from huggingface_hub import constants
+
+        return f"{constants.ENDPOINT}/{self.repo}"
+
+
+@dataclass(frozen=True)
+class HubRepository:
+    """A repository as it is now.
+
+    Attributes:
+        commit: of the revision that was asked for.
+    """
+
+    private: bool
+    commit: str
+
+
+def parse_hub(address: str) -> HubAddress | None:
+    """The parts of an address of a model at the hub; None for any other address."""
+    found = MODEL.fullmatch(address)
+    return None if found is None else HubAddress(address, found["repo"], found["revision"], found["inner"] or "")
+
+
+# --- reading ------------------------------------------------------------------------------------------------------------
+
+
+def snapshot(at: HubAddress) -> Path:
+    """The folder of a model in the hub's cache, where what is lacking of it is brought first.
+
+    Where the hub cannot be reached, what is in the cache is taken, with a line in the log.
+
+    Raises:
+        MissingError: there is no such repository, revision or folder, or it is private and there is no token for it.
+        UserError: it cannot be read, or lists files that are not read.
+    """
+    options, api = _options(at), _hub().HfApi()
+    tries = LOOKS if _kept(at) else TRIES
+    try:
+        info = _asked(at, lambda: api.repo_info(at.repo, revision=at.revision, timeout=stall_seconds()), tries=tries)
+    except UserError as error:
+        kept = _kept(at)
+        if kept is None or not (error.again or _offline()):
+            raise
+        LOG.warning("%s: the hub is not reached, and what is in the cache is used (%s)", at, kept)
+        return _checked(at, kept)
+
+    def bring() -> Path:
+        place = Path(_hub().snapshot_download(etag_timeout=stall_seconds(), tqdm_class=_bars(), **options))
+        if place.name != info.sha:  # the library falls back on an older one
+            raise ConnectionError(f"commit {info.sha} did not come")
+        return place
+
+    return _checked(at, _asked(at, bring))
+
+
+def _options(at: HubAddress) -> dict[str, Any]:
+    start = f"{glob.escape(at.inner.rstrip('/'))}/" if at.inner else ""
+    patterns = [f"{start}{pattern}" for pattern in PATTERNS] + ([start.rstrip("/")] if start else [])
+    return {"repo_id": at.repo, "revision": at.revision, "allow_patterns": patterns}
+
+
+def _kept(at: HubAddress) -> Path | None:
+    """What the cache has of a model; None where that is nothing, or not all."""
+    try:
+        return Path(_hub().snapshot_download(local_files_only=True, **_options(at)))
+    except (OSError, ValueError):
+        return None
+
+
+def _checked(at: HubAddress, place: Path) -> Path:
+    """The folder or file of an address in a snapshot, where the files that it lists are of kinds that are read."""
+    if ".." in PurePosixPath(at.inner).parts:
+        raise UserError(f"{at} leads out of its repository: name a folder in it")
+    place = place / at.inner
+    if not place.exists():
+        raise MissingError(
+            f"{at} has no config.json, so that it is no model folder: check the name (data are at hf://datasets/owner/name)"
+        )
+    listed: Any = {}
+    with suppress(OSError, ValueError, AttributeError):  # what is wrong with it is told where it is read
+        listed = json.loads((place / "config.json").read_bytes()).get("files", {})
+    odd = [name for name in listed if not str(name).endswith(KINDS)] if isinstance(listed, Mapping) else []
+    if odd:
+        raise UserError(
+            f"{at}/{str(odd[0])[:80]} is not read from the hub, only JSON and safetensors are: a pickle could run code; ask "
+            "its author for safetensors (`omni-train convert` writes them)"
+        )
+    return place
+
+
+def read_card(at: HubAddress) -> str | None:
+    """The model card that is at the hub; None where there is none."""
+    from huggingface_hub.errors import EntryNotFoundError
+
+    def work() -> str | None:
+        try:
+            file = _hub().hf_hub_download(at.repo, CARD, revision=at.revision, etag_timeout=stall_seconds())
+        except EntryNotFoundError as error:
+            if isinstance(error, FileNotFoundError):  # it was not reached
+                raise ConnectionError(str(error)) from error
+            return None
+        return Path(file).read_text(encoding="utf-8", errors="replace")
+
+    return _asked(at, work)
+
+
+# --- writing ------------------------------------------------------------------------------------------------------------
+
+
+def account(at: HubAddress) -> str:
+    """The name of the account whose token is used; UserError where there is none, or it is not valid."""
+    return str(_asked(at, lambda: _hub().HfApi().whoami(), "written")["name"])
+
+
+def find_repository(at: HubAddress, main: bool = False) -> HubRepository | None:
+    """A repository as it is now; None where there is none that is seen with this token.
+
+    Args:
+        main: look at the branch main, whatever the address says.
+
+    Raises:
+        UserError: the hub is not reached, or the revision is not there.
+    """
+    api, revision = _hub().HfApi(), None if main else at.revision
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    try:
+        info = _asked(at, lambda: api.repo_info(at.repo, revision=revision, timeout=stall_seconds()), "written")
+    except MissingError as error:
+        if isinstance(error.__cause__, RevisionNotFoundError):
+            raise
+        return None
+    return HubRepository(bool(info.private), str(info.sha))
+
+
+def check_card(at: HubAddress, card: str) -> None:
+    """UserError where the hub refuses a card's front matter."""
+
+    def work() -> None:
+        try:
+            _hub().ModelCard(card, ignore_metadata_errors=True).validate()
+        except ValueError as error:
+            if isinstance(error, OSError):  # an answer of HTTP
+                raise
+            raise UserError(f"{at}: its card is refused: {' '.join(str(error).split())[:500]}") from error
+
+    _asked(at, work, "written")
+
+
+def create_repository(at: HubAddress, private: bool | None) -> None:
+    """Make a repository; None is public, or what the organisation's settings say. UserError where that is refused."""
+    _asked(at, lambda: _hub().HfApi().create_repo(at.repo, private=private, exist_ok=True), "made")
+
+
+def create_branch(at: HubAddress) -> None:
+    """Make the branch of an address, of main, where it is not there; UserError where that is refused."""
+    if at.revision is not None and not at.revision.startswith("refs/"):
+        _asked(at, lambda: _hub().HfApi().create_branch(at.repo, branch=at.revision, exist_ok=True), "written")
+
+
+def upload(at: HubAddress, files: Sequence[tuple[str, Path | bytes]], message: str) -> str:
+    """Write files in one commit, so that all of them are seen or none; returns its page. What the hub has already is not sent.
+
+    Args:
+        files: names in the repository, and paths or contents, in order.
+
+    Raises:
+        UserError: it is refused, or goes on failing; what was sent is not sent again by the next try.
+    """
+    hub = _hub()
+
+    def work() -> str:
+        additions = [hub.CommitOperationAdd(name, data if isinstance(data, bytes) else str(data)) for name, data in files]
+        done = hub.HfApi().create_commit(at.repo, additions, commit_message=message, revision=at.revision)
+        return str(done.commit_url)
+
+    return _asked(at, work, "written")
+
+
+# --- the library --------------------------------------------------------------------------------------------------------
+
+
+def _hub() -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise PackageError('hf:// needs the package huggingface_hub: pip install "omni-speech[hub]"') from error
+    return huggingface_hub
+
+
+def _offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _bars() -> Any:
+    """The hub's progress bars, with the time left beside the rate; they are shown on terminals alone."""
+    from huggingface_hub.utils import tqdm
+
+    class Bars(tqdm):  # type: ignore[misc]
+        def __init__(self, *values: Any, **named: Any) -> None:
+            named.pop("bar_format", None)
+            super().__init__(*values, **{"disable": None} | named)
+
+    return Bars
+
+
+def _asked(at: HubAddress, work: Callable[[], Result], doing: str = "read", tries: int = TRIES) -> Result:
+    """The result of a request, which is made again while its failure may pass; UserError and MissingError say what to do."""
+    _hub()
+    from huggingface_hub import errors
+
+    def once() -> Result:
+        try:
+            return work()
+        except errors.OfflineModeIsEnabled as error:
+            raise UserError(f"{at} cannot be {doing}: HF_HUB_OFFLINE is set, and it is not in the cache; unset it") from error
+        except errors.LocalEntryNotFoundError as error:
+            if may_pass(error):
+                raise
+            raise UserError(f"{at} cannot be {doing}: {reason(error)}; check the address and the network") from error
+        except errors.BadRequestError as error:
+            raise UserError(f"{at} cannot be {doing}: {' '.join(str(error).split())[:500]}") from error
+        except errors.LocalTokenNotFoundError as error:
+            raise UserError(f"{at} cannot be {doing} without a token: run `hf auth login`, or set HF_TOKEN") from error
+        except errors.HFValidationError as error:
+            raise UserError(f"{at} is no name that the hub has: {' '.join(str(error).split())}") from error
+        except errors.GatedRepoError as error:
+            raise UserError(f"{at} asks for consent first: give it on {at.page}, and run `hf auth login`") from error
+        except errors.RevisionNotFoundError as error:
+            raise MissingError(f"{at}: {at.repo} has no branch, tag or commit {at.revision!r}; check it") from error
+        except errors.RepositoryNotFoundError as error:
+            raise MissingError(
+                f"{at} is not there, or is private: check the name; for a private one run `hf auth login`, or set HF_TOKEN"
+            ) from error
+
+    return tried(once, at.address, doing, tries)

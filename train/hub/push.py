@@ -1,0 +1,192 @@
+"""Uploads a model folder to the Hugging Face Hub, in one commit: card, weights, tokenizer, codec, adapters, `config.json`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from omni.checkpoint.folder import check_whole, listed_names
+from omni.checkpoint.places import ADAPTER_CONFIG, ADAPTERS, CONFIG, WEIGHTS, adapters_in, check_folder
+from omni.errors import UserError
+from omni.files import check_path
+from omni.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
+from omni.lora.peft import check_folder as check_adapter
+from omni.lora.peft import load_adapter
+from omni.remote import find_address, refuse_remote
+from omni.stores import hub
+from omni.stores.hub import CARD, KINDS, HubAddress, HubRepository, parse_hub
+from train.checkpoint.retention import CONFIG as RUN_CONFIG
+from train.console.progress import counted, duration, short
+from train.hub.card import CardOptions, write_card, written_here
+
+MODEL, ADAPTER = "model", "adapter"
+LICENSES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
+"""Files of the user's that go with a model."""
+LISTED = 20
+"""Most files that are named before they are uploaded."""
+
+
+@dataclass(frozen=True)
+class HubPush:
+    """What is to be uploaded.
+
+    Attributes:
+        files: names in the repository, and paths or contents, in order.
+        card: where the card is from, for people.
+        left_out: files in the folder that are none of the model's.
+    """
+
+    at: HubAddress
+    model: Path
+    files: tuple[tuple[str, Path | bytes], ...]
+    card: str
+    left_out: tuple[str, ...] = ()
+
+    def without_card(self) -> HubPush:
+        """The same with the card that is at the hub already."""
+        files = tuple(one for one in self.files if one[0] != CARD)
+        return HubPush(self.at, self.model, files, "the one at the hub, which was edited there, is kept", self.left_out)
+
+    @property
+    def text(self) -> str:
+        """The card; "" where it is the hub's."""
+        data = dict(self.files).get(CARD, b"")
+        return (data if isinstance(data, bytes) else data.read_bytes()).decode("utf-8", "replace")
+
+    @property
+    def bytes(self) -> int:
+        return sum(_size(data) for _, data in self.files)
+
+    def lines(self) -> list[str]:
+        """The files, with their bytes."""
+        found = [f"  {name:<32} {short(_size(data))}B" for name, data in self.files[:LISTED]]
+        more = len(self.files) - LISTED
+        found += [f"  and {counted(more, 'file')} more"] if more > 0 else []
+        found += [f"  card: {self.card}"]
+        if self.left_out:
+            found.append(f"  left out, no files of the model: {', '.join(self.left_out[:LISTED])}")
+        return found
+
+
+def _size(data: Path | bytes) -> int:
+    return len(data) if isinstance(data, bytes) else data.stat().st_size
+
+
+def find_folder(given: Path) -> Path:
+    """The model folder that is meant: the given one, or `model` in a run's folder; UserError where there is none."""
+    refuse_remote(given, "model")
+    if (given / CONFIG).is_file() or not (given / RUN_CONFIG).is_file():
+        check_folder(given)
+        return given
+    if not (given / MODEL / CONFIG).is_file() and (given / ADAPTER).is_dir():
+        raise UserError(
+            f"{given} has made an adapter alone: merge it (`omni-train convert MODEL TARGET --lora {given / ADAPTER}`), or "
+            f"copy it into the model's folder as {ADAPTERS}/NAME, and push that"
+        )
+    if not (given / MODEL).is_dir():
+        raise UserError(f"{given} has no finished model yet: the run writes {given / MODEL} when it ends")
+    check_folder(given / MODEL)
+    return given / MODEL
+
+
+def hub_address(given: str) -> HubAddress:
+    """The repository that an address names; UserError where it names none that can be written to."""
+    check_path(given, "the address")
+    at = parse_hub(find_address(given) or given)
+    if at is None or at.inner:
+        raise UserError(f"{given!r:.200} is no repository at the hub; give hf://owner/name, or hf://owner/name@branch")
+    return at
+
+
+def collect_files(model: Path, at: HubAddress, options: CardOptions | None, run: Path | None = None) -> HubPush:
+    """What is to be uploaded of a model folder, which is checked as a whole.
+
+    Args:
+        options: for the card; None only where the folder has one of its own, which is kept.
+        run: folder of the run that made it; by default the folder that it is in, where that is one.
+
+    Raises:
+        UserError: the folder is damaged, has files that could run code, or the card cannot be written.
+    """
+    names = listed_names(model)
+    odd = [name for name in names if not name.endswith(KINDS)]
+    if odd:
+        raise UserError(
+            f"{model / odd[0]} is neither JSON nor safetensors, and nothing else is read from the hub: "
+            f"`omni-train convert {model} TARGET --codec_folder {(model / odd[0]).parent}` writes it as safetensors; push that"
+        )
+    check_whole(model)
+    adapters = adapters_in(model)
+    for name, place in adapters.items():
+        check_adapter(place)
+        load_adapter(place)
+        names += [f"{ADAPTERS}/{name}/{file}" for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+    names += [name for name in LICENSES if (model / name).is_file()]
+    if (model / CARD).is_file():
+        card, text = f"{model / CARD}, as it is", (model / CARD).read_bytes()
+    else:
+        if options is None:
+            raise UserError(
+                f"--license is needed, such as apache-2.0, cc-by-4.0 or other: {model} has no {CARD} of its own that names one"
+            )
+        run = run if run is not None else _run_of(model)
+        card = f"written from {run}" if run is not None else "written from the model folder, of a run that is not known"
+        text = write_card(model, at.address, options, run, list(adapters)).encode()
+    known = {*names, CONFIG, CARD}
+    left = sorted(name for p in model.rglob("*") if p.is_file() and (name := p.relative_to(model).as_posix()) not in known)
+    files: list[tuple[str, Path | bytes]] = [(CARD, text)]
+    files += [(name, model / name) for name in sorted(names, key=lambda name: (name != WEIGHTS, name))]
+    files.append((CONFIG, model / CONFIG))
+    return HubPush(at, model, tuple(files), card, tuple(left))
+
+
+def _run_of(model: Path) -> Path | None:
+    folder = model.resolve().parent
+    return folder if model.name == MODEL and (folder / RUN_CONFIG).is_file() else None
+
+
+def push(what: HubPush, private: bool, message: str, say: Callable[[str], None]) -> str:
+    """Upload; returns the page of the commit.
+
+    A repository that is not there is made: public, as by `hf upload`, unless `private` or the organisation's settings say
+    otherwise. Nothing is deleted there. `say` is told what is uploaded, and where, before it begins.
+
+    Raises:
+        UserError: there is no token, it is not allowed, or goes on failing; or `private` is asked for and it is public.
+    """
+    at = what.at
+    user = hub.account(at)
+    there = hub.find_repository(at, main=True)
+    if there is not None and private and not there.private:
+        raise UserError(f"{at} is there already, and is public: make it private on {at.page}/settings, or leave --private out")
+    edited = there is not None and what.card.startswith("written") and _edited(at)
+    what = what.without_card() if edited else what
+    if what.text:
+        hub.check_card(at, what.text)
+    made = "" if there is not None else ", a new repository"
+    if there is None:
+        hub.create_repository(at, True if private else None)
+        there = hub.find_repository(at, main=True) or HubRepository(private, "")
+    say(
+        f"uploading {counted(len(what.files), 'file')}, {short(what.bytes)}B, of {what.model}\n"
+        f"to {at.page}, branch {at.revision or 'main'}{made}, {'private' if there.private else 'PUBLIC'}, as {user}"
+    )
+    for line in what.lines():
+        say(line)
+    started = time.monotonic()
+    hub.create_branch(at)
+    page = hub.upload(at, what.files, message)
+    seconds = time.monotonic() - started
+    say(f"done in {duration(seconds)}: {page}")
+    return page
+
+
+def _edited(at: HubAddress) -> bool:
+    """Whether there is a card at the hub that somebody wrote or edited."""
+    try:
+        card = hub.read_card(at)
+    except hub.MissingError:  # a branch that is not there yet
+        return False
+    return card is not None and not written_here(card)
