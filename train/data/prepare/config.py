@@ -70,6 +70,8 @@ class PrepareConfig:
         threads: of each process. Sums of a neural codec may round differently with another number.
         shard: prepare a part of the items, such as `3/16`: part 3 of 16, counted from 0. Each can be made on another machine;
             `omni-train data join OUT` makes the output of all.
+        ray: address of a Ray cluster whose processes prepare: `auto` for that of this machine or of `RAY_ADDRESS`, `local` to
+            start one here, or `ray://host:10001`. All of its machines see data and codec by the same paths.
     """
 
     read: ReaderOptions = field(default_factory=ReaderOptions)
@@ -89,6 +91,7 @@ class PrepareConfig:
     workers: int | None = ranged(None, 0)
     threads: int = ranged(1, 1)
     shard: str = ""
+    ray: str = ""
 
     def __post_init__(self) -> None:
         for side in self.sides:

@@ -73,7 +73,8 @@ def prepare(
         if occupied(out):
             return whole_already(out, settings)
     work = working(out)
-    codec = codec_of(config)  # loaded before processes start and folders are made, so that errors come first
+    away = config.ray and config.device != "cpu"  # this machine may have no such device
+    codec = None if away else codec_of(config)  # loaded before processes start and folders are made, so that errors come first
     for side in config.sides:
         voice_of(config, side)
     try:

@@ -25,7 +25,7 @@ FORMAT = 1
 _DATA = ("source_bytes", "source_files", "source_checksum")
 _SMALL = 1 << 20
 """Largest file, in bytes, that is compared by its checksum: such as one that people edit."""
-_WITHOUT_EFFECT = ("workers", "shard")
+_WITHOUT_EFFECT = ("workers", "shard", "ray")
 
 
 def settings_of(path: Path, source: OpenedSource, config: PrepareConfig, address: str | None = None) -> dict[str, Any]:
