@@ -8,19 +8,27 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from omni.errors import UserError
 from omni.plugins import load_plugins, loaded
 from train.data.prepare.config import PrepareConfig
-from train.data.prepare.pool import BlockPool
-from train.data.prepare.worker import BlockMaker, PreparedBlock
+from train.data.prepare.pool import BlockPool, pooled
+from train.data.prepare.worker import BlockMaker, PreparedBlock, Tick
 from train.data.readers import OpenedSource
 from train.data.rows.row import features
 
 RETRIES = 10
 """Number of times that a block is given to an actor which dies, after the first."""
+
+
+def cluster_blocks(
+    source: OpenedSource, config: PrepareConfig, starts: range, total: int, tick: Tick, codec: object = None
+) -> Generator[PreparedBlock, None, None]:
+    """Make blocks as `pool.make_blocks`, on the cluster `config.ray`; each of its processes loads a codec of its own."""
+    if starts:
+        yield from pooled(RayPool(source, config, len(starts)), starts, total, tick)
 
 
 class RayPool(BlockPool):
@@ -62,7 +70,7 @@ class RayPool(BlockPool):
     def send(self, worker: int, start: int, stop: int) -> None:
         self._pending[self.workers[worker].make.remote(start, stop)] = worker, start, stop
 
-    def receive(self) -> Iterator[tuple[int, PreparedBlock | tuple[int, float]]]:
+    def receive(self) -> Generator[tuple[int, PreparedBlock | tuple[int, float]], None, None]:
         done, _ = self.ray.wait(list(self._pending))
         for one in done:
             worker, start, stop = self._pending.pop(one)

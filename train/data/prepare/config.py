@@ -19,14 +19,14 @@ ONE = "espeak:+f3"
 
 
 @dataclass(frozen=True)
-class Part:
+class DataPart:
     """One of `count` parts of a preparation, `number` from 0 on; as text `3/16`."""
 
     number: int
     count: int
 
     @classmethod
-    def read(cls, text: str) -> Part:
+    def read(cls, text: str) -> DataPart:
         """UserError where a text names no part."""
         found = re.fullmatch(r"(\d+)/(\d+)", text)
         if found is None:
@@ -99,7 +99,7 @@ class PrepareConfig:
                 raise UserError(f"speak {self.speak!r}: {side!r} is no side of a row; use question, answer or question,answer")
         check_fields(self)
         if self.shard:
-            Part.read(self.shard)
+            DataPart.read(self.shard)
         if self.codec_folder and not self.codec:
             raise UserError(f"codec_folder {self.codec_folder!r} is given without a codec; name one, such as --codec snac")
         if self.sides:
@@ -119,9 +119,9 @@ class PrepareConfig:
         return ONE if self.voice == "espeak" else self.voice
 
     @property
-    def part(self) -> Part | None:
+    def part(self) -> DataPart | None:
         """The part that is prepared; None for all items."""
-        return Part.read(self.shard) if self.shard else None
+        return DataPart.read(self.shard) if self.shard else None
 
     @property
     def processes(self) -> int:

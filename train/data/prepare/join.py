@@ -15,7 +15,7 @@ from typing import Any
 from omni.errors import UserError
 from omni.files import locked, read_json
 from train.console.progress import Display, Kind, counted
-from train.data.prepare.config import Part
+from train.data.prepare.config import DataPart
 from train.data.prepare.parts import (
     SHARD,
     command_for,
@@ -68,7 +68,7 @@ def join(
         return complete(work, out, settings, read_json(parts[0][1] / REPORT, AGAIN)["note"])
 
 
-def _fill(work: Path, parts: Sequence[tuple[Part, Path]], settings: dict[str, Any], progress: Kind) -> None:
+def _fill(work: Path, parts: Sequence[tuple[DataPart, Path]], settings: dict[str, Any], progress: Kind) -> None:
     """Write all shards that are not there yet."""
     total = _total(settings)
     writer = ShardWriter(work, settings["shard_mb"] << 20)
@@ -102,7 +102,7 @@ def _total(settings: dict[str, Any]) -> int:
     return min(settings["source_items"], settings["limit"] or settings["source_items"])
 
 
-def _parts(out: Path, folders: Sequence[Path]) -> tuple[list[tuple[Part, Path]], dict[str, Any]]:
+def _parts(out: Path, folders: Sequence[Path]) -> tuple[list[tuple[DataPart, Path]], dict[str, Any]]:
     """All parts in their order, and their settings; UserError where they are not whole, or do not fit together."""
     found: dict[int, Path] = {}
     places = list(folders) or [place for _, place in parts_in(parts_folder(out)) if (place / NAME).is_file()]
@@ -115,7 +115,7 @@ def _parts(out: Path, folders: Sequence[Path]) -> tuple[list[tuple[Part, Path]],
         refuse_other(
             place, settings_in(place), settings, "was prepared", f"in {places[0]} is", "or remove one of both and make it again"
         )
-        part = Part.read(read_json(place / NAME, AGAIN)[SHARD])
+        part = DataPart.read(read_json(place / NAME, AGAIN)[SHARD])
         count = count or part.count
         if part.count != count:
             raise UserError(
@@ -124,7 +124,7 @@ def _parts(out: Path, folders: Sequence[Path]) -> tuple[list[tuple[Part, Path]],
         if part.number in found:
             raise UserError(f"{place} and {found[part.number]} are both part {part}: name one of them")
         found[part.number] = place
-    parts = [Part(number, count) for number in range(count)]
+    parts = [DataPart(number, count) for number in range(count)]
     missing = {part: _state(found.get(part.number)) for part in parts if not _is_whole(found.get(part.number))}
     if missing:
         first, more = next(iter(missing)), len(missing) - _SHOWN

@@ -19,7 +19,7 @@ from typing import Any
 from omni.errors import UserError
 from omni.files import locked, read_json
 from train.data.prepare import shards
-from train.data.prepare.config import Part, PrepareConfig
+from train.data.prepare.config import DataPart, PrepareConfig
 from train.data.prepare.settings import NAME, discard, refuse_other
 from train.data.prepare.shards import AGAIN, stored
 from train.data.prepare.worker import BLOCK
@@ -40,7 +40,7 @@ def parts_folder(out: Path) -> Path:
     return out.with_name(f"{out.name}.parts")
 
 
-def part_folder(out: Path, part: Part) -> Path:
+def part_folder(out: Path, part: DataPart) -> Path:
     """The folder of a part, once it is whole."""
     return parts_folder(out) / f"{part.number:05d}-of-{part.count:05d}"
 
@@ -51,7 +51,7 @@ def made_at(out: Path, config: PrepareConfig) -> Path:
     return place if (place / NAME).is_file() and not (out / NAME).is_file() else out
 
 
-def items_of(part: Part, total: int) -> range:
+def items_of(part: DataPart, total: int) -> range:
     """The items of a part, of `total`: whole blocks, about as many in each part."""
     unit = shards.SEGMENT if total >= _SEGMENTS * part.count * shards.SEGMENT else BLOCK
     units = -(-total // unit)
@@ -59,12 +59,12 @@ def items_of(part: Part, total: int) -> range:
     return range(first, stop)
 
 
-def parts_in(folder: Path) -> Iterator[tuple[Part, Path]]:
+def parts_in(folder: Path) -> Iterator[tuple[DataPart, Path]]:
     """Iterate over the parts in a folder of parts, in their order: whole ones, and those that are being made."""
     for place in sorted(folder.iterdir()) if folder.is_dir() else ():
         found = re.fullmatch(r"(\d{5,})-of-(\d{5,})(\.preparing)?", place.name)
         if found is not None and place.is_dir():
-            yield Part(int(found[1]), int(found[2])), place
+            yield DataPart(int(found[1]), int(found[2])), place
 
 
 def settings_in(place: Path) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def refuse_parts(out: Path) -> None:
         )
 
 
-def refuse_others(out: Path, part: Part, settings: dict[str, Any]) -> None:
+def refuse_others(out: Path, part: DataPart, settings: dict[str, Any]) -> None:
     """UserError where an output is being made as a whole already, or in another number of parts, or with other settings."""
     work = working(out)
     if work.exists():
@@ -104,7 +104,7 @@ def refuse_others(out: Path, part: Part, settings: dict[str, Any]) -> None:
             return refuse_other(place, settings_in(place), settings, "was started", way=way)
 
 
-def command_for(settings: Mapping[str, Any], out: Path, part: Part) -> str:
+def command_for(settings: Mapping[str, Any], out: Path, part: DataPart) -> str:
     """The command that makes a part under these settings."""
     words = ["omni-train", "data", "prepare", settings["source"], str(out), "--shard", str(part)]
     plain = asdict(PrepareConfig())

@@ -41,19 +41,15 @@ def make_blocks(
     """
     if not starts:
         return
-    if config.ray:
-        from train.data.prepare.cluster import RayPool
-
-        yield from _pooled(RayPool(source, config, len(starts)), starts, total, tick)
-        return
     processes = min(config.processes, len(starts))
     if processes == 0:
         yield from _here(source, config, starts, total, tick, codec)
         return
-    yield from _pooled(_Pool(source, config, processes), starts, total, tick)
+    yield from pooled(_Pool(source, config, processes), starts, total, tick)
 
 
-def _pooled(pool: BlockPool, starts: range, total: int, tick: Tick) -> Iterator[PreparedBlock]:
+def pooled(pool: BlockPool, starts: range, total: int, tick: Tick) -> Iterator[PreparedBlock]:
+    """Make blocks as `make_blocks`, in a pool, which is closed at the end."""
     try:
         yield from pool.run(starts, total, tick)
     finally:

@@ -14,6 +14,7 @@ from omni.files import LOCK, flush, locked
 from omni.remote import find_address, refuse_remote
 from omni.stores.reading import local_path
 from train.console.progress import Display, Kind, counted
+from train.data.prepare.cluster import cluster_blocks
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.parts import SHARD, items_of, part_folder, refuse_others, refuse_parts, working
 from train.data.prepare.pool import make_blocks
@@ -121,7 +122,8 @@ def _fill(work: Path, source: OpenedSource, config: PrepareConfig, codec: AudioC
     if done:
         display.say(f"going on after {counted(done, 'item')}, of which {counted(shards.done.rows, 'row')} came")
     rows, first_why = shards.done.rows, ""
-    blocks = make_blocks(source, config, range(shards.next_item, items.stop, BLOCK), items.stop, display.tick, codec)
+    make = cluster_blocks if config.ray else make_blocks
+    blocks = make(source, config, range(shards.next_item, items.stop, BLOCK), items.stop, display.tick, codec)
     try:
         for block in blocks:
             rows += block.tally.rows

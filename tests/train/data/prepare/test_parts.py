@@ -21,7 +21,7 @@ from tests.train.data.prepare.toys import ToySource
 from train.cli import main
 from train.data.prepare import shards
 from train.data.prepare import worker as blocks
-from train.data.prepare.config import Part, PrepareConfig
+from train.data.prepare.config import DataPart, PrepareConfig
 from train.data.prepare.join import join
 from train.data.prepare.parts import items_of
 from train.data.prepare.prepare import prepare
@@ -75,7 +75,7 @@ def test_parts_give_the_bytes_of_one_preparation(count, segment, tmp_path, monke
 
 @pytest.mark.parametrize(("total", "count"), [(0, 3), (1, 3), (5000, 7), (10**6, 3), (10**8, 999)])
 def test_parts_are_all_items_once(total, count):
-    ranges = [items_of(Part(number, count), total) for number in range(count)]
+    ranges = [items_of(DataPart(number, count), total) for number in range(count)]
     assert ranges[0].start == 0 and ranges[-1].stop == total
     assert all(one.stop == other.start for one, other in itertools.pairwise(ranges))
     assert all(one.start % 32 == 0 or one.start == total for one in ranges)
