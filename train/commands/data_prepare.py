@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from train.config.parse import ConfigParser
 from train.console.options import Listing, add_progress, given_path
 from train.console.progress import duration
 from train.data.prepare.config import PrepareConfig
+from train.data.prepare.parts import made_at
 from train.data.prepare.prepare import prepare
 from train.data.prepare.report import summary
 from train.data.readers import READERS
@@ -22,7 +24,10 @@ def main(argv: Sequence[str]) -> int:
     config = parser.configuration(chosen)
     start = time.monotonic()
     done = prepare(chosen["source"], chosen["out"], config, chosen["progress"])
-    print(summary(done, chosen["out"]))
+    place = made_at(chosen["out"], config)
+    print(summary(done, place))
+    if place != chosen["out"]:
+        print(f"part {config.shard}; once all are whole: omni-train data join {shlex.quote(str(chosen['out']))}")
     if chosen["progress"] != "off":
         print(f"took {duration(time.monotonic() - start)}", file=sys.stderr)
     return 0
@@ -33,7 +38,8 @@ def _parser() -> ConfigParser:
     parser = ConfigParser(
         prog="omni-train data prepare",
         description="Read a data set, speak and encode what is missing, and store the rows as Parquet files in a folder,\n"
-        "which appears when it is whole. The same command goes on with what was interrupted.\n\nformats:\n" + formats,
+        "which appears when it is whole. The same command goes on with what was interrupted.\n"
+        "With --shard i/n it makes one of n parts, which `omni-train data join OUT` joins.\n\nformats:\n" + formats,
         formatter_class=Listing,
     )
     parser.add_argument("source", type=given_path, help="file or folder of the data set")

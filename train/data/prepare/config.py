@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from omni.audio.io import SAMPLE_RATE
@@ -15,6 +16,28 @@ from train.data.tts.voices import check_spec
 SIDES = ("question", "answer")
 ONE = "espeak:+f3"
 """The voice of answers where questions are asked in many."""
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """One of `count` parts of a preparation, `number` from 0 on; as text `3/16`."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def read(cls, text: str) -> DataPart:
+        """UserError where a text names no part."""
+        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        if found is None:
+            raise UserError(f"shard {text!r} is not written as 3/16: the number of a part, from 0 on, and how many there are")
+        number, count = map(int, found.groups())
+        if number >= count:
+            raise UserError(f"shard {text!r} is none of {count}: they are counted from 0 on, 0/{count or 1} is the first")
+        return cls(number, count)
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
 
 
 @dataclass(frozen=True)
@@ -45,6 +68,10 @@ class PrepareConfig:
             least, which is larger where their sound is (compression leaves that as it is).
         workers: processes; 0 works in this one, null takes one for every core (and `threads`). The rows do not depend on it.
         threads: of each process. Sums of a neural codec may round differently with another number.
+        shard: prepare a part of the items, such as `3/16`: part 3 of 16, counted from 0. Each can be made on another machine;
+            `omni-train data join OUT` makes the output of all.
+        ray: address of a Ray cluster whose processes prepare: `auto` for that of this machine or of `RAY_ADDRESS`, `local` to
+            start one here, or `ray://host:10001`. All of its machines see data and codec by the same paths.
     """
 
     read: ReaderOptions = field(default_factory=ReaderOptions)
@@ -63,12 +90,16 @@ class PrepareConfig:
     shard_mb: int = ranged(256, 1)
     workers: int | None = ranged(None, 0)
     threads: int = ranged(1, 1)
+    shard: str = ""
+    ray: str = ""
 
     def __post_init__(self) -> None:
         for side in self.sides:
             if side not in SIDES:
                 raise UserError(f"speak {self.speak!r}: {side!r} is no side of a row; use question, answer or question,answer")
         check_fields(self)
+        if self.shard:
+            DataPart.read(self.shard)
         if self.codec_folder and not self.codec:
             raise UserError(f"codec_folder {self.codec_folder!r} is given without a codec; name one, such as --codec snac")
         if self.sides:
@@ -86,6 +117,11 @@ class PrepareConfig:
         if self.answer_voice or not isinstance(self.voice, str):
             return self.answer_voice or ONE
         return ONE if self.voice == "espeak" else self.voice
+
+    @property
+    def part(self) -> DataPart | None:
+        """The part that is prepared; None for all items."""
+        return DataPart.read(self.shard) if self.shard else None
 
     @property
     def processes(self) -> int:

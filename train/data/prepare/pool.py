@@ -10,6 +10,7 @@ import multiprocessing
 import pickle
 import signal
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, cast
@@ -44,7 +45,11 @@ def make_blocks(
     if processes == 0:
         yield from _here(source, config, starts, total, tick, codec)
         return
-    pool = _Pool(source, config, processes)
+    yield from pooled(_Pool(source, config, processes), starts, total, tick)
+
+
+def pooled(pool: BlockPool, starts: range, total: int, tick: Tick) -> Iterator[PreparedBlock]:
+    """Make blocks as `make_blocks`, in a pool, which is closed at the end."""
     try:
         yield from pool.run(starts, total, tick)
     finally:
@@ -65,7 +70,48 @@ def _here(
         torch.set_num_threads(threads)
 
 
-class _Pool:
+class BlockPool(ABC):
+    """Worker processes, each with blocks in hand, in `workers`."""
+
+    workers: dict[Any, Any]
+
+    def run(self, starts: range, total: int, tick: Tick) -> Iterator[PreparedBlock]:
+        """Assign and return blocks in order."""
+        told = given = 0
+        busy = dict.fromkeys(self.workers, 0)
+        ready: dict[int, PreparedBlock] = {}
+        while given < len(starts):
+            while told < len(starts) and told - given < _WINDOW * len(busy) and min(busy.values()) < _AHEAD:
+                worker = min(busy, key=lambda one: busy[one])
+                self.send(worker, starts[told], min(starts[told] + BLOCK, total))
+                busy[worker] += 1
+                told += 1
+            for worker, message in self.receive():
+                if isinstance(message, PreparedBlock):
+                    ready[starts.index(message.start)] = message
+                    busy[worker] -= 1
+                else:
+                    tick(*message)
+            while given in ready:
+                yield ready.pop(given)
+                given += 1
+
+    @abstractmethod
+    def send(self, worker: Any, start: int, stop: int) -> None:
+        """Assign the block of items `start` to `stop`; never waits for a busy worker."""
+
+    @abstractmethod
+    def receive(self) -> Iterator[tuple[Any, PreparedBlock | tuple[int, float]]]:
+        """Wait for blocks, and for items and seconds that are done in others, of any worker; UserError where one fails."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all workers."""
+
+
+class _Pool(BlockPool):
+    """Processes of this machine."""
+
     def __init__(self, source: OpenedSource, config: PrepareConfig, processes: int) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would copy threads and locks of torch
         work = pickle.dumps((source, config, features().arrow_schema))
@@ -78,33 +124,15 @@ class _Pool:
             theirs.close()
             self.workers[ours] = process
 
-    def run(self, starts: range, total: int, tick: Tick) -> Iterator[PreparedBlock]:
-        """Assign and return blocks in order. Messages to processes are small, so sending never waits for a busy one."""
-        told = given = 0
-        busy = dict.fromkeys(self.workers, 0)
-        ready: dict[int, PreparedBlock] = {}
-        while given < len(starts):
-            while told < len(starts) and told - given < _WINDOW * len(busy) and min(busy.values()) < _AHEAD:
-                pipe = min(busy, key=lambda one: busy[one])
-                self._send(pipe, (starts[told], min(starts[told] + BLOCK, total)))
-                busy[pipe] += 1
-                told += 1
-            for pipe in cast("list[Connection]", wait(list(self.workers))):
-                message = self._receive(pipe)
-                if isinstance(message, PreparedBlock):
-                    ready[starts.index(message.start)] = message
-                    busy[pipe] -= 1
-                else:
-                    tick(*message)
-            while given in ready:
-                yield ready.pop(given)
-                given += 1
-
-    def _send(self, pipe: Connection, block: tuple[int, int]) -> None:
+    def send(self, worker: Connection, start: int, stop: int) -> None:
         try:
-            pipe.send(block)
+            worker.send((start, stop))
         except OSError:
-            self._raise_dead(pipe)
+            self._raise_dead(worker)
+
+    def receive(self) -> Iterator[tuple[Connection, PreparedBlock | tuple[int, float]]]:
+        for pipe in cast("list[Connection]", wait(list(self.workers))):
+            yield pipe, self._receive(pipe)
 
     def _receive(self, pipe: Connection) -> Any:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,9 @@ from omni.files import LOCK, flush, locked
 from omni.remote import find_address, refuse_remote
 from omni.stores.reading import local_path
 from train.console.progress import Display, Kind, counted
+from train.data.prepare.cluster import cluster_blocks
 from train.data.prepare.config import PrepareConfig
+from train.data.prepare.parts import SHARD, items_of, part_folder, refuse_others, refuse_parts, working
 from train.data.prepare.pool import make_blocks
 from train.data.prepare.report import REPORT, read_report, write_report
 from train.data.prepare.rows import PrepareTally
@@ -41,28 +44,38 @@ def prepare(
 
     The same call goes on after an interruption, at the last finished shard (a failure before the first leaves nothing), and
     leaves a finished output as it is. Items that make no row are counted and listed in `out`'s `report.json` and `broken.csv`.
+    With a `shard`, a part is made, in a folder beside `out` (see `parts`), where `out` is not there yet.
 
     Args:
         path: file or folder of the data set, or its address, from which it is brought into the cache.
         opener: opens the data set, instead of `train.data.readers.open_source`; its result must be picklable.
 
     Returns:
-        Counts of all rows, those of earlier starts included.
+        Counts of all rows, or of the part's, those of earlier starts included.
 
     Raises:
         UserError: settings, codec, voice or data set that do not fit; an `out` within the data, or that cannot be replaced;
             another process at work in `out`; a half-made or whole `out` of other settings, or of data that have changed since;
+            a `shard` of an output that is being made otherwise;
             no space left; a data set of which no item makes a row.
     """
     config = config or PrepareConfig()
     address, path = find_address(path), local_path(path, again=True)
-    out = _target(path, Path(out))
+    out, part = place_for(Path(out), path), config.part
     source = opener(path) if opener else open_source(path, config.read)
     settings = settings_of(path, source, config, address)
-    if _occupied(out):
-        return _finished(out, settings)
-    work = out.with_name(f"{out.name}.preparing")
-    codec = codec_of(config)  # loaded before processes start and folders are made, so that errors come first
+    if occupied(out):
+        return whole_already(out, settings)
+    if part is None:
+        refuse_parts(out)
+    else:
+        refuse_others(out, part, settings)
+        out, settings = part_folder(out, part), {**settings, SHARD: str(part)}
+        if occupied(out):
+            return whole_already(out, settings)
+    work = working(out)
+    away = config.ray and config.device != "cpu"  # this machine may have no such device
+    codec = None if away else codec_of(config)  # loaded before processes start and folders are made, so that errors come first
     for side in config.sides:
         voice_of(config, side)
     try:
@@ -70,41 +83,53 @@ def prepare(
     except (FileExistsError, NotADirectoryError) as error:
         raise UserError(f"output {out} lies in a file: name a folder") from error
     with locked(work):
-        if _occupied(out):  # another process has finished it meanwhile
+        if occupied(out):  # another process has finished it meanwhile
             shutil.rmtree(work)
-            return _finished(out, settings)
+            return whole_already(out, settings)
         check_settings(work, settings, finished=False)
         try:
             _fill(work, source, config, codec, progress)
         except BaseException:
             if not stored(work):
                 discard(work)
+                if part is not None:
+                    with suppress(OSError):  # it holds other parts
+                        out.parent.rmdir()
             raise
+        return complete(work, out, settings, source.note)
+
+
+def complete(work: Path, out: Path, settings: dict[str, Any], note: str) -> PrepareTally:
+    """Make an output, or a part, of a working folder with all its shards; returns its counts. `note` is the source's."""
+    if any(work.glob("rows-*.parquet")):  # a part may have none
         index_whole(work)
-        write_report(work, settings, source.note)
-        os.rename(work, out)
-        flush(out.parent)
-        _tidy(out)
-        return read_report(out)
+    write_report(work, settings, note)
+    os.rename(work, out)
+    flush(out.parent)
+    _tidy(out, settings)
+    return read_report(out)
 
 
 def _fill(work: Path, source: OpenedSource, config: PrepareConfig, codec: AudioCodec | None, progress: Kind) -> None:
     """Write all shards that are not finished yet."""
     total = min(len(source), config.limit or len(source))
-    shards = ShardWriter(work, config.shard_mb << 20)
-    display = Display(total, shards.next_item, progress)
+    items = items_of(config.part, total) if config.part else range(total)
+    shards = ShardWriter(work, config.shard_mb << 20, items if config.part else None)
+    done = shards.next_item - items.start
+    display = Display(len(items), done, progress)
     if source.note:
         display.say(source.note)
-    if shards.next_item:
-        display.say(f"going on after {counted(shards.next_item, 'item')}, of which {counted(shards.done.rows, 'row')} came")
+    if done:
+        display.say(f"going on after {counted(done, 'item')}, of which {counted(shards.done.rows, 'row')} came")
     rows, first_why = shards.done.rows, ""
-    blocks = make_blocks(source, config, range(shards.next_item, total, BLOCK), total, display.tick, codec)
+    make = cluster_blocks if config.ray else make_blocks
+    blocks = make(source, config, range(shards.next_item, items.stop, BLOCK), items.stop, display.tick, codec)
     try:
         for block in blocks:
             rows += block.tally.rows
             if not first_why and block.broken:
                 first_why = f"{block.broken[0].where}: {block.broken[0].why}"
-            if not rows and block.stop >= min(total, _MAX_WITHOUT_ROW):
+            if not (rows or items.start) and block.stop >= min(total, _MAX_WITHOUT_ROW):
                 raise UserError(f"none of the first {counted(block.stop, 'item')} makes a row; the first, {first_why}")
             shards.add(block)
         shards.finish()
@@ -112,42 +137,43 @@ def _fill(work: Path, source: OpenedSource, config: PrepareConfig, codec: AudioC
         shards.abandon()
         blocks.close()
         display.close()
-    if not shards.done.rows:
+    if not (shards.done.rows or config.part):
         raise UserError(f"the source has {counted(total, 'item')} and none makes a row: there is nothing to store")
 
 
-def _target(path: Path, out: Path) -> Path:
-    """Path of the output folder, links resolved; UserError where it cannot be made there."""
+def place_for(out: Path, path: Path | None = None) -> Path:
+    """Path of the output folder, links resolved; UserError where it cannot be made there, or lies in the data at `path`."""
     refuse_remote(out, "output", write=True)
     try:
         real = out.resolve()
     except (OSError, ValueError, RuntimeError) as error:  # links in a circle, NUL
         raise UserError(f"output {out} is no name that leads to a folder ({error}): name another") from error
-    if path.is_dir() and real.is_relative_to(path.resolve()):
+    if path is not None and path.is_dir() and real.is_relative_to(path.resolve()):
         raise UserError(f"output {out} lies in the data {path}, of which it would become a part: name a folder outside")
-    if real.is_dir() and not _occupied(real):  # an empty folder is replaced by the working folder at the end
+    if real.is_dir() and not occupied(real):  # an empty folder is replaced by the working folder at the end
         what = "a mount point" if os.path.ismount(real) else "the folder that this runs in"
         if os.path.ismount(real) or os.path.samefile(real, os.curdir):
             raise UserError(f"output {out} is {what}, which cannot be replaced: name a folder in it, such as {out / 'rows'}")
     return real
 
 
-def _occupied(out: Path) -> bool:
+def occupied(out: Path) -> bool:
     """True where the output's path is taken; an empty folder does not count."""
     return out.exists() and not (out.is_dir() and not any(out.iterdir()))
 
 
-def _finished(out: Path, settings: dict[str, Any]) -> PrepareTally:
-    """Check the settings of an output that is complete already, and return its counts."""
+def whole_already(out: Path, settings: dict[str, Any]) -> PrepareTally:
+    """Check the settings of an output, or a part, that is complete already, and return its counts."""
     if not (out / REPORT).is_file():
         raise UserError(f"output {out} exists and is none of this command's: choose another, or remove it")
     check_settings(out, settings, finished=True)
-    _tidy(out)
+    _tidy(out, settings)
     return read_report(out)
 
 
-def _tidy(out: Path) -> None:
-    """Remove the files that only an unfinished output needs."""
-    shutil.rmtree(out / "notes", ignore_errors=True)
+def _tidy(out: Path, settings: dict[str, Any]) -> None:
+    """Remove the files that only an unfinished output needs; a part's notes stay, for `join`."""
+    if SHARD not in settings:
+        shutil.rmtree(out / "notes", ignore_errors=True)
     for left in (out / LOCK, *out.glob(".*.part*")):  # the latter of a process that was killed
         left.unlink(missing_ok=True)

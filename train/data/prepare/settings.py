@@ -25,7 +25,7 @@ FORMAT = 1
 _DATA = ("source_bytes", "source_files", "source_checksum")
 _SMALL = 1 << 20
 """Largest file, in bytes, that is compared by its checksum: such as one that people edit."""
-_WITHOUT_EFFECT = ("workers",)
+_WITHOUT_EFFECT = ("workers", "shard", "ray")
 
 
 def settings_of(path: Path, source: OpenedSource, config: PrepareConfig, address: str | None = None) -> dict[str, Any]:
@@ -97,23 +97,28 @@ def check_settings(folder: Path, settings: dict[str, Any], finished: bool) -> No
     if not finished and not stored(folder):
         write_json(path, settings)
         return
-    held = read_json(path, AGAIN)
-    state = "was prepared" if finished else "was started"
+    refuse_other(folder, read_json(path, AGAIN), settings, "was prepared" if finished else "was started")
+
+
+def refuse_other(
+    folder: Path, held: dict[str, Any], settings: dict[str, Any], state: str, now: str = "is now",
+    way: str = "choose another output, or remove the folder",
+) -> None:  # fmt: skip
+    """UserError where the settings `held` in a folder differ from others, or are of data that have changed since.
+
+    Args:
+        state: how the folder came to be, for the message, as `now` is for what the other settings are, and `way` what to do.
+    """
     differing = []
-    for name, was, now in _differing(held, settings):
+    for name, one, other in _differing(held, settings):
         if name in _DATA and name not in held:  # written by a version without this setting
             continue
         if name in _DATA:
-            raise UserError(
-                f"{folder} {state} before {settings['source']} changed: {name} was {was} and is now {now}; choose another "
-                "output, or remove the folder"
-            )
-        differing.append(f"{name} was {was!r} and is now {now!r}")
+            what = f"{name} was {one} and {now} {other}"
+            raise UserError(f"{folder} {state} before {settings['source']} changed: {what}; {way.removeprefix('or ')}")
+        differing.append(f"{name} was {one!r} and {now} {other!r}")
     if differing:
-        raise UserError(
-            f"{folder} {state} with other settings: {', '.join(differing)}; give the same ones, choose another output, or "
-            "remove the folder"
-        )
+        raise UserError(f"{folder} {state} with other settings: {', '.join(differing)}; give the same ones, {way}")
 
 
 def _differing(was: dict[str, Any], now: dict[str, Any], within: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -4,11 +4,15 @@
     notes/00000.json        {"file", "rows", "bytes", "crc32", "items": [first, next], "tally", "broken"}
 
 A shard is finished when it has a note, which is written last. An interrupted preparation goes on after the longest series of
-notes without a gap, and writes the shards after it again.
+notes without a gap, and writes the shards after it again. No shard holds items of two segments, so a segment's shards do not
+depend on the items before it. A part of a preparation (`parts`) may begin or end within a segment: notes of such a segment
+list its blocks too (`blocks`), from which `ShardWriter` makes the shards of the whole segment.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 from omni.errors import UserError
 from omni.files import part_of, publish, read_json, write_json, writing
 from train.data.prepare.rows import PrepareTally
-from train.data.prepare.worker import BrokenItem, PreparedBlock
+from train.data.prepare.worker import BLOCK, BrokenItem, PreparedBlock
 from train.data.rows.parquet import ROW_GROUP
+from train.data.rows.parquet_files import readable
 from train.data.rows.row import features
 
 if TYPE_CHECKING:
@@ -33,25 +38,32 @@ _GROUP_BYTES = 16 << 20
 SHARD_GROUPS = 512
 """Largest number of row groups of a shard: the writer keeps a kilobyte per group and column until the shard ends."""
 
+SEGMENT = SHARD_GROUPS * ROW_GROUP // BLOCK * BLOCK
+"""Number of items of a segment. Another number makes other shards."""
+
 
 class ShardWriter:
     """Writes blocks, given in order, into shards of about `size` bytes (before compression; one block at least), of
-    `SHARD_GROUPS` groups at most.
+    `SHARD_GROUPS` groups at most, within a segment.
+
+    Args:
+        part: the items that are stored here, where these are not all of the source's.
 
     Attributes:
         next_item: first item of the source that no finished shard covers.
+        last: first item of the source that was not added yet.
         done: counts of the finished shards.
     """
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, part: range | None = None) -> None:
         self.folder = folder
         self.size = size
+        self.part = part
         self.done = PrepareTally()
-        self.next_item = self.number = 0
+        self.number, self.next_item = 0, 0 if part is None else part.start
         (folder / "notes").mkdir(exist_ok=True)
-        for note in _series(folder):
+        for note in finished(folder, self.next_item):
             self._covered(note)
-            self.number += 1
         for path in folder.glob("rows-*.parquet"):
             if int(path.stem.partition("-")[2]) >= self.number:
                 path.unlink()
@@ -65,7 +77,8 @@ class ShardWriter:
         self._group_rows = self._group_bytes = self._bytes = self._groups = 0
         self._tally = PrepareTally()
         self._broken: list[BrokenItem] = []
-        self._last = self.next_item
+        self._blocks: list[dict[str, Any]] = []
+        self.last = self.next_item
 
     @property
     def file(self) -> Path:
@@ -75,21 +88,43 @@ class ShardWriter:
     def add(self, block: PreparedBlock) -> None:
         """Add the next block; UserError where there is no space left."""
         table = block.table()
-        if self._bytes and (self._bytes + table.nbytes > self.size or self._groups >= SHARD_GROUPS):
+        self.add_rows(block, table, table.nbytes)
+
+    def add_rows(self, block: PreparedBlock, table: pa.Table, size: int) -> None:
+        """Add the next block, whose rows are `table`, of `size` bytes when they were made; UserError as of `add`."""
+        if self._bytes and (self._bytes + size > self.size or self._groups >= SHARD_GROUPS):
             self.finish()
-        if block.start != self._last:
-            raise RuntimeError(f"block {block.start} comes after item {self._last}")
+        if block.start != self.last:
+            raise RuntimeError(f"block {block.start} comes after item {self.last}")
         self._tally.add(block.tally)
         self._broken += block.broken
-        self._last = block.stop
-        if not len(table):
-            return
-        self._group.append(table)
-        self._bytes += table.nbytes
-        self._group_bytes += table.nbytes
-        self._group_rows += len(table)
+        self._blocks.append({"stop": block.stop, "rows": len(table), "bytes": size, "tally": asdict(block.tally)})
+        self.last = block.stop
+        if len(table):
+            self._group.append(table)
+            self._bytes += size
+            self._group_bytes += size
+            self._group_rows += len(table)
         if self._group_rows >= ROW_GROUP or self._group_bytes >= _GROUP_BYTES:
             self._write_group()
+        if self.last % SEGMENT == 0:
+            self.finish()
+
+    def take(self, folder: Path, note: dict[str, Any]) -> None:
+        """Add a finished shard of a part in `folder`, as a hard link or a copy; UserError where there is no space left."""
+        self.finish()
+        if note["items"][0] != self.next_item:
+            raise RuntimeError(f"shard of items from {note['items'][0]} comes after item {self.next_item}")
+        if note["file"]:
+            with writing(self.file):
+                try:
+                    os.link(folder / note["file"], part_of(self.file))
+                except OSError:  # another disk, or a file system without links
+                    shutil.copyfile(folder / note["file"], part_of(self.file))
+                publish(self.file)
+        self._note(
+            {name: value for name, value in note.items() if name != "blocks"} | {"file": note["file"] and self.file.name}
+        )
 
     def _write_group(self) -> None:
         import pyarrow as pa
@@ -106,7 +141,7 @@ class ShardWriter:
 
     def finish(self) -> None:
         """Finish the shard in progress, where it covers any item."""
-        if self._last == self.next_item:
+        if self.last == self.next_item:
             return
         self._write_group()
         whole = self._writer is not None
@@ -119,13 +154,17 @@ class ShardWriter:
             "rows": self._tally.rows,
             "bytes": self.file.stat().st_size if whole else 0,
             "crc32": checksum(self.file) if whole else 0,
-            "items": [self.next_item, self._last],
+            "items": [self.next_item, self.last],
             "tally": self._tally.plain(),
             "broken": [asdict(item) for item in self._broken],
         }
+        if self.part is not None and not in_part(note, self.part):
+            note["blocks"] = self._blocks
+        self._note(note)
+
+    def _note(self, note: dict[str, Any]) -> None:
         write_json(self.folder / "notes" / f"{self.number:05d}.json", note)
         self._covered(note)
-        self.number += 1
         self._begin()
 
     def abandon(self) -> None:
@@ -139,6 +178,13 @@ class ShardWriter:
     def _covered(self, note: dict[str, Any]) -> None:
         self.done.add(PrepareTally.from_plain(note["tally"]))
         self.next_item = note["items"][1]
+        self.number += 1
+
+
+def in_part(note: dict[str, Any], part: range) -> bool:
+    """True where a shard's whole segment lies in a part."""
+    start = note["items"][0] // SEGMENT * SEGMENT
+    return part.start <= start and start + SEGMENT <= part.stop
 
 
 def notes(folder: Path) -> Iterator[dict[str, Any]]:
@@ -152,9 +198,9 @@ def stored(folder: Path) -> bool:
     return next(notes(folder), None) is not None
 
 
-def _series(folder: Path) -> Iterator[dict[str, Any]]:
-    """Iterate over the notes that cover items from 0 on without a gap; UserError where a shard does not match its note."""
-    expected = 0
+def finished(folder: Path, first: int) -> Iterator[dict[str, Any]]:
+    """Iterate over the notes that cover items from `first` on without a gap; UserError where a shard is not as its note."""
+    expected = first
     for number, note in enumerate(notes(folder)):
         if note["items"][0] != expected:
             return
@@ -168,6 +214,24 @@ def _series(folder: Path) -> Iterator[dict[str, Any]]:
                 )
         expected = note["items"][1]
         yield note
+
+
+def blocks_of(folder: Path, note: dict[str, Any]) -> Iterator[tuple[PreparedBlock, pa.Table, int]]:
+    """The blocks of a shard in a segment that its part has not whole, as `ShardWriter.add_rows` takes them."""
+    import pyarrow.parquet as pq
+
+    if note["file"]:
+        with readable(folder / note["file"]), pq.ParquetFile(folder / note["file"]) as file:
+            table = file.read()
+    else:
+        table = features().arrow_schema.empty_table()
+    start, row = note["items"][0], 0
+    for plain in note["blocks"]:
+        stop = plain["stop"]
+        broken = [BrokenItem(**item) for item in note["broken"] if start <= item["item"] < stop]
+        block = PreparedBlock(start, stop, tally=PrepareTally.from_plain(plain["tally"]), broken=broken)
+        yield block, table.slice(row, plain["rows"]), plain["bytes"]
+        start, row = stop, row + plain["rows"]
 
 
 def checksum(path: Path) -> int:
