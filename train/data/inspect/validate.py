@@ -55,8 +55,8 @@ def validate(
     """Check all rows of `data` singly, against each other, and against those of `against`.
 
     Memory holds a few rows, a bit for each row where there are duplicates, and at most 50 MiB for each of five kinds of digests
-    and three of other data; a temporary file (in `TMPDIR`) has 16 bytes for each digest beyond a million; see
-    `train.data.inspect.digests`.
+    and three of other data, with 60 MiB more while they are looked up. A temporary file (in `TMPDIR`) has 16 bytes for each
+    digest beyond a million; see `train.data.inspect.digests`.
 
     Raises:
         UserError: there are no such data, the codec's weights do not fit, or there is no room for the file.
