@@ -65,7 +65,7 @@ class Digests:
         import numpy as np
 
         for values, _ in _parts(self._suspects):
-            firsts = np.full(len(values), AGAIN, np.uint64)
+            firsts: np.ndarray = np.full(len(values), AGAIN, np.uint64)
             for place, rows in self._among(values):
                 new, at = np.unique(place, return_index=True)
                 unseen = firsts[new] == AGAIN
@@ -169,7 +169,8 @@ def _parts(pieces: Callable[[], Iterator[Found]]) -> Iterator[Found]:
 
     count = -(-sum(len(values) for values, _ in pieces()) // HELD)
     for part in range(count):
-        values = rows = np.zeros(0, np.uint64)
+        values: np.ndarray = np.zeros(0, np.uint64)
+        rows = values
         for more, their_rows in pieces():
             mine = more % np.uint64(count) == part
             values, first = np.unique(np.concatenate([values, more[mine]]), return_index=True)
