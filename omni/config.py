@@ -227,13 +227,17 @@ def from_dict(kind: type[T], data: Any, where: str = "config", *, stored: bool =
     return kind(**values)
 
 
+def _is_list_of(hint: Any, value: Any) -> bool:
+    return typing.get_origin(hint) is tuple and isinstance(value, (list, tuple))
+
+
 def _value(hint: Any, value: Any, where: str, stored: bool) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
             return None
         inner = [a for a in args if a is not type(None)]
-        fitting = [a for a in inner if isinstance(a, type) and type(value) is a]
+        fitting = [a for a in inner if (isinstance(a, type) and type(value) is a) or _is_list_of(a, value)]
         return _value((fitting or inner)[0], value, where, stored)
     if origin is Literal:
         if value not in args:

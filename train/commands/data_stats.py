@@ -10,7 +10,7 @@ from omni.errors import UserError
 from omni.process import importing
 from omni.tasks import find_task
 from train.console.options import Parser, add_progress, given_path
-from train.console.progress import counted, duration
+from train.console.progress import counted, duration, percent
 from train.console.tables import print_table
 from train.data.inspect.display import make_folder, save_report
 from train.data.inspect.scan import Scan
@@ -98,7 +98,8 @@ def _show_texts(collected: Collected) -> None:
         spoken = collected.samples.get(f"{side} seconds")
         mean = f"{spoken.total / spoken.count:.2f}" if spoken else ""
         if counts.texts:
-            rows.append([f"{side}s", *(str(plain[name]) for name in TEXT_COLUMNS), mean])
+            errors = {name: f" (± {percent(error, 2)})" for name, error in counts.estimated.items()}
+            rows.append([f"{side}s", *(f"{plain[name]}{errors.get(name, '')}" for name in TEXT_COLUMNS), mean])
     if rows:
         print_table("texts and their words", ("", *TEXT_COLUMNS.values(), "mean seconds"), rows)
 

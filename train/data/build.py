@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from omni.codec.base import AudioCodec
@@ -63,7 +64,7 @@ def build_pipeline(
         needed = Needed(frozenset(source.drawn), config.cut > 0, heard_only)
         sources.append(build_source(source, codec, key(config.seed, "source", i), config.cache, needed))
     return Pipeline(
-        Mixture(sources, [source.weight for source in config.sources], config.seed),
+        build_mixture(config, sources, config.seed),
         [TaskMixture(source.tasks, source.stages) for source in config.sources],
         ExampleMaker(
             model,
@@ -81,6 +82,17 @@ def build_pipeline(
         config.seed,
         broken=config.broken,
     )
+
+
+def build_mixture(config: DataConfig, sources: Sequence[Source], seed: int) -> Mixture:
+    """Mix built sources as configured; UserError where a limit does not fit its source."""
+    limits = []
+    for i, (source, one) in enumerate(zip(sources, config.sources, strict=True)):
+        try:
+            limits.append(one.limit(source.size))
+        except UserError as error:
+            raise UserError(f"data.sources.{i}.{error}") from error
+    return Mixture(sources, config.weights, seed, limits)
 
 
 def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +12,7 @@ from omni.tasks import TASKS, Task, find_task
 from train.data.augment.config import AugmentConfig
 from train.data.sources.config import WORDY, RecordedDigitsConfig, SpokenDigitsConfig
 from train.data.sources.mixture import Stage, TaskMixture
+from train.data.sources.spans import Weight, check_schedule
 
 MOST_COLUMNS = 1 << 22
 """Largest micro-batch, in columns: no device holds the activations of more."""
@@ -49,7 +51,11 @@ class SourceConfig:
     Attributes:
         kind: `stored`: the Parquet file or folder at `path`. `spoken-digits`: made while training, as `digits` says.
             `recorded-digits`: people's digits joined while training, as `recorded` says, answered as `digits` says.
-        weight: share of the draws, relative to the other sources.
+        weight: share of the draws, relative to the other sources: a number, or points [draw, weight] of one that changes, with
+            straight lines between them, counted over all sources and processes; with `data.draws` [share of these, weight].
+        max_epochs: how often the rows of the source are drawn at most (on average, such as 1.5); the other sources then share
+            its weight. Null for any number.
+        max_rows: rows of the source that are drawn at most, repeated ones included; null for any number.
         tasks: weights of the tasks its rows are used for (a row that names its own task keeps it).
         stages: other weights for the first draws: a curriculum.
         held_out: of a stored source, rows for validation: a Parquet file or folder of them, or a number of its own rows, evenly
@@ -57,7 +63,9 @@ class SourceConfig:
     """
 
     kind: Literal["spoken-digits", "recorded-digits", "stored"] = "spoken-digits"
-    weight: float = 1.0
+    weight: float | tuple[tuple[float, float], ...] = 1.0
+    max_epochs: float | None = ranged(None, above=0, way=", or null for any number")
+    max_rows: int | None = ranged(None, 1, way=", or null for any number")
     tasks: dict[str, float] = field(default_factory=lambda: {"A1A2": 1.0})
     stages: tuple[Stage, ...] = ()
     path: str | None = None
@@ -79,6 +87,23 @@ class SourceConfig:
             TaskMixture(self.tasks, self.stages)
         except UserError as error:
             raise UserError(f"the source {self.path or self.kind}: {error}") from error
+
+    def limit(self, size: int | None) -> int | None:
+        """Most rows that the source gives if it has `size` of them; None for any number.
+
+        Raises:
+            UserError: the epochs of a source without end are limited, or to less than a row.
+        """
+        if self.max_epochs is None:
+            return self.max_rows
+        if size is None:
+            raise UserError(f"max_epochs is {self.max_epochs:g}, but rows are made without end: give max_rows instead")
+        rows = round(self.max_epochs * size)
+        if not rows:
+            raise UserError(
+                f"max_epochs is {self.max_epochs:g}: of {size} rows it leaves none; give more, or leave the source out"
+            )
+        return rows if self.max_rows is None else min(rows, self.max_rows)
 
     @property
     def own_tasks(self) -> dict[str, float]:
@@ -102,6 +127,8 @@ class DataConfig:
     """The data of a run.
 
     Attributes:
+        draws: draws of the run, over all sources and processes, of which the points of weights name shares from 0 to 1; null
+            where they name draws.
         seed: of all draws.
         micro_batches: micro-batches of a step over all processes; each process takes as many.
         packing: shape of a micro-batch.
@@ -126,6 +153,7 @@ class DataConfig:
     """
 
     sources: tuple[SourceConfig, ...] = (SourceConfig(),)
+    draws: int | None = ranged(None, 1, way=", or null where points of weights name draws")
     seed: int = ranged(0, 0, 2**63 - 1)
     micro_batches: int = ranged(1, 1)
     packing: PackingConfig = field(default_factory=PackingConfig)
@@ -145,6 +173,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise UserError("data.sources is empty; name at least one source")
+        names = [f"data.sources.{i}.weight" for i in range(len(self.sources))]
+        check_schedule(names, [source.weight for source in self.sources], math.inf if self.draws is None else 1)
         kept_back = {source.path: source.held_out for source in self.sources if isinstance(source.held_out, int)}
         for i, source in enumerate(self.sources):
             if source.path in kept_back and source.held_out != kept_back[source.path]:
@@ -155,6 +185,16 @@ class DataConfig:
         if self.sounds and self.alignment == "none":
             raise UserError("data.sounds is a second spelling, but data.alignment is none: choose words or letters with it")
         check_fields(self, "data")
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Weights of the sources; places of points are draws."""
+        return [
+            source.weight
+            if self.draws is None or not isinstance(source.weight, tuple)
+            else tuple((self.draws * place, weight) for place, weight in source.weight)
+            for source in self.sources
+        ]
 
     @property
     def drawn(self) -> set[str]:

@@ -23,7 +23,7 @@ def _spoken(mixture: Mixture, codec: AudioCodec) -> Iterator[tuple[str, float]]:
     """Iterate over text and seconds of each answer of these draws; unreadable rows are skipped: training reports them."""
     seen = set()
     sources = [source.whole() if isinstance(source, StoredSource) else source for source in mixture.sources]
-    for number in range(DRAWS):
+    for number in range(DRAWS if mixture.total is None else min(DRAWS, mixture.total)):
         draw = mixture.draw(number)
         source = sources[draw.source]
         where = (draw.source, source.identity(draw.index))

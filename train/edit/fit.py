@@ -25,10 +25,9 @@ from omni.edit.storage import read_tensors, write_tensors
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import find_task
-from train.data.build import build_source
+from train.data.build import build_mixture, build_source
 from train.data.rows.row import Row
 from train.data.seeding import dice, key
-from train.data.sources.mixture import Mixture
 from train.edit.apply import choose_linears
 from train.edit.config import EditFitConfig, SpeakConfig
 from train.edit.facts import plain
@@ -97,7 +96,7 @@ class Corrections:
             build_source(source, lm.codec, key(config.data.seed, "source", i), config.data.cache)
             for i, source in enumerate(config.data.sources)
         ]
-        self.rows = Mixture(sources, [source.weight for source in config.data.sources], config.seed)
+        self.rows = build_mixture(config.data, sources, config.seed)
         again = SpeakConfig(voices=(config.rephrase,)) if config.rephrase is not None else None
         self.speakers = Synthesiser(again, lm.codec, config.seed) if again is not None else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +13,8 @@ from torch import nn
 from train.checkpoint.retention import newest
 from train.checkpoint.state import Position
 from train.config.run import FitConfig
-from train.console.progress import Screen, counted, duration
+from train.console.progress import Screen, counted, duration, percent
+from train.data.batching.unused import Trained
 from train.distributed.sharding import ParallelDims
 from train.objective.objective import Objective
 from train.trainer.logs import METRICS
@@ -64,6 +65,8 @@ def ready_lines(
     lines = [parameters_line("trainable", trainable)]
     for i, (name, size) in enumerate(parts.sources):
         lines.append(_line("" if i else "data", f"{name}: {'made while training' if size is None else f'{size:,} rows'}"))
+    if parts.draws is not None:
+        lines.append(_line("", f"{parts.draws:,} draws at most, by max_epochs and max_rows"))
     held = parts.held_out
     if held.rows:
         lines.append(_line("held out", f"{held.rows:,} rows, {held.examples:,} examples"))
@@ -79,7 +82,13 @@ def ready_lines(
 
 
 def end_lines(
-    position: Position, stopped: int, saved: Path | None, exported: Path | None, folder: Path, adapted: bool
+    position: Position,
+    stopped: int,
+    saved: Path | None,
+    exported: Path | None,
+    folder: Path,
+    adapted: bool,
+    trained: Mapping[str, Trained] | None = None,
 ) -> list[str]:
     """Lines that say how a start of a run ended, and where its files are.
 
@@ -87,11 +96,16 @@ def end_lines(
         stopped: number of the signal that stopped it, or 0.
         saved, exported: the last checkpoint, and the finished model.
         adapted: low-rank adapters were trained.
+        trained: what was trained of each source.
     """
     if stopped:
         name = signal.Signals(stopped).name
         return [f"stopped by {name} after step {position.step}; the state is in {saved}: run the same command to go on"]
     lines = [f"finished: {position.step} steps in {duration(position.seconds)}"]
+    whole = sum(of.tokens for of in (trained or {}).values())
+    for i, (source, of) in enumerate((trained or {}).items()):
+        amounts = f"{of.rows:,} rows, {duration(of.milliseconds / 1000)} of sound, {of.tokens:,} tokens"
+        lines.append(_line("" if i else "trained", f"{source}: {amounts} ({percent(of.tokens / max(1, whole))})"))
     adapter = folder / ADAPTER if adapted else None
     for label, path in (("model", exported), ("adapter", adapter), ("logs", folder / METRICS), ("checkpoint", saved)):
         if path == adapter and label == "model":

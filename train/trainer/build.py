@@ -56,7 +56,7 @@ from train.trainer.held_out_batches import outer_batches
 from train.trainer.held_out_loss import build_held_out, check_metric
 from train.trainer.highest_loss import HighestLosses
 from train.trainer.initial_model import Initial, build_initial
-from train.trainer.logs import LeftOut, Logs
+from train.trainer.logs import DataCounts, Logs
 from train.trainer.loop import Loop
 from train.trainer.metrics import StepMetrics
 from train.trainer.parts import Outcome, Parts
@@ -242,10 +242,10 @@ def build_loop(
         shape = len(parts.tasks), len(parts.streams)
         return CountingFeed(batches, parts.targets, parts.flops, clock, shape, balance.given.cells, group, stop)
 
-    left_out = LeftOut(folder, group, progress.say, parts.broken_limit)
+    data_counts = DataCounts(folder, group, progress.say, parts.broken_limit)
     return Loop(
         config, parts, folder, fabric, group, module, trainable, optimizer, step, open_feed, average, balance, meter,
-        checkpointer, logs, progress, left_out, calls, Usage(objective, optimizer, average, fabric.device, group), highest,
+        checkpointer, logs, progress, data_counts, calls, Usage(objective, optimizer, average, fabric.device, group), highest,
         profiler,
     )  # fmt: skip
 
@@ -349,6 +349,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         broken_limit=config.data.broken_limit,
         named=True,
         sources=[(source.name, source.size) for source in pipeline.mixture.sources],
+        draws=pipeline.mixture.total,
     )
 
 

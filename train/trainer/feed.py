@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from omni.errors import UserError
+from train.data.sources.spans import UsedUp
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import HEADS
 from train.trainer.signals import SIGNALS, Stop
@@ -50,6 +51,7 @@ class Feed:
 
     Attributes:
         waited, held_up: seconds that this process waited for the last step's data, and then for the other processes.
+        used_up: the data of any process have ended: the last `next` is no whole step.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Feed:
         self.batches, self.targets, self.flops, self.clock = batches, targets, flops, clock
         self.streams, self.group, self.stop = streams, group, stop
         self.waited = self.held_up = 0.0
+        self.used_up = False
 
     def next(self) -> StepBatches:
         """Fetches the next step.
@@ -76,6 +79,7 @@ class Feed:
         self.group.enter_phase("waiting for data")
         batches: Sequence[Batch] = ()
         failure: UserError | None = None
+        ended = False
         counts, positions, flops = torch.zeros(self.streams + HEADS, dtype=torch.float64), 0.0, 0.0
         try:
             batches = next(self.batches)
@@ -84,20 +88,23 @@ class Feed:
                 counts += targets
                 positions += batch.positions
                 flops += self.flops(batch, targets) if self.flops is not None else 0.0
+        except UsedUp:
+            ended = True
         except UserError as error:
             failure = error
         self.waited = time.perf_counter() - start
         clock = self.clock() if self.group.first else 0.0
         flags = [float(self.stop.number == s) for s in SIGNALS]
-        told = torch.tensor([positions, flops, clock, float(failure is not None), *flags], dtype=torch.float64)
+        told = torch.tensor([positions, flops, clock, float(failure is not None), float(ended), *flags], dtype=torch.float64)
         if not self.group.counts:
             counts, told[:2] = torch.zeros_like(counts), 0
         self.group.enter_phase("exchange of counts")
         everyone = self.group.sum_all(torch.cat([counts, told]))
         self.held_up = time.perf_counter() - start - self.waited
-        positions, flops, clock, failed, *flags = everyone[len(counts) :].tolist()
+        positions, flops, clock, failed, ended_in, *flags = everyone[len(counts) :].tolist()
         if failed:
             self.group.raise_if_any_failed(failure)
+        self.used_up = ended_in > 0
         noted = next((int(s) for s, flag in zip(SIGNALS, flags, strict=True) if flag), 0)
         return StepBatches(batches, everyone[: len(counts)].long(), positions, flops, clock, noted)
 

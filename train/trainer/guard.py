@@ -16,6 +16,7 @@ from omni.layout import IGNORE, Layout
 from omni.tasks import TASKS, find_task
 from train.data.batching.batch import Batch
 from train.data.config import DataConfig, tasks_of
+from train.data.sources.spans import least_shares
 from train.objective.objective import cells
 from train.trainer.feed import StepBatches
 
@@ -200,15 +201,16 @@ def _names(names: Sequence[str], chosen: Tensor) -> list[str]:
 
 
 def shares_of(data: DataConfig | None) -> Tensor:
-    """The lowest share of the draws that each task has in any stage, [T]; zeros without a mixture."""
+    """The lowest share of the draws that each task has at any time, [T]; zeros without a mixture, and of sources that end."""
     shares = torch.zeros(len(TASKS))
-    total = sum(source.weight for source in data.sources) if data is not None else 0
-    for source in data.sources if data is not None and total > 0 else ():
+    for source, share in zip(data.sources, least_shares(data.weights), strict=True) if data is not None else ():
+        if source.max_epochs is not None or source.max_rows is not None:
+            continue
         stages = [_shares(weights) for weights in (source.tasks, *(stage.tasks for stage in source.stages))]
         mixed = 1 - sum(source.own_tasks.values())
-        shares += source.weight / total * mixed * torch.stack(stages).amin(0)
-        for name, share in source.own_tasks.items():
-            shares[list(TASKS).index(name)] += source.weight / total * share
+        shares += share * mixed * torch.stack(stages).amin(0)
+        for name, own in source.own_tasks.items():
+            shares[list(TASKS).index(name)] += share * own
     return shares
 
 

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import io
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.files import write_whole
-from train.data.batching.unused import Counts
+from train.data.batching.unused import Counts, Trained
 
 if TYPE_CHECKING:
     from train.distributed.process_group import ProcessGroup
@@ -141,8 +142,9 @@ class Logs:
             self.wandb.finish()
 
 
-class LeftOut:
-    """Counts the rows that training leaves out because they are too long or broken, over all processes.
+class DataCounts:
+    """Counts what is trained of each source, and the rows that are left out because they are too long or broken, over all
+    processes.
 
     Args:
         say: prints each source, task and reason when it first happens.
@@ -154,17 +156,29 @@ class LeftOut:
         self.number, self.counts = 0, Counts()
 
     def figures(self, shards: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-        """Numbers of rows left out since the start of the run; all processes must call it, with the states of their packers.
+        """Rows, seconds of sound and tokens by source, and rows left out, since the start of the run; all processes must call
+        it, with the states of their packers.
 
-        `unused.csv` is written again where there are more.
+        `unused.csv` is written again where more rows are left out.
         """
         own, kinds = list(shards) if self.group.counts else [], ("skipped", "broken")
+        out = {}
+        for source, of in self.trained(own).items():
+            name = re.sub(r"data\.sources\[(\d+)\].*", r"source\1", source)
+            out |= {f"rows/{name}": of.rows, f"seconds/{name}": of.milliseconds / 1000, f"tokens/{name}": of.tokens}
         each = self.group.gather([sum(shard.get(kind, 0) for shard in own) for kind in kinds])
         numbers = [sum(of) for of in zip(*each, strict=True)]
         if sum(numbers) != self.number:
             self.number = sum(numbers)
             self._report([shard.get("counts", {}) for shard in own])
-        return {f"rows_{kind}": number for kind, number in zip(kinds, numbers, strict=True) if number}
+        return out | {f"rows_{kind}": number for kind, number in zip(kinds, numbers, strict=True) if number}
+
+    def trained(self, shards: Iterable[Mapping[str, Any]]) -> dict[str, Trained]:
+        """What has been trained of each source since the start of the run, in their order; all processes must call it, with the
+        states of their packers."""
+        own = [{"trained": shard.get("counts", {}).get("trained", ())} for shard in (shards if self.group.counts else ())]
+        found = Counts.joined(one for of in self.group.gather(own) for one in of).trained
+        return dict(sorted(found.items()))
 
     def check(self) -> None:
         """Refuse data of which too many are broken (UserError), in all processes alike."""

@@ -31,7 +31,7 @@ from train.trainer.callbacks import Callbacks
 from train.trainer.feed import Feed
 from train.trainer.held_out_loss import held_out_loss
 from train.trainer.highest_loss import HighestLosses
-from train.trainer.logs import LeftOut, Logs
+from train.trainer.logs import DataCounts, Logs
 from train.trainer.metrics import StepMetrics
 from train.trainer.parts import Figures, Outcome, Parts
 from train.trainer.profiler import StepProfiler
@@ -42,6 +42,7 @@ from train.trainer.usage import OutOfMemory, Usage, out_of_memory
 
 GIVE_UP = 10
 """Consecutive steps that may be left out because their gradients are not finite."""
+USED_UP = "data.sources have given all rows that max_epochs and max_rows allow; the run ends before its budget is spent"
 SHOWN_LOSSES = ("loss/text", "loss/audio", "loss/distill")
 """Parts of a held-out loss that the screen shows."""
 FIRST_STEPS, LINE_SECONDS = 3, 30.0
@@ -78,7 +79,7 @@ class Loop:
     checkpointer: Checkpointer
     logs: Logs | None
     progress: TrainProgress
-    left_out: LeftOut
+    data_counts: DataCounts
     callbacks: Callbacks
     usage: Usage
     highest: HighestLosses
@@ -92,6 +93,7 @@ class Loop:
         self.first_step, self.shown, self.times = self.position.step + 1, self.before, StepTimes()
         self.stop, self.tell_skipped = Stop(self.progress.say_apart if self.group.first else None), 1
         self.begun: Callable[[], None] | None = None
+        self.used_up = False
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -112,9 +114,12 @@ class Loop:
                     with self._data(), self.usage.idle:
                         step = feed.next()
                     position.seconds = step.seconds
-                    if self._used() >= 1:  # minutes are spent: the log lacks the last steps
+                    self.used_up = feed.used_up
+                    if self._used() >= 1 or self.used_up:  # minutes or rows are spent: the log lacks the last steps
                         if position.step >= self.first_step and position.step % self.config.log.every:
                             self._report(factor)
+                        if self.used_up:
+                            self.progress.say(f"after step {position.step}: {USED_UP}")
                         break
                     factor = learning_rate(self.config.schedule, self.config.budget, position.step, position.seconds)
                     set_learning_rate(self.optimizer, factor)
@@ -154,9 +159,11 @@ class Loop:
                 self.callbacks.check()
             self.group.enter_phase("upload", long=True)
             self.checkpointer.tell_uploads(wait=True)
+            trained = self.data_counts.trained(self.checkpointer.own_shards().values())
             self.progress.close()
             if self.group.first:
-                for line in end_lines(position, stopped, self.saved, self.exported, self.folder, self.config.lora is not None):
+                adapted = self.config.lora is not None
+                for line in end_lines(position, stopped, self.saved, self.exported, self.folder, adapted, trained):
                     self.progress.say(line)
         except KeyboardInterrupt:  # the second Ctrl-C
             self.checkpointer.close(wait=False)
@@ -223,7 +230,7 @@ class Loop:
         self.group.enter_phase("exchange of losses")
         position, share = self.position, self._used()
         lr = factor * max(group["base_lr"] for group in self.optimizer.param_groups)
-        if position.step % self.config.log.every and share < 1:
+        if position.step % self.config.log.every and share < 1 and not self.used_up:
             if self._line_is_due():
                 self._show({**self.meter.look(), "lr": lr})
             else:
@@ -236,7 +243,7 @@ class Loop:
             name = f"gradients' norm of {GIVE_UP} steps one after another"
             self.checkpointer.check_finite(name, float(self.meter.norm))
         figures |= {"lr": lr, "seconds": position.seconds, "gradient_norm": float(self.meter.norm)}
-        figures |= self.left_out.figures(self.checkpointer.own_shards().values())
+        figures |= self.data_counts.figures(self.checkpointer.own_shards().values())
         figures |= self.usage.figures(self.meter.measured)
         self._show(figures)
         balance = self.balance.tally.figures() if self.balance is not None else {}
@@ -245,7 +252,7 @@ class Loop:
             if balance:
                 self.logs.balance(position.step, balance)
         with self._data():
-            self.left_out.check()
+            self.data_counts.check()
         return figures
 
     def _say_skipped(self) -> None:

@@ -40,6 +40,7 @@ class Parts:
         broken_limit: share of a source's draws for a task that may be broken.
         named: batches have the names of their examples, and the objective takes `ExampleLosses` as a last argument.
         sources: name of each source of examples, and its number of rows, None where they are made without end.
+        draws: of rows that the sources give in all; None for any number.
     """
 
     objective: nn.Module
@@ -59,6 +60,7 @@ class Parts:
     broken_limit: float = 1.0
     named: bool = False
     sources: Sequence[tuple[str, int | None]] = ()
+    draws: int | None = None
 
 
 @dataclass(frozen=True)

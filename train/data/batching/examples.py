@@ -68,6 +68,7 @@ class Example:
         where: the row, for errors.
         tasks: names of the turns' tasks, each once.
         source: number and name of the source, for counts.
+        milliseconds: of sound, heard and spoken: the frames of its clips and of its answers' codes.
     """
 
     draw: int
@@ -77,6 +78,7 @@ class Example:
     where: str
     tasks: tuple[str, ...] = ()
     source: str = ""
+    milliseconds: int = 0
 
 
 class TooLong(Unusable):
@@ -179,7 +181,7 @@ class ExampleMaker:
             UserError: a part that a task needs is missing or broken; the row and turn are named.
             TooLong: a question is longer than the encoder's window.
         """
-        turns, clips, projector, where = [], [], self.model.projector, prepared.row.where
+        turns, clips, projector, where = list[Turn](), list[Clip](), self.model.projector, prepared.row.where
         for name in tasks if projector.kind in SHARING else ():
             if find_task(name).question == "audio" and name not in projector.tasks:
                 raise Unusable(
@@ -203,7 +205,11 @@ class ExampleMaker:
         parts = [columns_of(self.model.layout, turn) for turn in turns]  # turns do not overlap: the example is their join
         task = torch.cat([torch.full((len(part),), list(TASKS).index(name)) for part, name in zip(parts, tasks, strict=True)])
         columns = parts[0] if len(parts) == 1 else join(parts)
-        return Example(draw, columns, task, tuple(clips), where, tuple(dict.fromkeys(tasks)), source)
+        heard = sum(clip.frames for clip in clips) / self.model.encoder.frames_per_second
+        frames = sum(turn.codes.shape[1] for turn in turns if turn.codes is not None)
+        spoken = frames / self.codec.frame_rate if self.codec is not None else 0.0
+        sound = round(1000 * (heard + spoken))
+        return Example(draw, columns, task, tuple(clips), where, tuple(dict.fromkeys(tasks)), source, sound)
 
     def _turn(self, draw: int, prepared: Prepared, number: int, turn: RowTurn, name: str) -> tuple[Turn, list[Clip]]:
         task = find_task(name)

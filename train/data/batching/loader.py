@@ -26,6 +26,7 @@ from omni.process import ENDING
 from train.data.batching.batch import Batch
 from train.data.batching.packer import PackerShard, States, shard_key, update_states
 from train.data.batching.pipeline import Pipeline
+from train.data.sources.spans import UsedUp
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class _Failure:
     """A UserError of a worker: the loader raises it again, without the worker's traceback around it."""
 
     message: str
+    used_up: bool
 
 
 class _Steps(IterableDataset):
@@ -66,7 +68,7 @@ class _Steps(IterableDataset):
                         )
                     batches.append(packers[key].batch())
             except UserError as error:
-                yield _Failure(str(error))
+                yield _Failure(str(error), isinstance(error, UsedUp))
                 return
             yield batches
             step += stride
@@ -92,7 +94,7 @@ class StepLoader:
         step: number of the next step.
 
     Raises:
-        UserError: while iterating: an error of a row, as one line.
+        UserError: while iterating: an error of a row, as one line; UsedUp where the sources have ended.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class StepLoader:
         item = next(self._iterator)
         if isinstance(item, _Failure):
             self.close()
-            raise UserError(item.message)
+            raise (UsedUp if item.used_up else UserError)(item.message)
         self.step += 1
         update_states(self.states, item)
         return item

@@ -24,7 +24,8 @@ from omni.errors import UserError
 from train.data.batching.batch import Batch, assemble
 from train.data.batching.examples import Example
 from train.data.batching.pipeline import Pipeline
-from train.data.batching.unused import TOO_LONG, Counts, Unused
+from train.data.batching.unused import TOO_LONG, Counts, Trained, Unused
+from train.data.sources.spans import UsedUp
 
 _CHOICE = 1.25
 """Least total length of the examples in a buffer, in rows: with less than a row and a quarter there is little choice."""
@@ -64,9 +65,13 @@ class PackerShard:
             self._restore(state)
 
     def batch(self) -> Batch:
-        """Make the next micro-batch."""
+        """Make the next micro-batch. Where the sources end, the last one may have empty rows; UsedUp where nothing is left."""
         packing = self.pipeline.packing
         rows = [self._row() for _ in range(packing.rows)]
+        if not any(rows):
+            self.pipeline.mixture.spans.check(self.next)
+        for example in (example for row in rows for example in row):
+            self.counts.train(example.source, Trained(1, example.milliseconds, len(example.columns)))
         model = self.pipeline.maker.model
         return assemble(rows, packing.length, model.layout, model.encoder.bands, self.state())
 
@@ -81,7 +86,10 @@ class PackerShard:
         filled = sum(len(example.columns) for example in self.buffer)
         unused = 0
         while len(self.buffer) < packing.buffer or filled < _CHOICE * packing.length:
-            example = self.pipeline.fetch(self.next)
+            try:
+                example = self.pipeline.fetch(self.next)
+            except UsedUp:
+                break
             self.next += self.stride
             if isinstance(example, Unused):
                 self.skipped += example.reason == TOO_LONG
@@ -99,6 +107,8 @@ class PackerShard:
                 self.counts.add(example.source, example.tasks)
                 self.buffer.append(example)
                 filled += len(example.columns)
+        if not self.buffer:
+            return []
         chosen = choose([len(example.columns) for example in self.buffer], packing.length)
         row = [self.buffer[i] for i in chosen]
         self.buffer = [example for i, example in enumerate(self.buffer) if i not in set(chosen)]

@@ -1,4 +1,4 @@
-"""Counts draws that give no example, by source, task and reason, and stops the run where there are too many.
+"""Counts what is trained by source, and draws that give no example by source, task and reason; stops where there are too many.
 
 The counts of a packer's draws are plain data and part of its state, so that a resumed run goes on counting.
 """
@@ -10,7 +10,7 @@ import io
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from omni.errors import UserError
 
@@ -54,19 +54,33 @@ class Unused:
     why: str
 
 
+class Trained(NamedTuple):
+    """What has been trained of a source: rows, milliseconds of sound (see `Example`) and tokens (time steps)."""
+
+    rows: int
+    milliseconds: int
+    tokens: int
+
+
 @dataclass
 class Counts:
-    """Counts of draws by source, and by source and task; of unused ones by reason, with the first messages."""
+    """Counts of draws by source, and by source and task; of unused ones by reason, with the first messages; and of what is
+    trained, which does not include examples that wait to be packed."""
 
     sources: dict[str, int] = field(default_factory=dict)
     drawn: dict[tuple[str, str], int] = field(default_factory=dict)
     unused: dict[tuple[str, str, str], tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    trained: dict[str, Trained] = field(default_factory=dict)
 
     def add(self, source: str, tasks: Iterable[str]) -> None:
         """Count a draw of a source for these tasks (of its turns)."""
         self.sources[source] = self.sources.get(source, 0) + 1
         for task in set(tasks):
             self.drawn[source, task] = self.drawn.get((source, task), 0) + 1
+
+    def train(self, source: str, more: Trained) -> None:
+        """Count what a batch has of a source."""
+        self.trained[source] = Trained(*map(sum, zip(self.trained.get(source, (0, 0, 0)), more, strict=True)))
 
     def leave_out(self, one: Unused) -> None:
         """Count an unused draw, and keep its message where it is among the first."""
@@ -81,6 +95,7 @@ class Counts:
             "sources": [[source, count] for source, count in self.sources.items()],
             "drawn": [[*key, count] for key, count in self.drawn.items()],
             "unused": [[*key, count, list(first)] for key, (count, first) in self.unused.items()],
+            "trained": [[source, *numbers] for source, numbers in self.trained.items()],
         }
 
     @classmethod
@@ -95,6 +110,8 @@ class Counts:
             for source, task, reason, count, first in one.get("unused", ()):
                 before, known = out.unused.get((source, task, reason), (0, ()))
                 out.unused[source, task, reason] = before + count, (*known, *first)[:FIRST]
+            for source, *numbers in one.get("trained", ()):
+                out.train(source, Trained(*numbers))
         return out
 
     def total(self, source: str, task: str) -> int:

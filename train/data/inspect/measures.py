@@ -1,12 +1,10 @@
-"""Measures recordings: duration, silence, clipping, and a digest of the samples; finds equal digests.
+"""Measures recordings: duration, silence, clipping, and a digest of the samples.
 
 Dimensions: S samples.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -17,7 +15,6 @@ from omni.remote import refuse_remote
 from train.data.rows.row import Sound, inside
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
 SILENT_DB = -50.0
@@ -167,51 +164,3 @@ def digest(*parts: bytes) -> int:
 def text_digest(*texts: str) -> int:
     """Hash texts to 64 bits, regardless of case and whitespace."""
     return digest(*(" ".join(text.casefold().split()).encode() for text in texts))
-
-
-class Digests:
-    """64-bit digests, each with the number of its row."""
-
-    def __init__(self) -> None:
-        self._values = array("Q")
-        self._rows = array("Q")
-
-    def add(self, value: int, row: int) -> None:
-        """Add a digest; rows must come in ascending order."""
-        self._values.append(value)
-        self._rows.append(row)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def repeats(self) -> Iterator[tuple[int, int]]:
-        """Iterate, in order, over rows with a digest of an earlier row, with the first such row."""
-        import numpy as np
-
-        values, rows = self._arrays()
-        order = np.argsort(values, kind="stable")  # equal digests stay in the order of their rows
-        values, rows = values[order], rows[order]
-        first = np.ones(len(values), dtype=bool)
-        first[1:] = values[1:] != values[:-1]
-        leaders = rows[np.maximum.accumulate(np.where(first, np.arange(len(values)), 0))]
-        again = rows != leaders
-        yield from sorted(zip(rows[again].tolist(), leaders[again].tolist(), strict=True))
-
-    def shared(self, other: Digests) -> Iterator[tuple[int, int]]:
-        """Iterate, in order, over rows with a digest that `other` has too, with the first such row there."""
-        import numpy as np
-
-        theirs, their_rows = other._arrays()
-        order = np.argsort(theirs, kind="stable")
-        theirs, their_rows = theirs[order], their_rows[order]
-        values, rows = self._arrays()
-        place = np.searchsorted(theirs, values)
-        if not len(theirs):
-            return
-        found = theirs[np.minimum(place, len(theirs) - 1)] == values
-        yield from zip(rows[found].tolist(), their_rows[place[found]].tolist(), strict=True)
-
-    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        import numpy as np
-
-        return np.frombuffer(self._values, np.uint64), np.frombuffer(self._rows, np.uint64)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from typing import Any
 
-MOST = 1 << 20
-"""Most words, and most texts, that are told apart."""
+from train.data.inspect.digests import Distinct
+from train.data.inspect.measures import text_digest
 
 NAMED = 2000
 """Most distinct words that are listed in a report, such as for `data.words` of a run."""
@@ -16,12 +15,11 @@ _WORD = re.compile(r"[\w']+")
 
 
 class TextCounts:
-    """Texts that are not empty, their words, and how many of both are distinct (at most `MOST`). Case is ignored."""
+    """Texts that are not empty, their words, and how many of both are distinct (see `Distinct`). Case is ignored."""
 
     def __init__(self) -> None:
         self.texts = self.words = 0
-        self._texts: set[bytes] = set()
-        self._words: set[str] = set()
+        self._texts, self._words = Distinct(), Distinct()
 
     def add(self, text: str) -> None:
         """Count a text."""
@@ -29,13 +27,19 @@ class TextCounts:
         if not found:
             return
         self.texts, self.words = self.texts + 1, self.words + len(found)
-        if len(self._words) < MOST:
-            self._words.update(found)
-        if len(self._texts) < MOST:
-            self._texts.add(hashlib.blake2b(" ".join(found).encode("utf-8", "replace"), digest_size=8).digest())
+        for word in found:
+            self._words.add(word, text_digest)
+        self._texts.add(text_digest(" ".join(found)))
+
+    @property
+    def estimated(self) -> dict[str, float]:
+        """Standard errors, as shares, of those numbers that are no exact ones."""
+        errors = {"distinct_texts": self._texts.error, "distinct_words": self._words.error}
+        return {name: error for name, error in errors.items() if error}
 
     def plain(self) -> dict[str, Any]:
         """Convert to plain data, for a report."""
-        distinct = {"distinct_texts": len(self._texts), "distinct_words": len(self._words)}
-        listed = sorted(self._words) if len(self._words) <= NAMED else []
-        return {"texts": self.texts, "words": self.words, **distinct, "vocabulary": listed}
+        counts = {"distinct_texts": self._texts.count, "distinct_words": self._words.count}
+        listed = sorted(self._words.held) if self._words.count <= NAMED else []
+        standard_errors = {"standard_errors": self.estimated} if self.estimated else {}
+        return {"texts": self.texts, "words": self.words, **counts, **standard_errors, "vocabulary": listed}

@@ -10,9 +10,10 @@ from pathlib import Path
 from omni.errors import UserError
 from train.console.progress import Display, Kind
 from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Checked, check_row
+from train.data.inspect.digests import Digests, FirstRows
 from train.data.inspect.display import display_of, watched
 from train.data.inspect.findings import Findings
-from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, Digests, measure, text_digest
+from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, measure, text_digest
 from train.data.inspect.scan import FoundRow, Scan, UnreadableRows
 from train.data.prepare.codecs import Codecs
 from train.data.prepare.report import REPORT
@@ -32,13 +33,13 @@ class Summary:
 
 @dataclass
 class _Memory:
-    """Digests of all rows, to find duplicates."""
+    """Digests of all rows, to find duplicates and what other data have too."""
 
     audio: Digests = field(default_factory=Digests)
     texts: Digests = field(default_factory=Digests)
     said: Digests = field(default_factory=Digests)
     whole: Digests = field(default_factory=Digests)
-    speakers: dict[str, int] = field(default_factory=dict)
+    speakers: FirstRows = field(default_factory=FirstRows)
 
     def add(self, row: int, checked: Checked) -> None:
         for digests, values in ((self.audio, checked.audio), (self.texts, checked.texts), (self.said, checked.said)):
@@ -53,10 +54,12 @@ def validate(
 ) -> Summary:
     """Check all rows of `data` singly, against each other, and against those of `against`.
 
-    Memory holds a few rows, and about 64 bytes for each row.
+    Memory holds a few rows, a bit for each row where there are duplicates, and at most 50 MiB for each of five kinds of digests
+    and three of other data, with 60 MiB more while they are looked up. A temporary file (in `TMPDIR`) has 16 bytes for each
+    digest beyond a million; see `train.data.inspect.digests`.
 
     Raises:
-        UserError: there are no such data, or the codec's weights do not fit.
+        UserError: there are no such data, the codec's weights do not fit, or there is no room for the file.
     """
     scan, others = Scan(data), [Scan(other) for other in against]
     for other in others:
@@ -77,8 +80,7 @@ def validate(
                 for kind, text in checked.problems:
                     findings.add(kind, item.where, text)
                 memory.add(item.index, checked)
-                if item.row.speaker:
-                    memory.speakers.setdefault(item.row.speaker, item.index)
+                memory.speakers.add(item.row.speaker, item.index)
                 rows += 1
                 seconds += checked.seconds
         _duplicates(scan, memory, findings)
@@ -102,26 +104,25 @@ def _check_sums(scan: Scan, findings: Findings) -> None:
 
 
 def _duplicates(scan: Scan, memory: _Memory, findings: Findings) -> None:
-    whole = set()
+    whole = bytearray(len(scan) // 8 + 1)
     for row, first in memory.whole.repeats():
-        whole.add(row)
+        whole[row // 8] |= 1 << row % 8
         findings.add("duplicate_row", scan.where(row), f"equals {scan.where(first)}")
     for kind, digests in (("duplicate_audio", memory.audio), ("duplicate_text", memory.said)):
         for row, first in digests.repeats():
-            if row not in whole:
+            if not whole[row // 8] >> row % 8 & 1:
                 findings.add(kind, scan.where(row), f"is also in {scan.where(first)}")
 
 
 def _leaks(scan: Scan, memory: _Memory, other: Scan, findings: Findings, display: Display) -> None:
     """Find questions of another split that these rows have too."""
-    audio, texts, speakers = Digests(), Digests(), dict[str, int]()
+    audio, texts, speakers = Digests(), Digests(), FirstRows()
     for item in watched(other, display):
         if not isinstance(item, FoundRow) or item.row is None:
             where, why = item.where, item.why
             findings.add("unreadable_file" if isinstance(item, UnreadableRows) else "bad_row", where, f"{why} (not compared)")
             continue
-        if item.row.speaker:
-            speakers.setdefault(item.row.speaker, item.index)
+        speakers.add(item.row.speaker, item.index)
         for turn in item.row.turns:
             if turn.question_text.strip():
                 texts.add(text_digest(turn.question_text), item.index)
@@ -133,9 +134,12 @@ def _leaks(scan: Scan, memory: _Memory, other: Scan, findings: Findings, display
     for kind, ours, theirs in (("leaked_audio", memory.audio, audio), ("leaked_text", memory.texts, texts)):
         for row, place in ours.shared(theirs):
             findings.add(kind, scan.where(row), f"is also in {other.where(place)}")
-    for name, row in memory.speakers.items():
-        if name in speakers:
-            findings.add("leaked_speaker", scan.where(row), f"speaker {name!r} is also in {other.where(speakers[name])}")
+    told = set[str]()
+    for row, place in memory.speakers.digests.shared(speakers.digests):
+        found = scan.at(row).row
+        if found is not None and found.speaker not in told:
+            told.add(found.speaker)
+            findings.add("leaked_speaker", scan.where(row), f"speaker {found.speaker!r} is also in {other.where(place)}")
 
 
 def report(summary: Summary, data: Path, against: Sequence[Path], bounds: Bounds) -> dict[str, object]:

@@ -1,8 +1,9 @@
 """Maps the number n of a draw to its row and its tasks, as pure functions of (seed, n).
 
 Sources are mixed in exact proportion: over any sequence of blocks of draws each source has its share, up to one row per source.
-A finite source is drawn in epochs, each a full permutation of its rows; an endless one gives row n. Tasks are drawn by weight,
-and the weights may change with n (a curriculum).
+The shares may change with n, and a source may end after a number of rows (`train.data.sources.spans`). A finite source is
+drawn in epochs, each a full permutation of its rows; an endless one gives row n. Tasks are drawn by weight, and the weights may
+change with n (a curriculum).
 """
 
 from __future__ import annotations
@@ -15,12 +16,10 @@ from typing import TYPE_CHECKING
 from omni.errors import UserError
 from omni.tasks import find_task
 from train.data.seeding import dice, shuffled
+from train.data.sources.spans import BLOCK, Spans, Weight, check_schedule
 
 if TYPE_CHECKING:
     from train.data.sources.base import Source
-
-BLOCK = 1024
-"""Number of draws in a block, within which the order of the sources is shuffled."""
 
 
 @dataclass(frozen=True)
@@ -81,30 +80,35 @@ class Draw:
 
 
 class Mixture:
-    """Mixes sources by weights; see the module."""
+    """Mixes sources by weights; see the module.
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float], seed: int = 0) -> None:
+    Args:
+        weights: of the sources; places of points are numbers of draws.
+        limits: most rows that each source gives, however often it is read to its end; None for any number.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], weights: Sequence[Weight], seed: int = 0, limits: Sequence[int | None] | None = None
+    ) -> None:
         if len(sources) != len(weights) or not sources:
             raise UserError(f"a mixture of {len(sources)} sources has {len(weights)} weights; give one each, for at least one")
-        check_weights("sources", {f"{i} ({s.name})": w for i, (s, w) in enumerate(zip(sources, weights, strict=True))})
+        check_schedule([f"the weight of '{i} ({source.name})'" for i, source in enumerate(sources)], weights)
         self.sources = list(sources)
         self.seed = seed
-        total = sum(weights)
-        shares = [weight / total for weight in weights]
-        last = max(i for i, share in enumerate(shares) if share > 0)
-        # Share of source i in the draws that the sources before it leave; the last takes all.
-        self._takes = [share / sum(shares[i:]) if i < last else 1.0 for i, share in enumerate(shares[: last + 1])]
+        self.spans = Spans(weights, [None] * len(sources) if limits is None else limits)
+
+    @property
+    def total(self) -> int | None:
+        """Number of draws that there are; None where they do not end."""
+        return self.spans.total
 
     def draw(self, number: int) -> Draw:
-        """Source and row of draw `number`, counted from 0 over all processes."""
+        """Source and row of draw `number`, counted from 0 over all processes; UsedUp where no source has rows left."""
+        self.spans.check(number)
         block, place = divmod(number, BLOCK)
-        rest = block * BLOCK + shuffled(place, BLOCK, self.seed, "order", block)
-        for source, share in enumerate(self._takes):
-            before = math.floor(rest * share)
-            if math.floor((rest + 1) * share) > before:
-                return Draw(number, source, self._index(source, number, before))
-            rest -= before
-        raise AssertionError("the last source takes what the others leave")
+        size = BLOCK if self.total is None else min(BLOCK, self.total - block * BLOCK)
+        source, count = self.spans.find(block * BLOCK + shuffled(place, size, self.seed, "order", block))
+        return Draw(number, source, self._index(source, number, count))
 
     def _index(self, source: int, number: int, count: int) -> int:
         """Index of a source's row for draw `number`, which is the source's own draw number `count`."""

@@ -7,7 +7,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -18,7 +17,7 @@ from tests.train.data.inspect.toys import BAD_PARTS, RATE, noise, only_snac, row
 from train.commands.data_validate import main
 from train.data.inspect.checks import Bounds
 from train.data.inspect.findings import KINDS, Findings
-from train.data.inspect.measures import BadSound, Digests, clipped_share, head, load, measure, silence_share, stored_bytes
+from train.data.inspect.measures import BadSound, clipped_share, head, load, measure, silence_share, stored_bytes
 from train.data.inspect.scan import FoundRow, Scan, UnreadableRows
 from train.data.inspect.validate import validate
 from train.data.prepare.codecs import Codecs
@@ -193,20 +192,6 @@ def test_leaks_between_splits(kept_as: str, tmp_path: Path) -> None:
     assert findings.shown["leaked_speaker"] == [(f"{ours} row 5", f"speaker 'b' is also in {theirs} row 0")]
     with pytest.raises(UserError, match="compared with itself"):
         found(train, train)
-
-
-@pytest.mark.parametrize("repeat", [1, 3])
-def test_digests_equal_the_plain_search(repeat: int) -> None:
-    dice = np.random.default_rng(repeat)
-    ours, theirs = Digests(), Digests()
-    a, b = dice.integers(0, 40, 60).tolist(), dice.integers(0, 40, 30).tolist()
-    for digests, values in ((ours, a), (theirs, b)):
-        for i, value in enumerate(values):
-            digests.add(value << 57, i // repeat)
-    first = [a.index(value) // repeat for value in a]
-    assert list(ours.repeats()) == sorted((i // repeat, first[i]) for i in range(60) if first[i] != i // repeat)
-    assert list(ours.shared(theirs)) == [(i // repeat, b.index(value) // repeat) for i, value in enumerate(a) if value in b]
-    assert not list(ours.shared(Digests())) and not list(Digests().repeats())
 
 
 def test_damaged_pages_cost_their_row_group_only(tmp_path: Path) -> None:

@@ -1,0 +1,241 @@
+"""Weights that follow a schedule and sources that end: shares by integrals, limits by counts, any draw alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from omni.config import from_dict
+from omni.errors import UserError
+from tests.train.data.toys import MODELS, ToySource, codec_of, pipeline_of
+from train.checkpoint.config_diff import differences
+from train.config.parse import read_fit_config
+from train.config.run import FitConfig, plain_config
+from train.data.batching.loader import StepLoader
+from train.data.batching.packer import PackerShard, merge
+from train.data.batching.unused import Counts, Trained
+from train.data.build import build_mixture
+from train.data.config import DataConfig, PackingConfig, SourceConfig
+from train.data.sources.mixture import Mixture
+from train.data.sources.spans import BLOCK, Spans, UsedUp, Weight, weight_at
+from train.trainer.guard import shares_of
+
+CODEC = codec_of(MODELS["codec2"])
+RISING: tuple[Weight, ...] = (((2000, 1.0), (9000, 0.0), (15000, 3.0)), ((0, 0.5), (12000, 2.0)), 1.0)
+
+
+def mixture(weights, sizes=None, limits=None, seed=1) -> Mixture:
+    sources = [ToySource(f"toy{i}", size, CODEC) for i, size in enumerate(sizes or [None] * len(weights))]
+    return Mixture(sources, weights, seed, limits)
+
+
+def test_constant_weights_draw_as_ever():
+    """What a run has drawn before weights could change, it goes on drawing: the arithmetic of one floor after another."""
+    for weights in ((1.0,), (0.5, 0.3, 0.2), (1, 0, 3), (1e-3, 1.0), (0.1, 0.2, 0.3, 0.4), (2, 1, 0)):
+        shares, spans = [weight / sum(weights) for weight in weights], Spans(weights, [None] * len(weights))
+        last = max(i for i, share in enumerate(shares) if share > 0)
+        for draw in (*range(600), *range(10**9, 10**9 + 300)):
+            rest = draw
+            for source, share in enumerate(shares):
+                take = share / sum(shares[source:]) if source < last else 1.0
+                before = math.floor(rest * take)
+                if math.floor((rest + 1) * take) > before:
+                    break
+                rest -= before
+            assert spans.find(draw) == (source, before)
+
+
+def test_shares_follow_the_schedule_and_own_draws_are_counted():
+    """Against the integral of each share, by the midpoint rule over single draws; within a step there is one share."""
+    spans, counts, due = Spans(RISING, [None] * 3), Counter(), [0.0] * 3
+    ends = {span.start for span in spans.spans}
+    for draw in range(20_000):
+        near = 3 if draw in ends else 40
+        assert all(abs(counts[i] - due[i]) < near for i in range(3)), draw
+        source, count = spans.find(draw)
+        assert count == counts[source]
+        counts[source] += 1
+        now = [weight_at(weight, draw + 0.5) for weight in RISING]
+        due = [before + weight / sum(now) for before, weight in zip(due, now, strict=True)]
+    assert min(counts.values()) > 4000
+
+
+def test_a_long_line_in_few_steps_keeps_its_integral():
+    whole = 10**8
+    spans = Spans([((0, 1.0), (whole, 0.0)), 1.0], [None, None])
+    assert len(spans.spans) < 1100
+    source, count = spans.find(whole)
+    # The share is (1 - t) / (2 - t), whose integral over t from 0 to 1 is 1 - ln 2.
+    assert source == 1 and abs((whole - count) / whole - (1 - math.log(2))) < 1e-7
+
+
+def test_blocks_keep_their_order_under_a_schedule_and_any_draw_is_made_alone():
+    mixed, again, numbers = mixture(RISING), mixture(RISING), range(2 * BLOCK - 100, 2 * BLOCK + 100)
+    whole = [mixed.draw(n) for n in numbers]
+    assert [again.draw(n) for n in reversed(numbers)] == whole[::-1]
+    assert [draw.source for draw in whole] != sorted(draw.source for draw in whole)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 0.5), (((0, 0.1), (3000, 2.0)), ((100, 1.0), (200, 0.2), (2500, 1.0)), 0.3)])
+def test_limits_are_exact_and_others_share_the_weight(weights):
+    limits = (25, 1500, 2000)
+    mixed = mixture(weights, (10, 400, None), limits)
+    assert mixed.total == sum(limits)
+    draws = [mixed.draw(n) for n in range(mixed.total)]
+    rows = {i: Counter(draw.index for draw in draws if draw.source == i) for i in range(3)}
+    assert [sum(of.values()) for of in rows.values()] == [*limits]
+    assert sorted(rows[0].values()) == [2] * 5 + [3] * 5 and set(rows[1].values()) == {3, 4} and set(rows[2].values()) == {1}
+    assert draws[-1].source == 2  # the largest goes on alone
+    for beyond in (mixed.total, mixed.total + 1, 10**9):
+        with pytest.raises(UsedUp, match="no more than 3,525 draws"):
+            mixed.draw(beyond)
+    open_end = mixture(weights, (10, 400, None), (25, 1500, None))
+    assert open_end.total is None
+    assert {open_end.draw(n).source for n in range(10**6, 10**6 + 50)} == {2}
+
+
+def test_a_source_that_ends_leaves_its_weight_to_the_others_in_proportion():
+    mixed = mixture((6.0, 1.0, 3.0), limits=(600, None, None))
+    counts = Counter(mixed.draw(n).source for n in range(8 * BLOCK))
+    rest = 8 * BLOCK - 600
+    assert counts[0] == 600 and abs(counts[1] - (100 + (rest - 400) / 4)) < 3
+
+
+def pipeline(draws: bool = True):
+    packed = pipeline_of(MODELS["codec2"], (7, 40), (2, 1), packing=PackingConfig(rows=1, length=100, buffer=3))
+    if draws:
+        sources = packed.mixture.sources
+        packed.mixture = Mixture(sources, (((0, 2.0), (60, 0.5)), ((0, 1.0), (90, 3.0))), 3, (21, 80))
+    return packed
+
+
+def used(batches) -> dict[str, Trained]:
+    states = {(batch.state["packer_shard"], batch.state["packer_part"]): batch.state for batch in batches}
+    return Counts.joined(state["counts"] for state in states.values()).trained
+
+
+def taken(shards: int, ranks: int, workers: int = 0, start: int = 0, states=None):
+    """Batches of every step, over all ranks, until the sources end on any of them; and the states after each step."""
+    each = shards // ranks
+    loaders = [
+        StepLoader(pipeline(), shards, range(rank * each, (rank + 1) * each), workers, start, states) for rank in range(ranks)
+    ]
+    steps, after = [], []
+    try:
+        while True:
+            steps.append([batch for loader in loaders for batch in next(loader)])
+            after.append(json.loads(json.dumps(merge([loader.states for loader in loaders]))))
+    except UsedUp:
+        return steps, after
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+def test_counts_and_batches_are_those_of_any_number_of_ranks_and_of_a_resumed_run():
+    steps, after = taken(2, 1)
+    plain = [[batch.state for batch in step] for step in steps]
+    assert [[batch.state for batch in step] for step in taken(2, 2)[0]] == plain and len(steps) > 4
+    for stop in (1, len(steps) // 2, len(steps) - 1):
+        resumed, _ = taken(2, 2, start=stop, states=after[stop - 1])
+        assert [[batch.state for batch in step] for step in resumed] == plain[stop:]
+
+
+def test_counts_are_of_what_is_trained():
+    """Against the rows of the batches, by their names, and their time steps."""
+    steps, after = taken(2, 1)
+    batches = [batch for step in steps for batch in step]
+    names = [where for batch in batches for where, _ in batch.names.each if where]
+    found = Counts.joined(state["counts"] for state in after[-1].values()).trained
+    assert found == used(batches)
+    source = {"toy0": "data.sources[0] (toy0)", "toy1": "data.sources[1] (toy1)"}
+    assert {name: of.rows for name, of in found.items()} == Counter(source[name.split()[0]] for name in names)
+    assert sum(of.tokens for of in found.values()) == sum(batch.positions for batch in batches)
+    frames = sum(sum(batch.frames) for batch in batches) / MODELS["codec2"].encoder.frames_per_second
+    sound = sum(of.milliseconds for of in found.values()) / 1000
+    assert frames < sound < frames + len(names) * 20 * CODEC.frame_samples / CODEC.sample_rate
+
+
+@pytest.mark.long
+def test_workers_give_the_same_rows():
+    alone, parts = (sorted(n[0] for s in taken(2, 1, workers)[0] for b in s for n in b.names.each) for workers in (0, 1))
+    assert alone == parts
+
+
+def test_all_rows_are_trained_where_one_packer_has_them_all():
+    shard, batches = PackerShard(pipeline(), 0, 1), []
+    with pytest.raises(UsedUp):
+        while True:
+            batches.append(shard.batch())
+    assert {name[-5:-1]: of.rows for name, of in used(batches).items()} == {"toy0": 21, "toy1": 80}
+    assert not shard.buffer and min(batch.examples for batch in batches) > 0
+
+
+def config(*sources, **data) -> DataConfig:
+    return DataConfig(tuple(SourceConfig(**source) for source in sources), **data)
+
+
+def test_points_may_be_shares_of_the_draws_of_a_run():
+    given = config({"weight": ((0, 1), (0.5, 0.25))}, {"weight": 2}, draws=10_000)
+    assert given.weights == [((0, 1), (5000, 0.25)), 2]
+
+
+def test_limits_come_from_epochs_and_rows():
+    given = config({"max_epochs": 2.5}, {"max_epochs": 3, "max_rows": 20}, {"max_rows": 9}, {})
+    sources = [ToySource(f"toy{i}", size, CODEC) for i, size in enumerate((10, 10, None, 5))]
+    assert [one.limit(source.size) for one, source in zip(given.sources, sources, strict=True)] == [25, 20, 9, None]
+    assert build_mixture(given, sources, 0).total is None
+    with pytest.raises(UserError, match=r"data.sources.2.max_epochs is 2, but rows are made without end: give max_rows"):
+        build_mixture(replace(given, sources=(*given.sources[:2], SourceConfig(max_epochs=2), SourceConfig())), sources, 0)
+    with pytest.raises(UserError, match=r"data.sources.0.max_epochs is 0.01: of 10 rows it leaves none"):
+        build_mixture(replace(given, sources=(SourceConfig(max_epochs=0.01), *given.sources[1:])), sources, 0)
+
+
+@pytest.mark.parametrize(
+    ("sources", "data", "named"),
+    [
+        ([{"weight": -1.0}, {}], {}, r"data.sources.0.weight is -1; weights are numbers of at least 0"),
+        ([{}, {"weight": ((0, 1), (5, -2))}], {}, r"data.sources.1.weight is -2 at 5; weights are"),
+        ([{"weight": ((0, float("nan")),)}], {}, r"data.sources.0.weight is nan at 0"),
+        ([{"weight": ((10, 1), (5, 2))}], {}, r"data.sources.0.weight has a point at 5 after one at 10; give the points in"),
+        ([{"weight": ((5, 1), (5, 2))}], {}, r"has a point at 5 after one at 5"),
+        ([{"weight": ((-1, 1), (5, 2))}], {}, r"data.sources.0.weight has a point at -1; places are numbers of at least 0"),
+        ([{"weight": ((0, 1), (5, 2))}], {"draws": 9}, r"has a point at 5; places are numbers of at least 0 and at most 1"),
+        ([{"weight": ()}], {}, r"data.sources.0.weight is an empty list"),
+        ([{"weight": 0.0}, {"weight": 0.0}], {}, r"no weight is above 0 among data.sources.0.weight, data.sources.1.weight"),
+        ([{"weight": ((0, 1), (9, 0))}, {"weight": ((9, 0), (20, 1))}], {}, r"no weight is above 0 at 9 among"),
+        ([{"weight": ((0, 1), (9, 0))}], {}, r"no weight is above 0 at 9 among data.sources.0.weight"),
+        ([{"max_epochs": 0}], {}, r"source.max_epochs is 0; it must be above 0, or null for any number"),
+        ([{"max_rows": 0}], {}, r"source.max_rows is 0; it must be at least 1, or null for any number"),
+        ([{}], {"draws": 0}, r"data.draws is 0; it must be at least 1"),
+    ],
+)
+def test_schedules_that_cannot_be_are_refused(sources, data, named):
+    with pytest.raises(UserError, match=named):
+        config(*sources, **data)
+
+
+def test_a_schedule_is_read_from_words_and_files_and_compared_with_that_of_a_checkpoint():
+    words = ["nano", "--data.sources.0.weight", "[[0, 1], [1000, 0.5]]", "--data.sources.0.max_rows", "7"]
+    read, _ = read_fit_config(words)
+    assert read.data.sources[0].weight == ((0, 1), (1000, 0.5)) and read.data.sources[0].max_rows == 7
+    plain = json.loads(json.dumps(plain_config(read)))
+    assert from_dict(FitConfig, plain, stored=True) == read and not differences(plain, plain_config(read))
+    other, _ = read_fit_config([*words[:2], "[[0, 1], [1000, 0.25]]", *words[3:]])
+    ((key, before, now),) = differences(plain, plain_config(other))
+    assert key.startswith("data.sources[0].weight") and (before, now) == (0.5, 0.25)
+    for value in ("[[0, a]]", "[[0, 1, 2]]", "[1, 2]", "much"):
+        with pytest.raises(UserError, match="weight"):
+            read_fit_config(["nano", "--data.sources.0.weight", value])
+
+
+def test_a_task_is_missed_by_its_lowest_share_and_not_where_its_source_ends():
+    moving = {"weight": ((0, 3), (100, 1)), "tasks": {"A1T1": 1.0}}
+    shares = shares_of(config(moving, {"weight": 1, "tasks": {"T1T2": 1.0}}))
+    assert sorted(shares[shares > 0].tolist()) == [0.25, 0.5]
+    ending = shares_of(config(moving | {"max_rows": 5}, {"weight": 1, "tasks": {"T1T2": 1.0}}))
+    assert ending[ending > 0].tolist() == [0.25]
