@@ -39,7 +39,8 @@ def build_source(
         needed: parts of stored rows that are read; None for all.
     """
     if config.path is not None:
-        return StoredSource(config.path, cache, config.held_out if isinstance(config.held_out, int) else 0, needed)
+        held_out = config.held_out if isinstance(config.held_out, int) else 0
+        return StoredSource(config.path, cache, held_out, needed, config.window if config.order == "sequential" else None)
     if codec is None:
         raise UserError(f"the source {config.kind!r} answers in speech and needs a codec; set model.codec")
     if config.kind == "recorded-digits":
@@ -62,8 +63,11 @@ def build_pipeline(
     for i, source in enumerate(config.sources):
         needed = Needed(frozenset(source.drawn), config.cut > 0, heard_only)
         sources.append(build_source(source, codec, key(config.seed, "source", i), config.cache, needed))
+    windows = {
+        i: source.windows for i, source in enumerate(sources) if isinstance(source, StoredSource) and source.windows is not None
+    }
     return Pipeline(
-        Mixture(sources, [source.weight for source in config.sources], config.seed),
+        Mixture(sources, [source.weight for source in config.sources], config.seed, windows),
         [TaskMixture(source.tasks, source.stages) for source in config.sources],
         ExampleMaker(
             model,

@@ -81,7 +81,7 @@ class PackerShard:
         filled = sum(len(example.columns) for example in self.buffer)
         unused = 0
         while len(self.buffer) < packing.buffer or filled < _CHOICE * packing.length:
-            example = self.pipeline.fetch(self.next)
+            example = self.pipeline.fetch(self.next, self.stride)
             self.next += self.stride
             if isinstance(example, Unused):
                 self.skipped += example.reason == TOO_LONG
@@ -112,7 +112,7 @@ class PackerShard:
         self.skipped, self.broken = int(state["skipped"]), int(state.get("broken", 0))
         self.counts = Counts.joined([state.get("counts", {})])
         for draw in state["buffer"]:
-            example = self.pipeline.fetch(int(draw))
+            example = self.pipeline.fetch(int(draw), self.stride)
             if isinstance(example, Unused):
                 raise UserError(
                     f"draw {draw} waited in the packing buffer, but cannot be used now ({example.why}): resume with the same "

@@ -152,6 +152,18 @@ class RowIndex:
     def _other(self, file: str | os.PathLike[str], what: str) -> UserError:
         return UserError(f"index {self.path} is of other files: {os.fspath(file)} {what}: {self._again}")
 
+    def group_sizes(self) -> np.ndarray:
+        """Number of rows of each group, uint32 [G]."""
+        import numpy as np
+
+        firsts, ends = self._table["firsts"], self._table["group_ends"]
+        sizes = np.empty(len(firsts), np.uint32)
+        np.subtract(firsts[1:], firsts[:-1], out=sizes[:-1])
+        some = np.diff(ends, prepend=0) > 0
+        last = ends[some] - 1
+        sizes[last] = np.diff(self._table["row_ends"], prepend=0)[some] - firsts[last]
+        return sizes
+
     def place(self, row: int) -> tuple[int, int]:
         """Number of a row's file, and of the row in it."""
         ends = self._table["row_ends"]

@@ -3,6 +3,10 @@
 Sources are mixed in exact proportion: over any sequence of blocks of draws each source has its share, up to one row per source.
 A finite source is drawn in epochs, each a full permutation of its rows; an endless one gives row n. Tasks are drawn by weight,
 and the weights may change with n (a curriculum).
+
+Where rows of a source are read by whole groups (`windows`), the row also depends on the number of packers P, of which packer l
+makes the draws l + P k: each mixes the sources of its own draws, and draw number m of a source there is the source's draw
+l + P m. Epochs and shares are as exact as without.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from train.data.seeding import dice, shuffled
 
 if TYPE_CHECKING:
     from train.data.sources.base import Source
+    from train.data.sources.windows import GroupDraw, GroupWindows
 
 BLOCK = 1024
 """Number of draws in a block, within which the order of the sources is shuffled."""
@@ -73,38 +78,91 @@ def check_weights(what: str, weights: Mapping[str, float]) -> None:
 
 @dataclass(frozen=True)
 class Draw:
-    """A draw: number `number`, which is row `index` of source `source`."""
+    """A draw: number `number`, which is row `index` of source `source`.
+
+    Attributes:
+        group: the row group that the row is read with; None where rows are read one by one.
+    """
 
     number: int
     source: int
     index: int
+    group: GroupDraw | None = None
 
 
 class Mixture:
-    """Mixes sources by weights; see the module."""
+    """Mixes sources by weights; see the module.
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float], seed: int = 0) -> None:
+    Args:
+        windows: by the number of a source, the order of its rows where they are read by whole groups.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[float],
+        seed: int = 0,
+        windows: Mapping[int, GroupWindows] | None = None,
+    ) -> None:
         if len(sources) != len(weights) or not sources:
             raise UserError(f"a mixture of {len(sources)} sources has {len(weights)} weights; give one each, for at least one")
         check_weights("sources", {f"{i} ({s.name})": w for i, (s, w) in enumerate(zip(sources, weights, strict=True))})
         self.sources = list(sources)
         self.seed = seed
+        self.windows = dict(windows or {})
+        self._blocks: dict[int, tuple[int, list[tuple[int, int]]]] = {}  # by packer, its last block and the draws of it
         total = sum(weights)
         shares = [weight / total for weight in weights]
         last = max(i for i, share in enumerate(shares) if share > 0)
         # Share of source i in the draws that the sources before it leave; the last takes all.
         self._takes = [share / sum(shares[i:]) if i < last else 1.0 for i, share in enumerate(shares[: last + 1])]
 
-    def draw(self, number: int) -> Draw:
-        """Source and row of draw `number`, counted from 0 over all processes."""
-        block, place = divmod(number, BLOCK)
-        rest = block * BLOCK + shuffled(place, BLOCK, self.seed, "order", block)
+    def draw(self, number: int, packers: int = 1) -> Draw:
+        """Source and row of draw `number`, counted from 0 over all processes.
+
+        Args:
+            packers: number of packers, which take draws in turn; it matters where rows are read by whole groups.
+        """
+        if not self.windows:
+            block, place = divmod(number, BLOCK)
+            source, count = self._share(block * BLOCK + shuffled(place, BLOCK, self.seed, "order", block))
+            return Draw(number, source, self._index(source, number, count))
+        packer, mine = number % packers, number // packers
+        source, own = self._own(packer, *divmod(mine, BLOCK))
+        count = packer + packers * own
+        if source not in self.windows:
+            return Draw(number, source, self._index(source, number, count))
+        windows = self.windows[source]
+        epoch, place = divmod(count, windows.rows)
+        found = windows.find(place, packers, self.seed, "epoch", source, epoch)
+        return Draw(number, source, found.row, found.drawn(packer, epoch))
+
+    def _share(self, rest: int) -> tuple[int, int]:
+        """Source of draw `rest` before draws are shuffled, and its number among the source's own."""
         for source, share in enumerate(self._takes):
             before = math.floor(rest * share)
             if math.floor((rest + 1) * share) > before:
-                return Draw(number, source, self._index(source, number, before))
+                return source, before
             rest -= before
         raise AssertionError("the last source takes what the others leave")
+
+    def _own(self, packer: int, block: int, place: int) -> tuple[int, int]:
+        """Source of a draw in a block of a packer's draws, and its number among the source's own there, in their order."""
+        if self._takes[0] == 1.0:
+            return 0, block * BLOCK + place
+        if self._blocks.get(packer, (-1,))[0] != block:
+            shuffle = (shuffled(i, BLOCK, self.seed, "order", packer, block) for i in range(BLOCK))
+            order = [self._share(block * BLOCK + i)[0] for i in shuffle]
+            counts, rest = [], block * BLOCK
+            for share in self._takes:
+                counts.append(math.floor(rest * share))
+                rest -= counts[-1]
+            table = []
+            for source in order:
+                table.append((source, counts[source]))
+                counts[source] += 1
+            self._blocks[packer] = block, table
+        return self._blocks[packer][1][place]
 
     def _index(self, source: int, number: int, count: int) -> int:
         """Index of a source's row for draw `number`, which is the source's own draw number `count`."""
