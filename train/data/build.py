@@ -12,7 +12,7 @@ from train.console.progress import Kind
 from train.data.batching.examples import ExampleMaker
 from train.data.batching.pipeline import Pipeline
 from train.data.batching.transcripts import Alignment
-from train.data.config import DataConfig, SourceConfig
+from train.data.config import WINDOW, DataConfig, SourceConfig
 from train.data.rows.parquet import StoredRows
 from train.data.rows.parts import Needed
 from train.data.rows.row import Row
@@ -146,7 +146,7 @@ def held_out_of(
         asked = min(count, len(stored))
         numbers = [k * len(stored) // asked for k in range(asked)]
     else:
-        made = build_source(source, codec, 0, cache)
+        made = build_source(replace(source, order="random", window=WINDOW), codec, 0, cache)
         if not isinstance(made, StoredSource):
             assert isinstance(made, (SpokenDigits, RecordedDigits))
             return made.held_out(count, seed)

@@ -190,6 +190,10 @@ class StoredRows:
         else:
             found = find_files(path)
             self._folder = found.folder
+            if found.index is not None:
+                self._files = RowIndex(found)
+                self._begin()
+                return
             self._files = footers = Footers(found, by_group)
             if by_group and footers.large:
                 raise UserError(

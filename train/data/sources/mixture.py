@@ -152,16 +152,9 @@ class Mixture:
             return 0, block * BLOCK + place
         if self._blocks.get(packer, (-1,))[0] != block:
             shuffle = (shuffled(i, BLOCK, self.seed, "order", packer, block) for i in range(BLOCK))
-            order = [self._share(block * BLOCK + i)[0] for i in shuffle]
-            counts, rest = [], block * BLOCK
-            for share in self._takes:
-                counts.append(math.floor(rest * share))
-                rest -= counts[-1]
-            table = []
-            for source in order:
-                table.append((source, counts[source]))
-                counts[source] += 1
-            self._blocks[packer] = block, table
+            found = [self._share(block * BLOCK + i) for i in shuffle]
+            counts = {source: iter(sorted(count for other, count in found if other == source)) for source, _ in found}
+            self._blocks[packer] = block, [(source, next(counts[source])) for source, _ in found]
         return self._blocks[packer][1][place]
 
     def _index(self, source: int, number: int, count: int) -> int:
