@@ -98,8 +98,8 @@ def test_with_an_index_no_footer_is_read(bucket: Any, folder: Path, tmp_path: Pa
     assert [row.id for row in rows] == [row.id for row in same] and rows.where(6) == f"{address}/rows-00001.parquet row 1"
     assert source.windows is not None
     sources = Mixture([source], [1.0], 3, {0: source.windows})
-    drawn = [source.row(draw.index, draw.group).id for draw in map(sources.draw, range(16))]
-    assert sorted(drawn) == sorted(row.id for row in same) != drawn
+    drawn = [source.row(draw.index, draw.group).where for draw in map(sources.draw, range(16))]
+    assert sorted(drawn) == sorted(map(rows.where, range(16))) != drawn
     same_steps(batches(address), batches(folder))
     bucket.put("other/rows.index", (indexed / "rows.index").read_bytes())
     bucket.put("other/rows-00000.parquet", b"PAR1")
