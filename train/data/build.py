@@ -13,7 +13,7 @@ from train.console.progress import Kind
 from train.data.batching.examples import ExampleMaker
 from train.data.batching.pipeline import Pipeline
 from train.data.batching.transcripts import Alignment
-from train.data.config import DataConfig, SourceConfig
+from train.data.config import WINDOW, DataConfig, SourceConfig
 from train.data.rows.parquet import StoredRows
 from train.data.rows.parts import Needed
 from train.data.rows.row import Row
@@ -40,7 +40,8 @@ def build_source(
         needed: parts of stored rows that are read; None for all.
     """
     if config.path is not None:
-        return StoredSource(config.path, cache, config.held_out if isinstance(config.held_out, int) else 0, needed)
+        held_out = config.held_out if isinstance(config.held_out, int) else 0
+        return StoredSource(config.path, cache, held_out, needed, config.window if config.order == "sequential" else None)
     if codec is None:
         raise UserError(f"the source {config.kind!r} answers in speech and needs a codec; set model.codec")
     if config.kind == "recorded-digits":
@@ -92,7 +93,10 @@ def build_mixture(config: DataConfig, sources: Sequence[Source], seed: int) -> M
             limits.append(one.limit(source.size))
         except UserError as error:
             raise UserError(f"data.sources.{i}.{error}") from error
-    return Mixture(sources, config.weights, seed, limits)
+    windows = {
+        i: source.windows for i, source in enumerate(sources) if isinstance(source, StoredSource) and source.windows is not None
+    }
+    return Mixture(sources, config.weights, seed, limits, windows)
 
 
 def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> list[Row]:
@@ -154,7 +158,7 @@ def held_out_of(
         asked = min(count, len(stored))
         numbers = [k * len(stored) // asked for k in range(asked)]
     else:
-        made = build_source(source, codec, 0, cache)
+        made = build_source(replace(source, order="random", window=WINDOW), codec, 0, cache)
         if not isinstance(made, StoredSource):
             assert isinstance(made, (SpokenDigits, RecordedDigits))
             return made.held_out(count, seed)

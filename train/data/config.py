@@ -16,6 +16,8 @@ from train.data.sources.spans import Weight, check_schedule
 
 MOST_COLUMNS = 1 << 22
 """Largest micro-batch, in columns: no device holds the activations of more."""
+WINDOW = 16
+"""Row groups of a window, unless `SourceConfig.window` says otherwise."""
 AlignmentKind = Literal["none", "letters", "words", "tokens"]
 
 
@@ -60,6 +62,9 @@ class SourceConfig:
         stages: other weights for the first draws: a curriculum.
         held_out: of a stored source, rows for validation: a Parquet file or folder of them, or a number of its own rows, evenly
             spaced, which are then not trained on; null for none. Sources that read the same path hold out alike.
+        order: of a stored source: `random`, any row may follow any other; `sequential`, row groups are shuffled, each is read
+            once an epoch and as a whole, and rows are drawn from a window of groups: for buckets and slow disks.
+        window: row groups from which each packer draws, and which it keeps in memory, where the order is sequential.
     """
 
     kind: Literal["spoken-digits", "recorded-digits", "stored"] = "spoken-digits"
@@ -70,6 +75,8 @@ class SourceConfig:
     stages: tuple[Stage, ...] = ()
     path: str | None = None
     held_out: int | str | None = None
+    order: Literal["random", "sequential"] = "random"
+    window: int = ranged(WINDOW, 1)
     digits: SpokenDigitsConfig = field(default_factory=SpokenDigitsConfig)
     recorded: RecordedDigitsConfig = field(default_factory=RecordedDigitsConfig)
 
@@ -79,6 +86,10 @@ class SourceConfig:
             raise UserError("a source of kind 'stored' has no path; name its Parquet file or folder")
         if self.kind != "stored" and (self.path or self.held_out):
             raise UserError(f"a source of kind {self.kind!r} reads no files; leave out path {self.path or self.held_out!r}")
+        if self.kind != "stored" and self.order != "random":
+            raise UserError(f"a source of kind {self.kind!r} reads no row groups: leave out order {self.order!r}")
+        if self.order == "random" and self.window != WINDOW:
+            raise UserError(f"source.window is {self.window}, but order is random, which has none: set order to sequential")
         if isinstance(self.held_out, int) and self.held_out < 1:
             raise UserError(
                 f"held_out is {self.held_out}; give a number of rows from 1 upwards, a file of rows, or null for none"

@@ -11,6 +11,7 @@ import random
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -55,9 +56,37 @@ def shuffled(index: int, size: int, *parts: int | str) -> int:
             return index
 
 
+def shuffled_all(size: int, *parts: int | str) -> np.ndarray:
+    """`shuffled` of every index, int64 [size]."""
+    import numpy as np
+
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    name, shift, mask = np.uint64(key(*parts)), np.uint64(half), np.uint64((1 << half) - 1)
+    out = np.arange(size, dtype=np.uint64)
+    for chunk in (out[first : first + (1 << 16)] for first in range(0, size, 1 << 16)):
+        todo = np.arange(len(chunk))
+        while len(todo):
+            left, right = chunk[todo] >> shift, chunk[todo] & mask
+            for turn in range(1, 9):
+                left, right = right, left ^ (_all_mixed(name + right + np.uint64(turn << 48)) & mask)
+            chunk[todo] = left << shift | right
+            todo = todo[chunk[todo] >= size]
+    return out.astype(np.int64)
+
+
 def _mixed(number: int) -> int:
     """Mix 64 bits (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators": SplitMix64)."""
     z = (number + 0x9E3779B97F4A7C15) & _64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _64
     return z ^ (z >> 31)
+
+
+def _all_mixed(numbers: np.ndarray) -> np.ndarray:
+    """`_mixed` of each number, uint64."""
+    import numpy as np
+
+    z = numbers + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

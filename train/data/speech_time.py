@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from omni.generate.speech_time import SpeechTime, estimate
-from train.data.sources.base import StoredSource
+from train.data.sources.base import StoredSource, drawn_row
 from train.data.sources.mixture import Mixture
 
 DRAWS = 128
@@ -31,7 +31,7 @@ def _spoken(mixture: Mixture, codec: AudioCodec) -> Iterator[tuple[str, float]]:
             continue
         seen.add(where)
         try:
-            for turn in source.row(draw.index).turns:
+            for turn in drawn_row(source, draw.index, draw.group).turns:
                 if turn.answer_codes is not None and turn.answer_codes.codec == codec.name:
                     yield turn.answer_text, turn.answer_codes.frames.shape[-1] / codec.frame_rate
                 elif turn.answer_audio is not None and turn.answer_text.strip():

@@ -24,6 +24,7 @@ from train.plan.options import check_options
 from train.plan.pace import Pace, flops_of, pace, sample
 from train.plan.parameters import Count, count_parameters, meta_model
 from train.plan.phases import workers_bytes
+from train.plan.reading import advise
 from train.plan.trial import KEPT, RETURNED, Attempt, attempt
 from train.plan.worst_batch import worst_batch
 from train.trainer.initial_model import shape_of
@@ -61,6 +62,7 @@ class Plan:
         kept: bytes that its C library keeps besides, about: freed blocks that it cannot use again; 0 on a GPU.
         attempts: measurements on this machine, by the way in which memory was measured.
         untried: why there are none.
+        reading: a line for each stored source: how long reading takes, and the order that is advised.
         knobs: each alone; row: applied one after another.
         refused: why `fit` would refuse the run besides; notes: what this machine lacks for a run of another one.
     """
@@ -80,6 +82,7 @@ class Plan:
     traffic: Traffic | None
     attempts: dict[str, Attempt]
     untried: str
+    reading: list[str]
     knobs: list[KnobEffect]
     row: list[KnobEffect]
     refused: list[str]
@@ -175,6 +178,7 @@ def make_plan(
         traffic=traffic(config, model, ParallelDims.of(config.fabric, world), *bytes_each(config)) if world > 1 else None,
         attempts=attempts,
         untried=untried,
+        reading=advise(config.data, config.objective.encoder_alone) if found[0] else [],
         knobs=knobs,
         row=row,
         refused=refused,
@@ -308,6 +312,7 @@ def plain(plan: Plan) -> dict[str, Any]:
         "kept": plan.kept,
         "measured": {how: asdict(one) for how, one in plan.attempts.items()},
         "not_measured": plan.untried,
+        "reading": plan.reading,
         "pace": asdict(plan.pace),
         "network": None if plan.traffic is None else asdict(plan.traffic),
         "to_budget": {"tokens": plan.pace.to_budget(plan.pace.columns), "targets": plan.pace.to_budget(plan.pace.targets)},

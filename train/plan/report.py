@@ -107,6 +107,8 @@ def _verdict(plan: Plan) -> None:
         print(f"sent: {plan.traffic.formula}")
     if plan.untried:
         print(f"not tried: {plan.untried}")
+    for line in plan.reading:
+        print(f"reading: {line}")
     workers = f", all data workers {plan.workers / GIB:.2f} GiB" if plan.workers else ""
     print(f"each process takes {plan.process / GIB:.2f} GiB for Python and its libraries{workers}")
     if plan.kept:

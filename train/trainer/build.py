@@ -322,6 +322,8 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     objective.compiled = config.fabric.compile
     sizes = enumerate(source.size for source in pipeline.mixture.sources)
     fixed = {f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None}
+    for i, windows in pipeline.mixture.windows.items():
+        fixed[f"the number of row groups of data.sources[{i}]"] = windows.groups.count
     if base is not None:
         fixed["the checksum of the weights below the adapters"] = base
     if taught is not None:

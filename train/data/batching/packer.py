@@ -69,7 +69,7 @@ class PackerShard:
         packing = self.pipeline.packing
         rows = [self._row() for _ in range(packing.rows)]
         if not any(rows):
-            self.pipeline.mixture.spans.check(self.next)
+            self.pipeline.mixture.check(self.next, self.stride)
         for example in (example for row in rows for example in row):
             self.counts.train(example.source, Trained(1, example.milliseconds, len(example.columns)))
         model = self.pipeline.maker.model
@@ -87,7 +87,7 @@ class PackerShard:
         unused = 0
         while len(self.buffer) < packing.buffer or filled < _CHOICE * packing.length:
             try:
-                example = self.pipeline.fetch(self.next)
+                example = self.pipeline.fetch(self.next, self.stride)
             except UsedUp:
                 break
             self.next += self.stride
@@ -122,7 +122,7 @@ class PackerShard:
         self.skipped, self.broken = int(state["skipped"]), int(state.get("broken", 0))
         self.counts = Counts.joined([state.get("counts", {})])
         for draw in state["buffer"]:
-            example = self.pipeline.fetch(int(draw))
+            example = self.pipeline.fetch(int(draw), self.stride)
             if isinstance(example, Unused):
                 raise UserError(
                     f"draw {draw} waited in the packing buffer, but cannot be used now ({example.why}): resume with the same "

@@ -9,11 +9,12 @@ from omni.errors import UserError
 from train.data.batching.examples import Example, ExampleMaker, Prepared, TooLong
 from train.data.batching.unused import Unusable, Unused
 from train.data.config import PackingConfig
+from train.data.sources.base import drawn_row
 from train.data.sources.mixture import Draw, Mixture, TaskMixture
 
 
 class Pipeline:
-    """`fetch(n)` is a pure function of (seed, n): any process may call it, in any order, any number of times.
+    """`fetch(n)` is a pure function of (seed, n, number of packers): any process may call it, in any order and again.
 
     Args:
         mixture: maps draws to rows.
@@ -38,13 +39,16 @@ class Pipeline:
         self._keep = kept
         self.broken = broken
 
-    def fetch(self, number: int) -> Example | Unused:
+    def fetch(self, number: int, packers: int = 1) -> Example | Unused:
         """Make the example of draw `number`, or the reason why there is none, where such draws are skipped.
+
+        Args:
+            packers: see `Mixture.draw`.
 
         Raises:
             UserError: a broken row, or one that no packed row or window can hold; it is named.
         """
-        draw = self.mixture.draw(number)
+        draw = self.mixture.draw(number, packers)
         try:
             return self._make(draw)
         except UserError as error:
@@ -54,7 +58,7 @@ class Pipeline:
             return Unused(self.names[draw.source], task, reason, str(error))
 
     def _make(self, draw: Draw) -> Example:
-        prepared = self._prepare(draw.source, draw.index)
+        prepared = self._prepare(draw)
         row, mixture = prepared.row, self.tasks[draw.source]
         tasks = [row.task or mixture.task(draw.number, turn, self.seed) for turn in range(len(row.turns))]
         example = self.maker.make(draw.number, prepared, tasks, self.names[draw.source])
@@ -67,13 +71,13 @@ class Pipeline:
             tasks[0],
         )
 
-    def _prepare(self, source: int, index: int) -> Prepared:
-        origin = self.mixture.sources[source]
+    def _prepare(self, draw: Draw) -> Prepared:
+        origin = self.mixture.sources[draw.source]
         if not origin.repeats:
-            return Prepared(origin.row(index))
-        where = (source, origin.identity(index))
+            return Prepared(drawn_row(origin, draw.index, draw.group))
+        where = (draw.source, origin.identity(draw.index))
         if where not in self._kept:
-            self._kept[where] = Prepared(origin.row(index), where)
+            self._kept[where] = Prepared(origin.row(draw.index), where)
             if len(self._kept) > self._keep:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(where)

@@ -10,7 +10,8 @@ The file `rows.index`, little-endian, its sections aligned to 8 bytes:
     groups           place of a group's bytes in its file, its first row in the file, and the length: 16 bytes a group
 
 It is mapped into memory. Opening it compares names, sizes and times with those of the files, and opens none of them. A row is
-found by two searches among sorted numbers, and read by a footer of its group alone.
+found by two searches among sorted numbers, and read by a footer of its group alone. The index of a store's folder is brought
+here; there, times are not compared.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.errors import UserError
+from omni.stores.drivers import StoredObject
+from omni.stores.reading import local_file
 from train.data.rows.footer import SharedFooter
 from train.data.rows.open_file import GroupSpan, OpenFile, OpenGroup
 from train.data.rows.parquet_files import one_line
+from train.data.rows.places import INDEX, SUFFIX, DataFile, DataFiles, opened
 from train.data.rows.row import ROW_VERSION
 
 if TYPE_CHECKING:
     import numpy as np
-
-INDEX = "rows.index"
 
 VERSION = 1
 
@@ -73,20 +75,29 @@ class RowIndex:
     """The rows of a folder's Parquet files, by its index. Opened in another process it is mapped again, not copied.
 
     Args:
-        folder: of the files and the index.
+        folder: of the files and the index, here or in a store.
         header: of the index as another process has opened it, which has compared the files; None to compare them.
 
     Raises:
         UserError: the index cannot be read, is damaged, of another version or of other files.
     """
 
-    def __init__(self, folder: Path, header: bytes | None = None) -> None:
+    def __init__(self, folder: Path | DataFiles, header: bytes | None = None) -> None:
         import numpy as np
 
-        self.folder, self.path = folder, folder / INDEX
-        self._again = f"run `omni-train data index {folder}`"
+        self.folder = folder
+        self.path: DataFile
+        self._stored: dict[str, StoredObject] = {}
+        if isinstance(folder, Path):
+            self.path, here = folder / INDEX, folder / INDEX
+            self._again = f"run `omni-train data index {folder}`"
+        else:
+            assert folder.index is not None
+            self.path, here = folder.index, local_file(folder.index)
+            self._stored = {file.name: file for file in folder.files if isinstance(file, StoredObject)}
+            self._again = "copy the folder there again with its index, or delete the index there"
         try:
-            with open(self.path, "rb") as file:
+            with open(here, "rb") as file:
                 self._header, size = file.read(START), os.fstat(file.fileno()).st_size
                 self._read(np.asarray(np.memmap(file, np.uint8, "r")) if size else np.zeros(0, np.uint8))
             if header is None:
@@ -112,7 +123,7 @@ class RowIndex:
         if CHECKSUM.unpack_from(self._header, HEADER.size)[0] != checksum(self._header, data, sections):
             raise UserError(f"index {self.path} is damaged: {self._again}")
         if not header.rows:
-            raise UserError(f"data {self.folder} has no rows: prepare the data again")
+            raise UserError(f"data {_shown(self.folder)} has no rows: prepare the data again")
         self._rows = header.rows
         self._table = {name: data[start:end].view(kind) for name, (start, end, kind) in sections.items()}
 
@@ -127,30 +138,53 @@ class RowIndex:
         ends = self._table["name_ends"].tolist()
         text = self._table["names"].tobytes()
         known = [os.fsdecode(text[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-        with os.scandir(self.folder) as entries:
-            found = {entry.name: entry for entry in entries if entry.name.endswith(".parquet")}
+        found: dict[str, StoredObject | os.DirEntry[str]]
+        if isinstance(self.folder, Path):
+            with os.scandir(self.folder) as entries:
+                found = {entry.name: entry for entry in entries if entry.name.endswith(SUFFIX)}
+        else:
+            found = {**self._stored}
         for name in known:
             if name not in found:
-                raise self._other(self.folder / name, "is not there any more")
+                raise self._other(self._inside(name), "is not there any more")
         for name in sorted(found.keys() - set(known)):
-            raise self._other(self.folder / name, "is not among them")
+            raise self._other(self._inside(name), "is not among them")
         for number, name in enumerate(known):
             self._check(number, found[name])
 
-    def _check(self, number: int, file: Path | os.DirEntry[str]) -> None:
-        """UserError where a file is another than when it was indexed."""
-        try:
-            status = file.stat()
-        except OSError as error:
-            raise self._other(os.fspath(file), f"cannot be found ({error.strerror})") from error
-        size = int(self._table["sizes"][number])
-        if status.st_size != size:
-            raise self._other(os.fspath(file), f"has {status.st_size:,} bytes now, not {size:,}")
-        if status.st_mtime_ns != self._table["times"][number]:
-            raise self._other(os.fspath(file), "has been written or copied since")
+    def _inside(self, name: str) -> str:
+        return f"{_shown(self.folder).rstrip('/')}/{name}"
 
-    def _other(self, file: str | os.PathLike[str], what: str) -> UserError:
-        return UserError(f"index {self.path} is of other files: {os.fspath(file)} {what}: {self._again}")
+    def _check(self, number: int, file: DataFile | os.DirEntry[str]) -> None:
+        """UserError where a file is another than when it was indexed."""
+        size, time = int(self._table["sizes"][number]), int(self._table["times"][number])
+        if isinstance(file, StoredObject):
+            now, when = file.size, time
+        else:
+            try:
+                status = file.stat()
+            except OSError as error:
+                raise self._other(_name(file), f"cannot be found ({error.strerror})") from error
+            now, when = status.st_size, status.st_mtime_ns
+        if now != size:
+            raise self._other(_name(file), f"has {now:,} bytes now, not {size:,}")
+        if when != time:
+            raise self._other(_name(file), "has been written or copied since")
+
+    def _other(self, file: str, what: str) -> UserError:
+        return UserError(f"index {self.path} is of other files: {file} {what}: {self._again}")
+
+    def group_sizes(self) -> np.ndarray:
+        """Number of rows of each group, uint32 [G]."""
+        import numpy as np
+
+        firsts, ends = self._table["firsts"], self._table["group_ends"]
+        sizes = np.empty(len(firsts), np.uint32)
+        np.subtract(firsts[1:], firsts[:-1], out=sizes[:-1])
+        some = np.diff(ends, prepend=0) > 0
+        last = ends[some] - 1
+        sizes[last] = np.diff(self._table["row_ends"], prepend=0)[some] - firsts[last]
+        return sizes
 
     def place(self, row: int) -> tuple[int, int]:
         """Number of a row's file, and of the row in it."""
@@ -158,10 +192,11 @@ class RowIndex:
         number = bisect.bisect_right(ends, row)
         return number, row - (int(ends[number - 1]) if number else 0)
 
-    def file(self, number: int) -> Path:
-        """Path of a file."""
+    def file(self, number: int) -> DataFile:
+        """A file."""
         start, end = _span(self._table["name_ends"], number)
-        return self.folder / os.fsdecode(self._table["names"][start:end].tobytes())
+        name = os.fsdecode(self._table["names"][start:end].tobytes())
+        return self.folder / name if isinstance(self.folder, Path) else self._stored[name]
 
     def open(self, number: int) -> OpenFile:
         """Open a file; UserError where it has changed since it was indexed."""
@@ -174,7 +209,7 @@ class RowIndex:
         groups = IndexedGroups(*(self._table[name][first:end] for name in ("places", "firsts", "lengths")))
         return IndexedFile(self, self.file(number), footer, groups, stop - start)
 
-    def wrong(self, file: Path, error: BaseException) -> UserError:
+    def wrong(self, file: DataFile, error: BaseException) -> UserError:
         """The error of a file that has no row group where the index says."""
         return UserError(f"data file {file} has no row group where {self.path} says ({one_line(error)}): {self._again}")
 
@@ -190,13 +225,14 @@ class IndexedGroups(NamedTuple):
 class IndexedFile(OpenFile):
     """A file of `rows` rows, whose groups are read each by a footer of its own."""
 
-    def __init__(self, index: RowIndex, file: Path, shared: SharedFooter, groups: IndexedGroups, rows: int) -> None:
+    def __init__(self, index: RowIndex, file: DataFile, shared: SharedFooter, groups: IndexedGroups, rows: int) -> None:
         import pyarrow as pa
 
         super().__init__(file)
         self._index, self._shared, self._indexed, self._rows = index, shared, groups, rows
+        self._far = isinstance(file, StoredObject)
         try:
-            self._source = pa.memory_map(str(file))
+            self._source = pa.PythonFile(opened(file), "r") if self._far else pa.memory_map(str(file))
         except OSError as error:
             raise UserError(f"data file {file} cannot be read ({one_line(error)})") from error
 
@@ -218,7 +254,8 @@ class IndexedFile(OpenFile):
                 raise OSError(f"it has {metadata.row_group(0).num_rows} rows, not {rows}")
         except (pa.ArrowException, OSError) as error:
             raise self._index.wrong(self.file, error) from error
-        return OpenGroup(pq.ParquetFile(self._source, metadata=metadata, page_checksum_verification=True), 0, {})
+        file = pq.ParquetFile(self._source, metadata=metadata, page_checksum_verification=True, pre_buffer=self._far)
+        return OpenGroup(file, 0, {})
 
 
 def has_index(folder: Path) -> bool:
@@ -229,6 +266,14 @@ def has_index(folder: Path) -> bool:
 def checksum(header: bytes, data: np.ndarray, sections: dict[str, tuple[int, int, str]]) -> int:
     """CRC-32 of the header and of all sections before those of the groups."""
     return zlib.crc32(data[sections["sizes"][0] : sections["places"][0]].data, zlib.crc32(header[: HEADER.size]))
+
+
+def _shown(folder: Path | DataFiles) -> str:
+    return str(folder) if isinstance(folder, Path) else folder.path
+
+
+def _name(file: DataFile | os.DirEntry[str]) -> str:
+    return str(file) if isinstance(file, StoredObject) else os.fspath(file)
 
 
 def _span(ends: np.ndarray, number: int) -> tuple[int, int]:

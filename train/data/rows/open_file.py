@@ -50,19 +50,29 @@ class OpenFile:
         """Open a group."""
         raise NotImplementedError
 
+    def table(self, row: int, leaves: LeafColumns) -> tuple[int, pa.Table]:
+        """Read the selected columns of a row's group, which is not kept: its first row, and the table."""
+        place = self.find(row)
+        with readable(self.file, f" (rows {place.first} to {place.end - 1})"):
+            return place.first, _decode(self.open_group(place), leaves)
+
     def row(self, row: int, leaves: LeafColumns) -> dict[str, Any]:
         """Read the selected columns of a row; UserError where they cannot be read."""
         place = self.find(row)
         with readable(self.file, f" (rows {place.first} to {place.end - 1})"):
             group = self._groups.get(place.group) or self.open_group(place)
             if leaves not in group.tables:
-                paths = leaves.paths(group.parquet.metadata)
-                group.tables[leaves] = group.parquet.read_row_group(group.number, columns=paths, use_threads=False)
+                group.tables[leaves] = _decode(group, leaves)
         self._groups[place.group] = group
         self._groups.move_to_end(place.group)
         if len(self._groups) > KEPT_GROUPS:
             self._groups.popitem(last=False)
         return group.tables[leaves].slice(row - place.first, 1).to_pylist()[0]
+
+
+def _decode(group: OpenGroup, leaves: LeafColumns) -> pa.Table:
+    paths = leaves.paths(group.parquet.metadata)
+    return group.parquet.read_row_group(group.number, columns=paths, use_threads=False)
 
 
 class WholeFile(OpenFile):

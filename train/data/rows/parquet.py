@@ -14,23 +14,29 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from omni.errors import UserError
 from omni.files import replacing, writing
 from omni.remote import find_address
 from train.data.rows.index import RowIndex, has_index
 from train.data.rows.open_file import OpenFile, WholeFile
-from train.data.rows.parquet_files import are_large, groups_of, look, one_line
-from train.data.rows.parts import EVERYTHING, PARTS, Needed
+from train.data.rows.parquet_files import LARGE_BYTES, LARGE_ROWS, are_large, groups_of, look, one_line
+from train.data.rows.parts import EVERYTHING, PARTS, LeafColumns, Needed
 from train.data.rows.places import DataFile, DataFiles, brought, find_files, looked_at
 from train.data.rows.row import OPTIONAL, Row, features, from_plain, to_plain
 
 if TYPE_CHECKING:
     import datasets
+    import numpy as np
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
+
+GroupTables: TypeAlias = "dict[LeafColumns, tuple[int, pa.Table]]"
+"""Decoded columns of a row group: the number of its first row in its file, and the table."""
 
 ROW_GROUP = 16
 """Rows of a row group: to read one row, its group is decoded."""
@@ -84,11 +90,15 @@ class Footers:
     """Parquet files whose footers have been read: as `RowIndex`, without an index.
 
     Files of a store are opened when their first row is read, where a report of `data prepare` beside them says how many rows
-    each has.
+    each has, unless the numbers of rows of their groups are asked for.
+
+    Args:
+        by_group: read the numbers of rows of all groups.
     """
 
-    def __init__(self, found: DataFiles) -> None:
-        self.files, known = found.files, found.counts()
+    def __init__(self, found: DataFiles, by_group: bool = False) -> None:
+        self.files, known = found.files, None if by_group else found.counts()
+        self._sizes: list[int] = []
         self._metadata: dict[int, pq.FileMetaData] = {}
         self._chunks = 0
         self.absent: list[set[str]] = []
@@ -97,6 +107,8 @@ class Footers:
             counts.append(metadata.num_rows)
             self.absent.append({name for name in OPTIONAL if name not in schema.names})
             self.large = self.large or are_large(groups_of(metadata))
+            if by_group:
+                self._sizes += (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
             self._keep(number, metadata)
         self._ends = list(itertools.accumulate(counts if known is None else known))
         if not self._ends[-1]:
@@ -116,6 +128,13 @@ class Footers:
 
     def __len__(self) -> int:
         return self._ends[-1]
+
+    def group_sizes(self) -> np.ndarray:
+        """Number of rows of each group, int64 [G]; only once, after which they are forgotten."""
+        import numpy as np
+
+        sizes, self._sizes = np.array(self._sizes, np.int64), []
+        return sizes
 
     def place(self, row: int) -> tuple[int, int]:
         """Number of a row's file, and of the row in it."""
@@ -148,13 +167,19 @@ class StoredRows:
         path: the file or folder, or its address. A folder's index is used where it is here, see `train.data.rows.index`.
         cache: folder for Arrow copies, where one is needed; None for that of `datasets`.
         needed: parts of rows that are read, others come as if they were not there; None for all.
+        by_group: rows will be read with their groups (`read`), of which the numbers of rows are needed.
 
     Raises:
-        UserError: nothing there, a file that is no Parquet or of another format, no rows, or an index of other files.
+        UserError: nothing there, a file that is no Parquet or of another format, no rows, or an index of other files; with
+            `by_group`, large groups.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None, needed: Needed | None = None
+        self,
+        path: str | os.PathLike[str],
+        cache: str | os.PathLike[str] | None = None,
+        needed: Needed | None = None,
+        by_group: bool = False,
     ) -> None:
         self.needed = needed
         self._files: RowIndex | Footers
@@ -165,7 +190,16 @@ class StoredRows:
         else:
             found = find_files(path)
             self._folder = found.folder
-            self._files = footers = Footers(found)
+            if found.index is not None:
+                self._files = RowIndex(found)
+                self._begin()
+                return
+            self._files = footers = Footers(found, by_group)
+            if by_group and footers.large:
+                raise UserError(
+                    f"data {found.path} has row groups of more than {LARGE_ROWS} rows or {LARGE_BYTES >> 20} MiB, too large to "
+                    "keep several of them: prepare the data, which makes small ones, or set order to random, which copies them"
+                )
             self._copied = _open(footers.files, footers.absent, cache) if footers.large else None
         self._begin()
 
@@ -196,22 +230,47 @@ class StoredRows:
             raise IndexError(f"row {index} of {len(self)}")
         return from_plain(self._plain(index), self._folder, self.where(index))
 
-    def _plain(self, index: int) -> dict[str, Any]:
+    def group_sizes(self) -> np.ndarray:
+        """Number of rows of each row group, in the order of the rows, [G]."""
+        return self._files.group_sizes()
+
+    @property
+    def copied(self) -> bool:
+        """True where rows are read from an Arrow copy, not from row groups."""
+        return self._copied is not None
+
+    def first_of(self, index: int, kept: GroupTables) -> int:
+        """Number of the first row of the group that row `index` was read with."""
+        first, _ = next(iter(kept.values()))
+        return index - self._files.place(index)[1] + first
+
+    def read(self, index: int, kept: GroupTables) -> Row:
+        """As `self[index]`, with the row's group, whose tables are in `kept` or are added there."""
+        return from_plain(self._plain(index, kept), self._folder, self.where(index))
+
+    def _plain(self, index: int, kept: GroupTables | None = None) -> dict[str, Any]:
         """Read the needed parts of a row as plain data; others are null. An Arrow copy gives all parts."""
         if self._copied is not None:
             return self._copied[index]
         number, row = self._files.place(index)
-        file = self._open(number)
+        read = self._open(number).row if kept is None else partial(self._row_of, kept, number)
         if self.needed is None:
-            return file.row(row, EVERYTHING)
-        plain = file.row(row, self.needed.first)
+            return read(row, EVERYTHING)
+        plain = read(row, self.needed.first)
         turns = plain["turns"] or ()
         while leaves := self.needed.next(plain):
-            for turn, more in zip(turns, file.row(row, leaves)["turns"], strict=True):
+            for turn, more in zip(turns, read(row, leaves)["turns"], strict=True):
                 turn.update(more)
         for turn in turns:
             turn.update({part: None for part in PARTS if part not in turn})
         return plain
+
+    def _row_of(self, kept: GroupTables, number: int, row: int, leaves: LeafColumns) -> dict[str, Any]:
+        """Columns of a row in file `number`, of its group's tables; a file is opened only for those that are not there."""
+        if leaves not in kept:
+            kept[leaves] = self._open(number).table(row, leaves)
+        first, table = kept[leaves]
+        return table.slice(row - first, 1).to_pylist()[0]
 
     def _open(self, number: int) -> OpenFile:
         if self._process != os.getpid():  # after a fork: open files are not shared

@@ -15,7 +15,7 @@ from omni.remote import check_there, find_address, shown
 from omni.stores.drivers import StoredObject, read_range
 from omni.stores.reading import ObjectReader, listed, local_file, looked_up
 
-SUFFIX, REPORT = ".parquet", "report.json"
+SUFFIX, REPORT, INDEX = ".parquet", "report.json", "rows.index"
 AT_ONCE = 16
 """Files of a store that are looked at side by side."""
 
@@ -32,13 +32,14 @@ class DataFiles:
     Attributes:
         path: the file or folder, or its address, for messages.
         folder: that references in rows are relative to; None in a store.
-        report: what `data prepare` says of the files of a store, where it is beside them.
+        report, index: what `data prepare` says of the files of a store, and their index, where they are beside them.
     """
 
     path: str
     files: list[DataFile]
     folder: Path | None
     report: StoredObject | None = None
+    index: StoredObject | None = None
 
     def counts(self) -> list[int] | None:
         """Numbers of rows of each file by the report, so that none need be opened; None where it does not fit the files."""
@@ -78,7 +79,8 @@ def _in_store(address: str) -> DataFiles:
     files: list[DataFile] = [one for one in found if one.name.endswith(SUFFIX) and not one.name.startswith(".")]
     if not files:
         raise UserError(f"data folder {shown(address)} holds no {SUFFIX} file: prepare the data first")
-    return DataFiles(shown(address), files, None, next((one for one in found if one.name == REPORT), None))
+    beside = {one.name: one for one in found}
+    return DataFiles(shown(address), files, None, beside.get(REPORT), beside.get(INDEX))
 
 
 def opened(file: DataFile) -> Any:

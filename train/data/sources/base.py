@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import os
 from bisect import bisect_right
-from typing import Protocol
+from typing import Any, Protocol
 
 from omni.errors import UserError
-from train.data.rows.parquet import StoredRows
+from train.data.rows.parquet import GroupTables, StoredRows
 from train.data.rows.parts import Needed
 from train.data.rows.row import Row
+from train.data.sources.windows import GroupDraw, GroupSizes, GroupWindows
 
 
 class Source(Protocol):
@@ -46,6 +47,10 @@ class StoredSource:
     Args:
         held_out: number of rows that are left out, evenly spaced, the first of as many equal parts: `held_out_indices`.
         needed: parts of the rows that are read; None for all.
+        window: rows are read by whole groups, so many of which are kept; None where they are read one by one.
+
+    Attributes:
+        windows: the order of the rows where they are read by whole groups, else None.
 
     Raises:
         UserError: no row would be left; see also `StoredRows`.
@@ -59,26 +64,43 @@ class StoredSource:
         cache: str | os.PathLike[str] | None = None,
         held_out: int = 0,
         needed: Needed | None = None,
+        window: int | None = None,
     ) -> None:
-        self.rows = StoredRows(path, cache, needed)
+        self.rows = StoredRows(path, cache, needed, by_group=window is not None)
         self.name = str(path)
         if held_out >= len(self.rows):
             raise UserError(f"held_out is {held_out}, but {path} has {len(self.rows)} rows: hold out fewer, none would be left")
         self._held_out = range(held_out)
         self.size = len(self.rows) - held_out
+        self.windows: GroupWindows | None = None
+        if window is not None:
+            held = [self._place(k) for k in self._held_out]
+            self.windows = GroupWindows(GroupSizes.of(self.rows.group_sizes()).without(held), window)
+        self._read: dict[int, tuple[tuple[int, int], dict[int, GroupTables]]] = {}  # by packer: its window, and groups in it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_read": {}}
 
     def whole(self) -> StoredSource:
         """The same source, whose rows have all their parts."""
         out = copy.copy(self)
-        out.rows = self.rows.whole()
+        out.rows, out._read = self.rows.whole(), {}
         return out
 
     def identity(self, index: int) -> int:
         return index
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int, group: GroupDraw | None = None) -> Row:
+        """Read row `index`; with its group, which is kept until its packer's window ends, where that is given."""
         # Held-out row k is at place(k), after place(k) - k other rows: the index skips all held-out rows before this one.
-        return self.rows[index + bisect_right(self._held_out, index, key=lambda k: self._place(k) - k)]
+        number = index + bisect_right(self._held_out, index, key=lambda k: self._place(k) - k)
+        if group is None:
+            return self.rows[number]
+        window, kept = self._read.get(group.packer, (None, {}))
+        if window != group.window:
+            kept = {}
+            self._read[group.packer] = group.window, kept
+        return self.rows.read(number, kept.setdefault(group.group, {}))
 
     def held_out_indices(self, count: int) -> list[int]:
         """Numbers of `count` of the held-out rows, evenly spaced, or of all where there are fewer."""
@@ -88,3 +110,11 @@ class StoredSource:
 
     def _place(self, k: int) -> int:
         return k * len(self.rows) // len(self._held_out)
+
+
+def drawn_row(source: Source, index: int, group: GroupDraw | None = None) -> Row:
+    """Row `index` of a source; with its row group, where it has been drawn with one."""
+    if group is None:
+        return source.row(index)
+    assert isinstance(source, StoredSource)
+    return source.row(index, group)

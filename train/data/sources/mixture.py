@@ -4,6 +4,10 @@ Sources are mixed in exact proportion: over any sequence of blocks of draws each
 The shares may change with n, and a source may end after a number of rows (`train.data.sources.spans`). A finite source is
 drawn in epochs, each a full permutation of its rows; an endless one gives row n. Tasks are drawn by weight, and the weights may
 change with n (a curriculum).
+
+Where rows of a source are read by whole groups (`windows`), the row also depends on the number of packers P, of which packer l
+makes the draws l + P k: each mixes the sources of its own draws, and draw number m of a source there is the source's draw
+l + P m. Epochs and limits are as exact as without; shares are, within the draws of each packer.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ from typing import TYPE_CHECKING
 from omni.errors import UserError
 from omni.tasks import find_task
 from train.data.seeding import dice, shuffled
-from train.data.sources.spans import BLOCK, Spans, Weight, check_schedule
+from train.data.sources.spans import Spans, Weight, check_schedule
 
 if TYPE_CHECKING:
     from train.data.sources.base import Source
+    from train.data.sources.windows import GroupDraw, GroupWindows
 
 
 @dataclass(frozen=True)
@@ -72,11 +77,16 @@ def check_weights(what: str, weights: Mapping[str, float]) -> None:
 
 @dataclass(frozen=True)
 class Draw:
-    """A draw: number `number`, which is row `index` of source `source`."""
+    """A draw: number `number`, which is row `index` of source `source`.
+
+    Attributes:
+        group: the row group that the row is read with; None where rows are read one by one.
+    """
 
     number: int
     source: int
     index: int
+    group: GroupDraw | None = None
 
 
 class Mixture:
@@ -85,30 +95,85 @@ class Mixture:
     Args:
         weights: of the sources; places of points are numbers of draws.
         limits: most rows that each source gives, however often it is read to its end; None for any number.
+        windows: by the number of a source, the order of its rows where they are read by whole groups.
     """
 
     def __init__(
-        self, sources: Sequence[Source], weights: Sequence[Weight], seed: int = 0, limits: Sequence[int | None] | None = None
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[Weight],
+        seed: int = 0,
+        limits: Sequence[int | None] | None = None,
+        windows: Mapping[int, GroupWindows] | None = None,
     ) -> None:
         if len(sources) != len(weights) or not sources:
             raise UserError(f"a mixture of {len(sources)} sources has {len(weights)} weights; give one each, for at least one")
         check_schedule([f"the weight of '{i} ({source.name})'" for i, source in enumerate(sources)], weights)
         self.sources = list(sources)
         self.seed = seed
-        self.spans = Spans(weights, [None] * len(sources) if limits is None else limits)
+        self.weights, self.limits = list(weights), [None] * len(sources) if limits is None else list(limits)
+        self.windows = dict(windows or {})
+        self.spans = Spans(self.weights, self.limits)
+        self._own_spans: dict[tuple[int, int], Spans] = {}  # by packer and their number
+        self._blocks: dict[tuple[int, int], tuple[int, list[tuple[int, int]]]] = {}  # the last block of each, and its draws
 
     @property
     def total(self) -> int | None:
         """Number of draws that there are; None where they do not end."""
         return self.spans.total
 
-    def draw(self, number: int) -> Draw:
-        """Source and row of draw `number`, counted from 0 over all processes; UsedUp where no source has rows left."""
-        self.spans.check(number)
-        block, place = divmod(number, BLOCK)
-        size = BLOCK if self.total is None else min(BLOCK, self.total - block * BLOCK)
-        source, count = self.spans.find(block * BLOCK + shuffled(place, size, self.seed, "order", block))
-        return Draw(number, source, self._index(source, number, count))
+    def check(self, number: int, packers: int = 1) -> None:
+        """Refuse a draw for which no source has rows left (UsedUp)."""
+        if self.windows:
+            self._spans_of(number % packers, packers).check(number // packers)
+        else:
+            self.spans.check(number)
+
+    def draw(self, number: int, packers: int = 1) -> Draw:
+        """Source and row of draw `number`, counted from 0 over all processes; UsedUp where no source has rows left.
+
+        Args:
+            packers: number of packers, which take draws in turn; it matters where rows are read by whole groups.
+        """
+        self.check(number, packers)
+        if not self.windows:
+            block, start, size = self.spans.block(number)
+            source, count = self.spans.find(start + shuffled(number - start, size, self.seed, "order", block))
+            return Draw(number, source, self._index(source, number, count))
+        packer, mine = number % packers, number // packers
+        source, own = self._own(packer, packers, mine)
+        count = packer + packers * own
+        if source not in self.windows:
+            return Draw(number, source, self._index(source, number, count))
+        windows = self.windows[source]
+        epoch, place = divmod(count, windows.rows)
+        found = windows.find(place, packers, self.seed, "epoch", source, epoch)
+        return Draw(number, source, found.row, found.drawn(packer, epoch))
+
+    def _spans_of(self, packer: int, packers: int) -> Spans:
+        """Spans of the draws of one packer, in which each source's row number m is row packer + packers * m."""
+        if (packer, packers) not in self._own_spans:
+            weights = [
+                weight if isinstance(weight, float | int) else tuple((place / packers, value) for place, value in weight)
+                for weight in self.weights
+            ]
+            limits = [None if limit is None else max(0, -(-(limit - packer) // packers)) for limit in self.limits]
+            self._own_spans[packer, packers] = Spans(weights, limits)
+        return self._own_spans[packer, packers]
+
+    def _own(self, packer: int, packers: int, mine: int) -> tuple[int, int]:
+        """Source of a packer's draw `mine`, and its number among the source's own there; these ascend within a block."""
+        spans = self._spans_of(packer, packers)
+        if len(spans.spans) == 1 and spans.spans[0].takes == (1.0,):
+            return 0, mine
+        block, start, size = spans.block(mine)
+        known, draws = self._blocks.get((packer, packers), (-1, []))
+        if known != block:
+            found = [spans.find(start + shuffled(i, size, self.seed, "order", packer, block)) for i in range(size)]
+            counts = {source: iter(sorted(count for other, count in found if other == source)) for source, _ in found}
+            draws = [(source, next(counts[source])) for source, _ in found]
+            self._blocks[packer, packers] = block, draws
+        return draws[mine - start]
 
     def _index(self, source: int, number: int, count: int) -> int:
         """Index of a source's row for draw `number`, which is the source's own draw number `count`."""

@@ -99,6 +99,12 @@ class Spans:
                 "source without them a weight above 0 to the end"
             )
 
+    def block(self, draw: int) -> tuple[int, int, int]:
+        """Number of the block of a draw, its first draw, and how many it has."""
+        block = draw // BLOCK
+        start = block * BLOCK
+        return block, start, BLOCK if self.total is None else min(BLOCK, self.total - start)
+
     def find(self, draw: int) -> tuple[int, int]:
         """Source of a draw, and how many draws it had before."""
         return self.spans[bisect_right(self._starts, draw) - 1].find(draw)

@@ -172,7 +172,7 @@ def test_every_draw_is_used_once_whatever_the_shards_and_workers():
         pipeline = new_pipeline("codec2")
         drawn: list[int] = []
         fetch = pipeline.fetch
-        pipeline.fetch = lambda n, fetch=fetch, drawn=drawn: (drawn.append(n), fetch(n))[1]
+        pipeline.fetch = lambda n, packers, fetch=fetch, drawn=drawn: (drawn.append(n), fetch(n, packers))[1]
         for shard in range(shards):
             for part in range(parts):
                 packer = PackerShard(pipeline, shard, shards, part, parts)

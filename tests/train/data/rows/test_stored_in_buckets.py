@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from train.data.batching.loader import StepLoader
 from train.data.batching.pipeline import Pipeline
 from train.data.config import PackingConfig
 from train.data.inspect.scan import Scan
+from train.data.rows.indexing import write_index
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.parquet_files import files_of
 from train.data.rows.row import Row, RowTurn
@@ -81,6 +84,28 @@ def test_without_a_report_that_fits_files_are_looked_at(bucket: Any, folder: Pat
     rows, same = StoredRows(address), StoredRows(folder)
     assert [row.id for row in rows] == [row.id for row in same]
     assert rows.where(6) == f"{address}/rows-00001.parquet row 1"
+
+
+def test_with_an_index_no_footer_is_read(bucket: Any, folder: Path, tmp_path: Path) -> None:
+    """Also where rows are read by whole groups; and an index of other files is refused."""
+    indexed = Path(shutil.copytree(folder, tmp_path / "indexed"))
+    write_index(indexed)
+    address = bucket.put_all(indexed, "indexed")
+    bucket.server.seen.clear()
+    source = StoredSource(address, window=2)
+    assert bucket.server.seen == {"LIST": 1, "GET": 1} and source.size == 16
+    rows, same = pickle.loads(pickle.dumps(source.rows)), StoredRows(folder)
+    assert [row.id for row in rows] == [row.id for row in same] and rows.where(6) == f"{address}/rows-00001.parquet row 1"
+    assert source.windows is not None
+    sources = Mixture([source], [1.0], 3, windows={0: source.windows})
+    drawn = [source.row(draw.index, draw.group).where for draw in map(sources.draw, range(16))]
+    assert sorted(drawn) == sorted(map(rows.where, range(16))) != drawn
+    same_steps(batches(address), batches(folder))
+    bucket.put("other/rows.index", (indexed / "rows.index").read_bytes())
+    bucket.put("other/rows-00000.parquet", b"PAR1")
+    other = bucket.address("other")
+    with pytest.raises(UserError, match=rf"index {other}/rows.index is of other files: .*rows-00001.parquet is not there"):
+        StoredRows(other)
 
 
 def test_one_file_and_samples(bucket: Any, folder: Path) -> None:

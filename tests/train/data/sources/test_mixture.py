@@ -9,7 +9,8 @@ import pytest
 from omni.errors import UserError
 from tests.train.data.toys import MODELS, ToySource, codec_of
 from train.data.seeding import dice, key, shuffled, torch_dice
-from train.data.sources.mixture import BLOCK, Mixture, Stage, TaskMixture
+from train.data.sources.mixture import Mixture, Stage, TaskMixture
+from train.data.sources.spans import BLOCK
 
 CODEC = codec_of(MODELS["codec2"])
 

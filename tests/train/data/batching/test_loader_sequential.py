@@ -1,0 +1,219 @@
+"""The loader where rows are read by whole groups: each group once, exact over stops, the same for any number of workers."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from omni.errors import UserError
+from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
+from tests.train.data.toys import MODELS, TASKS, TOKENIZER, ToySource, codec_of, maker_of
+from train.data.batching.loader import StepLoader, process_shards
+from train.data.batching.packer import PackerShard, merge
+from train.data.batching.pipeline import Pipeline
+from train.data.build import build_pipeline
+from train.data.config import DataConfig, PackingConfig, SourceConfig
+from train.data.rows import open_file
+from train.data.rows.index import INDEX
+from train.data.rows.indexing import write_index
+from train.data.rows.parquet import StoredRows, write_rows
+from train.data.rows.parts import Needed
+from train.data.rows.row import Row, RowTurn
+from train.data.sources.base import StoredSource
+from train.data.sources.mixture import Draw, Mixture, TaskMixture
+
+MODEL = MODELS["codec2"]
+FILES, GROUP = (11, 14, 0, 6), 3
+ROWS, GROUPS = sum(FILES), 4 + 5 + 0 + 2
+
+
+@pytest.fixture(scope="module", params=["index", "footers"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four files, one of them empty, in groups of 3 rows and fewer at their ends, with and without an index."""
+    folder, first = tmp_path_factory.mktemp("rows"), 0
+    source = ToySource("toy", None, codec_of(MODEL))
+    for number, count in enumerate(FILES):
+        write_rows(folder / f"rows-{number:05d}.parquet", map(source.row, range(first, first + count)), GROUP)
+        first += count
+    if request.param == "index":
+        write_index(folder)
+    return folder
+
+
+def mixture(folder: Path, window: int = 3, held_out: int = 0, **options: Any) -> Mixture:
+    source = StoredSource(folder, held_out=held_out, window=window, **options)
+    assert source.windows is not None
+    return Mixture([source], [1.0], 3, windows={0: source.windows})
+
+
+def pipeline(folder: Path, mixed: bool = False) -> Pipeline:
+    """One source that is gone through in epochs, or two others besides."""
+    mix = mixture(folder)
+    if mixed:
+        others = [ToySource("others", None, codec_of(MODEL)), StoredSource(folder)]
+        mix = Mixture([mix.sources[0], *others], [2.0, 1.0, 1.0], 3, windows=mix.windows)
+    packing = PackingConfig(rows=2, length=160, buffer=6)
+    return Pipeline(mix, [TaskMixture(TASKS)] * len(mix.sources), maker_of(MODEL), packing, 3)
+
+
+def rows_of(mix: Mixture, draws: Iterator[Draw]) -> list[Row]:
+    source = mix.sources[0]
+    assert isinstance(source, StoredSource)
+    return [source.row(draw.index, draw.group) for draw in draws]
+
+
+def test_rows_are_those_that_are_read_one_by_one(folder: Path) -> None:
+    stored, mix = StoredRows(folder), mixture(folder)
+    draws = [mix.draw(number, 2) for number in range(ROWS)]
+    assert [row.where for row in rows_of(mix, iter(draws))] == [stored[draw.index].where for draw in draws]
+    assert sorted(draw.index for draw in draws) == list(range(ROWS))
+    again = pickle.loads(pickle.dumps(mix))
+    assert [again.draw(draw.number, 2) for draw in draws[::-1]] == draws[::-1]
+
+
+@pytest.mark.parametrize("packers", [1, 2, 5])
+def test_a_group_is_opened_once_an_epoch(folder: Path, packers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one packer each, but for those that the ends of their runs cut; and no more than a window of each is kept."""
+    opened: Counter[str] = Counter()
+    decode = open_file._decode
+
+    def counted(group: open_file.OpenGroup, leaves: open_file.LeafColumns) -> Any:
+        table = decode(group, leaves)
+        opened[str(table.column("turns")[0])] += 1
+        return table
+
+    monkeypatch.setattr(open_file, "_decode", counted)
+    mix = mixture(folder, needed=Needed(frozenset({"T1T2"})))
+    for epoch in (1, 2):
+        for number in range((epoch - 1) * ROWS, epoch * ROWS):
+            rows_of(mix, iter([mix.draw(number, packers)]))
+            kept = mix.sources[0]._read
+            assert len(kept) <= packers and all(len(groups) <= 3 for _, groups in kept.values())
+        assert len(opened) == GROUPS and opened.total() <= epoch * (GROUPS + packers - 1)
+    assert packers > 1 or set(opened.values()) == {2}
+
+
+class CountingFile(io.FileIO):
+    """A file that counts the bytes that are read of it."""
+
+    read_bytes = 0
+
+    def read(self, size: int = -1) -> bytes:
+        data = super().read(size)
+        CountingFile.read_bytes += len(data)
+        return data
+
+
+@pytest.mark.parametrize("tasks", [{"T1T2"}, {"A1A2"}])
+def test_bytes_that_are_read_are_those_that_are_used(folder: Path, tasks: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if (folder / INDEX).exists():
+        pytest.skip("an indexed file is mapped")
+    monkeypatch.setattr(open_file, "opened", lambda file: CountingFile(file))
+    monkeypatch.setattr(CountingFile, "read_bytes", 0)
+    needed = Needed(frozenset(tasks))
+    mix, used = mixture(folder, needed=needed), 0
+    for file in folder.glob("*.parquet"):
+        metadata = pq.read_metadata(file)
+        paths = needed.first.paths(metadata)
+        columns = [metadata.row_group(g).column(c) for g in range(metadata.num_row_groups) for c in range(metadata.num_columns)]
+        used += sum(column.total_compressed_size for column in columns if column.path_in_schema in paths)
+    rows_of(mix, (mix.draw(number) for number in range(ROWS)))
+    assert used <= CountingFile.read_bytes <= 1.2 * used
+    CountingFile.read_bytes = 0
+    monkeypatch.setattr(open_file, "KEPT_GROUPS", 0)
+    alone = StoredSource(folder, needed=needed)
+    for number in range(ROWS):
+        alone.row(number)
+    assert CountingFile.read_bytes > 2 * used  # each row with its whole group
+
+
+def test_held_out_rows_are_not_drawn_and_all_others_are(folder: Path) -> None:
+    mix = mixture(folder, held_out=5)
+    source = mix.sources[0]
+    assert isinstance(source, StoredSource)
+    held = {source.rows.where(number) for number in source.held_out_indices(5)}
+    for epoch in (0, 1):
+        rows = [row.where for row in rows_of(mix, (mix.draw(epoch * source.size + n, 3) for n in range(source.size)))]
+        assert len(set(rows)) == len(rows) == ROWS - 5 and not held & set(rows)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_stopped_at_any_step_it_goes_on_as_if_it_had_not(folder: Path, mixed: bool) -> None:
+    steps = 5
+    whole, wanted, states = StepLoader(pipeline(folder, mixed), 2), [], []
+    for _ in range(steps):
+        wanted.append(next(whole))
+        states.append(plainly_stored(whole.states))
+    for stop in range(1, steps):
+        resumed = StepLoader(pipeline(folder, mixed), 2, start_step=stop, states=states[stop - 1])
+        same_steps(take(resumed, steps - stop), wanted[stop:])
+
+
+@pytest.mark.few(1)
+def test_a_run_of_two_workers_goes_on_alike_with_any_number_and_on_two_processes(folder: Path) -> None:
+    whole = StepLoader(pipeline(folder), 2, workers=2)
+    for _ in range(3):
+        next(whole)
+    states = plainly_stored(whole.states)
+    wanted = take(whole, 3)
+    same_steps(take(StepLoader(pipeline(folder), 2, workers=0, start_step=3, states=states), 3), wanted)
+    halves = [StepLoader(pipeline(folder), 2, process_shards(2, rank, 2), 0, 3, states) for rank in range(2)]
+    same_steps([a + b for a, b in zip(*(take(half, 3) for half in halves), strict=True)], wanted)
+    assert merge([half.states for half in halves]).keys() == states.keys()
+
+
+def test_packers_together_make_each_row_once_an_epoch(folder: Path) -> None:
+    """Whatever their number: the draws that come first of each are those of the first epoch."""
+    for shards, parts in ((1, 1), (2, 1), (2, 3)):
+        made: list[str] = []
+        for shard in range(shards):
+            for part in range(parts):
+                pipe = pipeline(folder)
+                packer = PackerShard(pipe, shard, shards, part, parts)
+                mine = range(shard + shards * part, ROWS, shards * parts)
+                found = [pipe.fetch(number, packer.stride) for number in mine]
+                made += [example.where for example in found]
+        assert len(set(made)) == len(made) == ROWS
+
+
+# --- configuration --------------------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_chooses(folder: Path) -> None:
+    def made(**options: Any) -> Pipeline:
+        source = SourceConfig("stored", tasks={"T1T2": 1.0}, path=str(folder), **options)
+        return build_pipeline(DataConfig((source,), packing=PackingConfig(length=160)), MODEL, TOKENIZER, codec_of(MODEL))
+
+    assert not made().mixture.windows
+    found = made(order="sequential", window=4, held_out=3).mixture.windows[0]
+    assert (found.width, found.rows) == (4, ROWS - 3)
+    wide = made(order="sequential", window=1000)
+    assert len({wide.fetch(number).where for number in range(ROWS)}) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": "sequental"}, r"source.order 'sequental' is unknown; .*sequential"),
+        ({"order": "sequential", "window": 0}, "source.window is 0; it must be at least 1"),
+        ({"window": 4}, "source.window is 4, but order is random, which has none: set order to sequential"),
+        ({"order": "sequential", "kind": "spoken-digits", "path": None}, "'spoken-digits' reads no row groups"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        SourceConfig(**{"kind": "stored", "path": "rows", **options})
+
+
+def test_large_groups_are_refused(tmp_path: Path) -> None:
+    rows = [Row((RowTurn(question_text="q", answer_text="a"),), id=str(i)) for i in range(100)]
+    write_rows(tmp_path / "rows.parquet", rows, 100)
+    with pytest.raises(UserError, match=r"row groups of more than 64 rows .*prepare the data.* or set order to random"):
+        StoredSource(tmp_path, window=4)

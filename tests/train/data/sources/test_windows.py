@@ -1,0 +1,182 @@
+"""Rows by whole groups: the order is that of lists made by hand, and an epoch has each row once, by any number of packers."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.train.data.toys import MODELS, ToySource, codec_of
+from train.data.seeding import shuffled, shuffled_all
+from train.data.sources import spans
+from train.data.sources.mixture import Draw, Mixture
+from train.data.sources.spans import UsedUp
+from train.data.sources.windows import GroupSizes, GroupWindows
+
+CODEC = codec_of(MODELS["codec2"])
+SIZES = {
+    "alike": [4] * 9,
+    "one": [5],
+    "a row": [1],
+    "ends of files": [4, 4, 4, 1, 4, 4, 3, 4, 4, 4, 4, 2],
+    "all sorts": [1, 7, 2, 2, 5, 3, 1, 9, 2],
+    "empty ones": [0, 0, 3, 0, 3, 0, 0, 0, 2, 3, 0],
+    "most empty": [0, 0, 0, 5],
+}
+
+
+def windows(sizes: list[int], width: int) -> GroupWindows:
+    return GroupWindows(GroupSizes.of(np.array(sizes, np.uint32)), width)
+
+
+def listed(sizes: list[int], width: int, packers: int, epoch: tuple[int | str, ...]) -> list[list[tuple[int, int]]]:
+    """Row and group of each draw of an epoch, by packer: all groups in a list, cut into runs, and those into windows."""
+    groups, first = [], 0
+    for number, size in enumerate(sizes):
+        groups.append([(first + i, number) for i in range(size)])
+        first += size
+    common = Counter(size for size in sizes if size).most_common(1)[0][0]
+    same = [group for group in groups if len(group) == common]
+    others = [group for group in groups if len(group) != common]
+    same = [same[shuffled(i, len(same), *epoch, "groups")] for i in range(len(same))]
+    others = [others[shuffled(i, len(others), *epoch, "odd")] for i in range(len(others))]
+    order: list[list[tuple[int, int]]] = []
+    for slot in range(len(sizes)):
+        due = (slot + 1) * len(others) // len(sizes) > len(order) - sum(len(group) == common for group in order)
+        order.append(others[slot * len(others) // len(sizes)] if due else same.pop(0))
+    slots = [slot for slot, group in enumerate(order) for _ in group]
+    rows = [row for group in order for row in group]
+    runs, start = [], 0
+    for packer in range(packers):
+        end = start + (len(rows) - packer + packers - 1) // packers
+        run = []
+        while start < end:
+            origin = slots[end - (len(rows) - packer + packers - 1) // packers]
+            window = [p for p in range(start, end) if (slots[p] - origin) // width == (slots[start] - origin) // width]
+            run += [rows[window[0] + shuffled(i, len(window), *epoch, "window", window[0])] for i in range(len(window))]
+            start = window[-1] + 1
+        runs.append(run)
+    return runs
+
+
+@pytest.mark.parametrize("width", [1, 3, 99])
+@pytest.mark.parametrize("packers", [1, 3, 8])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_rows_are_those_of_lists_and_each_comes_once(sizes: list[int], packers: int, width: int) -> None:
+    order, count = windows(sizes, width), sum(sizes)
+    for epoch in ((3, "epoch", 0), (3, "epoch", 1)):
+        wanted = listed(sizes, width, packers, epoch)
+        found = [order.find(place, packers, *epoch) for place in range(count)]
+        assert [[(one.row, one.group) for one in found[packer::packers]] for packer in range(packers)] == wanted
+        assert sorted(one.row for one in found) == list(range(count))
+        anyhow = random.Random(0).sample(range(count), count)
+        assert [windows(sizes, width).find(place, packers, *epoch) for place in anyhow[:9]] == [found[p] for p in anyhow[:9]]
+    if count > 9:
+        assert found != [order.find(place, packers, 3, "epoch", 0) for place in range(count)]
+
+
+@pytest.mark.parametrize("packers", [1, 3])
+def test_a_window_has_so_many_groups_which_no_other_has(packers: int) -> None:
+    order = windows(SIZES["ends of files"] * 5, 4)
+    found = [order.find(place, packers, 0) for place in range(order.rows)]
+    seen = Counter()
+    for packer in range(packers):
+        run = found[packer::packers]
+        starts = list(dict.fromkeys(one.start for one in run))
+        assert [one.start for one in run] == sorted(one.start for one in run)
+        of = [{one.group for one in run if one.start == start} for start in starts]
+        assert max(map(len, of)) == 4 and all(len(groups) == 4 for groups in of[:-1])
+        seen.update(group for groups in of for group in groups)
+    assert len(seen) == 60 and seen.total() <= 60 + packers - 1
+    assert len({one.group for one in found[:8]}) > 2  # rows of a window are mixed
+
+
+def test_rows_that_are_left_out_leave_the_others_in_their_groups() -> None:
+    for sizes in SIZES.values():
+        rows = [group for group, size in enumerate(sizes) for _ in range(size)]
+        for held in ([], [0], [len(rows) - 1], random.Random(1).sample(range(len(rows)), (len(rows) + 1) // 2)):
+            kept = [group for row, group in enumerate(rows) if row not in held]
+            left = GroupSizes.of(np.array(sizes)).without(sorted(held))
+            order = GroupWindows(left, 2)
+            assert order.rows == len(kept)
+            found = [order.find(place, 1, 0) for place in range(len(kept))]
+            assert sorted(one.row for one in found) == list(range(len(kept)))
+            assert all(kept[one.row] == one.group for one in found)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16, 17, 1023, 70_000])
+def test_all_at_once_are_shuffled_as_one_by_one(size: int) -> None:
+    found = shuffled_all(size, 7, "x")
+    some = range(size) if size < 2000 else random.Random(0).sample(range(size), 500)
+    assert [found[i] for i in some] == [shuffled(i, size, 7, "x") for i in some]
+    assert len(set(found.tolist())) == size
+    assert shuffled_all(0, 7).tolist() == []
+
+
+# --- mixtures -------------------------------------------------------------------------------------------------------------
+
+
+def mixture(weights: tuple[float, ...], size: int = 31, seed: int = 5) -> Mixture:
+    """Sources of which the last is read by groups, the first is endless, and those between have 9 rows."""
+    sizes = [None, 9][: len(weights) - 1]
+    sources = [ToySource(f"toy{i}", n, CODEC) for i, n in enumerate((*sizes, size))]
+    return Mixture(sources, weights, seed, windows={len(weights) - 1: windows([4] * (size // 4) + [size % 4], 3)})
+
+
+@pytest.mark.parametrize("packers", [1, 4])
+@pytest.mark.parametrize("weights", [(1.0,), (0.0, 1.0), (2, 1, 1), (1, 3)])
+def test_epochs_and_shares_of_a_mixture_are_exact(
+    weights: tuple[float, ...], packers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spans, "BLOCK", 64)
+    mixed, groups = mixture(weights), len(weights) - 1
+    draws = [mixed.draw(number, packers) for number in range(192 * packers)]
+    counts = Counter(draw.source for draw in draws)
+    for source, weight in enumerate(weights):
+        assert abs(counts[source] - len(draws) * weight / sum(weights)) <= packers * len(weights)
+    for source in {groups, 1} - {0} & set(range(len(weights))):
+        size, mine = mixed.sources[source].size, [[] for _ in range(packers)]
+        for draw in draws:
+            if draw.source == source:
+                mine[draw.number % packers].append(draw)
+        dealt = [draw for several in zip(*mine, strict=False) for draw in several]  # the order that epochs count in
+        for first in range(0, len(dealt) - size, size):
+            assert sorted(draw.index for draw in dealt[first : first + size]) == list(range(size))
+    for packer in range(packers):
+        seen = [draw.group.window for draw in draws[packer::packers] if draw.source == groups]
+        assert seen == sorted(seen)  # a window does not come again
+    assert all(draw.index == draw.number for draw in draws if draw.source == 0 and groups)
+
+
+def test_any_draw_of_a_mixture_can_be_made_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "BLOCK", 64)
+    whole = [mixture((2, 1, 1)).draw(number, 3) for number in range(3 * 60, 3 * 70)]
+    mixed = mixture((2, 1, 1))
+    assert [mixed.draw(draw.number, 3) for draw in reversed(whole)] == whole[::-1]
+    assert whole != [mixture((2, 1, 1), seed=6).draw(draw.number, 3) for draw in whole]
+    assert {draw.source for draw in whole} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("packers", [1, 3, 40])
+def test_limits_and_schedules_hold_over_all_packers(packers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "BLOCK", 64)
+    rising = ((0, 1.0), (240, 0.0), (480, 4.0))
+    sources = [ToySource(f"toy{i}", n, CODEC) for i, n in enumerate((9, 31))]
+    mixed = Mixture(sources, [1.0, rising], 5, [25, 62], {1: windows([4] * 7 + [3], 3)})
+    draws: list[list[Draw]] = [[] for _ in range(packers)]
+    for packer, mine in enumerate(draws):
+        with pytest.raises(UsedUp):
+            for own in range(1000):
+                mine.append(mixed.draw(packer + packers * own, packers))
+        with pytest.raises(UsedUp):
+            mixed.check(packer + packers * len(mine), packers)
+    given = [draw for mine in draws for draw in mine]
+    assert Counter(draw.index for draw in given if draw.source == 1) == dict.fromkeys(range(31), 2)
+    counts = Counter(draw.index for draw in given if draw.source == 0)
+    assert sum(counts.values()) == 25 and set(counts.values()) == {2, 3}
+    first = [draw.source for draw in given if draw.number < 40]
+    assert abs(first.count(0) - 21) <= packers  # a weight of 0.92 beside one of 1
+    whole = Mixture(sources, [1.0, rising], 5, [25, 62], {1: windows([4] * 7 + [3], 3)})
+    assert [whole.draw(draw.number, packers) for draw in reversed(given)] == given[::-1]
