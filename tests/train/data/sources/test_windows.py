@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -176,7 +177,15 @@ def test_limits_and_schedules_hold_over_all_packers(packers: int, monkeypatch: p
     assert Counter(draw.index for draw in given if draw.source == 1) == dict.fromkeys(range(31), 2)
     counts = Counter(draw.index for draw in given if draw.source == 0)
     assert sum(counts.values()) == 25 and set(counts.values()) == {2, 3}
-    first = [draw.source for draw in given if draw.number < 40]
-    assert abs(first.count(0) - 21) <= packers  # a weight of 0.92 beside one of 1
     whole = Mixture(sources, [1.0, rising], 5, [25, 62], {1: windows([4] * 7 + [3], 3)})
     assert [whole.draw(draw.number, packers) for draw in reversed(given)] == given[::-1]
+
+
+@pytest.mark.parametrize("packers", [1, 4])
+def test_shares_of_a_schedule_are_counted_over_all_packers(packers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "BLOCK", 64)
+    sources = [ToySource(f"toy{i}", n, CODEC) for i, n in enumerate((9, 31))]
+    mixed = Mixture(sources, [1.0, ((0, 1.0), (256, 0.0))], 5, windows={1: windows([4] * 7 + [3], 3)})
+    given = [mixed.draw(number, packers).source for number in range(512)]
+    assert abs(given[:256].count(0) - 256 * math.log(2)) <= 2 * packers  # the integral of 1 / (2 - x)
+    assert given[256:] == [0] * 256
