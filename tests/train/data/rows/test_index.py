@@ -149,8 +149,8 @@ def test_rows_are_the_same_in_other_processes(method, plain, folder):
     for process in started:
         process.start()
     assert given(stored, numbers) == wanted
+    assert [queue.get(timeout=300) for _ in started] == [wanted] * len(started)
     for process in started:
-        assert queue.get(timeout=300) == wanted
         process.join()
 
 
