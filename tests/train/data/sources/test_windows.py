@@ -185,7 +185,7 @@ def test_limits_and_schedules_hold_over_all_packers(packers: int, monkeypatch: p
 def test_shares_of_a_schedule_are_counted_over_all_packers(packers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "BLOCK", 64)
     sources = [ToySource(f"toy{i}", n, CODEC) for i, n in enumerate((9, 31))]
-    mixed = Mixture(sources, [1.0, ((0, 1.0), (256, 0.0))], 5, windows={1: windows([4] * 7 + [3], 3)})
-    given = [mixed.draw(number, packers).source for number in range(512)]
-    assert abs(given[:256].count(0) - 256 * math.log(2)) <= 2 * packers  # the integral of 1 / (2 - x)
-    assert given[256:] == [0] * 256
+    mixed = Mixture(sources, [1.0, ((0, 1.0), (2560, 0.0))], 5, windows={1: windows([4] * 7 + [3], 3)})
+    given = [mixed.draw(number, packers).source for number in range(3072)]
+    assert abs(given[:2560].count(0) - 2560 * math.log(2)) <= 2 * packers  # the integral of 1 / (2 - x)
+    assert given[2560:] == [0] * 512
