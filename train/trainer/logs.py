@@ -162,7 +162,7 @@ class DataCounts:
         `unused.csv` is written again where more rows are left out.
         """
         own, kinds = list(shards) if self.group.counts else [], ("skipped", "broken")
-        out = {}
+        out: dict[str, float] = {}
         for source, of in self.trained(own).items():
             name = re.sub(r"data\.sources\[(\d+)\].*", r"source\1", source)
             out |= {f"rows/{name}": of.rows, f"seconds/{name}": of.milliseconds / 1000, f"tokens/{name}": of.tokens}

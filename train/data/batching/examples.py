@@ -205,10 +205,10 @@ class ExampleMaker:
         parts = [columns_of(self.model.layout, turn) for turn in turns]  # turns do not overlap: the example is their join
         task = torch.cat([torch.full((len(part),), list(TASKS).index(name)) for part, name in zip(parts, tasks, strict=True)])
         columns = parts[0] if len(parts) == 1 else join(parts)
-        heard = sum(clip.frames for clip in clips) / self.model.encoder.frames_per_second
+        asked = sum(clip.frames for clip in clips) / self.model.encoder.frames_per_second
         frames = sum(turn.codes.shape[1] for turn in turns if turn.codes is not None)
         spoken = frames / self.codec.frame_rate if self.codec is not None else 0.0
-        sound = round(1000 * (heard + spoken))
+        sound = round(1000 * (asked + spoken))
         return Example(draw, columns, task, tuple(clips), where, tuple(dict.fromkeys(tasks)), source, sound)
 
     def _turn(self, draw: int, prepared: Prepared, number: int, turn: RowTurn, name: str) -> tuple[Turn, list[Clip]]:

@@ -42,7 +42,7 @@ def write_index(folder: Path, progress: Kind = "off") -> IndexHeader:
     """
     otherwise = f"data {folder} is no folder: an index is for a folder of Parquet files; a single file needs none"
     check_there(folder, "data", otherwise, Path.is_dir)
-    files = files_of(folder)
+    files = [file for file in files_of(folder) if isinstance(file, Path)]
 
     import numpy as np
 
