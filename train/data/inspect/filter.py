@@ -56,18 +56,18 @@ class RowLengths(NamedTuple):
         return cls(len(checked.turns), asked, sum(turn.spoken or 0.0 for turn in checked.turns))
 
 
-class Judged(NamedTuple):
+class RowVerdict(NamedTuple):
     """Reasons to drop an item, or the lengths of a row that is kept."""
 
     reasons: list[Reason]
     lengths: RowLengths | None = None
 
 
-Judge = Callable[[FoundRow | UnreadableRows], Judged]
+Judge = Callable[[FoundRow | UnreadableRows], RowVerdict]
 """Decides on items, which it is given in their order."""
 
 
-class KeptRows:
+class KeptDigests:
     """Digests of the kept rows, by which later ones are duplicates: exact, in memory that does not grow with the rows."""
 
     def __init__(self, rules: Rules) -> None:
@@ -95,7 +95,7 @@ class RowFilter:
 
     def __init__(self, rules: Rules, codecs: Codecs | None = None, asr: WhisperTranscriber | None = None) -> None:
         self.rules, self.codecs, self.asr = rules, codecs or Codecs(), asr
-        self._kept = KeptRows(rules)
+        self._kept = KeptDigests(rules)
 
     def reasons(self, row: Row) -> tuple[list[Reason], Checked]:
         """Reasons to drop a row, by name of the rule; none where it is kept. UserError where an answer cannot be decoded."""
@@ -121,12 +121,12 @@ class RowFilter:
         """Reasons of the rule `max_wer`. UserError where an answer cannot be decoded."""
         return [] if self.rules.max_wer is None else self._heard(row, self.rules.max_wer)
 
-    def judged(self, item: FoundRow | UnreadableRows) -> Judged:
+    def judged(self, item: FoundRow | UnreadableRows) -> RowVerdict:
         """Decide on the next item."""
         if isinstance(item, UnreadableRows) or item.row is None:
-            return Judged([(UNREADABLE, item.why)])
+            return RowVerdict([(UNREADABLE, item.why)])
         reasons, checked = self.reasons(item.row)
-        return Judged(reasons) if reasons else Judged([], RowLengths.of(checked))
+        return RowVerdict(reasons) if reasons else RowVerdict([], RowLengths.of(checked))
 
     def _heard(self, row: Row, rule: WerRule) -> list[Reason]:
         from train.scoring.asr import error_rate

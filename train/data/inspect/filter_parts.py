@@ -17,7 +17,7 @@ from omni.errors import UserError
 from omni.files import writing
 from train.console.progress import Kind
 from train.data.inspect.display import display_of, watched
-from train.data.inspect.filter import UNREADABLE, Judged, KeptRows, RowDigests, RowFilter, RowLengths, write_kept
+from train.data.inspect.filter import UNREADABLE, KeptDigests, RowDigests, RowFilter, RowLengths, RowVerdict, write_kept
 from train.data.inspect.parts import fingerprint, making, settings_of_parts
 from train.data.inspect.rules import Rules
 from train.data.inspect.scan import FoundRow, Scan, UnreadableRows
@@ -112,18 +112,18 @@ class _Verdicts:
     """Decides by what the parts have stored."""
 
     def __init__(self, rules: Rules, parts: Sequence[Path]) -> None:
-        self._rules, self._kept = rules, KeptRows(rules)
+        self._rules, self._kept = rules, KeptDigests(rules)
         self._stored = _verdicts(parts)
 
-    def __call__(self, item: FoundRow | UnreadableRows) -> Judged:
+    def __call__(self, item: FoundRow | UnreadableRows) -> RowVerdict:
         verdict = next(self._stored, None)
         if verdict is None or verdict["index"] != item.index:
             raise UserError(f"{item.where} is not what was judged: {AGAIN}")
         if verdict["reasons"]:
-            return Judged(_reasons(verdict["reasons"]))
+            return RowVerdict(_reasons(verdict["reasons"]))
         digests: RowDigests = {name: verdict[name] for name in self._rules.drop_duplicates}
         reasons = self._kept.reasons(digests, lambda: _reasons(verdict["heard"]))
-        return Judged(reasons, RowLengths(*(verdict[name] for name in RowLengths._fields)))
+        return RowVerdict(reasons, RowLengths(*(verdict[name] for name in RowLengths._fields)))
 
 
 def _reasons(text: str | None) -> list[tuple[str, str]]:

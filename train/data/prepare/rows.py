@@ -14,7 +14,7 @@ from omni.errors import UserError
 from omni.stores.drivers import join
 from train.data.prepare.codecs import Codecs
 from train.data.prepare.config import PrepareConfig
-from train.data.rows.reference import Part, Reference
+from train.data.rows.reference import Reference, SoundPart
 from train.data.rows.row import Codes, Row, RowTurn, Sound, inside, to_plain
 from train.data.seeding import key
 from train.data.tts.contract import Voice
@@ -160,7 +160,7 @@ def referenced(sound: Sound, origin: tuple[Path, str] | None = None) -> tuple[So
     return Sound(path=str(named)), len(checked(named.load(rate))) / rate
 
 
-def _name(file: Path, part: Part | None, origin: tuple[Path, str] | None) -> Reference:
+def _name(file: Path, part: SoundPart | None, origin: tuple[Path, str] | None) -> Reference:
     """The reference to a file, or to the object that it was brought from."""
     if origin is not None:
         folder, address = origin[0].resolve(), origin[1]

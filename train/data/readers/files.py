@@ -12,7 +12,7 @@ from omni.audio.io import AudioInfo, audio_info
 from omni.errors import UserError
 from omni.remote import check_there
 from train.data.readers.contract import ReaderOptions
-from train.data.rows.reference import Part
+from train.data.rows.reference import SoundPart
 from train.data.rows.row import Sound, inside
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def cut(path: Path, start: float, end: float, *channels: int) -> Sound:
         raise UserError(
             f"{path} has {held} channels and only 1 or 2 are mixed: name one of 0 to {held - 1}, or write it as mono"
         )
-    part, mixed = Part(first, first + len(samples), channels), samples[:, list(channels) or list(range(held))].mean(1)
+    part, mixed = SoundPart(first, first + len(samples), channels), samples[:, list(channels) or list(range(held))].mean(1)
     return Sound(samples=mixed, sample_rate=rate, path=str(path.absolute()), part=part)
 
 

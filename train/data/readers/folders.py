@@ -17,7 +17,7 @@ from typing import Any
 from omni.errors import UserError
 from train.data.readers.contract import OpenedSource, ReaderOptions
 from train.data.readers.files import Files
-from train.data.readers.listing import Listing, entries, is_file, sorted_walk, walk
+from train.data.readers.listing import FolderListing, entries, is_file, sorted_walk, walk
 from train.data.readers.record import Record, Records
 from train.data.readers.source import RecordSource, make_row, text
 from train.data.readers.text_records import JsonLines, TableRecords
@@ -127,7 +127,7 @@ class SoundFiles(Records):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._listing = Listing(path, _is_recording) if path.is_dir() else None
+        self._listing = FolderListing(path, _is_recording) if path.is_dir() else None
 
     def __len__(self) -> int:
         return 1 if self._listing is None else len(self._listing)

@@ -1,8 +1,8 @@
 """Lists the files below a folder, in memory that does not grow with their number.
 
 Folders are read entry by entry. A folder of up to `HELD` entries is sorted in memory, a larger one by SQLite in a temporary
-file. A `Listing` keeps what it has found in another (Arrow, compressed), from which any range is read. Both are in `TMPDIR`.
-Links to folders are not followed, and folders that may not be read are left out, as by `Path.rglob`.
+file. A `FolderListing` keeps what it has found in another (Arrow, compressed), from which any range is read. Both are in
+`TMPDIR`. Links to folders are not followed, and folders that may not be read are left out, as by `Path.rglob`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def is_file(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-class Listing:
+class FolderListing:
     """The files below a folder that a function takes by name, sorted as paths: their number, and any range of them.
 
     The folder is listed when it is first asked for. The listing can be pickled; a process that cannot see its temporary file,
@@ -168,13 +168,17 @@ class Listing:
             import pyarrow as pa
 
             if self._reader is None:
-                if not os.path.exists(self._file):
+                there = os.path.exists(self._file)
+                if not there:
                     self._again()
                 self._reader = pa.ipc.open_file(pa.memory_map(self._file))
+                if not there:
+                    _remove(self._file, os.getpid())
             self._last = number, self._reader.get_batch(number).column(0).to_pylist()
         return self._last[1]
 
     def _again(self) -> None:
+        """List the folder in a process that cannot see the file of another one, which may be killed: its own has no name."""
         count, total = self._count, self._sum
         self._list()
         if (self._count, self._sum) != (count, total):

@@ -49,7 +49,7 @@ class UnfitReference(UserError):
 
 
 @dataclass(frozen=True)
-class Part:
+class SoundPart:
     """Samples `start` to `stop` of a recording, as the mean of these channels (none: of all)."""
 
     start: int
@@ -75,17 +75,17 @@ class Reference:
     version: str = ""
     time: int = 0
     crc32: int = 0
-    part: Part | None = None
+    part: SoundPart | None = None
 
     @classmethod
-    def of_file(cls, path: str | os.PathLike[str], part: Part | None = None) -> Reference:
+    def of_file(cls, path: str | os.PathLike[str], part: SoundPart | None = None) -> Reference:
         """Name a file as it is now; OSError where it cannot be read."""
         path = os.path.abspath(path)
         state = os.stat(path)
         return cls(path, state.st_size, time=state.st_mtime_ns, crc32=_crc32(path, state.st_size, state.st_mtime_ns), part=part)
 
     @classmethod
-    def of_object(cls, address: str, part: Part | None = None) -> Reference:
+    def of_object(cls, address: str, part: SoundPart | None = None) -> Reference:
         """Name an object of a store as it is now; UserError where it cannot be looked at."""
         found = look_up(address)
         return cls(found.address, found.size, version=found.version, part=part)
@@ -105,7 +105,7 @@ class Reference:
         here = address.startswith(FILE)
         if "size" not in numbers or (here and not {"time", "crc32"} <= numbers.keys()):
             return None
-        part = Part(numbers.pop("start"), numbers.pop("stop"), channels) if {"start", "stop"} <= numbers.keys() else None
+        part = SoundPart(numbers.pop("start"), numbers.pop("stop"), channels) if {"start", "stop"} <= numbers.keys() else None
         place = os.fsdecode(unquote_to_bytes(address[len(FILE) :])) if here else unquote(address)
         return cls(place, version=told.get("version", ""), part=part, **numbers)
 
@@ -155,7 +155,7 @@ class Reference:
                 return Path(source).read_bytes()
             return source.read()
 
-    def _cut(self, source: str | BinaryIO, part: Part, sample_rate: int) -> Tensor:
+    def _cut(self, source: str | BinaryIO, part: SoundPart, sample_rate: int) -> Tensor:
         import soundfile
         import torch
 

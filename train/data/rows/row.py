@@ -42,7 +42,7 @@ from omni.codec.registry import code_orders
 from omni.errors import UserError
 from omni.remote import refuse_remote
 from omni.tasks import Task
-from train.data.rows.reference import Part, Reference
+from train.data.rows.reference import Reference, SoundPart
 
 if TYPE_CHECKING:
     import datasets
@@ -68,7 +68,7 @@ class Sound:
     data: bytes | None = None
     path: str | None = None
     folder: Path | None = None
-    part: Part | None = None
+    part: SoundPart | None = None
 
     @property
     def reference(self) -> Reference | None:

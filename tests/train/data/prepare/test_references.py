@@ -25,7 +25,7 @@ from train.data.readers import ReaderOptions
 from train.data.readers.files import cut
 from train.data.rows import reference
 from train.data.rows.parquet import StoredRows
-from train.data.rows.reference import Part, Reference
+from train.data.rows.reference import Reference, SoundPart
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_parts_of_recordings(clips: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare(tmp_path / "cuts", out, config())
     half, side, whole = (row.turns[0].question_audio for row in StoredRows(out, tmp_path / "cache"))
-    assert half.reference.part == Part(4000, 12000) and side.reference.part == Part(1600, 4800, (1,))
+    assert half.reference.part == SoundPart(4000, 12000) and side.reference.part == SoundPart(1600, 4800, (1,))
     assert whole.reference.part is None and half.info().seconds == 0.5
     assert torch.equal(half.load(8000), cut(tmp_path / "cuts" / "a.wav", 0.25, 0.75).load(8000))
     assert torch.equal(side.load(16000), cut(tmp_path / "cuts" / "a.wav", 0.1, 0.3, 1).load(16000))
@@ -91,7 +91,7 @@ def test_parts_of_recordings(clips: Path, tmp_path: Path) -> None:
 
 def test_a_reference_reads_back(tmp_path: Path) -> None:
     for address in ("s3://speech/a b#1%20.flac", "https://x.org/a%20b.wav?token=1&t=%23", "/data/a #%\udcff\n.wav"):
-        for part in (None, Part(3, 9), Part(0, 4, (0, 2))):
+        for part in (None, SoundPart(3, 9), SoundPart(0, 4, (0, 2))):
             here = address.startswith("/")
             one = Reference(address, 7, "" if here else '"a#&="', 5 * here, 6 * here, part)
             str(one).encode()

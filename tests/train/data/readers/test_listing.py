@@ -15,7 +15,7 @@ from omni.errors import UserError
 from train.data.prepare.settings import _files
 from train.data.readers import ReaderOptions, listing, open_source
 from train.data.readers.folders import SoundFiles
-from train.data.readers.listing import Listing, sorted_walk, walk
+from train.data.readers.listing import FolderListing, sorted_walk, walk
 
 NAMES = ["a", "a.flac", "a b", "a-b", ".hidden", "é", "\U0001f600", "ꬰ", "b\udcff", "b\udcfe", "A", "a\nb", "a\x01"]
 
@@ -64,7 +64,7 @@ def test_the_order_is_that_of_a_plain_sort(held: int, tree: Path, monkeypatch: p
     assert {entry.path for entry in walk(tree)} == set(map(str, every))
     shown = [f for f in sorted(every) if f.is_file() and not any(p.startswith(".") for p in f.relative_to(tree).parts)]
     assert {e.path for e in walk(tree, hidden=False) if e.is_file()} == set(map(str, shown))
-    found = Listing(tree, len)
+    found = FolderListing(tree, len)
     assert len(found) == len(shown) and [tree / name for name in found.names()] == shown
     for start, stop in ((0, 1), (2, 5), (3, 6), (len(shown) - 1, None), (4, 4), (5, 999)):
         assert [tree / name for name in found.names(start, stop)] == shown[start:stop]
@@ -93,7 +93,7 @@ def test_memory_does_not_grow_with_the_files(monkeypatch: pytest.MonkeyPatch) ->
     for count in (10, 5_000, 50_000):
         wanted = sorted(Entry(i).name for i in range(count))
         tracemalloc.start()
-        found = Listing(Path("data"), len)
+        found = FolderListing(Path("data"), len)
         assert all(name == other for name, other in zip(found.names(), wanted, strict=True))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
@@ -114,6 +114,8 @@ def test_a_listing_that_is_gone_is_made_again_and_another_one_refused(tmp_path: 
     assert not file.exists()  # it goes with the one that made it
     other = pickle.loads(sent)
     assert [Path(record.data["path"]) for record in other.iterate(1, 3)] == wanted[1:]
+    assert not Path(other._listing._file).exists()  # nothing is left where that process is killed
+    assert [Path(record.data["path"]) for record in other.iterate()] == wanted
     (tmp_path / "data" / "a.wav").rename(tmp_path / "data" / "e.wav")
     with pytest.raises(UserError, match=r"data had 3 files when it was listed, and has others now \(3\)"):
         list(pickle.loads(sent).iterate(0, 1))
