@@ -219,7 +219,7 @@ FIRST = {
 
 LATER = {
     "chunk_ms": 320, "train_chunk_ms": [160, 1280], "history_ms": None, "turn": False, "distill_weight": 0.0, "upload": None,
-    "shard": "", "ray": "",
+    "shard": "", "ray": "", "recordings": "copy",
     "max_epochs": None, "max_rows": None, "draws": None,
     "order": "random", "window": 16,
 }  # fmt: skip

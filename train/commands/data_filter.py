@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from omni.errors import UserError
 from omni.process import importing
 from train.console.options import Parser, add_progress, check_least, given_path
+from train.console.progress import counted
 from train.console.tables import print_table
 from train.data.inspect.filter import DROPPED, RowFilter, filter_rows
+from train.data.inspect.filter_parts import judge_part
+from train.data.inspect.parts import add_shard, given, joining
 from train.data.inspect.rules import read_rules
 from train.data.prepare.codecs import Codecs
+from train.data.prepare.config import DataPart
 from train.data.prepare.report import REPORT
 
 
@@ -30,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", type=str, default="cpu", help="where the Whisper computes")
     parser.add_argument("--codec_folder", type=given_path, help="weights of the codec, to hear answers that are codes only")
     parser.add_argument("--shard_mb", type=int, default=256, help="size of a Parquet file in MiB, before compression")
+    add_shard(parser)
     add_progress(parser)
     chosen = parser.read(argv)
     check_least(chosen, shard_mb=1)
@@ -43,10 +50,21 @@ def main(argv: Sequence[str]) -> int:
 
     asr = WhisperTranscriber(chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
     judge = RowFilter(rules, Codecs(chosen["codec_folder"]), asr)
-    report = filter_rows(chosen["data"], chosen["out"], judge, chosen["shard_mb"], chosen["progress"])
-    print(f"{report['rows']} of {report['rows'] + report['dropped']} rows kept in {chosen['out']}")
+    if chosen["shard"]:
+        part = DataPart.read(chosen["shard"])
+        words = ["data", "filter", chosen["data"], chosen["out"], *given(chosen, "rules", "whisper", "codec_folder")]
+        words += ["--device", chosen["device"], "--shard_mb", chosen["shard_mb"]]
+        rows = judge_part(chosen["data"], chosen["out"], part, judge, words, chosen["shard_mb"], chosen["progress"])
+        print(f"{counted(rows, 'row')} judged, part {part}; once all are: {joining(chosen['out'])}")
+        return 0
+    show(filter_rows(chosen["data"], chosen["out"], judge, chosen["shard_mb"], chosen["progress"]), chosen["out"])
+    return 0
+
+
+def show(report: Mapping[str, Any], out: Path) -> None:
+    """Prints how many rows were kept."""
+    print(f"{report['rows']} of {report['rows'] + report['dropped']} rows kept in {out}")
     if report["dropped"]:
         rows = [[name, str(count)] for name, count in report["rules"].items()]
         print_table("", ("rule", "rows it drops"), rows)
-        print(f"why each row was dropped: {chosen['out'] / DROPPED}")
-    return 0
+        print(f"why each row was dropped: {out / DROPPED}")

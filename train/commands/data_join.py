@@ -1,12 +1,19 @@
-"""`omni-train data join OUT`: make the output of the parts that `data prepare --shard` has made."""
+"""`omni-train data join OUT`: make the output of the parts that `data prepare`, `filter` or `validate` make with `--shard`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
+from train.commands import data_filter, data_validate
 from train.console.options import Parser, add_progress, given_path
-from train.data.prepare.join import join
+from train.data.inspect.filter_parts import join_filter
+from train.data.inspect.validate_parts import bounds_of, join_validation, scans_of
+from train.data.prepare.join import find_parts, join
+from train.data.prepare.parts import COMMAND, parts_folder, parts_in, settings_in
 from train.data.prepare.report import summary
+from train.data.prepare.settings import NAME
 
 
 def main(argv: Sequence[str]) -> int:
@@ -15,11 +22,32 @@ def main(argv: Sequence[str]) -> int:
         prog="omni-train data join",
         description="Make OUT of the parts that `omni-train data prepare SOURCE OUT --shard i/n` has made, on any number of "
         "machines: the same files as without --shard. All parts must be whole; what is missing is named, with the command that "
-        "makes it. The parts stay where they are, as links to the same files where the disk can have these.",
+        "makes it. The parts stay where they are, as links to the same files where the disk can have these. Parts of "
+        "`data filter` and of `data validate --report OUT` are joined in the same way.",
     )
-    parser.add_argument("out", type=given_path, help="folder to make, as it was given to `data prepare`")
+    parser.add_argument("out", type=given_path, help="folder to make, or report, as it was given to the command of the parts")
     parser.add_argument("folders", type=given_path, nargs="*", help="the parts, from anywhere; default: those in OUT.parts")
     add_progress(parser)
     chosen = parser.read(argv)
-    print(summary(join(chosen["out"], chosen["folders"], chosen["progress"]), chosen["out"]))
-    return 0
+    out, folders, progress = chosen["out"], chosen["folders"], chosen["progress"]
+    command = _command(out, folders)
+    if command == "prepare":
+        print(summary(join(out, folders, progress), out))
+        return 0
+    found, settings = find_parts(out.resolve(), folders)
+    parts = [place for _, place in found]
+    if command == "filter":
+        data_filter.show(join_filter(out, parts, settings, progress), out)
+        return 0
+    data, against = scans_of(settings)
+    given = {"report": out, "findings": settings["findings"] and Path(settings["findings"]), "examples": settings["examples"]}
+    return data_validate.tell(
+        partial(join_validation, parts, settings), {**given, "data": data, "against": against}, bounds_of(settings)
+    )
+
+
+def _command(out: Path, folders: Sequence[Path]) -> str:
+    """What has made the parts: `prepare`, `filter` or `validate`."""
+    places = list(folders) or [place for _, place in parts_in(parts_folder(out.resolve())) if (place / NAME).is_file()]
+    settings = settings_in(places[0]) if places else {}
+    return str(settings[COMMAND][1]) if COMMAND in settings else "prepare"

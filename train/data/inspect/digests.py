@@ -14,9 +14,11 @@ import math
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from omni.errors import UserError
+from omni.files import writing
 from train.data.inspect.measures import digest
 
 if TYPE_CHECKING:
@@ -59,6 +61,19 @@ class Digests:
 
     def __len__(self) -> int:
         return self._stored + len(self._values)
+
+    def save(self, file: Path) -> None:
+        """Write all to a file, 16 bytes each, for `add_from`."""
+        import numpy as np
+
+        with writing(file), open(file, "wb") as out:
+            for values, rows in self._chunks():
+                out.write(np.stack([values, rows], axis=1).tobytes())
+
+    def add_from(self, file: Path) -> None:
+        """Add what another has saved; its rows must come after those that are here."""
+        for value, row in saved(file):
+            self.add(value, row)
 
     def repeats(self) -> Iterator[tuple[int, int]]:
         """Iterate over rows with a digest of an earlier row, with the first such row: in order, or in several parts."""
@@ -179,6 +194,63 @@ def _parts(pieces: Callable[[], Iterator[Found]]) -> Iterator[Found]:
             yield values, rows
 
 
+def saved(file: Path) -> Iterator[tuple[int, int]]:
+    """Iterate over digests and rows in a file of `Digests.save`."""
+    import numpy as np
+
+    with open(file, "rb") as source:
+        while data := source.read(16 * HELD):
+            yield from map(tuple, np.frombuffer(data, np.uint64).reshape(-1, 2).tolist())
+
+
+class KnownDigests:
+    """A set of 64-bit digests, exact, in memory that does not grow with it.
+
+    Up to `HELD` are in memory. More go to a temporary file, sorted in runs of `HELD`; what the Bloom filter takes for known is
+    searched in them.
+    """
+
+    def __init__(self) -> None:
+        self._held: set[int] = set()
+        self._runs: list[np.ndarray] = []
+        self._file: IO[bytes] | None = None
+        self._filter: Any = None
+
+    def add(self, value: int) -> None:
+        """Add a digest; UserError where there is no room for the temporary file."""
+        self._held.add(value)
+        if len(self._held) >= HELD:
+            self._store()
+
+    def __contains__(self, value: int) -> bool:
+        if value in self._held:
+            return True
+        if self._filter is None or value not in self._filter:
+            return False
+        import numpy as np
+
+        wanted = np.uint64(value)
+        places = ((run, int(np.searchsorted(run, wanted))) for run in self._runs)
+        return any(place < len(run) and run[place] == wanted for run, place in places)
+
+    def _store(self) -> None:
+        import numpy as np
+
+        if self._file is None:
+            self._filter, self._file = bloom_filter(), tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as this)
+        for value in self._held:
+            self._filter.add(value)
+        run = np.sort(np.fromiter(self._held, np.uint64, len(self._held)))
+        start = 8 * sum(map(len, self._runs))
+        try:
+            self._file.write(run.tobytes())
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"{tempfile.gettempdir()} has no room for digests ({error.strerror}): set TMPDIR") from error
+        self._runs.append(np.memmap(self._file, np.uint64, "r", start, run.shape))
+        self._held = set()
+
+
 class FirstRows:
     """The first row with each name, as digests; further rows may come too where there are more than `HELD` names."""
 
@@ -188,8 +260,12 @@ class FirstRows:
 
     def add(self, name: str, row: int) -> None:
         """Add a row's name, unless it is empty."""
-        value = digest(name.encode("utf-8", "replace"))
-        if not name or value in self._seen:
+        if name:
+            self.add_digest(digest(name.encode("utf-8", "replace")), row)
+
+    def add_digest(self, value: int, row: int) -> None:
+        """Add the digest of a row's name."""
+        if value in self._seen:
             return
         if len(self._seen) < HELD:
             self._seen.add(value)

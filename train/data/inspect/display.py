@@ -28,7 +28,7 @@ def watched(scan: Scan, display: Display) -> Iterator[FoundRow | UnreadableRows]
 
 def display_of(kind: Kind, *scans: Scan) -> RowDisplay:
     """Make a display for all rows of some scans."""
-    return RowDisplay(sum(len(scan) for scan in scans), kind=kind)
+    return RowDisplay(sum(scan.count for scan in scans), kind=kind)
 
 
 def save_report(path: Path, data: Any) -> None:

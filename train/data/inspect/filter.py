@@ -6,9 +6,10 @@ import json
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from omni.audio.io import SAMPLE_RATE, resample
 from omni.errors import UserError
@@ -16,6 +17,7 @@ from omni.files import LOCK, locked, write_json
 from omni.remote import refuse_remote
 from train.console.progress import Kind, percent
 from train.data.inspect.checks import Bounds, Checked, check_row
+from train.data.inspect.digests import KnownDigests
 from train.data.inspect.display import display_of, make_folder, watched
 from train.data.inspect.findings import KINDS
 from train.data.inspect.measures import BadSound, load, stored_bytes
@@ -37,9 +39,55 @@ UNREADABLE = "unreadable"
 
 Reason = tuple[str, str]
 
+RowDigests = dict[str, list[int]]
+"""Digests of a row by rule of `drop_duplicates`."""
+
+
+class RowLengths(NamedTuple):
+    """Turns of a row, and seconds of its questions and answers."""
+
+    turns: int
+    question_seconds: float
+    answer_seconds: float
+
+    @classmethod
+    def of(cls, checked: Checked) -> RowLengths:
+        asked = sum(turn.question.seconds for turn in checked.turns if turn.question)
+        return cls(len(checked.turns), asked, sum(turn.spoken or 0.0 for turn in checked.turns))
+
+
+class RowVerdict(NamedTuple):
+    """Reasons to drop an item, or the lengths of a row that is kept."""
+
+    reasons: list[Reason]
+    lengths: RowLengths | None = None
+
+
+Judge = Callable[[FoundRow | UnreadableRows], RowVerdict]
+"""Decides on items, which it is given in their order."""
+
+
+class KeptDigests:
+    """Digests of the kept rows, by which later ones are duplicates: exact, in memory that does not grow with the rows."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._kept = {name: KnownDigests() for name in rules.drop_duplicates}
+
+    def reasons(self, digests: RowDigests, heard: Callable[[], list[Reason]]) -> list[Reason]:
+        """Reasons to drop the next row that other rules keep: a duplicate, or else what `heard` gives. None: it is kept."""
+        for name, kept in self._kept.items():
+            if any(value in kept for value in digests[name]):
+                return [("drop_duplicates", f"an earlier row has the same {name.replace('_', ' ')}")]
+        if reasons := heard():
+            return reasons
+        for name, kept in self._kept.items():
+            for value in digests[name]:
+                kept.add(value)
+        return []
+
 
 class RowFilter:
-    """Decides row by row whether it is kept, and stores digests of the kept rows to find duplicates.
+    """Decides row by row whether it is kept.
 
     Args:
         asr: for the rule `max_wer`.
@@ -47,23 +95,38 @@ class RowFilter:
 
     def __init__(self, rules: Rules, codecs: Codecs | None = None, asr: WhisperTranscriber | None = None) -> None:
         self.rules, self.codecs, self.asr = rules, codecs or Codecs(), asr
-        self._kept: dict[str, set[int]] = {name: set() for name in rules.drop_duplicates}
+        self._kept = KeptDigests(rules)
 
     def reasons(self, row: Row) -> tuple[list[Reason], Checked]:
         """Reasons to drop a row, by name of the rule; none where it is kept. UserError where an answer cannot be decoded."""
+        reasons, checked = self.own_reasons(row)
+        return reasons or self._kept.reasons(self.digests(checked), lambda: self.heard(row)), checked
+
+    def own_reasons(self, row: Row) -> tuple[list[Reason], Checked]:
+        """Reasons of the rules that need no other row, but `max_wer`."""
         checked = check_row(row, Bounds(), self.codecs)
         reasons = [problem for problem in checked.problems if self.rules.drop_errors and KINDS[problem[0]].severity == "error"]
-        reasons += broken_rules(self.rules, row, checked)
-        digests: dict[str, list[Any]] = {"row": [checked.whole], "question_audio": checked.audio, "text": checked.pairs}
-        for name, kept in self._kept.items():
-            if not reasons and any(value in kept for value in digests[name]):
-                reasons.append(("drop_duplicates", f"an earlier row has the same {name.replace('_', ' ')}"))
-        if not reasons and self.rules.max_wer is not None:
-            reasons += self._heard(row, self.rules.max_wer)
-        if not reasons:
-            for name, kept in self._kept.items():
-                kept.update(value for value in digests[name] if value is not None)
-        return reasons, checked
+        return [*reasons, *broken_rules(self.rules, row, checked)], checked
+
+    def digests(self, checked: Checked) -> RowDigests:
+        """Digests of a row for the rule `drop_duplicates`."""
+        every: dict[str, Sequence[int | None]] = {
+            "row": [checked.whole],
+            "question_audio": checked.audio,
+            "text": checked.pairs,
+        }
+        return {name: [value for value in every[name] if value is not None] for name in self.rules.drop_duplicates}
+
+    def heard(self, row: Row) -> list[Reason]:
+        """Reasons of the rule `max_wer`. UserError where an answer cannot be decoded."""
+        return [] if self.rules.max_wer is None else self._heard(row, self.rules.max_wer)
+
+    def judged(self, item: FoundRow | UnreadableRows) -> RowVerdict:
+        """Decide on the next item."""
+        if isinstance(item, UnreadableRows) or item.row is None:
+            return RowVerdict([(UNREADABLE, item.why)])
+        reasons, checked = self.reasons(item.row)
+        return RowVerdict(reasons) if reasons else RowVerdict([], RowLengths.of(checked))
 
     def _heard(self, row: Row, rule: WerRule) -> list[Reason]:
         from train.scoring.asr import error_rate
@@ -109,15 +172,21 @@ class RowFilter:
 
 
 def filter_rows(data: Path, out: Path, judge: RowFilter, shard_mb: int = 256, progress: Kind = "off") -> dict[str, Any]:
+    """Filter rows as `write_kept`, by rules."""
+    return write_kept(Scan(data), out, judge.judged, asdict(judge.rules), shard_mb, progress)
+
+
+def write_kept(
+    scan: Scan, out: Path, judge: Judge, rules: Mapping[str, Any], shard_mb: int = 256, progress: Kind = "off"
+) -> dict[str, Any]:
     """Write the kept rows, in their order, to Parquet shards in the folder `out`; returns the report.
 
-    Recordings that are references are embedded in their rows.
+    Recordings in the folder of the rows are embedded; those elsewhere (`reference.Reference`) stay there.
 
     Raises:
         UserError: no such data, `out` is there already, the working folder, or being made by another process, no row is kept,
             no space left.
     """
-    scan = Scan(data)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"output {out} exists: choose another, or remove it")
     out = _place(out)
@@ -128,7 +197,7 @@ def filter_rows(data: Path, out: Path, judge: RowFilter, shard_mb: int = 256, pr
             if left.name != LOCK:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
-            report = _fill(scan, work, judge, shard_mb, progress)
+            report = _fill(scan, work, judge, rules, shard_mb, progress)
             shutil.rmtree(work / "notes")
             index_whole(work)
             (work / LOCK).unlink()
@@ -148,15 +217,20 @@ def _place(out: Path) -> Path:
     return place
 
 
-def _fill(scan: Scan, work: Path, judge: RowFilter, shard_mb: int, progress: Kind) -> dict[str, Any]:
+def _fill(
+    scan: Scan, work: Path, judge: Judge, rules: Mapping[str, Any], shard_mb: int, progress: Kind
+) -> dict[str, Any]:  # fmt: skip
     shards, counts, dropped = ShardWriter(work, shard_mb << 20), Counter[str](), 0
     writer = _Writer(shards)
     display = display_of(progress, scan)
     try:
         with open(work / DROPPED, "w", encoding="utf-8") as log:
             for item in watched(scan, display):
-                reasons, plain, checked = _judged(item, judge)
-                writer.take(item, plain, checked)
+                reasons, lengths = judge(item)
+                plain = None
+                if not reasons:
+                    reasons, plain = _stored(item)
+                writer.take(item, plain, lengths)
                 if reasons:
                     rows = item.count if isinstance(item, UnreadableRows) else 1
                     counts.update({name: rows for name in dict(reasons)})
@@ -175,7 +249,7 @@ def _fill(scan: Scan, work: Path, judge: RowFilter, shard_mb: int, progress: Kin
         **shards.done.plain(),
         "dropped": dropped,
         "rules": dict(counts.most_common()),
-        "asked": asdict(judge.rules),
+        "asked": rules,
         "shards": [
             {name: note[name] for name in ("file", "rows", "bytes", "crc32", "items")} for note in notes(work) if note["file"]
         ],
@@ -184,26 +258,22 @@ def _fill(scan: Scan, work: Path, judge: RowFilter, shard_mb: int, progress: Kin
     return report
 
 
-def _judged(item: FoundRow | UnreadableRows, judge: RowFilter) -> tuple[list[Reason], dict[str, Any] | None, Checked | None]:
-    """Reasons to drop an item, or else the row to store; with the results of its checks."""
-    if isinstance(item, UnreadableRows) or item.row is None:
-        return [(UNREADABLE, item.why)], None, None
-    reasons, checked = judge.reasons(item.row)
-    if reasons:
-        return reasons, None, None
+def _stored(item: FoundRow | UnreadableRows) -> tuple[list[Reason], dict[str, Any] | None]:
+    """The row to store, or the reason why it cannot be."""
+    assert isinstance(item, FoundRow)
     try:
-        return [], _embedded(item), checked
+        return [], _embedded(item)
     except BadSound as error:
-        return [(error.kind, str(error))], None, None
+        return [(error.kind, str(error))], None
 
 
 def _embedded(item: FoundRow) -> dict[str, Any]:
-    """The row as stored, with its references replaced by the files' bytes: from another folder they would not resolve."""
+    """The row as stored, with paths in the rows' folder replaced by the files' bytes: from another they would not resolve."""
     assert item.row is not None
     for stored, turn in zip(item.plain["turns"], item.row.turns, strict=True):
         for name in ("question_audio", "answer_audio"):
             sound = getattr(turn, name)
-            if sound is not None and not sound.data:
+            if sound is not None and not sound.data and sound.reference is None:
                 stored[name] = {"bytes": stored_bytes(sound), "path": None}
     return item.plain
 
@@ -231,17 +301,17 @@ class _Writer:
         self._plain: list[dict[str, Any]] = []
         self._tally = PrepareTally()
 
-    def take(self, item: FoundRow | UnreadableRows, plain: dict[str, Any] | None, checked: Checked | None) -> None:
+    def take(self, item: FoundRow | UnreadableRows, plain: dict[str, Any] | None, lengths: RowLengths | None) -> None:
         """Add the next item, with its row where it is kept."""
         count = item.count if isinstance(item, UnreadableRows) else 1
         self._stop += count
         self._tally.items += count
-        if plain is not None and checked is not None:
+        if plain is not None and lengths is not None:
             self._plain.append(plain)
             self._tally.rows += 1
-            self._tally.turns += len(checked.turns)
-            self._tally.question_seconds += sum(turn.question.seconds for turn in checked.turns if turn.question)
-            self._tally.answer_seconds += sum(turn.spoken or 0.0 for turn in checked.turns)
+            self._tally.turns += lengths.turns
+            self._tally.question_seconds += lengths.question_seconds
+            self._tally.answer_seconds += lengths.answer_seconds
         if len(self._plain) >= BLOCK:
             self._flush()
 

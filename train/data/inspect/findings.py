@@ -26,6 +26,7 @@ KINDS: dict[str, FindingKind] = {
     "bad_row": FindingKind("error", "a row that breaks the format: version, turns, types"),
     "escaping_reference": FindingKind("error", "a recording's path leaves the data's folder"),
     "missing_reference": FindingKind("error", "a recording that is not where its path says"),
+    "changed_reference": FindingKind("error", "a recording that is not the one that the data was prepared with"),
     "broken_sound": FindingKind("error", "a recording that cannot be decoded"),
     "silent_sound": FindingKind("error", "a recording without any sound"),
     "unknown_task": FindingKind("error", "a task that does not exist"),

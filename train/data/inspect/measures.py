@@ -5,6 +5,8 @@ Dimensions: S samples.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING
 from omni.audio.io import AudioInfo, audio_info, read_audio
 from omni.errors import UserError
 from omni.remote import refuse_remote
+from train.data.rows.reference import UnfitReference
 from train.data.rows.row import Sound, inside
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ CLIPPED_LEVEL, CLIPPED_RUN = 0.995, 3
 
 
 class BadSound(UserError):
-    """A recording that cannot be read; `kind` is `escaping_reference`, `missing_reference` or `broken_sound`."""
+    """A recording that cannot be read; `kind` is one of `findings.KINDS`: `missing_reference`, `broken_sound`, ..."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -68,6 +71,10 @@ def load(sound: Sound, sample_rate: int = 0) -> tuple[Tensor, int]:
     """Load samples [S] and their rate: `sample_rate`, or the recording's own for 0; `BadSound` where it cannot be read."""
     if sound.samples is not None:
         return sound.load(sample_rate or sound.sample_rate), sample_rate or sound.sample_rate
+    if (named := sound.reference) is not None:
+        with _unfit():
+            rate = sample_rate or named.info().sample_rate
+            return named.load(rate), rate
     source = _source(sound)
     try:
         rate = sample_rate or audio_info(source).sample_rate
@@ -80,6 +87,9 @@ def head(sound: Sound) -> AudioInfo:
     """Read the recording's header, without decoding the sound; `BadSound` where it cannot be read."""
     if sound.samples is not None:
         return AudioInfo(sound.sample_rate, len(sound.samples), 1, "samples")
+    if (named := sound.reference) is not None:
+        with _unfit():
+            return named.info()
     try:
         info = audio_info(_source(sound))
     except BadSound:
@@ -99,6 +109,15 @@ def stored_bytes(sound: Sound) -> bytes:
             return file.read()
     except OSError as error:
         raise BadSound("broken_sound", f"{source} cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def _unfit() -> Iterator[None]:
+    """A context in which errors of a recording elsewhere are `BadSound`."""
+    try:
+        yield
+    except UserError as error:
+        raise BadSound(error.kind if isinstance(error, UnfitReference) else "broken_sound", str(error)) from error
 
 
 def _source(sound: Sound) -> bytes | str:

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +67,7 @@ class Scan:
     Attributes:
         files: the files.
         folder: the folder that references in rows are relative to.
+        start, stop: row groups that begin from row `start` on and before `stop` are iterated over.
 
     Raises:
         UserError: there is nothing at `path`, or no Parquet file in it.
@@ -81,6 +84,7 @@ class Scan:
         heads = [self._head(file) for file in self.files]
         self._whys = [why for _, why in heads]
         self._ends = list(itertools.accumulate(rows for rows, _ in heads))
+        self.start, self.stop = 0, sys.maxsize
 
     def __len__(self) -> int:
         """Number of all rows, by the files' metadata."""
@@ -105,7 +109,25 @@ class Scan:
         return self._first(number) + row
 
     def __iter__(self) -> Iterator[FoundRow | UnreadableRows]:
-        return (item for number in range(len(self.files)) for item in self._file(number))
+        for number in range(len(self.files)):
+            if self._first(number) < self.stop and (self._ends[number] > self.start or self.begins(number)):
+                yield from self._file(number)
+
+    @property
+    def count(self) -> int:
+        """Number of rows of the part that is looked at."""
+        return min(self.stop, len(self)) - self.start
+
+    def part(self, number: int, count: int) -> Scan:
+        """One of `count` parts, `number` from 0 on: iterates over the row groups that begin within its share of the rows."""
+        part = copy.copy(self)
+        part.start = len(self) * number // count
+        part.stop = len(self) * (number + 1) // count if number + 1 < count else sys.maxsize
+        return part
+
+    def begins(self, number: int) -> bool:
+        """True where a file begins within the part that is looked at."""
+        return self.start <= self._first(number) < self.stop
 
     def at(self, index: int) -> FoundRow:
         """Read row `index` alone; UserError where there is none, or it cannot be read."""
@@ -151,6 +173,8 @@ class Scan:
 
         file, first = self.files[number], self._first(number)
         if self._whys[number]:
+            if only is None and not self.begins(number):
+                return
             yield UnreadableRows(first, str(file), self._ends[number] - first, self._whys[number])
             return
         # Page checksums are verified where the file has them; pages are read as needed, not a whole row group at once.
@@ -158,7 +182,7 @@ class Scan:
             start = 0
             for group in range(opened.num_row_groups):
                 end = start + opened.metadata.row_group(group).num_rows
-                if only is not None and not start <= only < end:
+                if not (self.start <= first + start < self.stop if only is None else start <= only < end):
                     start = end
                     continue
                 done = start

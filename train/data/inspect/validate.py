@@ -32,14 +32,16 @@ class Summary:
 
 
 @dataclass
-class _Memory:
-    """Digests of all rows, to find duplicates and what other data have too."""
+class Seen:
+    """What is kept of the rows that were looked at: digests, to find duplicates and what other data have too, and counts."""
 
     audio: Digests = field(default_factory=Digests)
     texts: Digests = field(default_factory=Digests)
     said: Digests = field(default_factory=Digests)
     whole: Digests = field(default_factory=Digests)
     speakers: FirstRows = field(default_factory=FirstRows)
+    rows: int = 0
+    microseconds: int = 0
 
     def add(self, row: int, checked: Checked) -> None:
         for digests, values in ((self.audio, checked.audio), (self.texts, checked.texts), (self.said, checked.said)):
@@ -47,6 +49,8 @@ class _Memory:
                 digests.add(value, row)
         if checked.whole is not None:
             self.whole.add(checked.whole, row)
+        self.rows += 1
+        self.microseconds += round(1e6 * checked.seconds)
 
 
 def validate(
@@ -61,81 +65,98 @@ def validate(
     Raises:
         UserError: there are no such data, the codec's weights do not fit, or there is no room for the file.
     """
+    scan, others = open_scans(data, against)
+    display = display_of(progress, scan, *others)
+    try:
+        check_sums(scan, findings)
+        seen = look_at(scan, bounds, codecs, findings, display)
+        find_duplicates(scan, seen, findings)
+        for other in others:
+            find_leaks(scan, seen, other, look_at_other(other, findings, display), findings)
+    finally:
+        display.close()
+    return Summary(seen.rows, len(scan), seen.microseconds / 3.6e9, findings)
+
+
+def open_scans(data: Path, against: Sequence[Path]) -> tuple[Scan, list[Scan]]:
+    """Open the rows, and those that they are compared with; UserError where there are none, or they are the same."""
     scan, others = Scan(data), [Scan(other) for other in against]
     for other in others:
         if other.path.resolve() == scan.path.resolve():
             raise UserError(f"{other.path} is compared with itself: name another split with --against")
-    memory, rows, seconds = _Memory(), 0, 0.0
-    display = display_of(progress, scan, *others)
-    try:
-        _check_sums(scan, findings)
-        for item in watched(scan, display):
-            if isinstance(item, UnreadableRows):
-                whole = item.where in {str(file) for file in scan.files}
-                findings.add("unreadable_file" if whole else "damaged_pages", item.where, item.why, max(1, item.count))
-            elif item.row is None:
-                findings.add("bad_row", item.where, item.why)
-            else:
-                checked = check_row(item.row, bounds, codecs)
-                for kind, text in checked.problems:
-                    findings.add(kind, item.where, text)
-                memory.add(item.index, checked)
-                memory.speakers.add(item.row.speaker, item.index)
-                rows += 1
-                seconds += checked.seconds
-        _duplicates(scan, memory, findings)
-        for other in others:
-            _leaks(scan, memory, other, findings, display)
-    finally:
-        display.close()
-    return Summary(rows, len(scan), seconds / 3600, findings)
+    return scan, others
 
 
-def _check_sums(scan: Scan, findings: Findings) -> None:
+def look_at(scan: Scan, bounds: Bounds, codecs: Codecs, findings: Findings, display: Display) -> Seen:
+    """Check rows singly."""
+    seen = Seen()
+    for item in watched(scan, display):
+        if isinstance(item, UnreadableRows):
+            whole = item.where in {str(file) for file in scan.files}
+            findings.add("unreadable_file" if whole else "damaged_pages", item.where, item.why, max(1, item.count))
+        elif item.row is None:
+            findings.add("bad_row", item.where, item.why)
+        else:
+            checked = check_row(item.row, bounds, codecs)
+            for kind, text in checked.problems:
+                findings.add(kind, item.where, text)
+            seen.add(item.index, checked)
+            seen.speakers.add(item.row.speaker, item.index)
+    return seen
+
+
+def check_sums(scan: Scan, findings: Findings) -> None:
     """Compare the files' checksums with those in their preparation's report, where there is one."""
     try:
         shards = json.loads((scan.folder / REPORT).read_text(encoding="utf-8"))["shards"]
         noted = {shard["file"]: shard["crc32"] for shard in shards}
     except (OSError, ValueError, KeyError, TypeError):
         return
-    for file in scan.files:
-        if file.name in noted and checksum(file) != noted[file.name]:
+    for number, file in enumerate(scan.files):
+        if scan.begins(number) and file.name in noted and checksum(file) != noted[file.name]:
             findings.add("changed_file", str(file), f"its CRC-32 is not that in {REPORT}: copy or prepare it again")
 
 
-def _duplicates(scan: Scan, memory: _Memory, findings: Findings) -> None:
+def find_duplicates(scan: Scan, seen: Seen, findings: Findings) -> None:
+    """Find rows, recordings and texts that came before."""
     whole = bytearray(len(scan) // 8 + 1)
-    for row, first in memory.whole.repeats():
+    for row, first in seen.whole.repeats():
         whole[row // 8] |= 1 << row % 8
         findings.add("duplicate_row", scan.where(row), f"equals {scan.where(first)}")
-    for kind, digests in (("duplicate_audio", memory.audio), ("duplicate_text", memory.said)):
+    for kind, digests in (("duplicate_audio", seen.audio), ("duplicate_text", seen.said)):
         for row, first in digests.repeats():
             if not whole[row // 8] >> row % 8 & 1:
                 findings.add(kind, scan.where(row), f"is also in {scan.where(first)}")
 
 
-def _leaks(scan: Scan, memory: _Memory, other: Scan, findings: Findings, display: Display) -> None:
-    """Find questions of another split that these rows have too."""
-    audio, texts, speakers = Digests(), Digests(), FirstRows()
+def look_at_other(other: Scan, findings: Findings, display: Display) -> Seen:
+    """Digests of the questions and speakers of another split."""
+    seen = Seen()
     for item in watched(other, display):
         if not isinstance(item, FoundRow) or item.row is None:
             where, why = item.where, item.why
             findings.add("unreadable_file" if isinstance(item, UnreadableRows) else "bad_row", where, f"{why} (not compared)")
             continue
-        speakers.add(item.row.speaker, item.index)
+        seen.speakers.add(item.row.speaker, item.index)
         for turn in item.row.turns:
             if turn.question_text.strip():
-                texts.add(text_digest(turn.question_text), item.index)
+                seen.texts.add(text_digest(turn.question_text), item.index)
             if turn.question_audio is not None:
                 try:
-                    audio.add(measure(turn.question_audio).digest, item.index)
+                    seen.audio.add(measure(turn.question_audio).digest, item.index)
                 except BadSound as error:
                     findings.add(error.kind, item.where, f"question_audio: {error} (not compared)")
-    for kind, ours, theirs in (("leaked_audio", memory.audio, audio), ("leaked_text", memory.texts, texts)):
-        for row, place in ours.shared(theirs):
+    return seen
+
+
+def find_leaks(scan: Scan, seen: Seen, other: Scan, theirs: Seen, findings: Findings) -> None:
+    """Find questions and speakers of another split that these rows have too."""
+    pairs = (("leaked_audio", seen.audio, theirs.audio), ("leaked_text", seen.texts, theirs.texts))
+    for kind, our, their in pairs:
+        for row, place in our.shared(their):
             findings.add(kind, scan.where(row), f"is also in {other.where(place)}")
     told = set[str]()
-    for row, place in memory.speakers.digests.shared(speakers.digests):
+    for row, place in seen.speakers.digests.shared(theirs.speakers.digests):
         found = scan.at(row).row
         if found is not None and found.speaker not in told:
             told.add(found.speaker)

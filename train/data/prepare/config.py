@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
@@ -64,6 +65,8 @@ class PrepareConfig:
         question_rate: samples per second that questions are stored with, as FLAC; 0 leaves files as they are (but WAV
             becomes FLAC).
         answer_rate: the same for the sound of answers.
+        recordings: `copy` stores them in the rows; `reference` stores where they are, with size and checksum, and leaves files
+            and objects of stores as they are, at their own rate. What is spoken, or held by a table, is stored in any case.
         shard_mb: most MiB of a Parquet file, before compression; but a file ends between blocks of 32 items and holds one at
             least, which is larger where their sound is (compression leaves that as it is).
         workers: processes; 0 works in this one, null takes one for every core (and `threads`). The rows do not depend on it.
@@ -87,6 +90,7 @@ class PrepareConfig:
     keep_answer_audio: bool = False
     question_rate: int = ranged(SAMPLE_RATE, 0)
     answer_rate: int = ranged(0, 0)
+    recordings: Literal["copy", "reference"] = "copy"
     shard_mb: int = ranged(256, 1)
     workers: int | None = ranged(None, 0)
     threads: int = ranged(1, 1)
@@ -98,6 +102,8 @@ class PrepareConfig:
             if side not in SIDES:
                 raise UserError(f"speak {self.speak!r}: {side!r} is no side of a row; use question, answer or question,answer")
         check_fields(self)
+        if self.recordings not in ("copy", "reference"):
+            raise UserError(f"recordings {self.recordings!r} is neither copy nor reference")
         if self.shard:
             DataPart.read(self.shard)
         if self.codec_folder and not self.codec:

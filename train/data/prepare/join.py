@@ -54,7 +54,7 @@ def join(
     out = place_for(Path(out))
     if not folders and not parts_folder(out).exists() and (out / REPORT).is_file():
         return read_report(out)
-    parts, settings = _parts(out, [Path(folder) for folder in folders])
+    parts, settings = find_parts(out, [Path(folder) for folder in folders])
     if occupied(out):
         return whole_already(out, settings)
     work = working(out)
@@ -102,7 +102,7 @@ def _total(settings: dict[str, Any]) -> int:
     return min(settings["source_items"], settings["limit"] or settings["source_items"])
 
 
-def _parts(out: Path, folders: Sequence[Path]) -> tuple[list[tuple[DataPart, Path]], dict[str, Any]]:
+def find_parts(out: Path, folders: Sequence[Path] = ()) -> tuple[list[tuple[DataPart, Path]], dict[str, Any]]:
     """All parts in their order, and their settings; UserError where they are not whole, or do not fit together."""
     found: dict[int, Path] = {}
     places = list(folders) or [place for _, place in parts_in(parts_folder(out)) if (place / NAME).is_file()]

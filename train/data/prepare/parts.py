@@ -26,6 +26,8 @@ from train.data.prepare.worker import BLOCK
 
 SHARD = "shard"
 """Setting of a part alone: which it is."""
+COMMAND = "command"
+"""Setting of parts that are none of a preparation: the command that makes them."""
 _SEGMENTS = 8
 """Least number of segments of a part: where a source has fewer, parts end within segments, which `join` then writes again."""
 
@@ -93,19 +95,27 @@ def refuse_others(out: Path, part: DataPart, settings: dict[str, Any]) -> None:
         if stored(work):
             raise UserError(f"{work} holds what was prepared without --shard: go on without it, or remove that folder")
         discard(work)
+    refuse_counts(out, part)
+    for other, place in parts_in(parts_folder(out)):
+        if other.number != part.number and (place / NAME).is_file() and stored(place):
+            way = f"choose another output, or remove {parts_folder(out)}"
+            return refuse_other(place, settings_in(place), settings, "was started", way=way)
+
+
+def refuse_counts(out: Path, part: DataPart) -> None:
+    """UserError where an output is being made in another number of parts."""
     for other, place in parts_in(parts_folder(out)):
         if other.count != part.count:
             raise UserError(
                 f"{place} is of {other.count} parts, and --shard {part} of {part.count}: give --shard i/{other.count}, or "
                 f"remove {parts_folder(out)}"
             )
-        if other.number != part.number and (place / NAME).is_file() and stored(place):
-            way = f"choose another output, or remove {parts_folder(out)}"
-            return refuse_other(place, settings_in(place), settings, "was started", way=way)
 
 
 def command_for(settings: Mapping[str, Any], out: Path, part: DataPart) -> str:
     """The command that makes a part under these settings."""
+    if COMMAND in settings:
+        return shlex.join(["omni-train", *settings[COMMAND], "--shard", str(part)])
     words = ["omni-train", "data", "prepare", settings["source"], str(out), "--shard", str(part)]
     plain = asdict(PrepareConfig())
     for name, usual in plain.items():

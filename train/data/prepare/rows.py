@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni.audio.io import AudioSource, audio_info
 from omni.errors import UserError
+from omni.stores.drivers import join
 from train.data.prepare.codecs import Codecs
 from train.data.prepare.config import PrepareConfig
+from train.data.rows.reference import Reference, SoundPart
 from train.data.rows.row import Codes, Row, RowTurn, Sound, inside, to_plain
 from train.data.seeding import key
 from train.data.tts.contract import Voice
@@ -31,10 +33,17 @@ class RowMaker:
     Args:
         codec: the codec `config.codec`; None where answers stay as they are.
         voices: voices by side, for the sides that are spoken.
+        origin: see `OpenedSource.origin`.
     """
 
-    def __init__(self, config: PrepareConfig, codec: AudioCodec | None, voices: dict[str, Voice]) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: PrepareConfig,
+        codec: AudioCodec | None,
+        voices: dict[str, Voice],
+        origin: tuple[Path, str] | None = None,
+    ) -> None:
+        self.config, self.origin = config, origin
         self.codec = codec
         self.voices = voices
 
@@ -61,7 +70,7 @@ class RowMaker:
             question = self._say("question", turn.question_text, row, number)
             done.spoken_questions += 1
         if question is not None:
-            question, seconds = stored(question, self.config.question_rate)
+            question, seconds = self._stored(question, self.config.question_rate)
             done.question_seconds += seconds
         audio, codes = self._answer(row, number, turn, done)
         return replace(turn, question_audio=question, answer_audio=audio, answer_codes=codes)
@@ -80,7 +89,7 @@ class RowMaker:
                 raise UserError(f"its answer_codes hold {int(codes.frames.min())}: codes start at 0")
             done.codes_taken += codes is not None
             if audio is not None:
-                audio, seconds = stored(audio, self.config.answer_rate)
+                audio, seconds = self._stored(audio, self.config.answer_rate)
                 done.answer_seconds += seconds
             elif codes is not None:
                 done.answer_seconds += Codecs().seconds(codes) or 0.0
@@ -100,8 +109,13 @@ class RowMaker:
         else:
             return None, None
         done.answer_seconds += frames.shape[1] / self.codec.frame_rate
-        kept = stored(audio, self.config.answer_rate)[0] if audio is not None and self.config.keep_answer_audio else None
+        kept = self._stored(audio, self.config.answer_rate)[0] if audio is not None and self.config.keep_answer_audio else None
         return kept, Codes(self.codec.name, frames.cpu())
+
+    def _stored(self, sound: Sound, rate: int) -> tuple[Sound, float]:
+        if self.config.recordings == "copy" or sound.data or not sound.path:
+            return stored(sound, rate)
+        return referenced(sound, self.origin)
 
     def _say(self, side: str, text: str, row: Row, number: int) -> Sound:
         """Speak a side in its voice. A row's voice depends on its id and the seed alone, so all its turns have the same."""
@@ -118,16 +132,41 @@ def stored(sound: Sound, rate: int) -> tuple[Sound, float]:
     It is decoded in any case: sound that cannot be decoded is not stored. Compressed files are kept as they are where the rate
     allows; all else becomes FLAC of 16 bits.
     """
-    if sound.samples is not None:
-        own, kind, channels = sound.sample_rate, "", 1
-    else:
-        info = audio_info(_source(sound))
-        own, kind, channels = info.sample_rate, info.format.split()[0], info.channels
+    info = sound.info()
+    own, kind, channels = info.sample_rate, info.format.split()[0], info.channels
     samples = checked(sound.load(rate or own))
     length = len(samples) / (rate or own)
     if kind in _KEPT_FORMATS and (rate == 0 or (rate == own and kind == "FLAC" and channels == 1)):
-        return Sound(data=sound.data or inside(sound.folder, sound.path or "").read_bytes()), length
+        named = sound.reference
+        if named is None:
+            return Sound(data=sound.data or inside(sound.folder, sound.path or "").read_bytes()), length
+        if named.part is None:
+            return Sound(data=named.content()), length
     return Sound(samples, rate or own), length
+
+
+def referenced(sound: Sound, origin: tuple[Path, str] | None = None) -> tuple[Sound, float]:
+    """Name the file of a sound in its place; returns the name and the duration in seconds. It is decoded in any case.
+
+    UserError where the sound is none, or the file changes meanwhile.
+    """
+    named = sound.reference
+    if named is None:
+        place = Path(sound.path or "") if sound.part is not None else inside(sound.folder, sound.path or "")
+        if sound.folder is not None and not place.is_relative_to(sound.folder.resolve()):
+            place = sound.folder / (sound.path or "")  # of a Hugging Face cache
+        named = _name(place, sound.part, origin)
+    rate = named.info().sample_rate
+    return Sound(path=str(named)), len(checked(named.load(rate))) / rate
+
+
+def _name(file: Path, part: SoundPart | None, origin: tuple[Path, str] | None) -> Reference:
+    """The reference to a file, or to the object that it was brought from."""
+    if origin is not None:
+        folder, address = origin[0].resolve(), origin[1]
+        if file.resolve().is_relative_to(folder):
+            return Reference.of_object(join(address, file.resolve().relative_to(folder).as_posix()), part)
+    return Reference.of_file(file, part)
 
 
 def checked(samples: Tensor) -> Tensor:
@@ -140,10 +179,6 @@ def checked(samples: Tensor) -> Tensor:
     if not bool(finite.all()):
         raise UserError(f"its sound holds NaN or infinity from sample {int((~finite).nonzero()[0])}: fix or drop it")
     return samples
-
-
-def _source(sound: Sound) -> AudioSource:
-    return sound.data or inside(sound.folder, sound.path or "")
 
 
 @dataclass

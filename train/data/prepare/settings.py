@@ -17,6 +17,7 @@ from train.data.prepare.shards import AGAIN, checksum, stored
 from train.data.prepare.worker import BLOCK
 from train.data.readers import OpenedSource
 from train.data.readers.contract import LATER
+from train.data.readers.listing import sorted_walk
 from train.data.rows.row import ROW_VERSION
 from train.data.tts.speaking import SpeakingConfig
 
@@ -36,6 +37,8 @@ def settings_of(path: Path, source: OpenedSource, config: PrepareConfig, address
     plain["limit"] = config.limit or 0  # as earlier versions wrote it
     read = {name: dict(value) if name == "columns" else value for name, value in plain["read"].items()}
     plain["read"] = {name: value for name, value in read.items() if name not in LATER} | config.read.later()
+    if config.recordings == PrepareConfig.recordings:  # as earlier versions had it
+        del plain["recordings"]
     if not config.sides:
         plain = {name: value for name, value in plain.items() if name not in ("voice", "answer_voice", "seed", "speaking")}
     elif config.speaking == SpeakingConfig():
@@ -63,16 +66,13 @@ def _files(folder: Path) -> str:
 
     Hidden files do not count: no reader reads them.
     """
-    sizes = []
-    for place, _, names in os.walk(folder):
-        for name in names:
-            if not name.startswith("."):
-                file = os.path.join(place, name)
-                sizes.append((file.removeprefix(str(folder)), _size(file)))
-    digest = hashlib.sha256()
-    for name, size in sorted(sizes):
-        digest.update(os.fsencode(name) + f"\0{size}\0".encode())
-    return f"{len(sizes)} files, {sum(size for _, size in sizes)} bytes ({digest.hexdigest()[:16]})"
+    digest, count, total = hashlib.sha256(), 0, 0
+    for name, _ in sorted_walk(folder, as_text=True):
+        if not name.rpartition("/")[2].startswith("."):
+            size = _size(os.path.join(folder, name))
+            digest.update(b"/" + os.fsencode(name) + f"\0{size}\0".encode())
+            count, total = count + 1, total + size
+    return f"{count} files, {total} bytes ({digest.hexdigest()[:16]})"
 
 
 def _size(file: str) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from train.data.prepare.rows import PrepareTally
 from train.data.prepare.worker import BLOCK, BrokenItem, PreparedBlock
 from train.data.rows.parquet import ROW_GROUP
 from train.data.rows.parquet_files import readable
+from train.data.rows.reference import checksum
 from train.data.rows.row import features
 
 if TYPE_CHECKING:
@@ -232,12 +232,3 @@ def blocks_of(folder: Path, note: dict[str, Any]) -> Iterator[tuple[PreparedBloc
         block = PreparedBlock(start, stop, tally=PrepareTally.from_plain(plain["tally"]), broken=broken)
         yield block, table.slice(row, plain["rows"]), plain["bytes"]
         start, row = stop, row + plain["rows"]
-
-
-def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
-    value = 0
-    with open(path, "rb") as file:
-        while part := file.read(1 << 20):
-            value = zlib.crc32(part, value)
-    return value

@@ -90,7 +90,7 @@ class BlockMaker:
         torch.set_num_threads(config.threads)
         codec = codec or codec_of(config)
         self.source = source
-        self.maker = RowMaker(config, codec, {side: voice_of(config, side) for side in config.sides})
+        self.maker = RowMaker(config, codec, {side: voice_of(config, side) for side in config.sides}, source.origin)
         self.schema = schema
 
     def make(self, start: int, stop: int, tick: Tick) -> PreparedBlock:

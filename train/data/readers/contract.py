@@ -96,10 +96,12 @@ class OpenedSource(ABC):
     Attributes:
         format: name of its reader.
         note: what the reader assumes about codes and their order, shown to the user; "" where it assumes nothing.
+        origin: the folder that the data were brought into, and the address they are from; None for data of this machine.
     """
 
     format: str
     note: str = ""
+    origin: tuple[Path, str] | None = None
 
     @abstractmethod
     def __len__(self) -> int:

@@ -12,6 +12,7 @@ from omni.audio.io import AudioInfo, audio_info
 from omni.errors import UserError
 from omni.remote import check_there
 from train.data.readers.contract import ReaderOptions
+from train.data.rows.reference import SoundPart
 from train.data.rows.row import Sound, inside
 
 if TYPE_CHECKING:
@@ -129,9 +130,12 @@ def _check_name(name: str) -> None:
 
 def header(source: Path | bytes) -> AudioInfo:
     """Read the header of a recording; UserError where it is none or holds no sound."""
-    info = audio_info(source)
+    return _whole(audio_info(source), source if isinstance(source, Path) else "its recording")
+
+
+def _whole(info: AudioInfo, name: object) -> AudioInfo:
     if info.samples < 1:
-        raise UserError(f"{source if isinstance(source, Path) else 'its recording'} holds no samples: record it again")
+        raise UserError(f"{name} holds no samples: record it again")
     return info
 
 
@@ -141,8 +145,7 @@ def seconds(sound: Sound | None) -> float | None:
         return None
     if sound.samples is not None:
         return len(sound.samples) / sound.sample_rate
-    info = header(sound.data) if sound.data else header(inside(sound.folder, sound.path or ""))
-    return info.seconds
+    return _whole(sound.info(), sound.path or "its recording").seconds
 
 
 def cut(path: Path, start: float, end: float, *channels: int) -> Sound:
@@ -151,7 +154,7 @@ def cut(path: Path, start: float, end: float, *channels: int) -> Sound:
     Without channels named, those of a recording with one or two are mixed. UserError: times beyond the recording, no such
     channel, more than two channels and none named, a damaged part, or samples that are not finite.
     """
-    samples, rate = _decode(path, start, end)
+    samples, rate, first = _decode(path, start, end)
     held = samples.shape[1]
     for channel in channels:
         if not 0 <= channel < held:
@@ -160,11 +163,12 @@ def cut(path: Path, start: float, end: float, *channels: int) -> Sound:
         raise UserError(
             f"{path} has {held} channels and only 1 or 2 are mixed: name one of 0 to {held - 1}, or write it as mono"
         )
-    return Sound(samples=samples[:, list(channels) or list(range(held))].mean(1), sample_rate=rate)
+    part, mixed = SoundPart(first, first + len(samples), channels), samples[:, list(channels) or list(range(held))].mean(1)
+    return Sound(samples=mixed, sample_rate=rate, path=str(path.absolute()), part=part)
 
 
-def _decode(path: Path, start: float, end: float) -> tuple[Tensor, int]:
-    """Decode all channels [S, C] between two times in seconds; returns them and their sample rate."""
+def _decode(path: Path, start: float, end: float) -> tuple[Tensor, int, int]:
+    """Decode all channels [S, C] between two times in seconds; returns them, their sample rate, and the first sample."""
     import numpy as np
     import soundfile
     import torch
@@ -186,4 +190,4 @@ def _decode(path: Path, start: float, end: float) -> tuple[Tensor, int]:
         raise UserError(f"{path} is cut short: it ends within {start:.2f} to {end:.2f} s; download or convert it again")
     if not np.isfinite(samples).all():
         raise UserError(f"{path} holds NaN or infinity between {start:.2f} and {end:.2f} s: fix it")
-    return torch.from_numpy(samples), rate
+    return torch.from_numpy(samples), rate, first

@@ -8,7 +8,8 @@ have nothing else: an encoder is distilled on them (`objective.distill_weight`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from omni.errors import UserError
 from train.data.readers.contract import OpenedSource, ReaderOptions
 from train.data.readers.files import Files
+from train.data.readers.listing import FolderListing, entries, is_file, sorted_walk, walk
 from train.data.readers.record import Record, Records
 from train.data.readers.source import RecordSource, make_row, text
 from train.data.readers.text_records import JsonLines, TableRecords
@@ -45,7 +47,8 @@ class CommonVoice:
         return RecordSource(self.name, [TableRecords(tables[0], "\t")], make)
 
     def _tables(self, path: Path) -> list[Path]:
-        files = sorted(path.glob("*.tsv")) if path.is_dir() else [path] if path.suffix == ".tsv" else []
+        found = sorted(path / entry.name for entry in entries(path) if entry.name.endswith(".tsv")) if path.is_dir() else [path]
+        files = [file for file in found if file.suffix == ".tsv"]
         return [file for file in files if {"client_id", "path", "sentence"} <= set(TableRecords(file, "\t").header)]
 
 
@@ -67,10 +70,10 @@ class LibriSpeech:
     summary = "LibriSpeech: folders with *.trans.txt and a .flac for each of their lines"
 
     def recognise(self, path: Path) -> bool:
-        return path.is_dir() and next(path.rglob("*.trans.txt"), None) is not None
+        return path.is_dir() and any(_is_transcript(entry.name) for entry in walk(path))
 
     def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
-        found = sorted(path.rglob("*.trans.txt")) if path.is_dir() else [path]
+        found = [path / name for name, _ in sorted_walk(path) if _is_transcript(name)] if path.is_dir() else [path]
         if not found:
             raise UserError(f"data folder {path} holds no .trans.txt")
         files = Files.of(path, options)
@@ -108,30 +111,30 @@ class Recordings:
     summary = "recordings without texts: a folder of .flac, .wav, .ogg or .mp3 and nothing else"
 
     def recognise(self, path: Path) -> bool:
-        files = _visible(path) if path.is_dir() else iter(())
-        first = next(files, None)
-        return first is not None and all(file.suffix.lower() in _ENDINGS for file in (first, *files))
+        names = (entry.name for entry in walk(path, hidden=False) if is_file(entry)) if path.is_dir() else iter(())
+        first = next(names, None)
+        return first is not None and all(map(_is_recording, itertools.chain([first], names)))
 
     def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
-        found = sorted(file for file in _visible(path) if file.suffix.lower() in _ENDINGS) if path.is_dir() else [path]
-        if not found:
+        if path.is_dir() and not any(is_file(entry) and _is_recording(entry.name) for entry in walk(path, hidden=False)):
             raise UserError(f"data folder {path} holds no recording ({', '.join(_ENDINGS)})")
         make = partial(recording_row, files=Files.of(path, options), options=options)
-        return RecordSource(self.name, [SoundFiles(path, found)], make)
+        return RecordSource(self.name, [SoundFiles(path)], make)
 
 
 class SoundFiles(Records):
-    """Files as records of `path`."""
+    """The recordings in a folder, or one recording, as records of `path`."""
 
-    def __init__(self, path: Path, files: Sequence[Path]) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.files = files
+        self._listing = FolderListing(path, _is_recording) if path.is_dir() else None
 
     def __len__(self) -> int:
-        return len(self.files)
+        return 1 if self._listing is None else len(self._listing)
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
-        for file in self.files[start:stop]:
+        names = [""][start:stop] if self._listing is None else self._listing.names(start, stop)
+        for file in (self.path / name for name in names):
             yield Record(str(file), {"path": str(file.absolute())})
 
 
@@ -141,8 +144,9 @@ def recording_row(data: Mapping[str, Any], where: str, files: Files, options: Re
     return make_row([RowTurn(question_audio=files.sound(name))], options, "recordings", where, id=name)
 
 
-def _visible(folder: Path) -> Iterator[Path]:
-    """The files in a folder and below it, without those whose names, or folders' names, start with a dot."""
-    for file in folder.rglob("*"):
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts):
-            yield file
+def _is_recording(name: str) -> bool:
+    return Path(name).suffix.lower() in _ENDINGS
+
+
+def _is_transcript(name: str) -> bool:
+    return name.endswith(".trans.txt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 from omni.errors import UserError
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
 from train.data.readers.files import Files
+from train.data.readers.listing import entries, is_file, is_folder, sorted_walk
 from train.data.readers.order import ROWS, check_order
 from train.data.readers.record import Record, Records
 from train.data.readers.records import open_records
@@ -72,7 +74,7 @@ def find_records(path: Path, endings: Sequence[str]) -> list[Records]:
     """Open the file, or those in a folder and below it with these suffixes, sorted by path; UserError where there are none."""
     if not path.is_dir():
         return [open_records(path)]
-    found = sorted(file for file in path.rglob("*") if _readable(file, endings))
+    found = [path / name for name, there in sorted_walk(path) if there and _named(name.rpartition("/")[2], endings)]
     if not found:
         raise UserError(f"data folder {path} holds no file that ends in {', '.join(endings)}")
     return [open_records(file) for file in found]
@@ -80,19 +82,28 @@ def find_records(path: Path, endings: Sequence[str]) -> list[Records]:
 
 def first_record(path: Path, endings: Sequence[str]) -> Mapping[str, Any]:
     """Fields of the first record of a file, or of the first file in a folder; empty where there is none."""
-    files = data_files(path, endings) if path.is_dir() else [path]
-    if not files or not _readable(files[0], endings):
+    file = min(_near(path, endings), default=None) if path.is_dir() else path
+    if file is None or not (_named(file.name, endings) and file.is_file()):
         return {}
-    return open_records(files[0]).first()
+    return open_records(file).first()
 
 
 def data_files(folder: Path, endings: Sequence[str]) -> list[Path]:
     """Files of a folder, and of the folders in it, with these suffixes, sorted by path."""
-    return sorted(file for pattern in ("*", "*/*") for file in folder.glob(pattern) if _readable(file, endings))
+    return sorted(_near(folder, endings))
 
 
-def _readable(file: Path, endings: Sequence[str]) -> bool:
-    return file.name.lower().endswith(tuple(endings)) and not file.name.startswith(".") and file.is_file()
+def _near(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
+    """As `data_files`, in no order."""
+    for entry in entries(folder):
+        inner = entries(entry.path) if is_folder(entry) else ()
+        for found in itertools.chain([entry], inner):
+            if _named(found.name, endings) and is_file(found):
+                yield Path(found.path)
+
+
+def _named(name: str, endings: Sequence[str]) -> bool:
+    return name.lower().endswith(tuple(endings)) and not name.startswith(".")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from omni.errors import UserError
 from train.data.readers.contract import OpenedSource, ReaderOptions
 from train.data.readers.files import Files
 from train.data.readers.layout import ENDINGS, columns_flag, columns_of
+from train.data.readers.listing import entries
 from train.data.readers.records import open_records
 from train.data.readers.source import RecordSource, make_row, text
 from train.data.rows.row import Row, RowTurn
@@ -66,7 +67,8 @@ class TableReader:
     def _files(self, path: Path) -> list[Path]:
         if not path.is_dir():
             return [path] if path.name.lower().endswith(ENDINGS) else []
-        return sorted(file for file in path.iterdir() if file.name.lower().endswith(ENDINGS) and not file.name.startswith("."))
+        names = (entry.name for entry in entries(path))
+        return sorted(path / name for name in names if name.lower().endswith(ENDINGS) and not name.startswith("."))
 
 
 def table_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions, names: Mapping[str, str]) -> Row:

@@ -26,6 +26,7 @@ from train.data.rows.open_file import OpenFile, WholeFile
 from train.data.rows.parquet_files import LARGE_BYTES, LARGE_ROWS, are_large, groups_of, look, one_line
 from train.data.rows.parts import EVERYTHING, PARTS, LeafColumns, Needed
 from train.data.rows.places import DataFile, DataFiles, brought, find_files, looked_at
+from train.data.rows.reference import Reference
 from train.data.rows.row import OPTIONAL, Row, features, from_plain, to_plain
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
                     plain.append(to_plain(row))
                     for turn in plain[-1]["turns"]:
                         for sound in (turn["question_audio"], turn["answer_audio"]):
-                            if sound and not sound["bytes"]:
+                            if sound and not sound["bytes"] and Reference.read(sound["path"]) is None:
                                 inside(target.parent, sound["path"] or "")
                 except UserError as error:
                     raise UserError(f"{target} row {count}: {error}") from error

@@ -11,7 +11,7 @@
         question_text   string
         question_audio  {bytes, path}
                             bytes   FLAC, or any other file that soundfile reads
-                            path    instead of bytes: relative to the folder of the Parquet file
+                            path    instead of bytes: relative to the folder of the Parquet file, or a `reference.Reference`
         answer_text     string
         answer_audio    {bytes, path}
         answer_codes    {codec, order, frames}
@@ -37,11 +37,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from omni.audio.io import read_audio, resample
+from omni.audio.io import AudioInfo, audio_info, read_audio, resample
 from omni.codec.registry import code_orders
 from omni.errors import UserError
 from omni.remote import refuse_remote
 from omni.tasks import Task
+from train.data.rows.reference import Reference, SoundPart
 
 if TYPE_CHECKING:
     import datasets
@@ -57,13 +58,30 @@ OPTIONAL = ("system",)
 
 @dataclass(frozen=True)
 class Sound:
-    """A recording: `samples` [S] at `sample_rate` in memory, encoded `data` (FLAC, WAV, ...), or a `path` below `folder`."""
+    """A recording: `samples` [S] at `sample_rate` in memory, encoded `data` (FLAC, WAV, ...), or a `path` below `folder`.
+
+    A `path` may be a `Reference` too. Samples that were cut from a file have its absolute `path`, and which `part` they are.
+    """
 
     samples: Tensor | None = None
     sample_rate: int = 0
     data: bytes | None = None
     path: str | None = None
     folder: Path | None = None
+    part: SoundPart | None = None
+
+    @property
+    def reference(self) -> Reference | None:
+        """The recording elsewhere that the row names; None where it holds the sound, or names a file in its own folder."""
+        return None if self.data or self.samples is not None else Reference.read(self.path)
+
+    def info(self) -> AudioInfo:
+        """Read the header, without decoding the sound; UserError as of `load`."""
+        if self.samples is not None:
+            return AudioInfo(self.sample_rate, len(self.samples), 1, "samples")
+        if (named := self.reference) is not None:
+            return named.info()
+        return audio_info(self.data or inside(self.folder, self.path or ""))
 
     def load(self, sample_rate: int) -> Tensor:
         """Load mono samples [S] (float32) at `sample_rate`; UserError where the file is no sound, or is outside its folder."""
@@ -71,6 +89,8 @@ class Sound:
             return resample(self.samples, self.sample_rate, sample_rate)
         if self.data:
             return read_audio(io.BytesIO(self.data), sample_rate)
+        if (named := self.reference) is not None:
+            return named.load(sample_rate)
         return read_audio(inside(self.folder, self.path or ""), sample_rate)
 
     def plain(self) -> dict[str, Any]:

@@ -1,0 +1,154 @@
+"""`--shard` of `data validate` and `data filter`: what parts find, joined, is what one machine finds, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from omni.errors import UserError
+from tests.train.data.inspect.toys import noise, row, stored, wav
+from tests.train.data.prepare.test_prepare import files_of
+from train.cli import main
+from train.data.inspect import digests as module
+from train.data.inspect.digests import KnownDigests
+from train.data.inspect.scan import Scan, UnreadableRows
+from train.data.rows.row import Sound
+
+COUNT = 60
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Rows with duplicates of several kinds, some of rows that are dropped; bad rows; a damaged row group; no Parquet."""
+    dice, rows = random.Random(0), list(map(row, range(COUNT)))
+    for place in range(20, COUNT, 2):
+        first = dice.randrange(place)
+        turn, other = rows[place].turns[0], rows[first].turns[0]
+        turn = dice.choice(
+            [
+                replace(turn, question_audio=other.question_audio),
+                replace(turn, question_text=other.question_text, answer_text=other.answer_text),
+                other,
+            ]
+        )
+        rows[place] = replace(rows[place], turns=(turn,))
+    rows[52] = row(52, question_audio=row(1).turns[0].question_audio)
+    rows[58] = row(58, question_text=row(52).turns[0].question_text, answer_text=row(52).turns[0].answer_text)
+    rows[7] = replace(rows[7], speaker="nobody", turns=rows[50].turns)
+    rows[11] = row(11, question_audio=Sound(data=b"RIFF"))
+    rows[31] = row(31, question_audio=Sound(data=wav(noise(9, 1))))
+    folder = stored(tmp_path / "data", rows, per_file=25)
+    (folder / "rows-00003.parquet").write_bytes(b"PAR1 and no more")
+    file = folder / "rows-00001.parquet"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 255
+    file.write_bytes(content)
+    return folder
+
+
+def test_the_parts_of_a_scan_are_all_of_it_once(data: Path) -> None:
+    scan = Scan(data)
+    every = [(item.index, item.where) for item in scan]
+    assert any(isinstance(item, UnreadableRows) and item.count for item in scan)
+    for count in (1, 2, 3, 7, 100):
+        parts = [scan.part(number, count) for number in range(count)]
+        assert [(item.index, item.where) for part in parts for item in part] == every
+        assert sum(part.count for part in parts) == len(scan)
+
+
+RULES = [
+    "drop_duplicates: [row, question_audio, text]",
+    "speakers: [s0, s1, s2]",
+    "drop_duplicates: [text]\nspeakers: [s0, s2]\nquestion_seconds: {max: 5}",
+]
+
+
+@pytest.mark.parametrize(("rules", "count"), [*zip(RULES, (2, 5, 3), strict=True), (RULES[0], 7)])
+def test_the_parts_of_a_filter_give_the_bytes_of_one_machine(rules: str, count: int, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text(rules)
+    command = ["data", "filter", str(data)]
+    options = ["--rules", str(tmp_path / "rules.yaml"), "--progress", "off"]
+    assert main([*command, str(tmp_path / "one"), *options]) == 0
+    for number in reversed(range(count)):
+        assert main([*command, str(tmp_path / "out"), *options, "--shard", f"{number}/{count}"]) == 0
+    assert main(["data", "join", str(tmp_path / "out")]) == 0
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "one")
+    reasons = (tmp_path / "one" / "dropped.jsonl").read_text()
+    assert ("an earlier row has the same" in reasons) == ("drop" in rules) and "damaged pages" in reasons
+    dropped = {json.loads(line)["row"] for line in reasons.splitlines()}
+    assert rules != RULES[0] or (52 in dropped and 58 not in dropped)  # no duplicate of a row that is dropped as one
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_the_parts_of_a_validation_find_what_one_machine_finds(count: int, data: Path, tmp_path: Path, capsys) -> None:
+    other = stored(tmp_path / "other", [row(i) for i in range(40, 80, 2)], per_file=7)
+    (other / "rows-00009.parquet").write_bytes(b"nothing")
+    command = ["data", "validate", str(data), "--against", str(other), "--progress", "off", "--examples", "2"]
+    (tmp_path / "a").mkdir()
+    whole = [*command, "--report", str(tmp_path / "one.json"), "--findings", str(tmp_path / "one.jsonl")]
+    assert main(whole) == 1
+    told = capsys.readouterr().out
+    report = str(tmp_path / "a" / "all.json")
+    for number in reversed(range(count)):
+        more = ["--report", report, "--findings", str(tmp_path / "all.jsonl"), "--shard", f"{number}/{count}"]
+        assert main([*command, *more]) == 0
+    capsys.readouterr()
+    assert main(["data", "join", report]) == 1
+    assert capsys.readouterr().out == told
+    for name, of in (("a/all.json", "one.json"), ("all.jsonl", "one.jsonl")):
+        assert (tmp_path / name).read_bytes() == (tmp_path / of).read_bytes()
+    found = json.loads((tmp_path / "one.json").read_text())["findings"]
+    assert {"duplicate_row", "duplicate_audio", "duplicate_text", "leaked_audio", "leaked_text", "leaked_speaker"} <= set(found)
+
+
+def test_parts_that_do_not_fit_are_refused(data: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "rules.yaml").write_text("{}")
+    command = ["data", "filter", str(data), str(tmp_path / "out"), "--rules", str(tmp_path / "rules.yaml")]
+    assert main([*command, "--shard", "1/3"]) == 0
+    assert main([*command, "--shard", "1/3"]) == 0  # whole already
+    assert main([*command, "--shard", "0/2"]) == 2
+    assert "00001-of-00003 is of 3 parts" in capsys.readouterr().err
+    assert main([*command, "--shard", "0/3", "--shard_mb", "3"]) == 2
+    assert "shard_mb was 256 and is now 3" in capsys.readouterr().err
+    assert main([*command, "--shard", "4/3"]) == 2
+    capsys.readouterr()
+    assert main(["data", "join", str(tmp_path / "out")]) == 2
+    line = capsys.readouterr().err
+    assert "2 parts of 3 not whole: 0/3 (not begun), 2/3" in line
+    words = shlex.split(line.partition("This makes 0/3: ")[2])
+    assert words[0] == "omni-train" and main(words[1:]) == 0 and main([*command, "--shard", "2/3"]) == 0
+    stored(data, [row(0)], per_file=1)
+    assert main(["data", "join", str(tmp_path / "out")]) == 2
+    assert "has changed since its rows were judged" in capsys.readouterr().err
+    assert main(["data", "validate", str(data), "--shard", "0/2"]) == 2
+    assert "--shard 0/2 needs --report FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("held", "items"), [(7, 8), (7, 10_000), (1000, 8)])
+def test_known_digests_are_a_set(held: int, items: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the filter is full, and takes every digest for known."""
+    monkeypatch.setattr(module, "HELD", held)
+    monkeypatch.setattr(module, "ITEMS", items)
+    dice, known, wanted = random.Random(1), KnownDigests(), set[int]()
+    for _ in range(600):
+        value = dice.randrange(300) << 55
+        assert (value in known) == (value in wanted)
+        if dice.random() < 0.5:
+            known.add(value)
+            wanted.add(value)
+    assert len(wanted) > 100
+
+
+def test_known_digests_say_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HELD", 2)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "wb"))  # noqa: SIM115
+    known = KnownDigests()
+    known.add(1)
+    with pytest.raises(UserError, match="has no room for digests .*: set TMPDIR"):
+        known.add(2)

@@ -1,0 +1,227 @@
+"""Recordings that rows name instead of holding them, with what tells whether they are still the same.
+
+    file:///data/clips/a%20b.flac#size=51234&time=1700000000123456789&crc32=2309737967
+    s3://speech/clips/a.flac#size=51234&version=%22d41d8cd98f%22
+    ...&start=16000&stop=48000&channels=0,1       samples 16000 to 48000 of it, as the mean of these channels
+
+The text is the `path` of a row's sound (`row`); one without such a fragment is a path below the rows' folder. A file is the
+same where its size and time (of its last change, in ns) are, or else its size and CRC-32: a copy has another time. An object of
+a store is the same where its size and version are. Nobody can name a file of this machine without knowing these of it.
+
+Dimensions: S samples, C channels.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+from urllib.parse import parse_qsl, quote, unquote, unquote_to_bytes, urlencode
+
+from omni.audio.io import AudioInfo, audio_info, read_audio, resample
+from omni.errors import UserError
+from omni.remote import shown
+from omni.stores.drivers import StoredObject, look_up
+from omni.stores.reading import ObjectReader
+from omni.stores.tries import ChangedError, MissingError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILE = "file://"
+AGAIN = "prepare the data again"
+_PLAIN = "".join(chr(code) for code in range(33, 127) if chr(code) not in "#%")
+"""Characters of an address that a reference has as they are."""
+
+
+class UnfitReference(UserError):
+    """A recording that cannot be had; `kind` is `missing_reference` or `changed_reference`."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class SoundPart:
+    """Samples `start` to `stop` of a recording, as the mean of these channels (none: of all)."""
+
+    start: int
+    stop: int
+    channels: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A recording elsewhere.
+
+    Attributes:
+        address: of a store, or the absolute path of a file.
+        size: in bytes.
+        version: of an object in a store.
+        time: of a file's last change, in ns.
+        crc32: of a file.
+        part: what is wanted of it; None for all.
+    """
+
+    address: str
+    size: int
+    version: str = ""
+    time: int = 0
+    crc32: int = 0
+    part: SoundPart | None = None
+
+    @classmethod
+    def of_file(cls, path: str | os.PathLike[str], part: SoundPart | None = None) -> Reference:
+        """Name a file as it is now; OSError where it cannot be read."""
+        path = os.path.abspath(path)
+        state = os.stat(path)
+        return cls(path, state.st_size, time=state.st_mtime_ns, crc32=_crc32(path, state.st_size, state.st_mtime_ns), part=part)
+
+    @classmethod
+    def of_object(cls, address: str, part: SoundPart | None = None) -> Reference:
+        """Name an object of a store as it is now; UserError where it cannot be looked at."""
+        found = look_up(address)
+        return cls(found.address, found.size, version=found.version, part=part)
+
+    @classmethod
+    def read(cls, text: str | None) -> Reference | None:
+        """The reference that a row's `path` is; None for a path below the rows' folder."""
+        address, _, fragment = (text or "").partition("#")
+        if "://" not in address or not fragment:
+            return None
+        told = dict(parse_qsl(fragment, keep_blank_values=True))
+        try:
+            numbers = {name: int(told[name]) for name in ("size", "time", "crc32", "start", "stop") if name in told}
+            channels = tuple(int(number) for number in told.get("channels", "").split(",") if number)
+        except ValueError:
+            return None
+        here = address.startswith(FILE)
+        if "size" not in numbers or (here and not {"time", "crc32"} <= numbers.keys()):
+            return None
+        part = SoundPart(numbers.pop("start"), numbers.pop("stop"), channels) if {"start", "stop"} <= numbers.keys() else None
+        place = os.fsdecode(unquote_to_bytes(address[len(FILE) :])) if here else unquote(address)
+        return cls(place, version=told.get("version", ""), part=part, **numbers)
+
+    def __str__(self) -> str:
+        told: dict[str, Any] = {"size": self.size}
+        told |= {"time": self.time, "crc32": self.crc32} if self.is_file else {"version": self.version}
+        if self.part is not None:
+            told |= {"start": self.part.start, "stop": self.part.stop}
+            told |= {"channels": ",".join(map(str, self.part.channels))} if self.part.channels else {}
+        address = Path(self.address).as_uri() if self.is_file else quote(self.address, safe=_PLAIN)
+        return f"{address}#{urlencode(told, safe=',')}"
+
+    @property
+    def is_file(self) -> bool:
+        """True for a file, false for an object of a store."""
+        return "://" not in self.address
+
+    @property
+    def name(self) -> str:
+        """The file or address, for messages."""
+        return self.address if self.is_file else shown(self.address)
+
+    def info(self) -> AudioInfo:
+        """The header of the recording, with the length of the wanted part; errors as of `load`."""
+        with self._opened() as source:
+            info = audio_info(source, name=self.name)
+        if self.part is None:
+            return info
+        return AudioInfo(info.sample_rate, self.part.stop - self.part.start, 1, info.format)
+
+    def load(self, sample_rate: int) -> Tensor:
+        """Load mono samples [S] (float32) at `sample_rate`.
+
+        Raises:
+            UnfitReference: it is not there, or has changed since it was named, or changes while it is read.
+            UserError: it is no sound.
+        """
+        with self._opened() as source:
+            if self.part is None:
+                return read_audio(source, sample_rate, name=self.name)
+            return self._cut(source, self.part, sample_rate)
+
+    def content(self) -> bytes:
+        """The whole recording as it is; errors as of `load`."""
+        with self._opened() as source:
+            if isinstance(source, str):
+                return Path(source).read_bytes()
+            return source.read()
+
+    def _cut(self, source: str | BinaryIO, part: SoundPart, sample_rate: int) -> Tensor:
+        import soundfile
+        import torch
+
+        try:
+            with soundfile.SoundFile(source) as file:
+                rate = file.samplerate
+                file.seek(part.start)
+                samples = file.read(part.stop - part.start, dtype="float32", always_2d=True)  # [S, C]
+        except (soundfile.SoundFileError, RuntimeError) as error:
+            raise UserError(f"{self.name} is damaged between samples {part.start} and {part.stop}: {AGAIN}") from error
+        wanted = list(part.channels) or list(range(samples.shape[1]))
+        if len(samples) < part.stop - part.start or max(wanted) >= samples.shape[1]:
+            raise UserError(f"{self.name} has no samples {part.start} to {part.stop} in channels {wanted}: {AGAIN}")
+        return resample(torch.from_numpy(samples)[:, wanted].mean(1), rate, sample_rate, name=self.name)
+
+    @contextmanager
+    def _opened(self) -> Iterator[str | BinaryIO]:
+        """Context with the recording as a path or an open file, around which it is the same."""
+        if self.is_file:
+            before = self._check()
+            yield self.address
+            if self._check() != before:
+                raise UnfitReference("changed_reference", f"{self.name} changes while it is read: wait, then {AGAIN}")
+            return
+        one = StoredObject(self.address, self.size, self.version)
+        try:
+            if not self.version.startswith('"'):  # a condition that no request can have
+                found = look_up(self.address)
+                if (found.size, found.version) != (self.size, self.version):
+                    raise ChangedError(self.name)
+            yield io.BytesIO(ObjectReader(one).read()) if self.part is None else io.BufferedReader(ObjectReader(one))
+        except ChangedError as error:
+            text = f"{self.name} is not the recording that the data was prepared with: bring that back, or {AGAIN}"
+            raise UnfitReference("changed_reference", text) from error
+        except MissingError as error:
+            raise UnfitReference("missing_reference", f"{error}: bring it back, or {AGAIN}") from error
+
+    def _check(self) -> tuple[int, int]:
+        """Size and time of a file that is the one that was named."""
+        try:
+            state = os.stat(self.address)
+            now = (state.st_size, state.st_mtime_ns)
+            same = now[0] == self.size and (now[1] == self.time or _crc32(self.address, *now) == self.crc32)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            text = f"recording {self.name} cannot be read ({why}): bring it back, or {AGAIN}"
+            raise UnfitReference("missing_reference", text) from error
+        if not same:
+            what = f"it has {now[0]} bytes and had {self.size}" if now[0] != self.size else "its content is another one"
+            raise UnfitReference(
+                "changed_reference",
+                f"recording {self.name} is not the one that the data was prepared with ({what}): bring that back, or {AGAIN}",
+            )
+        return now
+
+
+@lru_cache(maxsize=4096)
+def _crc32(path: str, size: int, time: int) -> int:
+    """Checksum of a file of this size and time, which many rows may name."""
+    return checksum(Path(path))
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    value = 0
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            value = zlib.crc32(part, value)
+    return value
