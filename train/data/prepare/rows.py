@@ -13,13 +13,11 @@ from omni.audio.io import AudioSource, audio_info
 from omni.errors import UserError
 from train.data.prepare.codecs import Codecs
 from train.data.prepare.config import PrepareConfig
-from train.data.rows.row import Codes, Row, RowTurn, Sound, inside, to_plain
+from train.data.rows.row import Codes, Row, RowTurn, Sound, checked, inside, to_plain
 from train.data.seeding import key
 from train.data.tts.contract import Voice
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from omni.codec.base import AudioCodec
 
 _KEPT_FORMATS = ("FLAC", "OGG", "MP3", "MPEG")
@@ -128,18 +126,6 @@ def stored(sound: Sound, rate: int) -> tuple[Sound, float]:
     if kind in _KEPT_FORMATS and (rate == 0 or (rate == own and kind == "FLAC" and channels == 1)):
         return Sound(data=sound.data or inside(sound.folder, sound.path or "").read_bytes()), length
     return Sound(samples, rate or own), length
-
-
-def checked(samples: Tensor) -> Tensor:
-    """Return the samples [S]; UserError where there are none, or one is not finite."""
-    import torch
-
-    if len(samples) == 0:
-        raise UserError("its sound holds no samples: record or convert it again")
-    finite = torch.isfinite(samples)
-    if not bool(finite.all()):
-        raise UserError(f"its sound holds NaN or infinity from sample {int((~finite).nonzero()[0])}: fix or drop it")
-    return samples
 
 
 def _source(sound: Sound) -> AudioSource:
