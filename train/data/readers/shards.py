@@ -24,7 +24,8 @@ from train.data.rows.places import DataFile
 if TYPE_CHECKING:
     import datasets
 
-KINDS = (".tar", ".parquet")
+TAR = ".tar"
+KINDS = (TAR, ".parquet")
 
 _DAMAGE = (tarfile.TarError, EOFError, zlib.error, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
 """Errors of a shard's content; so is an OSError without a number, which is pyarrow's."""

@@ -16,6 +16,7 @@ from train.data.readers.files import Files
 from train.data.readers.order import ROWS, check_order
 from train.data.readers.record import Record, Records
 from train.data.readers.records import open_records
+from train.data.readers.shards import TAR
 from train.data.rows.row import Row, RowTurn
 
 _BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
@@ -106,7 +107,7 @@ class RecordReader:
 
     Attributes:
         row: makes the row: `row(data, where, files, options)`.
-        endings: suffixes of its files.
+        endings: suffixes of its files; WebDataset shards may hold its records, too.
         fields: sets of fields; a first record with all of one set is of this format.
         absent: fields of which none may be present.
         inner: a field that is a list of objects, and fields that the first of them must have.
@@ -127,7 +128,7 @@ class RecordReader:
     codec: str = ""
 
     def recognise(self, path: Path) -> bool:
-        return self.fits(first_record(path, self.endings))
+        return self.fits(first_record(path, (*self.endings, TAR)))
 
     def fits(self, found: Mapping[str, Any]) -> bool:
         """True where a record with these fields is of this format."""
@@ -142,7 +143,7 @@ class RecordReader:
     def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
         make = self.maker(Files.of(path, options), options)
         note = self.notice.format(order=options.order or self.order, codec=options.codec or self.codec)
-        source = RecordSource(self.name, find_records(path, self.endings), make, note)
+        source = RecordSource(self.name, find_records(path, (*self.endings, TAR)), make, note)
         if self.order and not options.order:
             check_order(source.iterate(0, ROWS), self.order, self.name)
         return source
