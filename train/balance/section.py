@@ -84,7 +84,7 @@ def balanced_tasks(section: BalanceSection, data: DataConfig) -> list[str]:
     if section.tasks == "streams":
         return []
     drawn = data.drawn
-    stored = any(s.kind == "stored" for s in data.sources)  # whose rows may name their own task
+    stored = any(s.path is not None for s in data.sources)  # whose rows may name their own task
     for name in section.names:
         if name not in drawn and not stored:
             raise UserError(f"balance.names has {name}, but no source has that task; the data's are {_listed(drawn)}")

@@ -22,11 +22,12 @@ from train.data.sources.base import Source, StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
 from train.data.sources.recorded_digits import RecordedDigits, speak_ahead
 from train.data.sources.spoken_digits import SpokenDigits, vocabulary
+from train.data.sources.stream_source import StreamSource
 
 
 def build_alignment(config: DataConfig, tokenizer: Tokenizer) -> Alignment:
     """Build the spelling of transcripts for the alignment loss; its `size` must be `model.ctc`."""
-    made = [source.digits for source in config.sources if source.kind != "stored"]
+    made = [source.digits for source in config.sources if source.path is None]
     words = {*config.words, *(word for digits in made for word in vocabulary(digits))}
     return Alignment(config.alignment, words, tokenizer, config.sounds)
 
@@ -39,6 +40,8 @@ def build_source(
     Args:
         needed: parts of stored rows that are read; None for all.
     """
+    if config.path is not None and config.kind == "stream":
+        return StreamSource(config.path, config.read, codec.name if codec is not None else "", config.shuffle, seed)
     if config.path is not None:
         held_out = config.held_out if isinstance(config.held_out, int) else 0
         return StoredSource(config.path, cache, held_out, needed, config.window if config.order == "sequential" else None)
@@ -96,7 +99,8 @@ def build_mixture(config: DataConfig, sources: Sequence[Source], seed: int) -> M
     windows = {
         i: source.windows for i, source in enumerate(sources) if isinstance(source, StoredSource) and source.windows is not None
     }
-    return Mixture(sources, config.weights, seed, limits, windows)
+    streams = [i for i, source in enumerate(sources) if isinstance(source, StreamSource)]
+    return Mixture(sources, config.weights, seed, limits, windows, streams)
 
 
 def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> list[Row]:

@@ -10,6 +10,7 @@ from omni.errors import UserError
 from omni.ranges import check_fields, ranged
 from omni.tasks import TASKS, Task, find_task
 from train.data.augment.config import AugmentConfig
+from train.data.readers.contract import ReaderOptions
 from train.data.sources.config import WORDY, RecordedDigitsConfig, SpokenDigitsConfig
 from train.data.sources.mixture import Stage, TaskMixture
 from train.data.sources.spans import Weight, check_schedule
@@ -18,6 +19,8 @@ MOST_COLUMNS = 1 << 22
 """Largest micro-batch, in columns: no device holds the activations of more."""
 WINDOW = 16
 """Row groups of a window, unless `SourceConfig.window` says otherwise."""
+SHUFFLE = 256
+"""Rows of a stream that are shuffled, unless `SourceConfig.shuffle` says otherwise."""
 AlignmentKind = Literal["none", "letters", "words", "tokens"]
 
 
@@ -51,7 +54,8 @@ class SourceConfig:
     """One source of the mixture.
 
     Attributes:
-        kind: `stored`: the Parquet file or folder at `path`. `spoken-digits`: made while training, as `digits` says.
+        kind: `stored`: the Parquet file or folder at `path`. `stream`: the WebDataset or Parquet shards at `path`, of a
+            format of `data prepare`, read and encoded while training. `spoken-digits`: made while training, as `digits` says.
             `recorded-digits`: people's digits joined while training, as `recorded` says, answered as `digits` says.
         weight: share of the draws, relative to the other sources: a number, or points [draw, weight] of one that changes, with
             straight lines between them, counted over all sources and processes; with `data.draws` [share of these, weight].
@@ -60,14 +64,17 @@ class SourceConfig:
         max_rows: rows of the source that are drawn at most, repeated ones included; null for any number.
         tasks: weights of the tasks its rows are used for (a row that names its own task keeps it).
         stages: other weights for the first draws: a curriculum.
-        held_out: of a stored source, rows for validation: a Parquet file or folder of them, or a number of its own rows, evenly
-            spaced, which are then not trained on; null for none. Sources that read the same path hold out alike.
+        held_out: of a source that is stored or a stream, rows for validation: a Parquet file or folder of them; or of a
+            stored one a number of its own rows, evenly spaced, which are then not trained on; null for none. Sources that read
+            the same path hold out alike.
         order: of a stored source: `random`, any row may follow any other; `sequential`, row groups are shuffled, each is read
             once an epoch and as a whole, and rows are drawn from a window of groups: for buckets and slow disks.
         window: row groups from which each packer draws, and which it keeps in memory, where the order is sequential.
+        shuffle: of a stream, rows that each packer reads ahead and shuffles, in memory as they are stored.
+        read: of a stream, how its records become rows, as `data prepare` takes it; null recognises the format.
     """
 
-    kind: Literal["spoken-digits", "recorded-digits", "stored"] = "spoken-digits"
+    kind: Literal["spoken-digits", "recorded-digits", "stored", "stream"] = "spoken-digits"
     weight: float | tuple[tuple[float, float], ...] = 1.0
     max_epochs: float | None = ranged(None, above=0, way=", or null for any number")
     max_rows: int | None = ranged(None, 1, way=", or null for any number")
@@ -77,6 +84,8 @@ class SourceConfig:
     held_out: int | str | None = None
     order: Literal["random", "sequential"] = "random"
     window: int = ranged(WINDOW, 1)
+    shuffle: int = ranged(SHUFFLE, 1)
+    read: ReaderOptions | None = None
     digits: SpokenDigitsConfig = field(default_factory=SpokenDigitsConfig)
     recorded: RecordedDigitsConfig = field(default_factory=RecordedDigitsConfig)
 
@@ -84,7 +93,11 @@ class SourceConfig:
         check_fields(self, "source")
         if self.kind == "stored" and not self.path:
             raise UserError("a source of kind 'stored' has no path; name its Parquet file or folder")
-        if self.kind != "stored" and (self.path or self.held_out):
+        if self.kind == "stream":
+            self._check_stream()
+        elif self.read is not None or self.shuffle != SHUFFLE:
+            raise UserError(f"a source of kind {self.kind!r} is no stream: leave out read and shuffle, or set kind to stream")
+        if self.kind not in ("stored", "stream") and (self.path or self.held_out):
             raise UserError(f"a source of kind {self.kind!r} reads no files; leave out path {self.path or self.held_out!r}")
         if self.kind != "stored" and self.order != "random":
             raise UserError(f"a source of kind {self.kind!r} reads no row groups: leave out order {self.order!r}")
@@ -98,6 +111,18 @@ class SourceConfig:
             TaskMixture(self.tasks, self.stages)
         except UserError as error:
             raise UserError(f"the source {self.path or self.kind}: {error}") from error
+
+    def _check_stream(self) -> None:
+        """Refuse what a stream does not have (UserError)."""
+        if not self.path:
+            raise UserError("a source of kind 'stream' has no path; name a shard, a folder of shards, or a pattern: a-*.tar")
+        if isinstance(self.held_out, int):
+            raise UserError(
+                f"held_out is {self.held_out}, but the rows of a stream are not known before they are read: name a file of "
+                "other rows, which data prepare makes"
+            )
+        if self.max_epochs is not None:
+            raise UserError(f"max_epochs is {self.max_epochs:g}, but the rows of a stream are not counted: give max_rows")
 
     def limit(self, size: int | None) -> int | None:
         """Most rows that the source gives if it has `size` of them; None for any number.

@@ -59,12 +59,13 @@ class Pace:
 
 def sample(config: FitConfig, shape: ModelConfig, count: int = 2) -> tuple[list[Batch], str]:
     """Makes the run's first micro-batches, and says where they are from; UserError or OSError where data cannot be read."""
-    tokenizer, codec = _tools(config.model, shape)
+    tokenizer, codec = tools(config.model, shape)
     shard = PackerShard(build_pipeline(config.data, shape, tokenizer, codec, config.objective.encoder_alone), 0, 1)
     return [shard.batch() for _ in range(count)], f"{count} micro-batch{'' if count == 1 else 'es'} of the data"
 
 
-def _tools(section: ModelSection, shape: ModelConfig) -> tuple[Tokenizer, AudioCodec | None]:
+def tools(section: ModelSection, shape: ModelConfig) -> tuple[Tokenizer, AudioCodec | None]:
+    """Load the tokenizer and the codec of a run; None for one without weights here."""
     start = local_path(section.init_from) if section.init_from else None
     if start is not None and section.tokenizer is None:
         tokenizer = Tokenizer.from_file(start / TOKENIZER)

@@ -25,6 +25,7 @@ from train.plan.pace import Pace, flops_of, pace, sample
 from train.plan.parameters import Count, count_parameters, meta_model
 from train.plan.phases import workers_bytes
 from train.plan.reading import advise
+from train.plan.streaming import advise_streams
 from train.plan.trial import KEPT, RETURNED, Attempt, attempt
 from train.plan.worst_batch import worst_batch
 from train.trainer.initial_model import shape_of
@@ -62,7 +63,7 @@ class Plan:
         kept: bytes that its C library keeps besides, about: freed blocks that it cannot use again; 0 on a GPU.
         attempts: measurements on this machine, by the way in which memory was measured.
         untried: why there are none.
-        reading: a line for each stored source: how long reading takes, and the order that is advised.
+        reading: a line for each source that reads files: how long it takes, and the order or the preparation that is advised.
         knobs: each alone; row: applied one after another.
         refused: why `fit` would refuse the run besides; notes: what this machine lacks for a run of another one.
     """
@@ -178,7 +179,12 @@ def make_plan(
         traffic=traffic(config, model, ParallelDims.of(config.fabric, world), *bytes_each(config)) if world > 1 else None,
         attempts=attempts,
         untried=untried,
-        reading=advise(config.data, config.objective.encoder_alone) if found[0] else [],
+        reading=[
+            *advise(config.data, config.objective.encoder_alone),
+            *advise_streams(config, shape, run.examples, run.seconds, world),
+        ]
+        if found[0]
+        else [],
         knobs=knobs,
         row=row,
         refused=refused,

@@ -54,7 +54,7 @@ class ReadingTimes:
 
 def advise(data: DataConfig, heard_only: bool = False) -> list[str]:
     """A line for each stored source whose rows can be read here, and are not copied to Arrow."""
-    stored = [(f"data.sources.{i}", source) for i, source in enumerate(data.sources) if source.path is not None]
+    stored = [(f"data.sources.{i}", source) for i, source in enumerate(data.sources) if source.kind == "stored"]
     lines = []
     for name, source in stored:
         needed = Needed(frozenset(source.drawn), data.cut > 0, heard_only)

@@ -39,8 +39,9 @@ from train.data.augment.audio import noise_files
 from train.data.build import sources_held_out
 from train.data.config import DataConfig
 from train.data.rows.parquet_files import files_of
-from train.data.rows.samples import missing_parts, sample_rows
+from train.data.rows.samples import ROWS, missing_parts, sample_rows
 from train.data.sources.recorded_digits import find_recordings
+from train.data.sources.stream_source import StreamSource
 from train.distributed.sharding import check_divides
 from train.objective.config import no_teacher
 from train.trainer.callbacks import CALLBACKS, check_made
@@ -215,7 +216,7 @@ def _check_model_files(config: FitConfig, problems: _Problems) -> None:
 def _check_data_files(data: DataConfig, problems: _Problems) -> None:
     for i, source in enumerate(data.sources):
         for name, place in (("path", source.path), ("held_out", source.held_out)):
-            if isinstance(place, str):
+            if isinstance(place, str) and not (source.kind == "stream" and name == "path"):
                 with problems.of(f"data.sources.{i}.{name}"):
                     files_of(place)
         if source.kind == "recorded-digits":
@@ -228,13 +229,15 @@ def _check_data_files(data: DataConfig, problems: _Problems) -> None:
 
 
 def _check_rows(data: DataConfig, problems: _Problems, heard_only: bool) -> list[str]:
-    """Checks some rows of each stored source: a task that none of them can serve is an error, one that some cannot a note."""
+    """Checks some rows of each source that reads files: a task that none of them can serve is an error, that some cannot a
+    note."""
     notes = []
     for i, source in enumerate(data.sources):
         if source.path is None:
             continue
         with problems.of(f"data.sources.{i}"):
-            rows = sample_rows(source.path)
+            stream = source.kind == "stream"
+            rows = StreamSource(source.path, source.read).sample(ROWS) if stream else sample_rows(source.path)
             found = missing_parts(rows, source.mixtures, heard_only)
             for task, part, count in [(task, part, n) for task, parts in found.items() for part, n in parts.items()]:
                 looked = f"{len(rows)} rows looked at in {source.path}"

@@ -7,7 +7,7 @@ packer of its own over the draws
     n = j + shards * (i + parts * k),    k = 0, 1, 2, ...
 
 and its state is plain data: the next draw and the draws that wait in its buffer. On resume the waiting ones are made again;
-nothing is replayed.
+nothing is replayed. Of a stream, the state also has the marks from which these are found (`train.data.sources.streams`).
 
 A packer fills rows of a fixed length with whole examples. A row starts with the oldest example in the buffer and takes, of the
 others, those whose lengths fill the rest best: the exact solution of the subset-sum problem, with sets of reachable sums as the
@@ -79,7 +79,8 @@ class PackerShard:
         """State as plain data, from which `PackerShard(state=...)` goes on."""
         waiting = [example.draw for example in self.buffer]
         numbers = {"next": self.next, "buffer": waiting, "skipped": self.skipped, "broken": self.broken}
-        return {**self.place, **numbers, "counts": self.counts.plain()}
+        marks = self.pipeline.marks(self.next % self.stride, self.stride, waiting)
+        return {**self.place, **numbers, "counts": self.counts.plain(), **({"streams": marks} if marks else {})}
 
     def _row(self) -> list[Example]:
         packing = self.pipeline.packing
@@ -121,6 +122,7 @@ class PackerShard:
         self.next = int(state["next"])
         self.skipped, self.broken = int(state["skipped"]), int(state.get("broken", 0))
         self.counts = Counts.joined([state.get("counts", {})])
+        self.pipeline.restore(self.next % self.stride, self.stride, state.get("streams", {}))
         for draw in state["buffer"]:
             example = self.pipeline.fetch(int(draw), self.stride)
             if isinstance(example, Unused):

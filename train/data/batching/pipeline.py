@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from omni.errors import UserError
 from train.data.batching.examples import Example, ExampleMaker, Prepared, TooLong
 from train.data.batching.unused import Unusable, Unused
 from train.data.config import PackingConfig
+from train.data.readers.shards import ShardError
 from train.data.sources.base import drawn_row
 from train.data.sources.mixture import Draw, Mixture, TaskMixture
+from train.data.sources.stream_source import StreamSource
+from train.data.sources.streams import StreamDraw
 
 
 class Pipeline:
@@ -51,11 +54,35 @@ class Pipeline:
         draw = self.mixture.draw(number, packers)
         try:
             return self._make(draw)
+        except ShardError:  # of no row: what follows would not be the same
+            raise
         except UserError as error:
             if (self.packing.too_long if isinstance(error, TooLong) else self.broken) != "skip":
                 raise
             task, reason = (error.task, error.reason) if isinstance(error, Unusable) else ("", "the row cannot be read")
             return Unused(self.names[draw.source], task, reason, str(error))
+
+    def marks(self, packer: int, packers: int, draws: Iterable[int]) -> dict[str, list[list[int]]]:
+        """Where a packer's streams are, by the number of the source, so that these draws and later ones are made at once."""
+        if not self.mixture.streams:
+            return {}
+        lowest: dict[int, int] = {}
+        for draw in (self.mixture.draw(number, packers) for number in draws):
+            if isinstance(draw.group, StreamDraw):
+                lowest[draw.source] = min(draw.group.number, lowest.get(draw.source, draw.group.number))
+        return {str(i): stream.marks(packer, packers, lowest.get(i)) for i, stream in self.streams()}
+
+    def restore(self, packer: int, packers: int, marks: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """Take the marks of a state."""
+        for i, stream in self.streams():
+            stream.restore(packer, packers, marks.get(str(i), ()))
+
+    def streams(self) -> Iterator[tuple[int, StreamSource]]:
+        """The sources that are streams, with their numbers."""
+        for i in self.mixture.streams:
+            source = self.mixture.sources[i]
+            assert isinstance(source, StreamSource)
+            yield i, source
 
     def _make(self, draw: Draw) -> Example:
         prepared = self._prepare(draw)

@@ -15,13 +15,11 @@ from omni.stores.drivers import join
 from train.data.prepare.codecs import Codecs
 from train.data.prepare.config import PrepareConfig
 from train.data.rows.reference import Reference, SoundPart
-from train.data.rows.row import Codes, Row, RowTurn, Sound, inside, to_plain
+from train.data.rows.row import Codes, Row, RowTurn, Sound, checked, inside, to_plain
 from train.data.seeding import key
 from train.data.tts.contract import Voice
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from omni.codec.base import AudioCodec
 
 _KEPT_FORMATS = ("FLAC", "OGG", "MP3", "MPEG")
@@ -167,18 +165,6 @@ def _name(file: Path, part: SoundPart | None, origin: tuple[Path, str] | None) -
         if file.resolve().is_relative_to(folder):
             return Reference.of_object(join(address, file.resolve().relative_to(folder).as_posix()), part)
     return Reference.of_file(file, part)
-
-
-def checked(samples: Tensor) -> Tensor:
-    """Return the samples [S]; UserError where there are none, or one is not finite."""
-    import torch
-
-    if len(samples) == 0:
-        raise UserError("its sound holds no samples: record or convert it again")
-    finite = torch.isfinite(samples)
-    if not bool(finite.all()):
-        raise UserError(f"its sound holds NaN or infinity from sample {int((~finite).nonzero()[0])}: fix or drop it")
-    return samples
 
 
 @dataclass

@@ -7,9 +7,10 @@ overrides that.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from omni.errors import UserError
 from omni.plugins import Registry
@@ -27,10 +28,22 @@ from train.data.readers.llama_omni import LLAMA_OMNI
 from train.data.readers.lucy import LUCY
 from train.data.readers.moshi import MOSHI
 from train.data.readers.rows import ROWS
+from train.data.readers.source import RecordReader
 from train.data.readers.table import TableReader
 from train.data.readers.templates.source import PARTS, DialoguesReader
 
-__all__ = ["READERS", "Broken", "OpenedSource", "Reader", "ReaderOptions", "open_source", "recognise", "register_reader"]
+__all__ = [
+    "READERS",
+    "Broken",
+    "OpenedSource",
+    "Reader",
+    "ReaderOptions",
+    "check_options",
+    "open_source",
+    "recognise",
+    "recognise_record",
+    "register_reader",
+]
 
 _ALL: tuple[Reader, ...] = (
     VOICE_ASSISTANT,
@@ -80,31 +93,38 @@ def recognise(path: str | os.PathLike[str]) -> Reader:
     """Find the reader for a file or folder; UserError where it does not exist or no reader recognises it."""
     source = local_path(path)
     check_there(source, "data", f"data {source} does not exist: name a file or folder of one of {', '.join(READERS)}")
-    for reader in [*list(READERS.values())[len(_ALL) :], *_ALL]:
+    for reader in _in_order():
         with _of(reader):
             if reader.recognise(source):
                 return reader
     raise UserError(unknown(source, tuple(READERS)))
 
 
+def _in_order() -> list[Reader]:
+    """All readers, those of plug-ins first."""
+    return [*list(READERS.values())[len(_ALL) :], *_ALL]
+
+
+def recognise_record(record: Mapping[str, Any], options: ReaderOptions, where: str) -> RecordReader | TableReader:
+    """Find the reader of records such as this one, or that of `options.format`.
+
+    UserError where no reader knows them, or its rows are not of single records. `where` names the data.
+    """
+    known = {reader.name: reader for reader in _in_order() if isinstance(reader, RecordReader | TableReader)}
+    if options.format:
+        if options.format not in known:
+            kind = "is unknown" if options.format not in READERS else "makes no rows of single records, and is not streamed"
+            raise UserError(f"read.format {options.format!r} {kind}: there are {', '.join(known)}")
+        return known[options.format]
+    found = (reader for reader in known.values() if isinstance(reader, RecordReader) and reader.fits(record))
+    table = known["table"]
+    return table if options.columns else next(found, table)
+
+
 def open_source(path: str | os.PathLike[str], options: ReaderOptions | None = None) -> OpenedSource:
     """Open a data set; UserError for one that does not exist or is of no known format, or for options that do not fit."""
     options, path = options or ReaderOptions(), local_path(path)
-    for option, known in (
-        ("format", READERS),
-        ("codec", codes_kinds()),
-        ("order", ORDERS),
-        ("packing", PACKINGS),
-        ("audio", AUDIO),
-        ("part", PARTS),
-    ):
-        value = getattr(options, option)
-        if value not in known and (value or option in ("packing", "audio", "part")):
-            raise UserError(f"--read.{option} {value!r} is unknown: there are {', '.join(known)}")
-    if not options.pause > 0:
-        raise UserError(f"--read.pause {options.pause} is no time: give seconds above 0")
-    if options.rows < 1:
-        raise UserError(f"--read.rows {options.rows} makes no row: give a number of at least 1")
+    check_options(options)
     if not options.format:
         # Mapped columns mean that the data are a table, even where the columns would fit another format.
         reader = READERS["table"] if options.columns else recognise(path)
@@ -118,6 +138,25 @@ def open_source(path: str | os.PathLike[str], options: ReaderOptions | None = No
         if not isinstance(len(source), int):
             raise TypeError("its length is no number")
     return source
+
+
+def check_options(options: ReaderOptions, prefix: str = "--read") -> None:
+    """UserError for values that no option takes; `prefix` comes before names in messages."""
+    for option, known in (
+        ("format", READERS),
+        ("codec", codes_kinds()),
+        ("order", ORDERS),
+        ("packing", PACKINGS),
+        ("audio", AUDIO),
+        ("part", PARTS),
+    ):
+        value = getattr(options, option)
+        if value not in known and (value or option in ("packing", "audio", "part")):
+            raise UserError(f"{prefix}.{option} {value!r} is unknown: there are {', '.join(known)}")
+    if not options.pause > 0:
+        raise UserError(f"{prefix}.pause {options.pause} is no time: give seconds above 0")
+    if options.rows < 1:
+        raise UserError(f"{prefix}.rows {options.rows} makes no row: give a number of at least 1")
 
 
 @contextmanager

@@ -26,12 +26,12 @@ class Files:
     """The files of one data set.
 
     Attributes:
-        folder: the folder that paths are relative to and must lie in.
+        folder: the folder that paths are relative to and must lie in; None where there is none, as in a store.
         prefix: removed from the start of paths.
         audio: see `ReaderOptions.audio`.
     """
 
-    folder: Path
+    folder: Path | None
     prefix: str = ""
     audio: str = "required"
 
@@ -64,7 +64,7 @@ class Files:
         """A path relative to the folder, and the full one."""
         _check_name(name)
         cut = name.removeprefix(self.prefix).lstrip("/") if self.prefix and name.startswith(self.prefix) else name
-        if not os.path.isabs(cut):
+        if not os.path.isabs(cut) or self.folder is None:
             try:
                 return cut, inside(self.folder, cut)
             except UserError as error:

@@ -14,7 +14,7 @@ from omni.plugins import PLUGIN
 from train.data.readers.records import ParquetRecords, TableRecords, open_binary, open_records
 from train.data.readers.source import data_files
 
-ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".tar")
 
 _USUAL = {
     "question_audio": ("audio", "wav", "audio_path", "question_wav", "path", "file"),

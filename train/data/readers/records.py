@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from omni.errors import UserError
 from train.data.readers.record import Record, RecordReading, Records, keep, take
+from train.data.readers.shards import TAR, read_shard
 from train.data.readers.text_records import JsonArray, JsonLines, TableRecords, open_binary
 
 __all__ = ["JsonArray", "JsonLines", "ParquetRecords", "Record", "Records", "TableRecords", "open_binary", "open_records"]
@@ -30,11 +31,13 @@ def open_records(path: Path) -> Records:
         return ParquetRecords(path)
     if name.endswith((".csv", ".tsv")):
         return TableRecords(path, "\t" if name.endswith(".tsv") else ",")
+    if name.endswith(TAR):
+        return TarRecords(path)
     if name.endswith(".jsonl"):
         return JsonLines(path)
     if name.endswith(".json"):
         return JsonArray(path) if _first_character(path) == "[" else JsonLines(path)
-    raise UserError(f"data file {path} is none of .parquet, .json, .jsonl, .csv, .tsv (or one of the latter with .gz)")
+    raise UserError(f"data file {path} is none of .parquet, .tar, .json, .jsonl, .csv, .tsv (or one of the latter with .gz)")
 
 
 def _first_character(path: Path) -> str:
@@ -43,6 +46,43 @@ def _first_character(path: Path) -> str:
             return file.read(256).decode("utf-8-sig", "replace").lstrip()[:1]
     except (OSError, EOFError, zlib.error):
         return ""
+
+
+class TarRecords(Records):
+    """The records of a WebDataset shard. Where it is damaged, the last one is an error."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._count: int | None = None
+
+    def __len__(self) -> int:
+        if self._count is None:
+            self._count = sum(1 for _ in read_shard(self.path))
+        return self._count
+
+    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
+        """Iterate over records `start` to `stop`; a range that starts where the last one ended goes on there."""
+        reading = take(self, start) or _TarReading(self.path)
+        yield from reading.read(start, stop)
+        if stop is not None:
+            keep(self, reading)
+
+
+class _TarReading(RecordReading):
+    """Reads a shard's records from its start on."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(0)
+        self._records = read_shard(path)
+
+    def read(self, start: int, stop: int | None) -> Iterator[Record]:
+        while stop is None or self.at < stop:
+            record = next(self._records, None)
+            if record is None:
+                return
+            self.at += 1
+            if self.at > start:
+                yield record
 
 
 class ParquetRecords(Records):

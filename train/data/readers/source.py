@@ -18,6 +18,7 @@ from train.data.readers.listing import entries, is_file, is_folder, sorted_walk
 from train.data.readers.order import ROWS, check_order
 from train.data.readers.record import Record, Records
 from train.data.readers.records import open_records
+from train.data.readers.shards import TAR
 from train.data.rows.row import Row, RowTurn
 
 _BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
@@ -56,12 +57,17 @@ class RecordSource(OpenedSource):
                     return
 
     def _item(self, record: Record) -> Row | Broken:
-        if record.error:
-            return Broken(record.where, record.error)
-        try:
-            return self._make(record.data, record.where)
-        except _BAD as error:
-            return Broken(record.where, one_line(error))
+        return row_of(record, self._make)
+
+
+def row_of(record: Record, make: MakeRow) -> Row | Broken:
+    """Make the row of a record, or say why there is none."""
+    if record.error:
+        return Broken(record.where, record.error)
+    try:
+        return make(record.data, record.where)
+    except _BAD as error:
+        return Broken(record.where, one_line(error))
 
 
 def one_line(error: BaseException) -> str:
@@ -112,7 +118,7 @@ class RecordReader:
 
     Attributes:
         row: makes the row: `row(data, where, files, options)`.
-        endings: suffixes of its files.
+        endings: suffixes of its files; WebDataset shards may hold its records, too.
         fields: sets of fields; a first record with all of one set is of this format.
         absent: fields of which none may be present.
         inner: a field that is a list of objects, and fields that the first of them must have.
@@ -133,7 +139,10 @@ class RecordReader:
     codec: str = ""
 
     def recognise(self, path: Path) -> bool:
-        found = first_record(path, self.endings)
+        return self.fits(first_record(path, (*self.endings, TAR)))
+
+    def fits(self, found: Mapping[str, Any]) -> bool:
+        """True where a record with these fields is of this format."""
         if not any(fields <= found.keys() for fields in self.fields) or self.absent & found.keys():
             return False
         if self.inner is None:
@@ -143,12 +152,16 @@ class RecordReader:
         return isinstance(inner, list) and bool(inner) and isinstance(inner[0], Mapping) and fields <= inner[0].keys()
 
     def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
-        make = partial(self.row, files=Files.of(path, options), options=options)
+        make = self.maker(Files.of(path, options), options)
         note = self.notice.format(order=options.order or self.order, codec=options.codec or self.codec)
-        source = RecordSource(self.name, find_records(path, self.endings), make, note)
+        source = RecordSource(self.name, find_records(path, (*self.endings, TAR)), make, note)
         if self.order and not options.order:
             check_order(source.iterate(0, ROWS), self.order, self.name)
         return source
+
+    def maker(self, files: Files, options: ReaderOptions) -> MakeRow:
+        """What makes the row of a record."""
+        return partial(self.row, files=files, options=options)
 
 
 # ------------------------------------------------------------------------------------------- fields of a record

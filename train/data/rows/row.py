@@ -105,6 +105,18 @@ class Sound:
         return {"bytes": self.data, "path": self.path}
 
 
+def checked(samples: Tensor) -> Tensor:
+    """Return the samples [S]; UserError where there are none, or one is not finite."""
+    import torch
+
+    if len(samples) == 0:
+        raise UserError("its sound holds no samples: record or convert it again")
+    finite = torch.isfinite(samples)
+    if not bool(finite.all()):
+        raise UserError(f"its sound holds NaN or infinity from sample {int((~finite).nonzero()[0])}: fix or drop it")
+    return samples
+
+
 def inside(folder: Path | None, path: str) -> Path:
     """The file at a relative `path`, which must lie in `folder` (UserError otherwise).
 

@@ -11,6 +11,8 @@ from omni.errors import UserError
 from train.data.rows.parquet import GroupTables, StoredRows
 from train.data.rows.parts import Needed
 from train.data.rows.row import Row
+from train.data.sources.stream_source import StreamSource
+from train.data.sources.streams import StreamDraw
 from train.data.sources.windows import GroupDraw, GroupSizes, GroupWindows
 
 
@@ -112,9 +114,12 @@ class StoredSource:
         return k * len(self.rows) // len(self._held_out)
 
 
-def drawn_row(source: Source, index: int, group: GroupDraw | None = None) -> Row:
-    """Row `index` of a source; with its row group, where it has been drawn with one."""
+def drawn_row(source: Source, index: int, group: GroupDraw | StreamDraw | None = None) -> Row:
+    """Row `index` of a source; with its row group, or from its place in a stream, where it has been drawn with one."""
     if group is None:
         return source.row(index)
+    if isinstance(group, StreamDraw):
+        assert isinstance(source, StreamSource)
+        return source.row(index, group)
     assert isinstance(source, StoredSource)
     return source.row(index, group)

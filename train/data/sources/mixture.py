@@ -7,13 +7,14 @@ change with n (a curriculum).
 
 Where rows of a source are read by whole groups (`windows`), the row also depends on the number of packers P, of which packer l
 makes the draws l + P k: each mixes the sources of its own draws, and draw number m of a source there is the source's draw
-l + P m. Epochs and limits are as exact as without; shares are, within the draws of each packer.
+l + P m. Epochs and limits are as exact as without; shares are, within the draws of each packer. So it is where a source is
+a stream (`streams`), of which each packer has rows of its own, one after another.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from omni.errors import UserError
 from omni.tasks import find_task
 from train.data.seeding import dice, shuffled
 from train.data.sources.spans import Spans, Weight, check_schedule
+from train.data.sources.streams import StreamDraw
 
 if TYPE_CHECKING:
     from train.data.sources.base import Source
@@ -80,13 +82,13 @@ class Draw:
     """A draw: number `number`, which is row `index` of source `source`.
 
     Attributes:
-        group: the row group that the row is read with; None where rows are read one by one.
+        group: the row group that the row is read with, or the row's place in a stream; None where rows are read one by one.
     """
 
     number: int
     source: int
     index: int
-    group: GroupDraw | None = None
+    group: GroupDraw | StreamDraw | None = None
 
 
 class Mixture:
@@ -96,6 +98,7 @@ class Mixture:
         weights: of the sources; places of points are numbers of draws.
         limits: most rows that each source gives, however often it is read to its end; None for any number.
         windows: by the number of a source, the order of its rows where they are read by whole groups.
+        streams: numbers of the sources that are streams.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Mixture:
         seed: int = 0,
         limits: Sequence[int | None] | None = None,
         windows: Mapping[int, GroupWindows] | None = None,
+        streams: Collection[int] = (),
     ) -> None:
         if len(sources) != len(weights) or not sources:
             raise UserError(f"a mixture of {len(sources)} sources has {len(weights)} weights; give one each, for at least one")
@@ -112,7 +116,8 @@ class Mixture:
         self.sources = list(sources)
         self.seed = seed
         self.weights, self.limits = list(weights), [None] * len(sources) if limits is None else list(limits)
-        self.windows = dict(windows or {})
+        self.windows, self.streams = dict(windows or {}), sorted(streams)
+        self.by_packer = bool(self.windows or self.streams)
         self.spans = Spans(self.weights, self.limits)
         self._own_spans: dict[tuple[int, int], Spans] = {}  # by packer and their number
         self._blocks: dict[tuple[int, int], tuple[int, list[tuple[int, int]]]] = {}  # the last block of each, and its draws
@@ -124,7 +129,7 @@ class Mixture:
 
     def check(self, number: int, packers: int = 1) -> None:
         """Refuse a draw for which no source has rows left (UsedUp)."""
-        if self.windows:
+        if self.by_packer:
             self._spans_of(number % packers, packers).check(number // packers)
         else:
             self.spans.check(number)
@@ -133,16 +138,18 @@ class Mixture:
         """Source and row of draw `number`, counted from 0 over all processes; UsedUp where no source has rows left.
 
         Args:
-            packers: number of packers, which take draws in turn; it matters where rows are read by whole groups.
+            packers: number of packers, which take draws in turn; it matters where rows are read by groups or streamed.
         """
         self.check(number, packers)
-        if not self.windows:
+        if not self.by_packer:
             block, start, size = self.spans.block(number)
             source, count = self.spans.find(start + shuffled(number - start, size, self.seed, "order", block))
             return Draw(number, source, self._index(source, number, count))
         packer, mine = number % packers, number // packers
         source, own = self._own(packer, packers, mine)
         count = packer + packers * own
+        if source in self.streams:
+            return Draw(number, source, count, StreamDraw(packer, packers, own))
         if source not in self.windows:
             return Draw(number, source, self._index(source, number, count))
         windows = self.windows[source]

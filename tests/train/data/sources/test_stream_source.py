@@ -1,0 +1,316 @@
+"""Streams of WebDataset shards and Parquet files: the rows that `data prepare` makes, exact over stops, for any workers."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import soundfile
+import torch
+
+from omni.errors import UserError
+from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
+from tests.train.data.toys import MODELS, TOKENIZER, ToySource, codec_of
+from train.data.batching.loader import StepLoader
+from train.data.batching.pipeline import Pipeline
+from train.data.batching.unused import Unused
+from train.data.build import build_pipeline, held_out_rows
+from train.data.config import DataConfig, PackingConfig, SourceConfig
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.prepare import prepare
+from train.data.readers import ReaderOptions, open_source
+from train.data.readers.shards import ShardError, find_shards, read_shard
+from train.data.rows.parquet import StoredRows, write_rows
+from train.data.sources.stream_source import StreamSource
+
+MODEL = MODELS["codec2"]
+SHARDS = (5, 4, 7)
+COLUMNS = {"question_audio": "question.flac", "answer_audio": "answer.wav", "id": "__key__", "question_text": "asked"}
+
+
+def sound(samples: int, kind: str, rate: int) -> bytes:
+    out = io.BytesIO()
+    soundfile.write(out, np.random.default_rng(samples).uniform(-0.5, 0.5, samples), rate, format=kind, subtype="PCM_16")
+    return out.getvalue()
+
+
+def records() -> list[dict[str, Any]]:
+    """A question and an answer each, spoken and written."""
+    return [
+        {
+            "id": f"r{n:02d}",
+            "question_audio": sound(1600 + 40 * n, "FLAC", 16000),
+            "answer_audio": sound(800 + 33 * n, "WAV", 8000),
+            "question_text": f"what is {n}?",
+            "answer_text": f"it is {n}",
+        }
+        for n in range(sum(SHARDS))
+    ]
+
+
+def write_tar(file: Path, some: list[dict[str, Any]]) -> None:
+    with tarfile.open(file, "w") as tar:
+        for one in some:
+            said = json.dumps({"asked": one["question_text"], "answer_text": one["answer_text"]}).encode()
+            for name, data in (("question.flac", one["question_audio"]), ("answer.wav", one["answer_audio"]), ("json", said)):
+                member = tarfile.TarInfo(f"{one['id']}.{name}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+
+def write_parquet(file: Path, some: list[dict[str, Any]]) -> None:
+    """As the hub has them: recordings are of `datasets`' type, which the file's metadata say."""
+    import datasets
+
+    kinds = {name: datasets.Audio() if name.endswith("audio") else datasets.Value("string") for name in some[0]}
+    schema = datasets.Features(kinds).arrow_schema
+    plain = [{name: {"bytes": v, "path": None} if isinstance(v, bytes) else v for name, v in one.items()} for one in some]
+    pq.write_table(pa.Table.from_pylist(plain, schema), file, row_group_size=3)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same records as WebDataset shards, as Parquet files, and as prepared rows."""
+    folder, first, rest = tmp_path_factory.mktemp("data"), 0, records()
+    for kind in ("tar", "parquet", "one"):
+        (folder / kind).mkdir()
+    write_parquet(folder / "one" / "all.parquet", rest)
+    for number, count in enumerate(SHARDS):
+        write_tar(folder / "tar" / f"s-{number}.tar", rest[first : first + count])
+        write_parquet(folder / "parquet" / f"s-{number}.parquet", rest[first : first + count])
+        first += count
+    (folder / "tar" / "notes.txt").write_text("not a shard")
+    prepare(folder / "one" / "all.parquet", folder / "rows", PrepareConfig(question_rate=0, workers=0))
+    return {name: folder / name for name in ("tar", "parquet", "rows")}
+
+
+def options(kind: str) -> ReaderOptions | None:
+    return ReaderOptions(columns=COLUMNS) if kind == "tar" else None
+
+
+def pipeline(
+    path: Path | str, kind: str, more: tuple[SourceConfig, ...] = (), broken: Any = "error", **changes: Any
+) -> Pipeline:
+    settings: dict[str, Any] = {"tasks": {"A1A2": 0.6, "A1T1": 0.4}, "read": options(kind), "shuffle": 3}
+    source = SourceConfig("stream", path=str(path), **{**settings, **changes})
+    packing = PackingConfig(rows=2, length=160, buffer=4)
+    return build_pipeline(
+        DataConfig((source, *more), packing=packing, broken=broken, seed=5), MODEL, TOKENIZER, codec_of(MODEL)
+    )
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_its_rows_are_those_that_data_prepare_makes(data: dict[str, Path], kind: str) -> None:
+    stored = {row.id: row for row in StoredRows(data["rows"])}
+    source = StreamSource(str(data[kind]), options(kind), "toy4", 4)
+    rows = [source.row(number) for number in range(sum(SHARDS))]
+    assert sorted(row.id for row in rows) == sorted(stored) and [row.id for row in rows] != sorted(stored)
+    for row in rows:
+        (turn,), (wanted,) = row.turns, stored[row.id].turns
+        assert (turn.question_text, turn.answer_text, row.language) == (wanted.question_text, wanted.answer_text, "en")
+        assert turn.question_audio is not None and wanted.question_audio is not None
+        assert torch.equal(turn.question_audio.load(16000), wanted.question_audio.load(16000))
+        assert row.where.startswith(f"{data[kind]}/s-") and " row " in row.where
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_answers_are_encoded_as_data_prepare_encodes_them(data: dict[str, Path], kind: str, tmp_path: Path) -> None:
+    from train.data.prepare.rows import RowMaker
+
+    pipe, found = pipeline(data[kind], kind, tasks={"A1A2": 1.0}), {}
+    for number in range(sum(SHARDS)):
+        example = pipe.fetch(number)
+        assert not isinstance(example, Unused)
+        found[example.where] = example.columns.tokens
+    source, maker = StreamSource(str(data[kind]), options(kind), "toy4", 4), pipe.maker
+    assert maker.codec is not None
+    for number in range(sum(SHARDS)):
+        row = source.row(number)
+        plain, done = RowMaker(PrepareConfig(question_rate=0, codec="codec2"), maker.codec, {}).make(row, "x")
+        assert done.encoded == 1
+        from train.data.batching.examples import Prepared
+        from train.data.rows.row import from_plain
+
+        again = maker.make(0, Prepared(from_plain(plain, None, row.where)), ["A1A2"])
+        assert torch.equal(again.columns.tokens, found[row.where])
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_stopped_at_any_step_it_goes_on_as_if_it_had_not(data: dict[str, Path], kind: str, mixed: bool) -> None:
+    more = (SourceConfig("stored", path=str(data["rows"]), tasks={"T1T2": 1.0}, weight=0.5),) if mixed else ()
+    whole, wanted, states, steps = StepLoader(pipeline(data[kind], kind, more), 2), [], [], 4
+    for _ in range(steps):
+        wanted.append(next(whole))
+        states.append(plainly_stored(whole.states))
+    for stop in range(1, steps):
+        resumed = StepLoader(pipeline(data[kind], kind, more), 2, start_step=stop, states=states[stop - 1])
+        same_steps(take(resumed, steps - stop), wanted[stop:])
+    without = {key: {**state, "streams": {}} for key, state in states[2].items()}  # found from the beginning
+    same_steps(take(StepLoader(pipeline(data[kind], kind, more), 2, start_step=3, states=without), 1), wanted[3:])
+    assert all(state["streams"]["0"][-1][0] > 0 for state in states[-1].values())
+
+
+@pytest.mark.few(1)
+def test_a_run_of_two_workers_goes_on_alike_with_any_number(data: dict[str, Path]) -> None:
+    whole = StepLoader(pipeline(data["tar"], "tar"), 2, workers=2)
+    for _ in range(3):
+        next(whole)
+    states = plainly_stored(whole.states)
+    wanted = take(whole, 3)
+    same_steps(take(StepLoader(pipeline(data["tar"], "tar"), 2, workers=0, start_step=3, states=states), 3), wanted)
+
+
+def test_packers_together_draw_each_row_once_an_epoch(data: dict[str, Path]) -> None:
+    """Two have two shards and one; four share them, one of which two read."""
+    for packers in (2, 4):
+        pipe, seen = pipeline(data["tar"], "tar"), Counter[str]()
+        source = next(iter(pipe.streams()))[1]
+        for packer in range(packers):
+            opened: list[int] = []
+            stream = source._stream(packer, packers)
+            stream.opened = lambda shard, start, opened=opened, read=source._open: (opened.append(shard), read(shard, start))[1]
+            number = packer
+            while True:
+                example = pipe.fetch(number, packers)
+                if len(opened) > max(1, len(range(packer, len(SHARDS), packers))):
+                    break
+                assert not isinstance(example, Unused)
+                seen[example.where] += 1
+                number += packers
+        assert len(seen) == seen.total() == sum(SHARDS)
+
+
+def test_weights_and_limits_hold(data: dict[str, Path]) -> None:
+    more = (SourceConfig("stored", path=str(data["rows"]), tasks={"T1T2": 1.0}, weight=1.0),)
+    pipe = pipeline(data["tar"], "tar", more, weight=1.0, max_rows=10)
+    assert Counter(pipe.mixture.draw(number, 3).source for number in range(3 * 1024))[0] == 10
+    pipe = pipeline(data["tar"], "tar", more, weight=3.0)
+    assert Counter(pipe.mixture.draw(number).source for number in range(1024)) == {0: 768, 1: 256}
+
+
+# --- what is broken -----------------------------------------------------------------------------------------------------
+
+
+def test_broken_rows_are_counted_and_a_damaged_shard_ends_there(data: dict[str, Path], tmp_path: Path) -> None:
+    some = records()
+    some[1]["question_audio"] = b"no sound"
+    write_tar(tmp_path / "a.tar", some[:4])
+    write_tar(tmp_path / "b.tar", records())
+    whole = (tmp_path / "b.tar").read_bytes()
+    (tmp_path / "b.tar").write_bytes(whole[: len(whole) // 2])
+    pipe = pipeline(tmp_path, "tar", broken="skip", shuffle=100)
+    found = [pipe.fetch(number) for number in range(30)]
+    unused = Counter(one.why for one in found if isinstance(one, Unused))
+    assert all(one.reason == "the row cannot be read" for one in found if isinstance(one, Unused))
+    assert sum("a.tar row 1: " in why for why in unused) == 1
+    (cut,) = [why for why in unused if "b.tar" in why]
+    assert "and what follows in its file cannot be read" in cut and "make the file again" in cut
+    good = {one.where for one in found if not isinstance(one, Unused)}
+    assert {where for where in good if "b.tar" in where} and len([where for where in good if "a.tar" in where]) == 3
+    with pytest.raises(UserError, match=r"[ab]\.tar row \d+: "):
+        strict = pipeline(tmp_path, "tar")
+        for number in range(30):
+            strict.fetch(number)
+
+
+def test_a_shard_that_is_gone_ends_the_run_even_where_broken_rows_are_skipped(data: dict[str, Path], tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"s-{number}.tar").write_bytes((data["tar"] / f"s-{number}.tar").read_bytes())
+    pipe = pipeline(tmp_path, "tar", broken="skip")
+    for shard in tmp_path.glob("*.tar"):
+        shard.unlink()
+    with pytest.raises(ShardError, match=r"s-\d\.tar cannot be read \(.*see that it is there"):
+        pipe.fetch(0)
+
+
+@pytest.mark.parametrize(
+    ("path", "read", "message"),
+    [
+        ("none", None, "data .*none does not exist: name a shard, a folder of shards, or a pattern such as"),
+        ("tar/x-*.tar", None, r"x-\*.tar has no shard \(.tar of WebDataset, .parquet\)"),
+        (".", None, "has shards of both kinds"),
+        ("tar", {"columns": {"answer_text": "said"}}, "tar has no column 'said': it has asked"),
+        ("tar", {"format": "librispeech"}, "read.format 'librispeech' makes no rows of single records, and is not streamed"),
+        ("tar", {"format": "tabel"}, "read.format 'tabel' is unknown"),
+    ],
+)
+def test_data_that_cannot_be_streamed_are_refused(
+    data: dict[str, Path], path: str, read: Mapping[str, Any] | None, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        StreamSource(str(data["tar"].parent / path), None if read is None else ReaderOptions(**read))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": None}, "'stream' has no path; name a shard"),
+        ({"held_out": 5}, "held_out is 5, but the rows of a stream are not known"),
+        ({"max_epochs": 2.0}, "max_epochs is 2, but the rows of a stream are not counted: give max_rows"),
+        ({"order": "sequential"}, "'stream' reads no row groups: leave out order 'sequential'"),
+        ({"window": 4}, "source.window is 4, but order is random"),
+        ({"shuffle": 0}, "source.shuffle is 0; it must be at least 1"),
+        ({"kind": "stored", "shuffle": 9}, "'stored' is no stream: leave out read and shuffle"),
+    ],
+)
+def test_settings_that_a_stream_does_not_have_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        SourceConfig(**{"kind": "stream", "path": "shards", **options})
+
+
+def test_held_out_rows_are_those_of_a_file(data: dict[str, Path]) -> None:
+    config = DataConfig((SourceConfig("stream", path=str(data["tar"]), held_out=str(data["rows"])),))
+    assert len(held_out_rows(config, codec_of(MODEL), 4)) == 4
+
+
+def test_a_pattern_and_a_single_file_name_shards(data: dict[str, Path]) -> None:
+    assert [shard.name for shard in find_shards(str(data["tar"] / "s-[01].tar"))] == ["s-0.tar", "s-1.tar"]
+    (one,) = find_shards(str(data["parquet"] / "s-1.parquet"))
+    assert [record.where.rpartition(" ")[2] for record in read_shard(one, 2)] == ["2", "3"]
+
+
+def test_data_prepare_reads_webdataset_shards_as_it_reads_a_table(data: dict[str, Path], tmp_path: Path) -> None:
+    """Also a shard that is cut short, up to there."""
+    config = PrepareConfig(read=ReaderOptions(columns=COLUMNS), question_rate=0, workers=0)
+    prepare(data["tar"], tmp_path / "rows", config)
+    found, wanted = pq.read_table(tmp_path / "rows" / "rows-00000.parquet"), pq.read_table(data["rows"] / "rows-00000.parquet")
+    assert found.sort_by("id") == wanted.sort_by("id")
+    whole = (data["tar"] / "s-2.tar").read_bytes()
+    (tmp_path / "cut.tar").write_bytes(whole[: len(whole) * 6 // 7])
+    done = prepare(tmp_path / "cut.tar", tmp_path / "some", config)
+    assert done.broken == 1 and 4 <= done.rows < 7
+    source = open_source(data["tar"], ReaderOptions(columns=COLUMNS))
+    assert len(source) == 16 and [row.id for row in source.iterate(3, 11)] == [row.id for row in source][3:11]
+
+
+def test_batches_of_a_bucket_are_those_of_the_folder(bucket: Any, data: dict[str, Path]) -> None:
+    """Requests fail now and then; a folder in the bucket is listed once."""
+    address = bucket.put_all(data["tar"], "shards/of")
+    bucket.server.errors, bucket.server.cuts = 0.05, 0.05
+    pipes = [pipeline(path, "tar") for path in (f"{address}/s-*.tar", data["tar"])]
+    for pipe in pipes:
+        pipe.names = ["stream"]
+    there, here = (take(StepLoader(pipe, 1), 2) for pipe in pipes)
+    for ours, wanted in zip(there, here, strict=True):
+        assert torch.equal(ours[0].tokens, wanted[0].tokens)
+    assert bucket.server.seen["LIST"] == 1
+    assert pipes[0].mixture.sources[0].row(0).where.startswith(f"{address}/s-")
+
+
+def test_prepared_rows_may_be_streamed_too(tmp_path: Path) -> None:
+    toy = ToySource("toy", None, codec_of(MODEL))
+    write_rows(tmp_path / "a.parquet", map(toy.row, range(6)))
+    source = StreamSource(str(tmp_path), None, "toy4")
+    assert source.format == "rows"
+    for row in map(source.row, range(6)):
+        assert row.source == "toy" and row.turns[0].answer_codes is not None
