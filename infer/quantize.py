@@ -9,11 +9,12 @@ from infer.options import QuantizeOptions
 from infer.progress import WorkBar
 from omni.checkpoint.places import WEIGHTS
 from omni.convert.int8_folder import quantize_folder
+from omni.pretrained import find_model
 
 
 def quantize(options: QuantizeOptions) -> None:
     """Write the folder, showing the progress, and print what it holds; UserError as `quantize_folder` raises it."""
-    source, target = Path(options.model), Path(options.out)
+    source, target = Path(find_model(options.model)), Path(options.out)
     before, started = (source / WEIGHTS).stat().st_size if (source / WEIGHTS).is_file() else 0, time.monotonic()
     with WorkBar("quantising", on=not options.quiet) as shown:
         files = quantize_folder(source, target, options.format, shown)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -60,6 +62,14 @@ class SoundWarning(UserWarning):
 
     The command lines print it as a line of its own.
     """
+
+
+def warn_about_sound(text: str) -> None:
+    """Give a `SoundWarning` at the line which called the package."""
+    package, level, frame = __name__.partition(".")[0], 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, SoundWarning, stacklevel=level)
 
 
 def closest(word: object, known: Iterable[str]) -> str:

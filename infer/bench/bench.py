@@ -33,6 +33,7 @@ from omni.hardware import check_quantize, find_device, find_dtype, peak_flops
 from omni.kernels import machine, measure_kernels
 from omni.model.int8_model import is_int8, to_int8
 from omni.model.speech_model import SpeechModel
+from omni.pretrained import find_model
 from omni.process import say
 from omni.profiling import GIB, HighWater, load
 
@@ -180,6 +181,7 @@ def _measured(
 
 def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Tensor) -> Iterator[FigureTable]:
     """Measures a model folder, whose answers end by themselves."""
+    folder = find_model(folder)
     lm = SpeechLM.from_pretrained(
         folder,
         device,

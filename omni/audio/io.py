@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import os
 import stat
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
@@ -23,7 +22,7 @@ from omni.audio.resample import resample
 from omni.audio.sniff import HEAD, container, foreign
 from omni.audio.truncation import check_end, extent
 from omni.audio.wav import WavWriter, pcm16, write_wav
-from omni.errors import SoundWarning, UserError
+from omni.errors import UserError, warn_about_sound
 from omni.remote import refuse_remote
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ def read_audio(
             f"{name} holds NaN or infinity at {int(finite.argmin()) / rate:.3f} s: fix it, or write it again as 16-bit PCM"
         )
     if doubt is not None:
-        warnings.warn(doubt, SoundWarning, stacklevel=2)
+        warn_about_sound(doubt)
     return resample(torch.from_numpy(samples), rate, sample_rate, name=name)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 from omni.audio.io import MAX_SECONDS, SAMPLE_RATE, read_audio, resample, shorten
 from omni.audio.level import cancelled, heard_alone
 from omni.audio.resample import StreamResampler
-from omni.errors import SoundWarning, UserError
+from omni.errors import UserError, warn_about_sound
 
 LOUDEST = 100.0
 """Largest sample that is accepted. Full scale is 1; samples far beyond it are usually integers (32768) given as floats by
@@ -171,7 +170,7 @@ def as_waveform(samples: Any, name: str = "the question") -> Tensor:
     loudest = cancelled(float(np.square(mixed).sum()), np.square(scaled).sum(axis=1).tolist())
     if loudest is None:
         return torch.from_numpy(mixed)
-    warnings.warn(f"{name}'s {heard_alone(loudest)}", SoundWarning, stacklevel=2)
+    warn_about_sound(f"{name}'s {heard_alone(loudest)}")
     return torch.from_numpy(scaled[loudest].copy())
 
 
@@ -238,7 +237,9 @@ def _channels(array: np.ndarray, name: str) -> np.ndarray:
         return array.reshape(-1)
     if array.ndim == 2 and 0 not in shape and shape.count(2) == 1:
         return array if shape[0] == 2 else array.T
-    if array.ndim == 2 and 0 not in shape and shape != [2, 2]:
+    if shape == [2, 2]:
+        raise UserError(f"{name} has shape [2, 2], two samples of two channels in either order; give one channel, [samples]")
+    if array.ndim == 2 and 0 not in shape:
         raise UserError(f"{name} has shape {shape}, {min(shape)} channels, and only one or two are taken; give one, [samples]")
     if array.ndim != 1 and array.size:
         raise UserError(f"{name} has shape {shape}; {_WAY}")

@@ -5,14 +5,13 @@ S samples of 16 kHz sound, T encoder frames (two feature frames each), M mel ban
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.mel import HOP, LOWEST, WINDOW, MelFloor, log_mel, mel_frames, samples_before
 from omni.encoder.config import ENCODERS, EncoderConfig, LongAudio
-from omni.errors import SoundWarning, UserError
+from omni.errors import UserError, warn_about_sound
 from omni.ranges import check_fields
 
 if TYPE_CHECKING:
@@ -225,10 +224,8 @@ class WhisperConfig(EncoderConfig):
             return super().with_chunk(milliseconds)
         (low, high), chosen = self.train_chunk_ms, replace(self, chunk_ms=milliseconds)
         if milliseconds and not low <= milliseconds <= high:
-            warnings.warn(
-                f"chunk_ms is {milliseconds}, and the encoder was trained with chunks of {low} to {high} ms: it hears worse",
-                SoundWarning,
-                stacklevel=3,
+            warn_about_sound(
+                f"chunk_ms is {milliseconds}, and the encoder was trained with chunks of {low} to {high} ms: it hears worse"
             )
         return chosen
 

@@ -6,7 +6,6 @@ Dimensions: S samples, N features of a clip after the projector, W width.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ from omni.audio.level import sound_warnings
 from omni.audio.waveform import read_sound, unwrap
 from omni.config import ModelConfig
 from omni.encoder.config import PreparedSound
-from omni.errors import SoundWarning, UserError
+from omni.errors import UserError, warn_about_sound
 from omni.generate.feature_stream import FeatureStream, KnownFeatures
 from omni.generate.incoming import Incoming, is_coming
 from omni.model.speech_model import SpeechModel
@@ -110,7 +109,7 @@ def read_question(
             spoken = f"A1{task.name[2:]}"
             way = f"to ask its sound use task={spoken!r}" if spoken in TASKS else "leave it so, or ask its sound"
             said = f"the question {shorten(question)} is the name of a file, but task {task.name} asks it as a text; {way}"
-            warnings.warn(said, SoundWarning, stacklevel=3)
+            warn_about_sound(said)
         turn = Turn(task, question=tuple(tokenizer.encode(question, model.config.decoder.context)))
         prompt(model.layout, turn)
         return Asked(turn, None)
@@ -127,13 +126,13 @@ def read_question(
         raise UserError(f"task {task.name} asks by speech, and there is no sound file {shorten(sound)}; {way}")
     clip = read_sound(sound, rate, max_seconds=longest(model.config))
     name = shorten(os.fspath(sound)) if isinstance(sound, (str, os.PathLike)) else "the question"
-    return asked_by_clip(clip, task, model.config, name, stacklevel=4)
+    return asked_by_clip(clip, task, model.config, name)
 
 
-def asked_by_clip(clip: Tensor, task: Task, config: ModelConfig, name: str = "the question", stacklevel: int = 3) -> Asked:
+def asked_by_clip(clip: Tensor, task: Task, config: ModelConfig, name: str = "the question") -> Asked:
     """A spoken question [S] at 16 kHz; UserError where the model does not take it."""
     for remark in sound_warnings(clip, SAMPLE_RATE):
-        warnings.warn(f"{name} {remark}", SoundWarning, stacklevel=stacklevel)
+        warn_about_sound(f"{name} {remark}")
     turn = Turn(task, features=config.features(len(clip)))
     prompt(config.layout, turn)
     return Asked(turn, clip)

@@ -204,8 +204,9 @@ def test_what_is_hardly_heard_is_told(model: SpeechModel, tmp_path: Path) -> Non
         heard(model, np.zeros(16000))
     with pytest.warns(SoundWarning, match="the question lasts 1 ms"):
         heard(model, TONE[:16])
-    with pytest.warns(SoundWarning, match="opposite phase"):
+    with pytest.warns(SoundWarning, match="opposite phase") as told:
         assert torch.equal(heard(model, np.stack([TONE, -TONE])), torch.from_numpy(TONE))
+    assert told[0].filename == __file__  # the line that called, which its user can change
     path = tmp_path / "loud.wav"
     soundfile.write(path, TONE * 1000, 16000, subtype="FLOAT")
     with pytest.raises(UserError, match=r"loud\.wav' has a sample of"):

@@ -1,5 +1,6 @@
 """Judge of the server's own page in Chromium: it asks with a WAV as the microphone, hears the answer, interrupts, types, and is
-refused the microphone. With --pictures it leaves pictures of three states in two themes.
+refused the microphone. What the page shows of a question while it is spoken is noted. With --pictures it leaves pictures of
+four states in two themes.
 
 What comes out of the page is recorded before the loudspeaker and compared with what the server has sent.
 """
@@ -15,6 +16,15 @@ from typing import Any
 from judge_browser import CHROMIUM, FLAGS
 from judging import arguments
 from playwright.sync_api import Page, sync_playwright
+
+WATCHER = """
+window.partials = [];
+addEventListener('DOMContentLoaded', () => new MutationObserver(() => {
+  for (const words of document.querySelectorAll('#captions .partial')) {
+    if (window.partials.at(-1) !== words.textContent) window.partials.push(words.textContent);
+  }
+}).observe(document.body, { subtree: true, childList: true, characterData: true, attributes: true }));
+"""
 
 MICROPHONE = """
 const files = %s, sounds = [];
@@ -156,6 +166,7 @@ def converse(visitor: Visitor) -> dict[str, Any]:
     told |= {
         "statuses": [answer["status"] for answer in answers],
         "answers": [part["transcript"] for answer in answers for item in answer["output"] for part in item["content"]],
+        "partials": page.evaluate("window.partials"),
         "struck": page.locator("#captions del").all_inner_texts(),
         "errors": [event["error"]["message"] for event in visitor.events() if event["type"] == "error"],
         "underruns": page.evaluate("window.omniPage.underruns()"),
@@ -175,6 +186,7 @@ def main() -> int:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         context = browser.new_context(viewport={"width": 900, "height": 820})
         context.add_init_script(RECORDER)
+        context.add_init_script(WATCHER)
         context.add_init_script(MICROPHONE % files)
         told = converse(Visitor(context.new_page(), address))
         if options.pictures is not None:
@@ -210,7 +222,9 @@ def draw(browser: Any, address: str, files: str, folder: Path, theme: str) -> No
     page.locator("#talk").click()
     page.wait_for_timeout(500)
     count = visitor.count(DELTA)
-    page.evaluate("window.say(3)")
+    page.evaluate("void window.say(3)")
+    page.wait_for_timeout(1800)
+    page.screenshot(path=folder / f"serve-hearing-{theme}.png")
     visitor.until(DELTA, count + 1)
     page.wait_for_timeout(150)
     page.screenshot(path=folder / f"serve-speaking-{theme}.png")

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,21 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
+    with serving(str(MODEL)) as url:
+        yield url
+
+
+@contextmanager
+def serving(model: str) -> Iterator[str]:
     port = free_port()
-    words = ["-m", "infer", "serve", str(MODEL), "--port", str(port), "--origins", f"http://localhost:{PAGE}"]
+    words = ["-m", "infer", "serve", model, "--port", str(port), "--origins", f"http://localhost:{PAGE}"]
     process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    answers(f"http://127.0.0.1:{port}/ready")
-    yield f"ws://127.0.0.1:{port}/v1"
-    process.terminate()
-    process.wait(60)
+    try:
+        answers(f"http://127.0.0.1:{port}/ready")
+        yield f"ws://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +83,17 @@ def test_a_stock_client_holds_a_conversation(name: str, server: str, questions: 
     except (AssertionError, subprocess.TimeoutExpired) as error:  # in real time: other work may have come between
         print(f"{name} is asked once more: {error}", file=sys.stderr)
         hold(name, words)
+
+
+def test_the_page_shows_what_it_hears_while_somebody_speaks(questions: list[Path]) -> None:
+    """With the model that ships, which hears in chunks."""
+    with serving("nano") as url:
+        done = subprocess.run(command("page", url, questions), capture_output=True, text=True, timeout=180)
+    assert done.stdout.strip(), done.stderr[-2000:]
+    told = json.loads(done.stdout[done.stdout.index("{") :])
+    assert done.returncode == 0 and told["errors"] == [] and told["statuses"].count("completed") >= 3, told
+    assert any(text.startswith("what is") for text in told["partials"]), told
+    assert len({*told["partials"]}) >= 3, told
 
 
 def command(name: str, server: str, questions: list[Path]) -> list[str]:
