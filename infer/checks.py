@@ -21,6 +21,7 @@ from omni.errors import UserError
 from omni.files import real_place, replaceable
 from omni.generate.bounds import BOUNDS, Bound, check_number
 from omni.hardware import QUANTIZED, check_device, check_dtype, check_kernels, check_quantize
+from omni.pretrained import find_model
 from omni.remote import refuse_remote
 from omni.stores.reading import local_path
 from omni.tasks import Task
@@ -343,4 +344,4 @@ def check_model(folder: str, another: str = "give --model FOLDER") -> None:
     """UserError where there is no model of that name; `another` says how a different one is named."""
     if folder == DEFAULT_MODEL and not Path(folder).exists():
         raise UserError(f"there is no model in {folder} yet; `omni-train demo` trains one, or {another}")
-    check_folder(Path(folder))
+    check_folder(Path(find_model(folder)))

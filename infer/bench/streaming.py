@@ -94,6 +94,7 @@ def _first_audio(lm: SpeechLM, sound: Tensor, text_assist: bool) -> FirstAudio:
                 timings = event.timings
         if not heard:
             raise UserError("the model answered without sound; ask something that it knows with --question FILE")
+        decoding = min(decoding, total - timings.prefill)  # steps go on while frames without sound of their own are decoded
         return FirstAudio(
             total=total,
             encode=timings.encode,

@@ -236,9 +236,10 @@ def exports() -> dict[str, Any]:
 
 
 def structure(value: Any) -> Any:
-    """Keys and types of plain data, without its values; a list's entries as those that differ."""
+    """Keys and types of plain data, without its values and keys that came later; a list's entries as those that differ."""
     if isinstance(value, Mapping):
-        return {name: structure(part) for name, part in sorted(value.items())}
+        kept = {name: part for name, part in value.items() if name not in toys.LATER or part != toys.LATER[name]}
+        return {name: structure(part) for name, part in sorted(kept.items())}
     if isinstance(value, list):
         kinds = {json.dumps(structure(part)): structure(part) for part in value}
         return [kinds[kind] for kind in sorted(kinds)]

@@ -75,7 +75,7 @@ def test_random_models_never_end_an_answer(lm, assist):
 def test_the_parts_of_first_audio_make_its_whole(lm, assist):
     found = first_audio(lm, noise(0.3), assist, repeat=1)
     parts = (found.encode, found.prefill, found.steps, found.codec)
-    assert min(parts) > 0, parts
+    assert min(found.encode, found.prefill, found.codec) > 0 and found.steps >= 0, parts
     assert sum(parts) == pytest.approx(found.total)
     assert found.frame >= found.total
 

@@ -302,7 +302,8 @@ def test_an_engine_in_its_process_is_played(folder: Path, run: Any, tmp_path: Pa
     wanted = [("closed", 1), ("closed", 2), ("open", 1), ("open", 2)]
     runs = checked(run("bench", "--model", folder, *words, *short), wanted)
     for one in runs:
-        assert one["lateness"]["count"] > 0 and one["step"]["p99"] > 0 and one["active"] > 0 and one["overhead"] > 0
+        assert one["lateness"]["count"] > 0 and one["step"]["p99"] > 0 and one["overhead"] > 0
+    assert sum(one["active"] for one in runs) > 0  # looked at eight times in 0.1 s, perhaps always between two answers
     assert sum(one["interrupted"] for one in runs) > 0
     assert sum(one["lateness_in_engine"]["count"] for one in runs) > 0  # an answer's only chunk is on time
     done = run("bench", "--model", folder, "--sessions", "1", "--nonstop", "--bare", *short)

@@ -128,7 +128,7 @@ def _memory(process: psutil.Process) -> tuple[int, int]:
 
 # --- the checks of `bench --gpu` (train/bench/gpu.py) --------------------------------------------------------------------
 
-GPU_SECONDS = 410.0
+GPU_SECONDS = 420.0
 _CHECK = "import sys; from train.bench.child import run_check; sys.exit(run_check(*sys.argv[1:]))"
 
 
@@ -225,5 +225,5 @@ def repeat(device: torch.device, real: bool) -> Iterator[tuple[str, bool]]:
 def commands(device: torch.device, real: bool) -> Iterator[tuple[str, bool]]:
     """Runs the bench commands of `infer` and `train`; yields their output."""
     for words in (["infer", "bench", "--preset=nano", "--repeat=1"], ["train", "bench", "--only=[step]"]):
-        ended = run_limited([sys.executable, "-m", *words, f"--device={device.type}"], 70)
+        ended = run_limited([sys.executable, "-m", *words, f"--device={device.type}"], 95)
         yield f"python -m {' '.join(words)}\n{ended.out if ended.code == 0 else ended.error}", ended.code == 0

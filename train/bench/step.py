@@ -25,7 +25,8 @@ def decoder_step(device: torch.device, name: str, rows: int, length: int, compil
     layout: Layout = config.layout
     precision = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
-    decoder = Decoder(config.decoder, layout).to(device)
+    with device:  # drawn there: half a billion numbers take a CPU long
+        decoder = Decoder(config.decoder, layout)
     run = torch.compile(decoder) if compiled else decoder
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-4, fused=device.type == "cuda")
     tokens = torch.stack([torch.randint(s.size, (rows, length)) for s in layout.streams], dim=1).to(device)

@@ -128,6 +128,7 @@ def test_found_turns_are_heard_before_they_are_committed(run: Any, asked: list[f
     assert found == wanted and asked == pytest.approx(found[2])
 
 
+@pytest.mark.long
 def test_a_turn_that_interrupts_is_heard_too(run: Any, asked: list[float]) -> None:
     async def body(client: Client) -> None:
         for text in ("what is two plus three", "where is the cat"):
@@ -171,6 +172,7 @@ def test_other_options_than_were_heard_with_ask_the_sound(
     assert run(body) == found
 
 
+@pytest.mark.long
 def test_sound_that_comes_while_an_answer_is_under_way(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(client: Client) -> list[Any]:
         await append(client, noise(0.9))
@@ -189,6 +191,7 @@ def test_sound_that_comes_while_an_answer_is_under_way(run: Any, monkeypatch: py
     assert run(body) == found
 
 
+@pytest.mark.long
 def test_too_much_sound_is_refused_as_before(run: Any) -> None:
     async def body(client: Client) -> None:
         for _ in range(32):

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import bitsandbytes
 import pytest
 import torch
 
@@ -155,6 +154,7 @@ def test_our_own_model_learns_in_bf16_as_in_full(tmp_path: Path, base: Literal["
     [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("bf16-true", torch.bfloat16), ("16-mixed", torch.float32)],
 )
 def test_4_bits_are_multiplied_in_the_runs_type(precision: str, wanted: torch.dtype) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32))
     section = LoRASection(("*",), rank=2, quantize="nf4", quantize_targets=("*",), trainable=("1.bias",))
     adapters.apply(model, section, quantized_type(precision))
