@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.process import importing
-from omni.tasks import find_task
+from omni.tasks import Task, find_task
 from train.console.options import Parser, add_progress, given_path
 from train.console.progress import counted, duration, percent
 from train.console.tables import print_table
 from train.data.inspect.display import make_folder, save_report
+from train.data.inspect.parts import add_shard, given, joining
 from train.data.inspect.scan import Scan
 from train.data.inspect.stats import COLUMNS, SHOWN, STATS, TEXT_COLUMNS, collect, plain
-from train.data.inspect.target import add_options, chosen_target
+from train.data.inspect.target import Target, add_options, chosen_target
 from train.data.prepare.codecs import Codecs
+from train.data.prepare.config import DataPart
 
 if TYPE_CHECKING:
     from train.data.inspect.collect import Collected, Group
@@ -34,22 +37,42 @@ def main(argv: Sequence[str]) -> int:
     add_options(parser)
     parser.add_argument("--tasks", type=str, nargs="+", default=["A1A2"], help="tasks whose columns are counted, for a model")
     parser.add_argument("--codec_folder", type=given_path, help="weights of the codec, where it is a special one")
+    add_shard(parser)
     add_progress(parser)
     chosen = parser.read(argv)
-    scan, target = Scan(chosen["data"]), chosen_target(chosen)
+    scan, target, codecs = Scan(chosen["data"]), chosen_target(chosen), Codecs(chosen["codec_folder"])
+    tasks = tuple(find_task(name, "--tasks") for name in chosen["tasks"]) if target is not None else ()
+    if chosen["shard"]:
+        return _part(chosen, scan, codecs, target, tasks)
+    collected = collect(scan, codecs, target, tasks, chosen["progress"])
+    return tell(collected, chosen["data"], chosen["out"], target.config.decoder.context if target is not None else 0)
+
+
+def _part(chosen: Mapping[str, Any], scan: Scan, codecs: Codecs, target: Target | None, tasks: tuple[Task, ...]) -> int:
+    part, out = DataPart.read(chosen["shard"]), chosen["out"]
+    if out is None:
+        raise UserError(f"--shard {part} needs --out FOLDER, beside which its result is kept")
+    with importing():
+        from train.data.inspect.stats_parts import collect_part
+
+    words = ["data", "stats", chosen["data"], *given(chosen, "out", "model", "preset", "tokenizer", "tasks", "codec_folder")]
+    rows = collect_part(scan, codecs, target, tasks, out, part, words, chosen["progress"])
+    print(f"{counted(rows, 'row')} counted, part {part}; once all are: {joining(out)}")
+    return 0
+
+
+def tell(collected: Collected, data: Path, out: Path | None, context: int) -> int:
+    """Print statistics, and write report and pictures to `out`, where there is one; UserError where no row could be read."""
     with importing():
         from train.data.inspect.pictures import draw_all
 
-    tasks = tuple(find_task(name, "--tasks") for name in chosen["tasks"]) if target is not None else ()
-    collected = collect(scan, Codecs(chosen["codec_folder"]), target, tasks, chosen["progress"])
     if collected.damaged and not collected.all.rows:
         raise UserError(collected.damaged[0])
     show(collected)
-    if chosen["out"] is not None:
-        make_folder(chosen["out"])
-        save_report(chosen["out"] / STATS, plain(collected, chosen["data"]))
-        files = draw_all(collected, chosen["out"], target.config.decoder.context if target is not None else 0)
-        print(f"wrote {', '.join(str(file) for file in [chosen['out'] / STATS, *files])}")
+    if out is not None:
+        make_folder(out)
+        save_report(out / STATS, plain(collected, data))
+        print(f"wrote {', '.join(str(file) for file in [out / STATS, *draw_all(collected, out, context)])}")
     return 0
 
 

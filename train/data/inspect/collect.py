@@ -9,7 +9,7 @@ import math
 import random
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,6 +56,20 @@ class Sample:
         elif (place := self._dice.randrange(self.count)) < self.kept:
             self._values[place] = value
 
+    def join(self, values: np.ndarray, count: int, total: float, least: float, most: float) -> None:
+        """Add another sample's values [n], float32, and what it knows of all of which they were drawn.
+
+        Where both are more than `kept`, as many are kept of each as it stands for, drawn at random.
+        """
+        whole, self.count, self.total = self.count, self.count + count, self.total + total
+        self.least, self.most = min(self.least, least), max(self.most, most)
+        if len(self._values) + len(values) > self.kept:
+            dice, mine = np.random.default_rng(self.count), round(self.kept * whole / self.count)
+            of = ((self.values, mine), (values, self.kept - mine))
+            values = np.concatenate([dice.choice(own, min(number, len(own)), replace=False) for own, number in of])
+            self._values = array("f")
+        self._values.frombytes(values.astype(np.float32).tobytes())
+
     @property
     def values(self) -> np.ndarray:
         """The values in the sample."""
@@ -65,7 +79,8 @@ class Sample:
         """Compute count, mean, extremes and percentiles."""
         at = np.percentile(self.values, PERCENTS)
         percentiles = {f"p{percent}": float(value) for percent, value in zip(PERCENTS, at, strict=True)}
-        return {"count": self.count, "mean": self.total / self.count, "min": self.least, **percentiles, "max": self.most}
+        mean = float(f"{self.total / self.count:.9g}")  # further digits depend on the order of the values
+        return {"count": self.count, "mean": mean, "min": self.least, **percentiles, "max": self.most}
 
 
 @dataclass
@@ -82,6 +97,10 @@ class Group:
         self.turns += other.turns
         self.question_seconds += other.question_seconds
         self.answer_seconds += other.answer_seconds
+
+    def plain(self) -> dict[str, int | float]:
+        """Convert to plain data, for a report: seconds to the millisecond."""
+        return {name: round(value, 3) for name, value in vars(self).items()}
 
 
 @dataclass
@@ -128,6 +147,29 @@ class Collected:
     noted: Counter[str] = field(default_factory=Counter)
     damaged: list[str] = field(default_factory=list)
 
+    def sample(self, name: str) -> Sample:
+        """The sample of a measure."""
+        return self.samples.setdefault(name, Sample())
+
+    def add_group(self, name: str, value: str, rows: Group) -> None:
+        """Count rows with one value of a field."""
+        values = self.groups[name]
+        values.setdefault(value if value in values or len(values) < MOST_VALUES else OTHERS, Group()).add(rows)
+
+    def add_codes(self, codec: str, found: Sequence[np.ndarray]) -> None:
+        """Count codes by how often each occurs, [codes] of each stream; not where there are other streams than before.
+
+        The arrays are used on."""
+        counts = self.codes.setdefault(codec, [np.zeros(0, np.int64) for _ in found])
+        if len(counts) != len(found):
+            self.noted["codes not counted: of an unknown codec, and unlike those before"] += 1
+            return
+        for stream, (more, fewer) in enumerate(zip(counts, found, strict=True)):
+            if len(more) < len(fewer):
+                more, fewer = fewer, more
+            more[: len(fewer)] += fewer
+            counts[stream] = more
+
     def use(self, codec: str) -> list[StreamUse]:
         """Codebook usage of each of a codec's streams."""
         return [StreamUse(counts) for counts in self.codes[codec]]
@@ -162,15 +204,14 @@ class Collector:
             if turn.answer_codes is not None:
                 self._codes(turn.answer_codes)
         self.done.all.add(mine)
-        for name, values in self.done.groups.items():
-            value = getattr(row, name)
-            values.setdefault(value if value in values or len(values) < MOST_VALUES else OTHERS, Group()).add(mine)
+        for name in self.done.groups:
+            self.done.add_group(name, getattr(row, name), mine)
         for task in self.tasks:
             if row.task in ("", task.name):
                 self._columns(row, task, lengths)
 
     def _note(self, name: str, value: float) -> None:
-        self.done.samples.setdefault(name, Sample()).add(value)
+        self.done.sample(name).add(value)
 
     def _seconds(self, sound: Sound | None) -> float | None:
         if sound is None:
@@ -202,18 +243,10 @@ class Collector:
         self._note("answer frames", frames.shape[1])
         facts = self.codecs.facts(codes.codec)
         sizes = facts.sizes if facts is not None else (0,) * len(frames)
-        counts = self.done.codes.get(codes.codec) or [np.zeros(size, np.int64) for size in sizes]
-        if len(counts) != len(frames):
-            self.done.noted["codes not counted: of an unknown codec, and unlike those before"] += 1
-            return
         if facts is None and not 0 <= int(frames.min()) <= int(frames.max()) < MOST_CODES:
             self.done.noted[f"codes not counted: of an unknown codec, and not in 0 to {MOST_CODES - 1}"] += 1
             return
-        self.done.codes[codes.codec] = counts
-        for stream, row in enumerate(frames.numpy()):
-            seen = np.bincount(row, minlength=len(counts[stream]))
-            seen[: len(counts[stream])] += counts[stream]
-            counts[stream] = seen
+        self.done.add_codes(codes.codec, [np.bincount(row, minlength=n) for row, n in zip(frames.numpy(), sizes, strict=True)])
 
     def _columns(self, row: Row, task: Task, lengths: list[tuple[float | None, float | None]]) -> None:
         if any(turn.lacks(task) for turn in row.turns):

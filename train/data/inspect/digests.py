@@ -36,11 +36,16 @@ Found = tuple["np.ndarray", "np.ndarray"]
 """Digests and their rows, uint64 [n] each, in the order in which they came."""
 
 
-def bloom_filter() -> Any:
-    """An empty Bloom filter for whole numbers."""
+def bloom_filter(saved: bytes = b"") -> Any:
+    """An empty Bloom filter for numbers of 64 bits, or one that was saved (`save_bytes`)."""
     from rbloom import Bloom
 
-    return Bloom(ITEMS, ERRORS)
+    return Bloom.load_bytes(saved, _spread) if saved else Bloom(ITEMS, ERRORS, _spread)
+
+
+def _spread(value: int) -> int:
+    """The 128 bits, with a sign, of which the filter makes its places; its own hash of numbers cannot be saved."""
+    return (value * 0x9E3779B97F4A7C15F39CC0605CEDC835 & (1 << 128) - 1) - (1 << 127)
 
 
 class Digests:
@@ -289,6 +294,24 @@ class Distinct:
         if self._filter is None:
             self._filter = bloom_filter()
         self._filter.add(hashed(value))
+
+    def join(self, held: set[Any], saved: bytes, hashed: Callable[[Any], int] = int) -> None:
+        """Count what another holds, and its filter (`filter_bytes`), too; once there is a filter, it has all of them."""
+        held = self.held | held
+        if self._filter is None and not saved and len(held) <= HELD:
+            self.held = held
+            return
+        self._filter = bloom_filter() if self._filter is None else self._filter
+        if saved:
+            self._filter.update(bloom_filter(saved))
+        for value in held:
+            self._filter.add(hashed(value))
+        self.held = set()
+
+    @property
+    def filter_bytes(self) -> bytes:
+        """The filter of those that are not held, to be joined; b"" for none."""
+        return b"" if self._filter is None else bytes(self._filter.save_bytes())
 
     @property
     def count(self) -> int:

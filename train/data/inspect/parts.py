@@ -7,6 +7,7 @@ within its share of the rows, and stores what it has found, with settings that m
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shlex
 import shutil
@@ -35,12 +36,13 @@ def settings_of_parts(
         words: the command that makes a part, without `--shard`.
         source: path or address of the rows, as it was given.
     """
-    return {
+    settings = {
         COMMAND: [str(word) for word in words],
         "source": str(source),
         "source_files": [fingerprint(scan) for scan in scans],
         **options,
     }
+    return dict(json.loads(json.dumps(settings)))  # as it will be read
 
 
 def fingerprint(scan: Scan) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +53,10 @@ def plain(collected: Collected, data: Path) -> dict[str, Any]:
     """Convert the statistics to plain data, for a report."""
     return {
         "data": str(data),
-        **asdict(collected.all),
+        **collected.all.plain(),
         "noted": dict(sorted(collected.noted.items())),
         "by": {
-            name: {value: asdict(group) for value, group in sorted(groups.items())} for name, groups in collected.groups.items()
+            name: {value: group.plain() for value, group in sorted(groups.items())} for name, groups in collected.groups.items()
         },
         "texts": {side: counts.plain() for side, counts in collected.texts.items()},
         "lengths": {name: sample.summary() for name, sample in sorted(collected.samples.items())},

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+from omni.files import read_json, write_json, writing
 from train.data.inspect.digests import Distinct
 from train.data.inspect.measures import text_digest
+from train.data.prepare.shards import AGAIN
 
 NAMED = 2000
 """Most distinct words that are listed in a report, such as for `data.words` of a run."""
 
+WORDS = "distinct_words"
+"""Name of the number of distinct words in a report."""
 _WORD = re.compile(r"[\w']+")
 
 
@@ -31,15 +36,35 @@ class TextCounts:
             self._words.add(word, text_digest)
         self._texts.add(text_digest(" ".join(found)))
 
+    def save(self, folder: Path, name: str) -> None:
+        """Write all to files of `folder` that begin with `name`, for `join`."""
+        held = {kind: sorted(one.held) for kind, one in self._distinct().items()}
+        write_json(folder / f"{name}.json", {"texts": self.texts, "words": self.words, **held}, indent=None)
+        for kind, one in self._distinct().items():
+            if data := one.filter_bytes:
+                with writing(folder / f"{name}-{kind}.bloom"):
+                    (folder / f"{name}-{kind}.bloom").write_bytes(data)
+
+    def join(self, folder: Path, name: str) -> None:
+        """Count what others have saved, too; UserError where it is damaged."""
+        saved = read_json(folder / f"{name}.json", AGAIN)
+        self.texts, self.words = self.texts + saved["texts"], self.words + saved["words"]
+        for kind, one in self._distinct().items():
+            file = folder / f"{name}-{kind}.bloom"
+            data = file.read_bytes() if file.exists() else b""
+            one.join(set(saved[kind]), data, text_digest if kind == WORDS else int)
+
+    def _distinct(self) -> dict[str, Distinct]:
+        return {"distinct_texts": self._texts, WORDS: self._words}
+
     @property
     def estimated(self) -> dict[str, float]:
         """Standard errors, as shares, of those numbers that are no exact ones."""
-        errors = {"distinct_texts": self._texts.error, "distinct_words": self._words.error}
-        return {name: error for name, error in errors.items() if error}
+        return {name: one.error for name, one in self._distinct().items() if one.error}
 
     def plain(self) -> dict[str, Any]:
         """Convert to plain data, for a report."""
-        counts = {"distinct_texts": self._texts.count, "distinct_words": self._words.count}
+        counts = {name: one.count for name, one in self._distinct().items()}
         listed = sorted(self._words.held) if self._words.count <= NAMED else []
         standard_errors = {"standard_errors": self.estimated} if self.estimated else {}
         return {"texts": self.texts, "words": self.words, **counts, **standard_errors, "vocabulary": listed}

@@ -72,7 +72,7 @@ def validate_part(
         UserError: as of `validate`, and of `parts.making`.
     """
     scan, others = open_scans(data, against)
-    settings = {"against": [str(other) for other in against], "bounds": json.loads(json.dumps(asdict(bounds))), **options}
+    settings = {"against": [str(other) for other in against], "bounds": asdict(bounds), **options}
     mine, *theirs = (one.part(part.number, part.count) for one in (scan, *others))
     with making(out, part, settings_of_parts(words, data, [scan, *others], settings)) as work:
         if work is not None:

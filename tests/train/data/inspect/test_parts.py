@@ -1,4 +1,4 @@
-"""`--shard` of `data validate` and `data filter`: what parts find, joined, is what one machine finds, byte for byte."""
+"""`--shard` of `data validate`, `filter` and `stats`: what parts find, joined, is what one machine finds, byte for byte."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from omni.errors import UserError
 from tests.train.data.inspect.toys import noise, row, stored, wav
 from tests.train.data.prepare.test_prepare import files_of
 from train.cli import main
+from train.data.inspect import collect
 from train.data.inspect import digests as module
 from train.data.inspect.digests import KnownDigests
 from train.data.inspect.scan import Scan, UnreadableRows
@@ -107,6 +108,35 @@ def test_the_parts_of_a_validation_find_what_one_machine_finds(count: int, data:
     assert {"duplicate_row", "duplicate_audio", "duplicate_text", "leaked_audio", "leaked_text", "leaked_speaker"} <= set(found)
 
 
+@pytest.mark.parametrize(("count", "kept", "held"), [(3, 100_000, 1 << 20), (5, 100_000, 20), (2, 9, 1 << 20)])
+def test_the_statistics_of_parts_are_those_of_one_machine(
+    count: int, kept: int, held: int, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for percentiles and pictures where samples are full, and for what is estimated."""
+    monkeypatch.setattr(collect.Sample.__init__, "__defaults__", (kept,))
+    monkeypatch.setattr(module, "HELD", held)
+    command = ["data", "stats", str(data), "--preset", "nano", "--tasks", "A1T1", "A1T2", "--progress", "off"]
+    assert main([*command, "--out", str(tmp_path / "one")]) == 0
+    told = capsys.readouterr().out.replace(str(tmp_path / "one"), str(tmp_path / "out"))
+    for number in reversed(range(count)):
+        assert main([*command, "--out", str(tmp_path / "out"), "--shard", f"{number}/{count}"]) == 0
+    capsys.readouterr()
+    assert main(["data", "join", str(tmp_path / "out")]) == 0
+    whole, joined = (json.loads((tmp_path / name / "stats.json").read_text()) for name in ("one", "out"))
+    if kept > COUNT and held > 1000:
+        assert capsys.readouterr().out == told
+        assert files_of(tmp_path / "out") == files_of(tmp_path / "one")
+    for name, lengths in joined["lengths"].items():
+        assert {**lengths} == {
+            **whole["lengths"][name],
+            **({p: v for p, v in lengths.items() if p[0] == "p"} if kept < COUNT else {}),
+        }
+        assert lengths["min"] <= lengths["p5"] <= lengths["p50"] <= lengths["p95"] <= lengths["max"]
+    for side, texts in joined["texts"].items():
+        assert texts["distinct_texts"] == pytest.approx(whole["texts"][side]["distinct_texts"], rel=0.01)
+    assert {**joined, "lengths": 0, "texts": 0} == {**whole, "lengths": 0, "texts": 0} and whole["noted"] and whole["rows"] > 30
+
+
 def test_parts_that_do_not_fit_are_refused(data: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "rules.yaml").write_text("{}")
     command = ["data", "filter", str(data), str(tmp_path / "out"), "--rules", str(tmp_path / "rules.yaml")]
@@ -128,6 +158,13 @@ def test_parts_that_do_not_fit_are_refused(data: Path, tmp_path: Path, capsys) -
     assert "has changed since its rows were judged" in capsys.readouterr().err
     assert main(["data", "validate", str(data), "--shard", "0/2"]) == 2
     assert "--shard 0/2 needs --report FILE" in capsys.readouterr().err
+    assert main(["data", "stats", str(data), "--shard", "0/2"]) == 2
+    assert "--shard 0/2 needs --out FOLDER" in capsys.readouterr().err
+    for number in "01":
+        assert main(["data", "stats", str(data), "--out", str(tmp_path / "stats"), "--shard", f"{number}/2"]) == 0
+    stored(data, [row(0), row(1)], per_file=1)
+    assert main(["data", "join", str(tmp_path / "stats")]) == 2
+    assert "has changed since its parts were counted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("held", "items"), [(7, 8), (7, 10_000), (1000, 8)])
