@@ -77,7 +77,7 @@ def _save(found: Collected, work: Path) -> None:
     arrays = {f"values {name}": one.values for name, one in found.samples.items()}
     arrays |= {f"codes {codec} {i}": one for codec, counts in found.codes.items() for i, one in enumerate(counts)}
     with writing(work / SAMPLES):
-        np.savez(work / SAMPLES, **arrays)
+        np.savez(work / SAMPLES, allow_pickle=False, **arrays)
     for side, texts in found.texts.items():
         texts.save(work, side)
 
