@@ -40,15 +40,15 @@ def main(argv: Sequence[str]) -> int:
     add_shard(parser)
     add_progress(parser)
     chosen = parser.read(argv)
-    scan, target, codecs = Scan(chosen["data"]), chosen_target(chosen), Codecs(chosen["codec_folder"])
+    target, codecs = chosen_target(chosen), Codecs(chosen["codec_folder"])
     tasks = tuple(find_task(name, "--tasks") for name in chosen["tasks"]) if target is not None else ()
     if chosen["shard"]:
-        return _part(chosen, scan, codecs, target, tasks)
-    collected = collect(scan, codecs, target, tasks, chosen["progress"])
+        return _part(chosen, codecs, target, tasks)
+    collected = collect(Scan(chosen["data"]), codecs, target, tasks, chosen["progress"])
     return tell(collected, chosen["data"], chosen["out"], target.config.decoder.context if target is not None else 0)
 
 
-def _part(chosen: Mapping[str, Any], scan: Scan, codecs: Codecs, target: Target | None, tasks: tuple[Task, ...]) -> int:
+def _part(chosen: Mapping[str, Any], codecs: Codecs, target: Target | None, tasks: tuple[Task, ...]) -> int:
     part, out = DataPart.read(chosen["shard"]), chosen["out"]
     if out is None:
         raise UserError(f"--shard {part} needs --out FOLDER, beside which its result is kept")
@@ -56,7 +56,7 @@ def _part(chosen: Mapping[str, Any], scan: Scan, codecs: Codecs, target: Target 
         from train.data.inspect.stats_parts import collect_part
 
     words = ["data", "stats", chosen["data"], *given(chosen, "out", "model", "preset", "tokenizer", "tasks", "codec_folder")]
-    rows = collect_part(scan, codecs, target, tasks, out, part, words, chosen["progress"])
+    rows = collect_part(chosen["data"], codecs, target, tasks, out, part, words, chosen["progress"])
     print(f"{counted(rows, 'row')} counted, part {part}; once all are: {joining(out)}")
     return 0
 

@@ -26,6 +26,9 @@ from train.data.prepare.parts import COMMAND, SHARD, part_folder, parts_folder, 
 from train.data.prepare.report import REPORT
 from train.data.prepare.settings import NAME, refuse_other
 
+DAMAGED = "remove its folder, and make this part again by the same command"
+"""Advice in messages about a damaged file of a part."""
+
 
 def settings_of_parts(
     words: Sequence[object], source: object, scans: Sequence[Scan], options: Mapping[str, Any]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -20,19 +21,18 @@ from omni.files import read_json, write_json, writing
 from omni.tasks import Task
 from train.console.progress import Kind
 from train.data.inspect.collect import Collected, Group
-from train.data.inspect.parts import fingerprint, making, settings_of_parts
+from train.data.inspect.parts import DAMAGED, fingerprint, making, settings_of_parts
 from train.data.inspect.scan import Scan
 from train.data.inspect.stats import collect
 from train.data.inspect.target import Target
 from train.data.prepare.codecs import Codecs
 from train.data.prepare.config import DataPart
-from train.data.prepare.shards import AGAIN
 
 COUNTS, SAMPLES = "counts.json", "samples.npz"
 
 
 def collect_part(
-    scan: Scan,
+    data: Path,
     codecs: Codecs,
     target: Target | None,
     tasks: tuple[Task, ...],
@@ -49,13 +49,14 @@ def collect_part(
     Raises:
         UserError: as of `parts.making`.
     """
+    scan = Scan(data)
     mine = scan.part(part.number, part.count)
     settings = {
         "context": 0 if target is None else target.config.decoder.context,
         "tasks": [task.name for task in tasks],
         "model": None if target is None else to_dict(target.config),
     }
-    with making(out, part, settings_of_parts(words, scan.path, [scan], settings)) as work:
+    with making(out, part, settings_of_parts(words, data, [scan], settings)) as work:
         if work is not None:
             _save(collect(mine, codecs, target, tasks, progress), work)
     return mine.count
@@ -92,12 +93,15 @@ def join_stats(parts: Sequence[Path], settings: Mapping[str, Any]) -> Collected:
         )
     done = Collected()
     for place in parts:
-        _add(done, place)
+        try:
+            _add(done, place)
+        except (OSError, EOFError, LookupError, ValueError, TypeError, BadZipFile) as error:
+            raise UserError(f"{place} is damaged ({error}): {DAMAGED}") from error
     return done
 
 
 def _add(done: Collected, place: Path) -> None:
-    found = read_json(place / COUNTS, AGAIN)
+    found = read_json(place / COUNTS, DAMAGED)
     done.all.add(Group(**found["all"]))
     for name, groups in found["groups"].items():
         for value, one in groups.items():

@@ -9,7 +9,7 @@ from typing import Any
 from omni.files import read_json, write_json, writing
 from train.data.inspect.digests import Distinct
 from train.data.inspect.measures import text_digest
-from train.data.prepare.shards import AGAIN
+from train.data.inspect.parts import DAMAGED
 
 NAMED = 2000
 """Most distinct words that are listed in a report, such as for `data.words` of a run."""
@@ -47,7 +47,7 @@ class TextCounts:
 
     def join(self, folder: Path, name: str) -> None:
         """Count what others have saved, too; UserError where it is damaged."""
-        saved = read_json(folder / f"{name}.json", AGAIN)
+        saved = read_json(folder / f"{name}.json", DAMAGED)
         self.texts, self.words = self.texts + saved["texts"], self.words + saved["words"]
         for kind, one in self._distinct().items():
             file = folder / f"{name}-{kind}.bloom"

@@ -20,7 +20,7 @@ from train.data.inspect.checks import Bounds
 from train.data.inspect.digests import saved
 from train.data.inspect.display import display_of
 from train.data.inspect.findings import Findings
-from train.data.inspect.parts import fingerprint, making, settings_of_parts
+from train.data.inspect.parts import DAMAGED, fingerprint, making, settings_of_parts
 from train.data.inspect.validate import (
     Seen,
     Summary,
@@ -33,7 +33,6 @@ from train.data.inspect.validate import (
 )
 from train.data.prepare.codecs import Codecs
 from train.data.prepare.config import DataPart
-from train.data.prepare.shards import AGAIN
 
 FOUND, COUNTS, DIGESTS = "found.jsonl", "counts.json", "digests"
 _KINDS = ("audio", "texts", "said", "whole", "speakers")
@@ -115,7 +114,7 @@ def join_validation(parts: Sequence[Path], settings: Mapping[str, Any], findings
     _repeat(parts, 0, findings)
     seen = _loaded(parts, 0)
     for place in parts:
-        counts = read_json(place / COUNTS, AGAIN)
+        counts = read_json(place / COUNTS, DAMAGED)
         seen.rows, seen.microseconds = seen.rows + counts["rows"], seen.microseconds + counts["microseconds"]
     find_duplicates(scan, seen, findings)
     for number, other in enumerate(others, 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shlex
 import tempfile
 from dataclasses import replace
@@ -162,6 +163,13 @@ def test_parts_that_do_not_fit_are_refused(data: Path, tmp_path: Path, capsys) -
     assert "--shard 0/2 needs --out FOLDER" in capsys.readouterr().err
     for number in "01":
         assert main(["data", "stats", str(data), "--out", str(tmp_path / "stats"), "--shard", f"{number}/2"]) == 0
+    capsys.readouterr()
+    samples = tmp_path / "stats.parts" / "00001-of-00002" / "samples.npz"
+    whole = samples.read_bytes()
+    for damage in (b"", whole[: len(whole) // 2], whole.replace(b"PK", b"KP")):
+        samples.write_bytes(damage)
+        assert main(["data", "join", str(tmp_path / "stats")]) == 2
+        assert re.search("00001-of-00002 is damaged .*make this part again", capsys.readouterr().err)
     stored(data, [row(0), row(1)], per_file=1)
     assert main(["data", "join", str(tmp_path / "stats")]) == 2
     assert "has changed since its parts were counted" in capsys.readouterr().err
