@@ -119,7 +119,7 @@ def _show_texts(collected: Collected) -> None:
     for side, counts in collected.texts.items():
         plain = counts.plain()
         spoken = collected.samples.get(f"{side} seconds")
-        mean = f"{spoken.total / spoken.count:.2f}" if spoken else ""
+        mean = f"{spoken.mean:.2f}" if spoken else ""
         if counts.texts:
             errors = {name: f" (± {percent(error, 2)})" for name, error in counts.estimated.items()}
             rows.append([f"{side}s", *(f"{plain[name]}{errors.get(name, '')}" for name in TEXT_COLUMNS), mean])

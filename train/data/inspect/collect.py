@@ -35,13 +35,19 @@ OTHERS = "(others)"
 MOST_CODES = 1 << 20
 """Largest number of codes of a stream that are counted where the codebook's size is not known."""
 PERCENTS = (1, 5, 25, 50, 75, 95, 99)
+BILLION = 10**9
+
+
+def billionths(value: float) -> int:
+    """A value as a whole number of billionths, of which sums are exact."""
+    return round(value * BILLION)
 
 
 class Sample:
     """Values of a measure: all of them up to `kept`, beyond that a uniform sample of that size, the same in every run."""
 
     def __init__(self, kept: int = 100_000) -> None:
-        self.kept, self.count, self.total = kept, 0, 0.0
+        self.kept, self.count, self.total = kept, 0, 0  # in billionths: a sum that does not depend on the order
         self.least, self.most = math.inf, -math.inf
         self._values = array("f")
         self._dice = random.Random(0)
@@ -49,14 +55,14 @@ class Sample:
     def add(self, value: float) -> None:
         """Add a value (reservoir sampling, Vitter 1985, algorithm R)."""
         self.count += 1
-        self.total += value
+        self.total += billionths(value)
         self.least, self.most = min(self.least, value), max(self.most, value)
         if len(self._values) < self.kept:
             self._values.append(value)
         elif (place := self._dice.randrange(self.count)) < self.kept:
             self._values[place] = value
 
-    def join(self, values: np.ndarray, count: int, total: float, least: float, most: float) -> None:
+    def join(self, values: np.ndarray, count: int, total: int, least: float, most: float) -> None:
         """Add another sample's values [n], float32, and what it knows of all of which they were drawn.
 
         Where both are more than `kept`, as many are kept of each as it stands for, drawn at random.
@@ -75,12 +81,16 @@ class Sample:
         """The values in the sample."""
         return np.frombuffer(self._values, np.float32)
 
+    @property
+    def mean(self) -> float:
+        """The mean of all values."""
+        return self.total / self.count / BILLION
+
     def summary(self) -> dict[str, float]:
         """Compute count, mean, extremes and percentiles."""
         at = np.percentile(self.values, PERCENTS)
         percentiles = {f"p{percent}": float(value) for percent, value in zip(PERCENTS, at, strict=True)}
-        mean = float(f"{self.total / self.count:.9g}")  # further digits depend on the order of the values
-        return {"count": self.count, "mean": mean, "min": self.least, **percentiles, "max": self.most}
+        return {"count": self.count, "mean": self.mean, "min": self.least, **percentiles, "max": self.most}
 
 
 @dataclass
@@ -89,18 +99,27 @@ class Group:
 
     rows: int = 0
     turns: int = 0
-    question_seconds: float = 0.0
-    answer_seconds: float = 0.0
+    question_nanoseconds: int = 0
+    answer_nanoseconds: int = 0
 
     def add(self, other: Group) -> None:
         self.rows += other.rows
         self.turns += other.turns
-        self.question_seconds += other.question_seconds
-        self.answer_seconds += other.answer_seconds
+        self.question_nanoseconds += other.question_nanoseconds
+        self.answer_nanoseconds += other.answer_nanoseconds
+
+    @property
+    def question_seconds(self) -> float:
+        return self.question_nanoseconds / BILLION
+
+    @property
+    def answer_seconds(self) -> float:
+        return self.answer_nanoseconds / BILLION
 
     def plain(self) -> dict[str, int | float]:
-        """Convert to plain data, for a report: seconds to the millisecond."""
-        return {name: round(value, 3) for name, value in vars(self).items()}
+        """Convert to plain data, for a report."""
+        seconds = {"question_seconds": self.question_seconds, "answer_seconds": self.answer_seconds}
+        return {"rows": self.rows, "turns": self.turns, **seconds}
 
 
 @dataclass
@@ -197,8 +216,8 @@ class Collector:
             if spoken is None and turn.answer_codes is not None:
                 spoken = self.codecs.seconds(turn.answer_codes)
             lengths.append((asked, spoken))
-            mine.question_seconds += asked or 0.0
-            mine.answer_seconds += spoken or 0.0
+            mine.question_nanoseconds += billionths(asked or 0.0)
+            mine.answer_nanoseconds += billionths(spoken or 0.0)
             for side, text, seconds in (("question", turn.question_text, asked), ("answer", turn.answer_text, spoken)):
                 self._side(side, text, seconds)
             if turn.answer_codes is not None:
