@@ -43,6 +43,11 @@ def find_address(path: str | os.PathLike[str], folder: str | os.PathLike[str] = 
     return f"{found[1].lower()}://{name[found.end() :].rstrip('/')}"
 
 
+def spelled(path: object) -> str:
+    """A path or a word as a user writes it: an address with both slashes, of which a `Path` keeps one."""
+    return (find_address(path) if isinstance(path, Path) else None) or str(path)
+
+
 def shown(address: str) -> str:
     """An address for messages: cut to `LONGEST_SHOWN` characters, and without a query, which may hold a signature."""
     start, query, _ = address.partition("?")

@@ -18,7 +18,7 @@ from omni.errors import UserError
 from omni.files import real_place
 from omni.generate.speech_lm import SpeechLM
 from omni.lora.peft import load_adapter
-from omni.remote import refuse_remote
+from omni.remote import refuse_remote, spelled
 from omni.text import Tokenizer
 from train.data.inspect.measures import BadSound, load
 from train.data.inspect.scan import Scan
@@ -89,6 +89,12 @@ def test_each_scheme_has_its_way(address: str | Path, said: str) -> None:
 @pytest.mark.parametrize("name", ["a/b", "/a/b", "C:/a", "s3", "s3:", "s3:b", "a b://c", "://", "say s3://b", "nought:///"])
 def test_paths_are_none(name: str) -> None:
     refuse_remote(name, "data")
+
+
+def test_addresses_are_spelled_with_both_slashes(tmp_path: Path) -> None:
+    assert [spelled(word) for word in (Path("s3://b/x"), "s3://b/x", Path("a/b"), 3)] == ["s3://b/x", "s3://b/x", "a/b", "3"]
+    (here := tmp_path / "s3:" / "b").mkdir(parents=True)
+    assert spelled(here) == str(here)
 
 
 def test_what_is_here_may_have_any_name(tmp_path: Path) -> None:

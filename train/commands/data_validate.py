@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from omni.errors import UserError
+from omni.remote import spelled
 from train.console.options import Parser, add_progress, check_least, given_path
 from train.console.progress import counted, duration
 from train.console.tables import print_table
@@ -88,7 +89,7 @@ def tell(find: Callable[[Findings], Summary], chosen: Mapping[str, Any], bounds:
 def show(summary: Summary, data: Path) -> None:
     """Prints the findings on standard output."""
     findings = summary.findings
-    print(f"{summary.rows} of {summary.total} rows of {data} read, {duration(3600 * summary.hours)} of sound")
+    print(f"{summary.rows} of {summary.total} rows of {spelled(data)} read, {duration(3600 * summary.hours)} of sound")
     if not findings.counts:
         print("nothing found")
         return

@@ -18,7 +18,7 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.files import LOCK, flush, locked, write_json
-from omni.remote import find_address, refuse_remote
+from omni.remote import refuse_remote, spelled
 from train.console.options import Parser
 from train.data.inspect.scan import Scan
 from train.data.prepare.config import DataPart
@@ -40,17 +40,12 @@ def settings_of_parts(
         source: path or address of the rows, as it was given.
     """
     settings = {
-        COMMAND: [_written(word) for word in words],
-        "source": _written(source),
+        COMMAND: [spelled(word) for word in words],
+        "source": spelled(source),
         "source_files": [fingerprint(scan) for scan in scans],
         **options,
     }
     return dict(json.loads(json.dumps(settings)))  # as it will be read
-
-
-def _written(word: object) -> str:
-    """A word of a command; addresses with both slashes, which a `Path` of one has lost."""
-    return (find_address(word) if isinstance(word, Path) else None) or str(word)
 
 
 def fingerprint(scan: Scan) -> str:

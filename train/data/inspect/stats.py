@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni.remote import spelled
 from omni.tasks import Task
 from train.console.progress import Kind
 from train.data.inspect.display import display_of, watched
@@ -52,7 +53,7 @@ def collect(
 def plain(collected: Collected, data: Path) -> dict[str, Any]:
     """Convert the statistics to plain data, for a report."""
     return {
-        "data": str(data),
+        "data": spelled(data),
         **collected.all.plain(),
         "noted": dict(sorted(collected.noted.items())),
         "by": {

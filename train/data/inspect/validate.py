@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from omni.errors import UserError
+from omni.remote import spelled
 from train.console.progress import Display, Kind
 from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Checked, check_row
 from train.data.inspect.digests import Digests, FirstRows
@@ -166,8 +167,8 @@ def find_leaks(scan: Scan, seen: Seen, other: Scan, theirs: Seen, findings: Find
 def report(summary: Summary, data: Path, against: Sequence[Path], bounds: Bounds) -> dict[str, object]:
     """Convert the result to plain data, the bounds included."""
     return {
-        "data": str(data),
-        "against": [str(other) for other in against],
+        "data": spelled(data),
+        "against": [spelled(other) for other in against],
         "version": ROW_VERSION,
         "rows": summary.total,
         "rows_read": summary.rows,

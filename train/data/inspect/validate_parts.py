@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from omni.errors import UserError
 from omni.files import read_json, write_json, writing
+from omni.remote import spelled
 from train.console.progress import Kind
 from train.data.inspect.checks import Bounds
 from train.data.inspect.digests import saved
@@ -71,7 +72,7 @@ def validate_part(
         UserError: as of `validate`, and of `parts.making`.
     """
     scan, others = open_scans(data, against)
-    settings = {"against": [str(other) for other in against], "bounds": asdict(bounds), **options}
+    settings = {"against": [spelled(other) for other in against], "bounds": asdict(bounds), **options}
     mine, *theirs = (one.part(part.number, part.count) for one in (scan, *others))
     with making(out, part, settings_of_parts(words, data, [scan, *others], settings)) as work:
         if work is not None:
