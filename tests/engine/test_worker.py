@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
@@ -50,11 +51,15 @@ def test_it_ends_where_its_own_work_drops_the_object() -> None:
     owner, seen = Owner(None), []
     owner.kept.append(owner)
     owner.threads, worker = seen, owner.worker
-    del owner
-    worker.wake()
-    end = time.monotonic() + 20
-    while not seen and time.monotonic() < end:
-        time.sleep(0.005)
+    gc.disable()  # which would drop the object before its work does
+    try:
+        del owner
+        worker.wake()
+        end = time.monotonic() + 20
+        while not seen and time.monotonic() < end:
+            time.sleep(0.005)
+    finally:
+        gc.enable()
     seen[0].join(20)
     assert not seen[0].is_alive() and worker._thread is None
 
