@@ -19,7 +19,7 @@ from train.data.rows.parquet_files import whole
 
 if TYPE_CHECKING:
     import numpy as np
-    import pyarrow.parquet as pq
+    import pyarrow as pa
 
 END = 8
 """Bytes after the footer."""
@@ -35,13 +35,12 @@ class SharedFooter(NamedTuple):
     middle: bytes
     tail: bytes
 
-    def metadata(self, groups: bytes = b"", rows: int = 0) -> pq.FileMetaData:
-        """The metadata of a file of one row group, given by its bytes and its number of rows, or of none."""
+    def file(self, groups: bytes = b"", rows: int = 0) -> pa.BufferReader:
+        """A Parquet file of nothing but a footer: of one row group, given by its bytes and its number of rows, or of none."""
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         footer = b"".join((self.head, _zigzag(rows), self.middle, _ONE_GROUP if groups else b"\x0c", groups, self.tail))
-        return pq.read_metadata(pa.BufferReader(b"".join((b"PAR1", footer, len(footer).to_bytes(4, "little"), b"PAR1"))))
+        return pa.BufferReader(b"".join((b"PAR1", footer, len(footer).to_bytes(4, "little"), b"PAR1")))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from omni.errors import UserError
 from omni.stores.drivers import StoredObject
 from omni.stores.reading import local_file
 from train.data.rows.footer import SharedFooter
-from train.data.rows.open_file import GroupSpan, OpenFile, OpenGroup
+from train.data.rows.open_file import ColumnPaths, GroupSpan, OpenFile, OpenGroup
 from train.data.rows.parquet_files import one_line
 from train.data.rows.places import INDEX, SUFFIX, DataFile, DataFiles, opened
 from train.data.rows.row import ROW_VERSION
@@ -126,6 +126,7 @@ class RowIndex:
             raise UserError(f"data {_shown(self.folder)} has no rows: prepare the data again")
         self._rows = header.rows
         self._table = {name: data[start:end].view(kind) for name, (start, end, kind) in sections.items()}
+        self._columns: dict[int, ColumnPaths] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RowIndex, (self.folder, self._header)
@@ -207,7 +208,8 @@ class RowIndex:
         first, end = _span(self._table["group_ends"], number)
         start, stop = _span(self._table["row_ends"], number)
         groups = IndexedGroups(*(self._table[name][first:end] for name in ("places", "firsts", "lengths")))
-        return IndexedFile(self, self.file(number), footer, groups, stop - start)
+        columns = self._columns.setdefault(shared, ColumnPaths())
+        return IndexedFile(self, self.file(number), footer, columns, groups, stop - start)
 
     def wrong(self, file: DataFile, error: BaseException) -> UserError:
         """The error of a file that has no row group where the index says."""
@@ -225,14 +227,16 @@ class IndexedGroups(NamedTuple):
 class IndexedFile(OpenFile):
     """A file of `rows` rows, whose groups are read each by a footer of its own."""
 
-    def __init__(self, index: RowIndex, file: DataFile, shared: SharedFooter, groups: IndexedGroups, rows: int) -> None:
+    def __init__(
+        self, index: RowIndex, file: DataFile, shared: SharedFooter, columns: ColumnPaths, groups: IndexedGroups, rows: int
+    ) -> None:
         import pyarrow as pa
 
         super().__init__(file)
-        self._index, self._shared, self._indexed, self._rows = index, shared, groups, rows
+        self._index, self._shared, self._columns, self._indexed, self._rows = index, shared, columns, groups, rows
         self._far = isinstance(file, StoredObject)
         try:
-            self._source = pa.PythonFile(opened(file), "r") if self._far else pa.memory_map(str(file))
+            self._source = pa.PythonFile(opened(file), "r") if self._far else pa.OSFile(str(file))
         except OSError as error:
             raise UserError(f"data file {file} cannot be read ({one_line(error)})") from error
 
@@ -244,18 +248,21 @@ class IndexedFile(OpenFile):
 
     def open_group(self, place: GroupSpan) -> OpenGroup:
         import pyarrow as pa
-        import pyarrow.parquet as pq
+
+        from train.data.rows.group_file import GroupFile
 
         rows = place.end - place.first
         try:
-            group = self._source.read_at(int(self._indexed.lengths[place.group]), int(self._indexed.places[place.group]))
-            metadata = self._shared.metadata(group, rows)
+            start, length = int(self._indexed.places[place.group]), int(self._indexed.lengths[place.group])
+            group = self._source.read_at(length, start) if start + length <= self._source.size() else b""
+            if len(group) != length:
+                raise OSError("the file ends before it")
+            metadata = GroupFile(self._shared.file(group, rows), self._columns).metadata
             if metadata.row_group(0).num_rows != rows:
                 raise OSError(f"it has {metadata.row_group(0).num_rows} rows, not {rows}")
         except (pa.ArrowException, OSError) as error:
             raise self._index.wrong(self.file, error) from error
-        file = pq.ParquetFile(self._source, metadata=metadata, page_checksum_verification=True, pre_buffer=self._far)
-        return OpenGroup(file, 0, {})
+        return OpenGroup(GroupFile(self._source, self._columns, metadata, self._far), 0, self._columns, {})
 
 
 def has_index(folder: Path) -> bool:

@@ -90,8 +90,10 @@ def _checked(file: Path, numbers: dict[SharedFooter, int]) -> CutFooter:
     if cut.rows.sum() > _MOST or (cut.lengths > _MOST).any():
         raise UserError(f"data file {file} has more rows, or columns, than an index can count ({_MOST:,}): split it")
     if cut.shared not in numbers:
+        import pyarrow.parquet as pq
+
         with whole(file):
-            schema = cut.shared.metadata().schema.to_arrow_schema()
+            schema = pq.read_schema(cut.shared.file())
         check_columns(file, schema)
         numbers[cut.shared] = len(numbers)
     return cut

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train.data.rows.parquet_files import check_columns, readable
@@ -27,11 +28,31 @@ class GroupSpan(NamedTuple):
     end: int
 
 
+@dataclass
+class ColumnPaths:
+    """What is worked out once of the paths of columns, for all files of the same columns.
+
+    Attributes:
+        nested: numbers of the columns below each path, as `pyarrow` lists them.
+        selected: paths of the leaf columns, by what has been asked for.
+    """
+
+    nested: dict[str, list[int]] | None = None
+    selected: dict[LeafColumns, list[str]] = field(default_factory=dict)
+
+    def select(self, leaves: LeafColumns, file: pq.ParquetFile) -> list[str]:
+        """Paths of the leaf columns in `file`."""
+        if leaves not in self.selected:
+            self.selected[leaves] = leaves.paths(file.metadata)
+        return self.selected[leaves]
+
+
 class OpenGroup(NamedTuple):
-    """A row group that is being read: the group number `number` of `parquet`, and its tables so far."""
+    """A row group that is being read: the group number `number` of `parquet`, with its columns, and its tables so far."""
 
     parquet: pq.ParquetFile
     number: int
+    columns: ColumnPaths
     tables: dict[LeafColumns, pa.Table]
 
 
@@ -71,7 +92,7 @@ class OpenFile:
 
 
 def _decode(group: OpenGroup, leaves: LeafColumns) -> pa.Table:
-    paths = leaves.paths(group.parquet.metadata)
+    paths = group.columns.select(leaves, group.parquet)
     return group.parquet.read_row_group(group.number, columns=paths, use_threads=False)
 
 
@@ -88,10 +109,11 @@ class WholeFile(OpenFile):
         self.metadata = self._parquet.metadata
         counts = (self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups))
         self._ends = list(itertools.accumulate(counts))
+        self._columns = ColumnPaths()
 
     def find(self, row: int) -> GroupSpan:
         group = bisect.bisect_right(self._ends, row)
         return GroupSpan(group, self._ends[group - 1] if group else 0, self._ends[group])
 
     def open_group(self, place: GroupSpan) -> OpenGroup:
-        return OpenGroup(self._parquet, place.group, {})
+        return OpenGroup(self._parquet, place.group, self._columns, {})

@@ -84,13 +84,16 @@ def _in_store(address: str) -> DataFiles:
 
 
 def opened(file: DataFile) -> Any:
-    """What pyarrow reads a file from in place: its path here, which is mapped, or ranges in a store."""
+    """What pyarrow reads a file from in place: its path here, or ranges in a store."""
     return str(file) if isinstance(file, Path) else ObjectReader(file)
 
 
 def how(file: DataFile) -> dict[str, bool]:
-    """How `pyarrow.parquet.ParquetFile` reads a file: columns side by side are one request to a store."""
-    return {"memory_map": isinstance(file, Path), "pre_buffer": not isinstance(file, Path)}
+    """How `pyarrow.parquet.ParquetFile` reads a file: columns side by side are one request to a store.
+
+    No file is mapped: one that gets shorter while it is read would end the process.
+    """
+    return {"memory_map": False, "pre_buffer": not isinstance(file, Path)}
 
 
 def brought(file: DataFile) -> str:

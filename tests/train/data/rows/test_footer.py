@@ -51,13 +51,13 @@ def test_a_groups_own_footer_is_what_the_files_says_of_it(writer, groups, tmp_pa
     assert len(cut.rows) == wanted.num_row_groups == groups and cut.rows.sum() == wanted.num_rows
     for group in range(groups):
         place, length = int(cut.places[group]), int(cut.lengths[group])
-        found = cut.shared.metadata(content[place : place + length], int(cut.rows[group]))
+        found = pq.read_metadata(cut.shared.file(content[place : place + length], int(cut.rows[group])))
         whole = wanted.row_group(group)
         assert found.row_group(0).to_dict() == whole.to_dict()
         assert (found.num_rows, cut.rows[group], cut.sizes[group]) == (whole.num_rows, whole.num_rows, whole.total_byte_size)
         assert found.schema.equals(wanted.schema) and found.metadata == wanted.metadata
         assert found.created_by == wanted.created_by and found.num_row_groups == 1
-    assert cut.shared.metadata().schema.equals(wanted.schema)
+    assert pq.read_metadata(cut.shared.file()).schema.equals(wanted.schema)
 
 
 def test_files_of_one_writer_share_what_they_share(tmp_path):

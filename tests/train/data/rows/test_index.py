@@ -105,8 +105,8 @@ def test_what_is_read_of_files_does_not_grow_with_their_number(tmp_path, monkeyp
         real = getattr(pa, name)
         return lambda *given: calls.append(given) or real(*given)
 
-    monkeypatch.setattr(pa, "memory_map", watched("memory_map"))
-    monkeypatch.setattr(pq, "read_metadata", _no_footer(pq.read_metadata))
+    monkeypatch.setattr(pa, "OSFile", watched("OSFile"))
+    monkeypatch.setattr(pq.ParquetFile, "__init__", _no_footer(pq.ParquetFile.__init__))
     tracemalloc.start()
     stored = StoredRows(tmp_path)
     gc.collect()
@@ -128,11 +128,11 @@ def test_what_is_read_of_files_does_not_grow_with_their_number(tmp_path, monkeyp
 def _no_footer(real: Callable[..., Any]) -> Callable[..., Any]:
     """Reads footers in memory, and refuses those of files."""
 
-    def read(source: object) -> Any:
-        assert isinstance(source, pa.BufferReader)
-        return real(source)
+    def opens(self: pq.ParquetFile, source: object, *, metadata: object = None, **options: object) -> None:
+        assert metadata is not None or isinstance(source, pa.BufferReader)
+        real(self, source, metadata=metadata, **options)
 
-    return read
+    return opens
 
 
 def _read(stored: StoredRows, numbers: list[int], queue: Any) -> None:
@@ -309,6 +309,21 @@ def test_a_damaged_page_is_named_and_the_rest_is_read(folder):
     with pytest.raises(UserError, match=r"f.parquet \(rows 0 to 14\) cannot be read .*prepare it again"):
         stored[39]
     assert stored[24].id == "24"
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_file_that_gets_shorter_while_it_is_read_is_named(indexed, tmp_path):
+    """A page of a mapped file that is not there any more would end the process."""
+    file = tmp_path / "rows.parquet"
+    write_rows(file, [replace(ROWS[0], id=random.Random(i).randbytes(1 << 16).hex()) for i in range(12)], row_group=2)
+    if indexed:
+        write_index(tmp_path)
+    stored = StoredRows(tmp_path)
+    first = stored[0].id
+    os.truncate(file, 1 << 18)
+    with pytest.raises(UserError, match=r"rows.parquet (has no row group where|\(rows 8 to 9\) cannot be read)"):
+        stored[9]
+    assert stored[0].id == first  # its group was read before
 
 
 def test_large_groups_need_none(folder, tmp_path):
