@@ -116,11 +116,15 @@ def test_gradients_that_are_not_finite_are_found(faked, monkeypatch):
     assert [good for _, good in lines("attention")] == [None, None, False, False, False]
 
 
-def test_figures_of_training_and_loss(faked, modes, monkeypatch):
+def test_figures_of_training(faked, modes, monkeypatch):
     (text, good), repeated = lines("training")
     assert good and "2 x 64, checkpointing True" in text and "4 MiB" in text
     assert repeated == ("deterministic gradients are the same twice", True) and modes == ["error", "default"]
     monkeypatch.setattr(torch, "equal", lambda a, b: False)
     assert not bench_gpu.repeats(CPU, 16)
+
+
+@pytest.mark.long
+def test_figures_of_the_loss(faked):
     found = lines("loss")
     assert len(found) == 6 and all(good for _, good in found[:4])

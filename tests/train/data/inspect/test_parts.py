@@ -110,6 +110,7 @@ def test_the_parts_of_a_validation_find_what_one_machine_finds(count: int, data:
 
 
 @pytest.mark.parametrize(("count", "kept", "held"), [(3, 100_000, 1 << 20), (5, 100_000, 20), (2, 9, 1 << 20)])
+@pytest.mark.few(2)
 def test_the_statistics_of_parts_are_those_of_one_machine(
     count: int, kept: int, held: int, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,7 +139,7 @@ def _read(stored: StoredRows, numbers: list[int], queue: Any) -> None:
     queue.put(given(stored, numbers))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_rows_are_the_same_in_other_processes(method, plain, folder):
     context = multiprocessing.get_context(method)
     stored, numbers, queue = StoredRows(folder), orders()[2], context.Queue()
