@@ -244,7 +244,7 @@ def _fill(
         most = f": {counts.most_common(1)[0][0]} drops {counts.most_common(1)[0][1]}" if counts else ""
         raise UserError(f"none of the {len(scan)} rows of {scan.path} is kept{most}; loosen the rules")
     report = {
-        "source": str(scan.path),
+        "source": scan.path,
         "source_format": "rows",
         **shards.done.plain(),
         "dropped": dropped,

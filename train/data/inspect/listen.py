@@ -28,9 +28,9 @@ USUAL = ("A1A2", "T1A2", "A1T2", "T1T2", "A1T1", "T1A1")
 """Tasks that are tried, in this order, where none is named: the first that the row has all parts for is used."""
 
 
-def own_folder(data: Path, row: str) -> Path:
+def own_folder(data: str, row: str) -> Path:
     """Default output folder of a row, such as `listen-mine-17`."""
-    path = data.resolve()
+    path = Path(data).resolve()
     words = (path.name if path.is_dir() else path.stem, row.replace(".parquet", ""))
     return Path("-".join(["listen", *(re.sub(r"[^\w.]+", "-", word).strip("-.")[:80] for word in words)]))
 

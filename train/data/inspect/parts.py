@@ -25,6 +25,7 @@ from train.data.prepare.config import DataPart
 from train.data.prepare.parts import COMMAND, SHARD, part_folder, parts_folder, parts_in, refuse_counts, settings_in, working
 from train.data.prepare.report import REPORT
 from train.data.prepare.settings import NAME, refuse_other
+from train.data.rows.places import size_of
 
 DAMAGED = "remove its folder, and make this part again by the same command"
 """Advice in messages about a damaged file of a part."""
@@ -52,7 +53,7 @@ def fingerprint(scan: Scan) -> str:
     """Tells the files of some rows from others, without reading them."""
     digest = hashlib.sha256()
     for file in scan.files:
-        digest.update(os.fsencode(file.name) + f"\0{file.stat().st_size}\0".encode())
+        digest.update(os.fsencode(file.name) + f"\0{size_of(file)}\0".encode())
     return f"{len(scan.files)} files, {len(scan)} rows ({digest.hexdigest()[:16]})"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import copy
 import itertools
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
-from omni.remote import check_there
-from omni.stores.reading import local_path
+from omni.stores.drivers import read_range
 from train.data.readers.records import plain_rows
+from train.data.rows.places import REPORT, DataFile, find_files, looked_at, opened, reading
 from train.data.rows.row import OPTIONAL, ROW_VERSION, Row, features, from_plain
 
 BATCH = 16
@@ -62,11 +63,14 @@ class UnreadableRows:
 
 
 class Scan:
-    """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names.
+    """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names, here or in a store.
+
+    A store's files are read by ranges, from the first row group that is asked for on.
 
     Attributes:
+        path: the file or folder, or its address, for messages.
         files: the files.
-        folder: the folder that references in rows are relative to.
+        folder: that references in rows are relative to; None in a store.
         start, stop: row groups that begin from row `start` on and before `stop` are iterated over.
 
     Raises:
@@ -74,14 +78,10 @@ class Scan:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = local_path(path)
-        self.folder = self.path if self.path.is_dir() else self.path.parent
-        check_there(self.path, "data", f"data {path} does not exist: name a Parquet file of rows, or a folder of them")
-        self.files = sorted(self.path.glob("*.parquet")) if self.path.is_dir() else [self.path]
-        if not self.files:
-            raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")
+        found = find_files(path)
+        self.path, self.folder, self.files, self._report = found.path, found.folder, found.files, found.report
         self._schema = features().arrow_schema
-        heads = [self._head(file) for file in self.files]
+        heads = [*looked_at(self._head, self.files)]
         self._whys = [why for _, why in heads]
         self._ends = list(itertools.accumulate(rows for rows, _ in heads))
         self.start, self.stop = 0, sys.maxsize
@@ -90,15 +90,27 @@ class Scan:
         """Number of all rows, by the files' metadata."""
         return self._ends[-1]
 
+    def same(self, other: Scan) -> bool:
+        """True where both are of the same file or folder."""
+        if self.folder is None or other.folder is None:
+            return self.path == other.path
+        return Path(self.path).resolve() == Path(other.path).resolve()
+
+    def report(self) -> dict[str, Any]:
+        """What the report of a preparation beside the files says; empty where there is none that can be read."""
+        try:
+            if self.folder is not None:
+                found = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
+            else:
+                found = json.loads(read_range(self._report, 0, self._report.size)) if self._report is not None else {}
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def where(self, index: int) -> str:
         """File of a row, and its number there."""
-        file, row = self.place(index)
-        return f"{file} row {row}"
-
-    def place(self, index: int) -> tuple[Path, int]:
-        """File of a row, and its number there."""
         number = bisect.bisect_right(self._ends, index)
-        return self.files[number], index - self._first(number)
+        return f"{self.files[number]} row {index - self._first(number)}"
 
     def index(self, name: str, row: int) -> int:
         """Number, in all files together, of row `row` of the file `name`; UserError where there is no such row."""
@@ -144,13 +156,13 @@ class Scan:
     def _first(self, number: int) -> int:
         return self._ends[number - 1] if number else 0
 
-    def _head(self, file: Path) -> tuple[int, str]:
+    def _head(self, file: DataFile) -> tuple[int, str]:
         """Number of rows of a file, and the error of the file as a whole, or ""."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
-            metadata = pq.read_metadata(file)
+            metadata = pq.read_metadata(opened(file))
             schema = metadata.schema.to_arrow_schema()
         except (pa.ArrowException, OSError) as error:
             return 0, f"is not a whole Parquet file ({one_line(error)}): prepare it again"
@@ -178,17 +190,18 @@ class Scan:
             yield UnreadableRows(first, str(file), self._ends[number] - first, self._whys[number])
             return
         # Page checksums are verified where the file has them; pages are read as needed, not a whole row group at once.
-        with pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 18) as opened:
+        options: Any = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": 1 << 18}
+        with pq.ParquetFile(file if isinstance(file, Path) else reading(file), **options) as parquet:
             start = 0
-            for group in range(opened.num_row_groups):
-                end = start + opened.metadata.row_group(group).num_rows
+            for group in range(parquet.num_row_groups):
+                end = start + parquet.metadata.row_group(group).num_rows
                 if not (self.start <= first + start < self.stop if only is None else start <= only < end):
                     start = end
                     continue
                 done = start
                 try:
-                    columns = [name for name in self._schema.names if name in opened.schema_arrow.names]
-                    for batch in opened.iter_batches(BATCH, row_groups=[group], columns=columns, use_threads=False):
+                    columns = [name for name in self._schema.names if name in parquet.schema_arrow.names]
+                    for batch in parquet.iter_batches(BATCH, row_groups=[group], columns=columns, use_threads=False):
                         for plain, why in plain_rows(batch):
                             yield self._found(first + done, f"{file} row {done}", None if why else plain, why)
                             done += 1

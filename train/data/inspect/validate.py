@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -83,7 +82,7 @@ def open_scans(data: Path, against: Sequence[Path]) -> tuple[Scan, list[Scan]]:
     """Open the rows, and those that they are compared with; UserError where there are none, or they are the same."""
     scan, others = Scan(data), [Scan(other) for other in against]
     for other in others:
-        if other.path.resolve() == scan.path.resolve():
+        if other.same(scan):
             raise UserError(f"{other.path} is compared with itself: name another split with --against")
     return scan, others
 
@@ -109,9 +108,8 @@ def look_at(scan: Scan, bounds: Bounds, codecs: Codecs, findings: Findings, disp
 def check_sums(scan: Scan, findings: Findings) -> None:
     """Compare the files' checksums with those in their preparation's report, where there is one."""
     try:
-        shards = json.loads((scan.folder / REPORT).read_text(encoding="utf-8"))["shards"]
-        noted = {shard["file"]: shard["crc32"] for shard in shards}
-    except (OSError, ValueError, KeyError, TypeError):
+        noted = {shard["file"]: shard["crc32"] for shard in scan.report()["shards"]}
+    except (KeyError, TypeError):
         return
     for number, file in enumerate(scan.files):
         if scan.begins(number) and file.name in noted and checksum(file) != noted[file.name]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 from omni.errors import UserError
 from omni.remote import check_there, find_address, shown
 from omni.stores.drivers import StoredObject, read_range
-from omni.stores.reading import ObjectReader, listed, local_file, looked_up
+from omni.stores.reading import PIECE, ObjectReader, listed, local_file, looked_up
 
 SUFFIX, REPORT, INDEX = ".parquet", "report.json", "rows.index"
 AT_ONCE = 16
@@ -94,6 +95,16 @@ def how(file: DataFile) -> dict[str, bool]:
     No file is mapped: one that gets shorter while it is read would end the process.
     """
     return {"memory_map": False, "pre_buffer": not isinstance(file, Path)}
+
+
+def reading(file: DataFile) -> BinaryIO:
+    """A file, open for reading from its start to its end: one of a store by large ranges."""
+    return open(file, "rb") if isinstance(file, Path) else io.BufferedReader(ObjectReader(file), PIECE)
+
+
+def size_of(file: DataFile) -> int:
+    """Size of a file in bytes; OSError where it is not there."""
+    return file.stat().st_size if isinstance(file, Path) else file.size
 
 
 def brought(file: DataFile) -> str:

@@ -30,6 +30,7 @@ from omni.remote import shown
 from omni.stores.drivers import StoredObject, look_up
 from omni.stores.reading import ObjectReader
 from omni.stores.tries import ChangedError, MissingError
+from train.data.rows.places import DataFile, reading
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -218,10 +219,10 @@ def _crc32(path: str, size: int, time: int) -> int:
     return checksum(Path(path))
 
 
-def checksum(path: Path) -> int:
+def checksum(file: DataFile) -> int:
     """CRC-32 of a file."""
     value = 0
-    with open(path, "rb") as file:
-        while part := file.read(1 << 20):
+    with reading(file) as stream:
+        while part := stream.read(1 << 20):
             value = zlib.crc32(part, value)
     return value

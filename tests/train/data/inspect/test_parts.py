@@ -9,6 +9,7 @@ import shlex
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,8 @@ from train.data.inspect import collect
 from train.data.inspect import digests as module
 from train.data.inspect.digests import KnownDigests
 from train.data.inspect.scan import Scan, UnreadableRows
+from train.data.inspect.validate import open_scans
+from train.data.prepare.report import REPORT
 from train.data.rows.row import Sound
 
 COUNT = 60
@@ -62,6 +65,33 @@ def test_the_parts_of_a_scan_are_all_of_it_once(data: Path) -> None:
         parts = [scan.part(number, count) for number in range(count)]
         assert [(item.index, item.where) for part in parts for item in part] == every
         assert sum(part.count for part in parts) == len(scan)
+
+
+def test_a_bucket_is_looked_at_like_a_folder(bucket: Any, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With faults, damage, and a checksum that is not that of the report."""
+    (data / REPORT).write_text(json.dumps({"shards": [{"file": "rows-00000.parquet", "crc32": 1}]}))
+    address = bucket.put_all(data, "rows")
+    bucket.server.errors, bucket.server.cuts = 0.05, 0.05
+    told = []
+    for place in (str(data), address):
+        assert main(["data", "validate", place, "--progress", "off", "--examples", "9"]) == 1
+        assert main(["data", "stats", place, "--progress", "off"]) == 0
+        told.append(capsys.readouterr().out.replace(place, "DATA"))
+    assert told[0] == told[1] and "its CRC-32 is not that" in told[0] and "DATA/rows-00001.parquet row group" in told[0]
+    with pytest.raises(UserError, match=f"{address} is compared with itself"):
+        open_scans(Path(address), [Path(f"{address}/")])
+
+
+def test_a_part_reads_its_own_rows_of_a_bucket(bucket: Any, tmp_path: Path) -> None:
+    dice = random.Random(0)
+    rows = [row(i, question_audio=Sound(data=dice.randbytes(1 << 18))) for i in range(32)]
+    address = bucket.put_all(stored(tmp_path, rows, per_file=8), "rows")
+    bucket.server.seen.clear()
+    scan = Scan(address)
+    assert bucket.server.seen == {"LIST": 1, "GET": 4}  # the ends of the files
+    for number in range(4):
+        assert [item.index for item in scan.part(number, 4)] == [*range(8 * number, 8 * number + 8)]
+        assert bucket.server.seen["GET"] == 5 + number
 
 
 RULES = [
