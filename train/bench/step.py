@@ -10,6 +10,7 @@ from omni.layout import Layout
 from omni.model.decoder import Decoder
 from omni.profiling import timed
 from train.bench.timing import TimingRow
+from train.objective.config import ObjectiveConfig
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
 
 EXAMPLES = 4
@@ -33,6 +34,8 @@ def decoder_step(device: torch.device, name: str, rows: int, length: int, compil
     index = [torch.arange(rows * length, device=device)] * len(layout)
     where = [tokens[:, k].flatten() for k in range(len(layout))]
     scale = torch.full((len(layout),), 1 / (rows * length), device=device)
+    cuda = device.type == "cuda"
+    chunk, fused = ObjectiveConfig().chunk_on(cuda), compiled and cuda  # as in training
     segments = (torch.arange(length, device=device) * EXAMPLES // length).expand(rows, -1)
 
     def step() -> None:
@@ -41,7 +44,8 @@ def decoder_step(device: torch.device, name: str, rows: int, length: int, compil
             x = hidden.text.flatten(0, 1)
             y = x if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
             heads = Heads(x, y, decoder.text_weight, decoder.audio_head.weight)
-            total, _ = linear_cross_entropy(heads, HeadTargets(decoder.audio_offsets, index, where, scale, 1 << 25))
+            goals = HeadTargets(decoder.audio_offsets, index, where, scale, chunk, compiled=fused)
+            total, _ = linear_cross_entropy(heads, goals)
         total.backward()
         optimizer.step()
         optimizer.zero_grad()
