@@ -8,11 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import platform
 from collections.abc import Generator, Sequence
 from typing import Any
 
 from omni.errors import UserError
 from omni.plugins import load_plugins, loaded
+from omni.remote import shown
+from omni.stores.reading import local_path
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.pool import BlockPool, pooled
 from train.data.prepare.worker import BlockMaker, PreparedBlock, Tick
@@ -105,10 +108,25 @@ class BlockActor:
         try:
             if self.maker is None:
                 load_plugins(self.plugins)
-                self.maker = BlockMaker(*pickle.loads(self.work))
+                source, config, schema = pickle.loads(self.work)
+                _bring(source)
+                self.maker = BlockMaker(source, config, schema)
             return self.maker.make(start, stop, lambda items, seconds: None)
         except UserError as error:
             return str(error)
+
+
+def _bring(source: OpenedSource) -> None:
+    """Bring data of a store to this machine, where another one has opened them; UserError where its cache is another folder."""
+    if source.brought is None or source.brought[0].exists():
+        return
+    path, address = source.brought
+    here = local_path(address)
+    if here != path:
+        raise UserError(
+            f"{shown(address)} is at {here} in the cache of {platform.node()}, and at {path} where the command was started: "
+            "set OMNI_CACHE to the same folder on all machines of the cluster"
+        )
 
 
 def _ray() -> Any:

@@ -63,8 +63,8 @@ def prepare(
     address, path = find_address(path), local_path(path, again=True)
     out, part = place_for(Path(out), path), config.part
     source = opener(path) if opener else open_source(path, config.read)
-    if address is not None and path.is_dir():
-        source.origin = path, address
+    if address is not None:
+        source.brought = path, address
     settings = settings_of(path, source, config, address)
     if occupied(out):
         return whole_already(out, settings)

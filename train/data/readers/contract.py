@@ -96,12 +96,17 @@ class OpenedSource(ABC):
     Attributes:
         format: name of its reader.
         note: what the reader assumes about codes and their order, shown to the user; "" where it assumes nothing.
-        origin: the folder that the data were brought into, and the address they are from; None for data of this machine.
+        brought: where the data are in the cache, and the address they are from; None for data of this machine.
     """
 
     format: str
     note: str = ""
-    origin: tuple[Path, str] | None = None
+    brought: tuple[Path, str] | None = None
+
+    @property
+    def origin(self) -> tuple[Path, str] | None:
+        """`brought`, where that is a folder."""
+        return self.brought if self.brought is not None and self.brought[0].is_dir() else None
 
     @abstractmethod
     def __len__(self) -> int:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from omni.errors import UserError
+from omni.stores.reading import local_path
 from tests.golden.toys import write_table
+from train.data.prepare.cluster import BlockActor
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
+from train.data.prepare.worker import PreparedBlock
 from train.data.readers import open_source
+from train.data.readers.contract import ReaderOptions
+from train.data.rows.row import features
 
 
 @pytest.fixture
@@ -37,6 +44,26 @@ def test_a_folder_and_a_file_of_a_bucket_are_prepared_alike(bucket: Any, table: 
     bucket.put(f"set/{table.name}", table.read_bytes() + b"\n")
     with pytest.raises(UserError, match=f"{address} changed"):
         prepare(address, tmp_path / "there", config)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_another_machine_of_a_cluster_brings_the_data_to_the_same_place(
+    whole: bool, bucket: Any, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = bucket.put_all(table.parent, "set") + ("" if whole else f"/{table.name}")
+    path, config = local_path(address), PrepareConfig(workers=1, read=ReaderOptions(audio="required" if whole else "none"))
+    source = open_source(path, config.read)
+    source.brought = path, address
+    work = pickle.dumps((source, config, features().arrow_schema))
+    wanted = BlockActor(work, ()).make(0, 2)
+    assert isinstance(wanted, PreparedBlock) and wanted.tally.rows
+    shutil.rmtree(path.parent)  # the entry of the cache
+    made = BlockActor(work, ()).make(0, 2)
+    assert isinstance(made, PreparedBlock) and made.tally.rows == wanted.tally.rows and path.exists()
+    shutil.rmtree(path.parent)
+    monkeypatch.setenv("OMNI_CACHE", str(tmp_path / "elsewhere"))
+    told = BlockActor(work, ()).make(0, 2)
+    assert isinstance(told, str) and told.startswith(f"{address} is at {tmp_path / 'elsewhere'}") and str(path) in told
 
 
 def test_one_file_of_a_bucket_is_a_data_set(bucket: Any, tmp_path: Path) -> None:
