@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pyarrow.parquet as pq
 import torch
 
 from omni.audio.io import SAMPLE_RATE
@@ -23,7 +25,8 @@ from train.bench.timing import TimingRow
 from train.data.batching.examples import ExampleMaker
 from train.data.batching.loader import StepLoader
 from train.data.batching.pipeline import Pipeline
-from train.data.config import PackingConfig
+from train.data.config import WINDOW, PackingConfig
+from train.data.rows.indexing import write_index
 from train.data.rows.parquet import write_rows
 from train.data.rows.parts import Needed
 from train.data.rows.row import Codes, RowTurn, Sound
@@ -33,6 +36,8 @@ from train.data.sources.mixture import Mixture, TaskMixture
 
 KINDS = 64
 """Number of rows that differ; all others repeat them."""
+TASKS = {"A1T1": 0.5, "A1A2": 0.5}
+NEEDED = Needed(frozenset(TASKS))
 
 
 def reading(
@@ -42,6 +47,7 @@ def reading(
     """Measures on one core, with batches made in this process, for the `nano` preset; files are just written, hence cached.
 
     The first batch is timed from where a run opens its data; resumed, with the state of a run that has made `steps` batches.
+    Of the last number of rows, both orders follow, with the files' index.
 
     Args:
         counts: numbers of rows.
@@ -76,15 +82,48 @@ def reading(
                 TimingRow(f"{name}: first batch", firsts[-1][0], "s"),
                 TimingRow(f"{name}: first batch, resumed", firsts[-1][1], "s"),
             ]
-    return [*out, TimingRow(f"first batch, {counts[-1]:,} / {counts[0]:,} rows", firsts[-1][0] / firsts[0][0], "x")]
+        orders = _orders(Path(folder) / str(counts[-1]), packing, 10 * steps)
+    return [*out, TimingRow(f"first batch, {counts[-1]:,} / {counts[0]:,} rows", firsts[-1][0] / firsts[0][0], "x"), *orders]
 
 
-def _open(data: Path, packing: PackingConfig, step: int = 0, states: Mapping[str, Any] | None = None) -> StepLoader:
+def _orders(data: Path, packing: PackingConfig, batches: int) -> list[TimingRow]:
+    """Measures rates in both orders, and the bytes that are read over those of the columns that examples need."""
+    write_index(data)
+    file = pq.read_metadata(next(data.glob("*.parquet")))
+    needed = set(NEEDED.first.paths(file))
+    groups = [file.row_group(number) for number in range(file.num_row_groups)]
+    chunks = (group.column(number) for group in groups for number in range(group.num_columns))
+    used = sum(chunk.total_compressed_size for chunk in chunks if chunk.path_in_schema in needed) / file.num_rows
+    out = []
+    for name, window in (("random", None), ("sequential", WINDOW)):
+        loader = _open(data, packing, window=window)
+        next(loader)
+        (state,) = loader.states.values()
+        rows, read, start = state["next"], _read_bytes(), time.perf_counter()
+        examples = sum(batch.examples for _ in range(batches) for batch in next(loader))
+        seconds = time.perf_counter() - start
+        (state,) = loader.states.values()
+        out.append(TimingRow(f"order {name}, with an index: rows packed a minute", 60 * examples / seconds))
+        if read is not None:
+            share = (_read_bytes() - read) / used / (state["next"] - rows)
+            out.append(TimingRow(f"order {name}, with an index: bytes read / bytes needed", share, "x"))
+    return out
+
+
+def _read_bytes() -> Any:
+    """Bytes that this process has read so far; None where the system does not count them."""
+    counters = getattr(psutil.Process(), "io_counters", None)
+    return getattr(counters(), "read_chars", None) if counters is not None else None
+
+
+def _open(
+    data: Path, packing: PackingConfig, step: int = 0, states: Mapping[str, Any] | None = None, window: int | None = None
+) -> StepLoader:
     """Opens a loader over stored rows, as a run does."""
     maker = ExampleMaker(preset("nano"), Tokenizer.bytes(), load_codec("codec2"))
-    tasks = {"A1T1": 0.5, "A1A2": 0.5}
-    source = StoredSource(data, needed=Needed(frozenset(tasks)))
-    pipeline = Pipeline(Mixture([source], [1.0]), [TaskMixture(tasks)], maker, packing)
+    source = StoredSource(data, needed=NEEDED, window=window)
+    windows = {} if source.windows is None else {0: source.windows}
+    pipeline = Pipeline(Mixture([source], [1.0], windows=windows), [TaskMixture(TASKS)], maker, packing)
     return StepLoader(pipeline, 1, start_step=step, states=states)
 
 

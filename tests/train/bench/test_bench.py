@@ -164,10 +164,13 @@ def test_the_table_of_reading_has_rates_and_first_batches_of_each_size():
     found = values(reading((10, 70), shard=30, steps=1, repeat=1, packing=PackingConfig(2, 128, 3)))
     names = ("rows packed a minute", "first batch", "first batch, resumed")
     sizes = ("10 rows in 1 file", "70 rows in 3 files")
-    assert list(found) == [f"{size}: {name}" for size in sizes for name in names] + ["first batch, 70 / 10 rows"]
+    kinds = ("rows packed a minute", "bytes read / bytes needed")
+    orders = [f"order {order}, with an index: {name}" for order in ("random", "sequential") for name in kinds]
+    assert list(found) == [f"{size}: {name}" for size in sizes for name in names] + ["first batch, 70 / 10 rows", *orders]
     first = [found[f"{size}: first batch"] for size in sizes]
     assert found["first batch, 70 / 10 rows"] == pytest.approx(first[1] / first[0])
     assert all(value > 0 for value in found.values())
+    assert 0.5 < found[orders[3]] < 2  # each group is read once an epoch
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
