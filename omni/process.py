@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ def lead(main: Callable[[], int]) -> NoReturn:
     open_streams()
     came = end_in_order()
     threading.excepthook = _thread_failed
+    logging.getLogger("omni").addHandler(_Warnings(logging.WARNING))
     code: object = FAILED
     try:
         code = main()
@@ -147,6 +149,20 @@ def forget(number: int) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, number)
         os.close(nowhere)
+
+
+class _Warnings(logging.Handler):
+    """Prints what the library warns of, above a progress bar; nothing where the program has a handler of its own for logs."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        bars = sys.modules.get("tqdm")
+        if logging.getLogger().handlers:
+            return
+        if bars is None:
+            say(record.getMessage())
+        else:
+            with contextlib.suppress(OSError, ValueError):
+                bars.tqdm.write(record.getMessage(), file=sys.stderr)
 
 
 def say(text: str) -> None:

@@ -231,6 +231,22 @@ def test_a_thread_s_end_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" in call(["-c", code, "--debug"], tmp_path).stderr
 
 
+@pytest.mark.parametrize("bar", ["", "import tqdm, time; bar = tqdm.tqdm(total=3); bar.update()"])
+@pytest.mark.parametrize("own", ["", "logging.basicConfig(format='own: %(message)s')"])
+def test_what_the_library_warns_of_is_a_line(bar: str, own: str, tmp_path: Path) -> None:
+    code = (
+        f"import logging, sys\ndef main():\n    {bar}\n    {own}\n"
+        "    logging.getLogger('omni.stores').warning('not %s', 'read')\n"
+        "    logging.getLogger('omni.stores').info('fetching'); return 0\n"
+        "from omni.process import lead\nlead(main)\n"
+    )
+    done = call(["-c", code], tmp_path)
+    assert not done.returncode
+    lines = done.stderr.replace("\r", "\n").splitlines()
+    assert done.stderr.count("not read") == 1 and "fetching" not in done.stderr
+    assert "own: not read" in done.stderr if own else "not read" in lines
+
+
 HUGE = [float("nan"), float("inf"), -float("inf"), 1e300, -1e300, 10**30, -(10**30), 10**5000, "1", None, True, 1j]
 
 

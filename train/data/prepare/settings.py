@@ -109,9 +109,9 @@ def refuse_other(
     Args:
         state: how the folder came to be, for the message, as `now` is for what the other settings are, and `way` what to do.
     """
-    differing = []
+    differing, elsewhere = [], held.get("source") != settings.get("source")
     for name, one, other in _differing(held, settings):
-        if name in _DATA and name not in held:  # written by a version without this setting
+        if name in _DATA and (elsewhere or name not in held):  # of another source, or written by a version without this setting
             continue
         if name in _DATA:
             what = f"{name} was {one} and {now} {other}"

@@ -66,6 +66,14 @@ def test_only_the_settings_that_differ_are_named(tmp_path):
     assert f"was prepared with other settings: {named}; give the same ones" in str(caught.value)
 
 
+def test_another_source_is_told_as_such(tmp_path):
+    """Not as one that has changed."""
+    prepare(told(tmp_path / "in", "one", "two"), tmp_path / "out", PrepareConfig(workers=0))
+    other = told(tmp_path / "other", "three")
+    with pytest.raises(UserError, match=rf"was prepared with other settings: source was '\S+in\S*' and is now '{other}'"):
+        prepare(other, tmp_path / "out", PrepareConfig(workers=0))
+
+
 @pytest.mark.parametrize(
     ("voice", "line"), [("en-us+f9", "has no variant 'f9'"), ("+f9", "no variant"), ("xx", "no language 'xx'")]
 )
