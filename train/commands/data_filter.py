@@ -15,6 +15,7 @@ from train.data.inspect.filter import DROPPED, RowFilter, filter_rows
 from train.data.inspect.filter_parts import judge_part
 from train.data.inspect.parts import add_shard, given, joining
 from train.data.inspect.rules import read_rules
+from train.data.inspect.stats import SHOWN
 from train.data.prepare.codecs import Codecs
 from train.data.prepare.config import DataPart
 from train.data.prepare.report import REPORT
@@ -64,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
 def show(report: Mapping[str, Any], out: Path) -> None:
     """Prints how many rows were kept."""
     print(f"{report['rows']} of {report['rows'] + report['dropped']} rows kept in {out}")
+    for line in report.get("unreadable_files", ())[:SHOWN]:
+        print(f"warning: {line}")
     if report["dropped"]:
         rows = [[name, str(count)] for name, count in report["rules"].items()]
         print_table("", ("rule", "rows it drops"), rows)

@@ -220,7 +220,7 @@ def _place(out: Path) -> Path:
 def _fill(
     scan: Scan, work: Path, judge: Judge, rules: Mapping[str, Any], shard_mb: int, progress: Kind
 ) -> dict[str, Any]:  # fmt: skip
-    shards, counts, dropped = ShardWriter(work, shard_mb << 20), Counter[str](), 0
+    shards, counts, dropped, lost = ShardWriter(work, shard_mb << 20), Counter[str](), 0, list[str]()
     writer = _Writer(shards)
     display = display_of(progress, scan)
     try:
@@ -233,6 +233,8 @@ def _fill(
                 writer.take(item, plain, lengths)
                 if reasons:
                     rows = item.count if isinstance(item, UnreadableRows) else 1
+                    if not rows:
+                        lost.append(f"{item.where} {reasons[0][1]}")
                     counts.update({name: rows for name in dict(reasons)})
                     dropped += rows
                     _log(log, item, reasons)
@@ -241,6 +243,8 @@ def _fill(
         shards.abandon()
         display.close()
     if not shards.done.rows:
+        if not dropped and lost:
+            raise UserError(lost[0])
         most = f": {counts.most_common(1)[0][0]} drops {counts.most_common(1)[0][1]}" if counts else ""
         raise UserError(f"none of the {len(scan)} rows of {scan.path} is kept{most}; loosen the rules")
     report = {
@@ -249,6 +253,7 @@ def _fill(
         **shards.done.plain(),
         "dropped": dropped,
         "rules": dict(counts.most_common()),
+        **({"unreadable_files": lost} if lost else {}),
         "asked": rules,
         "shards": [
             {name: note[name] for name in ("file", "rows", "bytes", "crc32", "items")} for note in notes(work) if note["file"]

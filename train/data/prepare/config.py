@@ -19,6 +19,9 @@ ONE = "espeak:+f3"
 """The voice of answers where questions are asked in many."""
 
 
+MOST_PARTS = 100_000
+
+
 @dataclass(frozen=True)
 class DataPart:
     """One of `count` parts of a preparation, `number` from 0 on; as text `3/16`."""
@@ -35,6 +38,8 @@ class DataPart:
         number, count = map(int, found.groups())
         if number >= count:
             raise UserError(f"shard {text!r} is none of {count}: they are counted from 0 on, 0/{count or 1} is the first")
+        if count > MOST_PARTS:
+            raise UserError(f"shard {text!r} is one of {count:,} parts: make at most {MOST_PARTS:,}")
         return cls(number, count)
 
     def __str__(self) -> str:

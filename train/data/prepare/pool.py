@@ -9,11 +9,14 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import signal
+import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, cast
+
+from tqdm import tqdm
 
 from omni.errors import UserError
 from omni.plugins import load_plugins, loaded
@@ -166,6 +169,7 @@ class _Pool(BlockPool):
 def _work(pipe: Connection, work: bytes, plugins: Sequence[str]) -> None:
     """Run a worker process: make the assigned blocks until the master closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the master ends it
+    tqdm.set_lock(threading.RLock())  # else a library's bar makes one for several processes, which outlives this one
     try:
         load_plugins(plugins)
         maker = BlockMaker(*pickle.loads(work))

@@ -217,11 +217,17 @@ def finished(folder: Path, first: int) -> Iterator[dict[str, Any]]:
 
 
 def blocks_of(folder: Path, note: dict[str, Any]) -> Iterator[tuple[PreparedBlock, pa.Table, int]]:
-    """The blocks of a shard in a segment that its part has not whole, as `ShardWriter.add_rows` takes them."""
+    """The blocks of a shard in a segment that its part has not whole, as `ShardWriter.add_rows` takes them.
+
+    UserError where the file is not the one that was written.
+    """
     import pyarrow.parquet as pq
 
     if note["file"]:
-        with readable(folder / note["file"]), pq.ParquetFile(folder / note["file"]) as file:
+        path = folder / note["file"]
+        if checksum(path) != note["crc32"]:
+            raise UserError(f"{path} is damaged, its CRC-32 is not that of its note: remove {folder} and make this part again")
+        with readable(path), pq.ParquetFile(path) as file:
             table = file.read()
     else:
         table = features().arrow_schema.empty_table()

@@ -266,6 +266,9 @@ def test_damaged_parts_are_refused(tmp_path):
     os.truncate(file, 100)
     with pytest.raises(UserError, match=r"rows-00000\.parquet has 100 bytes.*remove .*00001-of-00002"):
         join(tmp_path / "out")
+    file.write_bytes(content[:200] + bytes([content[200] ^ 1]) + content[201:])
+    with pytest.raises(UserError, match=r"rows-00000\.parquet is damaged, its CRC-32.*remove .*00001-of-00002 and make this"):
+        join(tmp_path / "out")
     file.write_bytes(content)
     shutil.move(place / "notes", tmp_path / "notes")
     with pytest.raises(UserError, match=r"00001-of-00002 lacks items 96 to 199"):
@@ -299,6 +302,7 @@ def test_a_part_without_rows(tmp_path):
         ("a/b", "is not written as 3/16"),
         ("2/2", "shard '2/2' is none of 2: they are counted from 0 on"),
         ("0/0", "shard '0/0' is none of 0"),
+        ("0/100001", "shard '0/100001' is one of 100,001 parts: make at most 100,000"),
     ],
 )
 def test_a_shard_that_is_none(shard, line, tmp_path):
