@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -122,9 +123,13 @@ def may_pass(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """One line that says why a request failed."""
-    status, text = status_of(error), " ".join(str(error).split())[:200]
-    text = text or type(error).__name__
+    """One line that says why a request failed: of the first of its errors that says more than an address.
+
+    What follows a question mark in an address may be a signature, and is left out.
+    """
+    texts = [re.sub(r"(://[^\s?]*\?)[^\s'\")]+", r"\1…", " ".join(str(one).split())) for one in _chain(error)]
+    said = [text[:200] or type(one).__name__ for text, one in zip(texts, _chain(error), strict=True)]
+    status, text = status_of(error), next((one for one in said if "://" not in one or " " in one), said[0])
     return text if status is None or str(status) in text else f"{text}, status {status}"
 
 

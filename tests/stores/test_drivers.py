@@ -223,8 +223,15 @@ def test_files_of_a_web_server(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match="cannot be written: give an address of s3 and gs"):
             write_object(__file__, f"{server.address}/d/a")
         server.failing = 100
-        with pytest.raises(UserError, match="/d/a cannot be read: .*500, 6 times"):
+        with pytest.raises(UserError, match="/d/a cannot be read: .*500.*, 6 times"):
             look_up(f"{server.address}/d/a")
+        gone = f"{server.address}/d/c?signature=secret"
+        with pytest.raises(UserError, match=r"/d/c\?… cannot be read: .*500.*, 6 times") as failed:
+            look_up(gone)
+        assert "secret" not in str(failed.value)
+    with pytest.raises(UserError, match=r"/d/c\?… cannot be read: Cannot connect to host .*, 6 times") as failed:
+        look_up(gone)
+    assert "secret" not in str(failed.value)
 
 
 def test_an_object_is_told_by_its_address() -> None:
