@@ -221,7 +221,8 @@ LATER = {
     "chunk_ms": 320, "train_chunk_ms": [160, 1280], "history_ms": None, "turn": False, "distill_weight": 0.0, "upload": None,
     "shard": "", "ray": "", "recordings": "copy",
     "max_epochs": None, "max_rows": None, "draws": None,
-    "order": "random", "window": 16, "shuffle": 256, "read": None,
+    "order": "random", "window": 16, "shuffle": 256, "read": None, "reading": ["str"],
+    "trained": [["int", "str"]],
 }  # fmt: skip
 """Keys that came after the golden files, with their defaults, by which what was written before is read."""
 

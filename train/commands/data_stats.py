@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     tasks = tuple(find_task(name, "--tasks") for name in chosen["tasks"]) if target is not None else ()
     if chosen["shard"]:
         return _part(chosen, codecs, target, tasks)
-    collected = collect(Scan(chosen["data"]), codecs, target, tasks, chosen["progress"])
+    collected = collect(Scan(chosen["data"], chosen["progress"]), codecs, target, tasks, chosen["progress"])
     return tell(collected, chosen["data"], chosen["out"], target.config.decoder.context if target is not None else 0)
 
 

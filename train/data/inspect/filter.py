@@ -173,7 +173,7 @@ class RowFilter:
 
 def filter_rows(data: Path, out: Path, judge: RowFilter, shard_mb: int = 256, progress: Kind = "off") -> dict[str, Any]:
     """Filter rows as `write_kept`, by rules."""
-    return write_kept(Scan(data), out, judge.judged, asdict(judge.rules), shard_mb, progress)
+    return write_kept(Scan(data, progress), out, judge.judged, asdict(judge.rules), shard_mb, progress)
 
 
 def write_kept(

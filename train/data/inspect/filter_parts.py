@@ -43,7 +43,7 @@ def judge_part(
     Raises:
         UserError: as of `parts.making`; an answer that cannot be decoded, no space left.
     """
-    scan = Scan(data)
+    scan = Scan(data, progress)
     mine = scan.part(part.number, part.count)
     options = {"rules": json.loads(json.dumps(asdict(judge.rules))), "shard_mb": shard_mb}
     with making(out, part, settings_of_parts(words, data, [scan], options)) as work:
@@ -97,7 +97,7 @@ def join_filter(out: Path, parts: Sequence[Path], settings: Mapping[str, Any], p
     Raises:
         UserError: as of `write_kept`; rows that have changed since they were judged.
     """
-    scan = Scan(settings["source"])
+    scan = Scan(settings["source"], progress)
     if [fingerprint(scan)] != settings["source_files"]:
         raise UserError(
             f"{scan.path} has changed since its rows were judged: it was {settings['source_files'][0]} and is "

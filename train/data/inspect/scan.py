@@ -18,9 +18,14 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.stores.drivers import read_range
+from train.console.progress import Display, Kind
 from train.data.readers.records import plain_rows
-from train.data.rows.places import REPORT, DataFile, find_files, looked_at, opened, reading
+from train.data.rows.index import RowIndex, has_index
+from train.data.rows.places import REPORT, DataFile, DataFiles, find_files, looked_at, opened, reading
 from train.data.rows.row import OPTIONAL, ROW_VERSION, Row, features, from_plain
+
+MANY = 500
+"""Number of files that are opened without a word."""
 
 BATCH = 16
 """Rows in memory at once, besides the pages they are read from."""
@@ -65,7 +70,8 @@ class UnreadableRows:
 class Scan:
     """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names, here or in a store.
 
-    A store's files are read by ranges, from the first row group that is asked for on.
+    A store's files are read by ranges, from the first row group that is asked for on. Where an index or a report tells how many
+    rows each file has, none is opened before its rows are asked for.
 
     Attributes:
         path: the file or folder, or its address, for messages.
@@ -77,13 +83,21 @@ class Scan:
         UserError: there is nothing at `path`, or no Parquet file in it.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], progress: Kind = "off") -> None:
         found = find_files(path)
         self.path, self.folder, self.files, self._report = found.path, found.folder, found.files, found.report
         self._schema = features().arrow_schema
-        heads = [*looked_at(self._head, self.files)]
-        self._whys = [why for _, why in heads]
-        self._ends = list(itertools.accumulate(rows for rows, _ in heads))
+        counts = _counts(found)
+        self._whys: list[str | None] = [None] * len(self.files)
+        if counts is None:
+            display = Display(len(self.files), kind=progress if len(self.files) > MANY else "off")
+            counts = []
+            for number, (rows, why) in enumerate(looked_at(self._head, self.files)):
+                counts.append(rows)
+                self._whys[number] = why
+                display.tick(1, 0.0)
+            display.close()
+        self._ends = list(itertools.accumulate(counts))
         self.start, self.stop = 0, sys.maxsize
 
     def __len__(self) -> int:
@@ -156,6 +170,17 @@ class Scan:
     def _first(self, number: int) -> int:
         return self._ends[number - 1] if number else 0
 
+    def _why(self, number: int) -> str:
+        """Why the rows of a file cannot be read, or ""."""
+        why = self._whys[number]
+        if why is None:
+            rows, why = self._head(self.files[number])
+            known = self._ends[number] - self._first(number)
+            if not why and rows != known:
+                why = f"has {rows} rows, and {known} by its index or report: prepare it again, or run `omni-train data index`"
+            self._whys[number] = why
+        return why
+
     def _head(self, file: DataFile) -> tuple[int, str]:
         """Number of rows of a file, and the error of the file as a whole, or ""."""
         import pyarrow as pa
@@ -184,10 +209,10 @@ class Scan:
         import pyarrow.parquet as pq
 
         file, first = self.files[number], self._first(number)
-        if self._whys[number]:
+        if why := self._why(number):
             if only is None and not self.begins(number):
                 return
-            yield UnreadableRows(first, str(file), self._ends[number] - first, self._whys[number])
+            yield UnreadableRows(first, str(file), self._ends[number] - first, why)
             return
         # Page checksums are verified where the file has them; pages are read as needed, not a whole row group at once.
         options: Any = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": 1 << 18}
@@ -219,6 +244,17 @@ class Scan:
             return FoundRow(index, where, plain, from_plain(plain, self.folder, where))
         except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:  # the last is torch's
             return FoundRow(index, where, plain, None, one_line(error).removeprefix(where).lstrip(": "))
+
+
+def _counts(found: DataFiles) -> list[int] | None:
+    """Numbers of rows of the files, by their index or, in a store, their report; None where there is none that fits."""
+    here = found.folder
+    if len(found.files) == 1 or (found.index is None if here is None else not has_index(here)):
+        return found.counts()
+    try:
+        return RowIndex(found if here is None else here).counts()
+    except UserError:
+        return None
 
 
 def one_line(error: BaseException) -> str:

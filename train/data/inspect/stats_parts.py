@@ -49,7 +49,7 @@ def collect_part(
     Raises:
         UserError: as of `parts.making`.
     """
-    scan = Scan(data)
+    scan = Scan(data, progress)
     mine = scan.part(part.number, part.count)
     settings = {
         "context": 0 if target is None else target.config.decoder.context,

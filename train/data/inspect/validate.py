@@ -65,7 +65,7 @@ def validate(
     Raises:
         UserError: there are no such data, the codec's weights do not fit, or there is no room for the file.
     """
-    scan, others = open_scans(data, against)
+    scan, others = open_scans(data, against, progress)
     display = display_of(progress, scan, *others)
     try:
         check_sums(scan, findings)
@@ -78,9 +78,9 @@ def validate(
     return Summary(seen.rows, len(scan), seen.microseconds / 3.6e9, findings)
 
 
-def open_scans(data: Path, against: Sequence[Path]) -> tuple[Scan, list[Scan]]:
+def open_scans(data: Path, against: Sequence[Path], progress: Kind = "off") -> tuple[Scan, list[Scan]]:
     """Open the rows, and those that they are compared with; UserError where there are none, or they are the same."""
-    scan, others = Scan(data), [Scan(other) for other in against]
+    scan, others = Scan(data, progress), [Scan(other, progress) for other in against]
     for other in others:
         if other.same(scan):
             raise UserError(f"{other.path} is compared with itself: name another split with --against")

@@ -71,7 +71,7 @@ def validate_part(
     Raises:
         UserError: as of `validate`, and of `parts.making`.
     """
-    scan, others = open_scans(data, against)
+    scan, others = open_scans(data, against, progress)
     settings = {"against": [spelled(other) for other in against], "bounds": asdict(bounds), **options}
     mine, *theirs = (one.part(part.number, part.count) for one in (scan, *others))
     with making(out, part, settings_of_parts(words, data, [scan, *others], settings)) as work:

@@ -175,6 +175,12 @@ class RowIndex:
     def _other(self, file: str, what: str) -> UserError:
         return UserError(f"index {self.path} is of other files: {file} {what}: {self._again}")
 
+    def counts(self) -> list[int]:
+        """Number of rows of each file."""
+        import numpy as np
+
+        return [int(count) for count in np.diff(self._table["row_ends"], prepend=0)]
+
     def group_sizes(self) -> np.ndarray:
         """Number of rows of each group, uint32 [G]."""
         import numpy as np
