@@ -44,6 +44,10 @@ CHECKSUM = 4
 """Bytes of a block's CRC-32."""
 
 
+class CacheError(UserError):
+    """The cache has no room, or cannot be written."""
+
+
 def limit_bytes() -> int:
     """Most bytes of the cache: `OMNI_CACHE_GB`, in GB; 0 keeps no blocks of data."""
     given = os.environ.get("OMNI_CACHE_GB", "")
@@ -124,12 +128,12 @@ class StoreCache:
             what: the address, for messages.
 
         Raises:
-            UserError: it is larger than the cache may be, or the disk is full, or the cache cannot be written.
+            CacheError: it is larger than the cache may be, or the disk is full, or the cache cannot be written.
         """
         from filelock import FileLock
 
         if needed > limit_bytes():
-            raise UserError(
+            raise CacheError(
                 f"{what} has {needed / 1e9:.2f} GB, and the cache {self.folder} may have {limit_bytes() / 1e9:.2f}: set "
                 "OMNI_CACHE_GB to more"
             )
@@ -152,7 +156,7 @@ class StoreCache:
                     shutil.rmtree(part, ignore_errors=True)
         except OSError as error:
             full = "no space left" if error.errno in FULL else error.strerror or str(error)
-            raise UserError(
+            raise CacheError(
                 f"{what} cannot be kept in the cache {self.folder} ({full}; it needs {needed / 1e9:.2f} GB): free some "
                 "space, or set OMNI_CACHE to a folder on another disk"
             ) from error

@@ -17,6 +17,7 @@ here; there, times are not compared.
 from __future__ import annotations
 
 import bisect
+import logging
 import os
 import struct
 import zlib
@@ -24,7 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.errors import UserError
-from omni.stores.drivers import StoredObject
+from omni.stores.cache import CacheError
+from omni.stores.drivers import StoredObject, read_range
 from omni.stores.reading import local_file
 from train.data.rows.footer import SharedFooter
 from train.data.rows.open_file import ColumnPaths, GroupSpan, OpenFile, OpenGroup
@@ -34,6 +36,8 @@ from train.data.rows.row import ROW_VERSION
 
 if TYPE_CHECKING:
     import numpy as np
+
+LOG = logging.getLogger(__name__)
 
 VERSION = 1
 
@@ -87,19 +91,24 @@ class RowIndex:
 
         self.folder = folder
         self.path: DataFile
+        self._header: bytes
         self._stored: dict[str, StoredObject] = {}
         if isinstance(folder, Path):
             self.path, here = folder / INDEX, folder / INDEX
             self._again = f"run `omni-train data index {folder}`"
         else:
             assert folder.index is not None
-            self.path, here = folder.index, local_file(folder.index)
+            self.path, here = folder.index, _brought(folder.index)
             self._stored = {file.name: file for file in folder.files if isinstance(file, StoredObject)}
             self._again = "copy the folder there again with its index, or delete the index there"
         try:
-            with open(here, "rb") as file:
-                self._header, size = file.read(START), os.fstat(file.fileno()).st_size
-                self._read(np.asarray(np.memmap(file, np.uint8, "r")) if size else np.zeros(0, np.uint8))
+            if isinstance(here, bytes):
+                self._header = here[:START]
+                self._read(np.frombuffer(here, np.uint8))
+            else:
+                with open(here, "rb") as file:
+                    self._header, size = file.read(START), os.fstat(file.fileno()).st_size
+                    self._read(np.asarray(np.memmap(file, np.uint8, "r")) if size else np.zeros(0, np.uint8))
             if header is None:
                 self._compare()
         except OSError as error:
@@ -269,6 +278,15 @@ class IndexedFile(OpenFile):
         except (pa.ArrowException, OSError) as error:
             raise self._index.wrong(self.file, error) from error
         return OpenGroup(GroupFile(self._source, self._columns, metadata, self._far), 0, self._columns, {})
+
+
+def _brought(index: StoredObject) -> Path | bytes:
+    """The index of a store's folder, in the cache; its bytes where that takes nothing."""
+    try:
+        return local_file(index)
+    except CacheError as error:
+        LOG.warning("%s; until then every process holds it in memory", error)
+        return read_range(index, 0, index.size)
 
 
 def has_index(folder: Path) -> bool:

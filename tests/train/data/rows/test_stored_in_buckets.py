@@ -19,6 +19,7 @@ from train.data.batching.loader import StepLoader
 from train.data.batching.pipeline import Pipeline
 from train.data.config import PackingConfig
 from train.data.inspect.scan import Scan
+from train.data.rows.index import RowIndex
 from train.data.rows.indexing import write_index
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.parquet_files import files_of
@@ -106,6 +107,21 @@ def test_with_an_index_no_footer_is_read(bucket: Any, folder: Path, tmp_path: Pa
     other = bucket.address("other")
     with pytest.raises(UserError, match=rf"index {other}/rows.index is of other files: .*rows-00001.parquet is not there"):
         StoredRows(other)
+
+
+def test_an_index_is_read_without_the_cache_too(
+    bucket: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indexed = shutil.copytree(folder, tmp_path / "indexed")
+    write_index(indexed)
+    address = bucket.put_all(indexed, "indexed")
+    monkeypatch.setenv("OMNI_CACHE_GB", "0.0000001")
+    rows = StoredRows(address)
+    assert isinstance(rows._files, RowIndex) and [row.id for row in rows] == [row.id for row in StoredRows(folder)]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OMNI_CACHE_GB", "1")
+    monkeypatch.setenv("OMNI_CACHE", str(tmp_path / "file" / "cache"))
+    assert [row.id for row in StoredRows(address)] == [row.id for row in rows]
 
 
 def test_one_file_and_samples(bucket: Any, folder: Path) -> None:
