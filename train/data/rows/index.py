@@ -91,6 +91,7 @@ class RowIndex:
 
         self.folder = folder
         self.path: DataFile
+        here: Path | bytes
         self._header: bytes
         self._stored: dict[str, StoredObject] = {}
         if isinstance(folder, Path):
