@@ -120,6 +120,8 @@ def items_of(
             text = turn.written(task) if task.text else None
             question: str | Tensor = turn.question_text if spoken is None else spoken
             items.append(Item(task.name, question, turn.question_text, text, codes, row.source.partition("/")[2], row.system))
+    if not items and broken:
+        raise UserError(f"no held-out row can be read; the first of {len(broken)}, {next(iter(broken.values()))}")
     if not items:
         raise UserError(f"no held-out row has what the tasks {', '.join(tasks)} need; see validation.tasks")
     return items

@@ -183,6 +183,8 @@ def test_a_held_out_row_that_cannot_be_asked_is_named_before_anybody_trains() ->
     broken = [Row((RowTurn("q", Sound(path="/nowhere.wav"), "a"),), source="digits", where="test.parquet row 0")]
     with pytest.raises(UserError, match=r"held-out test.parquet row 0: .*nowhere"):
         items_of(broken, ["A1T1"], None, encoder)
+    with pytest.raises(UserError, match="no held-out row can be read; the first of 1, test.parquet row 0: "):
+        items_of(broken, ["A1T1"], None, encoder, broken={})
 
 
 @pytest.mark.parametrize(("kinds", "shown"), [(1, 0), (2, 2), (24, 24), (25, 0)])
