@@ -60,6 +60,10 @@ def limit_bytes() -> int:
     return int(value * 1e9)
 
 
+def _amount(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size:,} bytes"
+
+
 def key_of(*parts: object) -> str:
     """Name of an entry, from all that it depends on."""
     return hashlib.sha256("\n".join(map(str, parts)).encode(errors="surrogatepass")).hexdigest()[:40]
@@ -134,7 +138,7 @@ class StoreCache:
 
         if needed > limit_bytes():
             raise CacheError(
-                f"{what} has {needed / 1e9:.2f} GB, and the cache {self.folder} may have {limit_bytes() / 1e9:.2f}: set "
+                f"{what} has {_amount(needed)}, and the cache {self.folder} may have {_amount(limit_bytes())}: set "
                 "OMNI_CACHE_GB to more"
             )
         target = self.entry(key)
@@ -157,7 +161,7 @@ class StoreCache:
         except OSError as error:
             full = "no space left" if error.errno in FULL else error.strerror or str(error)
             raise CacheError(
-                f"{what} cannot be kept in the cache {self.folder} ({full}; it needs {needed / 1e9:.2f} GB): free some "
+                f"{what} cannot be kept in the cache {self.folder} ({full}; it needs {_amount(needed)}): free some "
                 "space, or set OMNI_CACHE to a folder on another disk"
             ) from error
         self.written(needed)

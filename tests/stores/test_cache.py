@@ -103,7 +103,7 @@ def test_a_full_disk(cache: StoreCache, monkeypatch: pytest.MonkeyPatch) -> None
     cache.write_block("ab2", b"block")
     assert len(told) == 1 and "No space left" in told[0] and "data are read without it" in told[0]
     assert cache.read_block("ab1") is None
-    said = r"s3://b/a cannot be kept in the cache .* \(no space left; it needs 0.00 GB\): free some space, or set OMNI_CACHE"
+    said = r"s3://b/a cannot be kept in the cache .* \(no space left; it needs 5 bytes\): free some space, or set OMNI_CACHE"
     with pytest.raises(UserError, match=said):
         fill(cache, "a", 5)
     assert not cache.entry(key_of("a")).exists()
@@ -120,7 +120,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_more_than_the_cache_may_have(cache: StoreCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNI_CACHE_GB", "1e-6")
-    with pytest.raises(UserError, match=r"s3://b/a has 0.00 GB, and the cache .* may have 0.00: set OMNI_CACHE_GB to more"):
+    with pytest.raises(UserError, match=r"s3://b/a has 1,001 bytes, and the cache .* may have 1,000 bytes: set"):
         fill(cache, "a", 1001)
     monkeypatch.setenv("OMNI_CACHE_GB", "0")
     cache.write_block("ab1", b"block")

@@ -13,7 +13,7 @@ from typing import Literal
 
 from omni.errors import UserError
 from omni.hardware import check_device
-from omni.process import importing
+from omni.process import importing, say
 from train.bench.names import BALANCED, OF_RECIPE, SECTIONS
 from train.console.command import check_config, find_config
 from train.console.options import Parser, check_least
@@ -63,6 +63,8 @@ def main(argv: Sequence[str]) -> int:
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name!r} was asked for, but this machine has no GPU that PyTorch can use; leave it out")
+    if not options.json:
+        say(f"measuring {', '.join(options.only)} on {name}; each table takes seconds to minutes")
     for title, rows in sections(device, options.only, options.positions, options.config, options.methods):
         if options.json:
             print(json.dumps({"table": title, "rows": {row.name: row.value for row in rows}}), flush=True)

@@ -76,7 +76,7 @@ class SourceConfig:
 
     kind: Literal["spoken-digits", "recorded-digits", "stored", "stream"] = "spoken-digits"
     weight: float | tuple[tuple[float, float], ...] = 1.0
-    max_epochs: float | None = ranged(None, above=0, way=", or null for any number")
+    max_epochs: float | None = ranged(None, above=0, most=1_000_000, way=", or null for any number")
     max_rows: int | None = ranged(None, 1, way=", or null for any number")
     tasks: dict[str, float] = field(default_factory=lambda: {"A1A2": 1.0})
     stages: tuple[Stage, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ class Range:
     max: float | None = None
 
     def __post_init__(self) -> None:
+        if any(value is not None and math.isnan(value) for value in (self.min, self.max)):
+            raise UserError("a rule asks for nan, which no value is at least or at most: give a number, or null for none")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise UserError(f"a rule asks for at least {self.min:g} and at most {self.max:g}: nothing is both")
 

@@ -20,6 +20,7 @@ ONE = "espeak:+f3"
 
 
 MOST_PARTS = 100_000
+LOWEST_RATE, HIGHEST_RATE = 4000, 192_000
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,13 @@ class PrepareConfig:
         check_fields(self)
         if self.recordings not in ("copy", "reference"):
             raise UserError(f"recordings {self.recordings!r} is neither copy nor reference")
+        for name in ("question_rate", "answer_rate"):
+            rate = getattr(self, name)
+            if rate and not LOWEST_RATE <= rate <= HIGHEST_RATE:
+                raise UserError(
+                    f"{name} is {rate}: give samples per second from {LOWEST_RATE} to {HIGHEST_RATE}, or 0 to leave files as "
+                    "they are"
+                )
         if self.shard:
             DataPart.read(self.shard)
         if self.codec_folder and not self.codec:

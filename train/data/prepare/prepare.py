@@ -132,7 +132,11 @@ def _fill(work: Path, source: OpenedSource, config: PrepareConfig, codec: AudioC
             if not first_why and block.broken:
                 first_why = f"{block.broken[0].where}: {block.broken[0].why}"
             if not (rows or items.start) and block.stop >= min(total, _MAX_WITHOUT_ROW):
-                raise UserError(f"none of the first {counted(block.stop, 'item')} makes a row; the first, {first_why}")
+                beside = source.brought is not None and source.origin is None
+                raise UserError(
+                    f"none of the first {counted(block.stop, 'item')} makes a row; the first, {first_why}"
+                    + "; what lies beside a file in a store is not brought with it: give the address of its folder" * beside
+                )
             shards.add(block)
         shards.finish()
     finally:

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
 def read_report(folder: Path) -> PrepareTally:
     """Read the counts of a finished output."""
     data = read_json(folder / REPORT, AGAIN)
-    return PrepareTally.from_plain({name: data[name] for name in PrepareTally().plain()})
+    return PrepareTally.from_plain({one.name: data[one.name] for one in fields(PrepareTally) if one.name in data})
 
 
 def summary(tally: PrepareTally, folder: Path) -> str:
@@ -82,6 +83,8 @@ def summary(tally: PrepareTally, folder: Path) -> str:
     print(
         f"{duration(tally.question_seconds)} of spoken questions, {duration(tally.answer_seconds)} of spoken answers", file=out
     )
+    if tally.left_out:
+        print(f"{counted(tally.left_out, 'recording')} missing or damaged, and left out (--read.audio optional)", file=out)
     if tally.broken:
         print(f"{counted(tally.broken, 'item')} made no row: see {folder / BROKEN}", file=out)
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))

@@ -179,6 +179,7 @@ class PrepareTally:
         spoken_questions, spoken_answers: sides spoken by a voice.
         encoded: answers encoded from sound.
         codes_taken: answers whose codes the source had.
+        left_out: recordings that the source names and rows came without (`--read.audio optional`).
         question_seconds, answer_seconds: seconds of sound in the stored rows (of an answer with codes only: of its frames).
     """
 
@@ -190,6 +191,7 @@ class PrepareTally:
     spoken_answers: int = 0
     encoded: int = 0
     codes_taken: int = 0
+    left_out: int = 0
     question_seconds: float = 0.0
     answer_seconds: float = 0.0
 
@@ -204,8 +206,9 @@ class PrepareTally:
             setattr(self, name, getattr(self, name) + value)
 
     def plain(self) -> dict[str, Any]:
-        """Convert to plain data, for a report."""
-        return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        """Convert to plain data, for a report; without `left_out` where nothing was, as earlier versions wrote it."""
+        found = {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        return {name: value for name, value in found.items() if value or name != "left_out"}
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> PrepareTally:

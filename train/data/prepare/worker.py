@@ -13,6 +13,7 @@ from omni.errors import UserError
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.rows import PrepareTally, RowMaker
 from train.data.readers import Broken, OpenedSource
+from train.data.readers.files import Files
 from train.data.rows.row import Row
 from train.data.tts.contract import Voice
 from train.data.tts.speaking import SpeakingVoice
@@ -96,7 +97,7 @@ class BlockMaker:
     def make(self, start: int, stop: int, tick: Tick) -> PreparedBlock:
         """Make the block of items `start` to `stop`; UserError where the source cannot be read at all."""
         block, made = PreparedBlock(start, stop), list[_Made]()
-        told, since, seconds = start, time.monotonic(), 0.0
+        told, since, seconds, before = start, time.monotonic(), 0.0, Files.left_out
         for index, item in zip(range(start, stop), self._items(start, stop), strict=True):
             if isinstance(item, Broken):
                 block.broken.append(BrokenItem.of(index, item.where, item.why))
@@ -115,6 +116,7 @@ class BlockMaker:
                 tick(index + 1 - told, seconds)
                 told, since, seconds = index + 1, now, 0.0
         self._store(block, made)
+        block.tally.left_out = Files.left_out - before
         tick(stop - told, seconds)
         return block
 

@@ -172,6 +172,7 @@ def _sound(stretch: Segment | None, files: Files) -> Sound | None:
         info = header(files.file(stretch.path))
     except UserError:
         if files.audio == "optional":
+            Files.left_out += 1
             return None
         raise
     every = info.channels <= 2 and stretch.channels in ((), tuple(range(info.channels)))

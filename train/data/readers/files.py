@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from omni.audio.io import AudioInfo, audio_info
 from omni.errors import UserError
@@ -29,8 +29,10 @@ class Files:
         folder: the folder that paths are relative to and must lie in; None where there is none, as in a store.
         prefix: removed from the start of paths.
         audio: see `ReaderOptions.audio`.
+        left_out: recordings that this process has left out so far, of all data sets.
     """
 
+    left_out: ClassVar[int] = 0
     folder: Path | None
     prefix: str = ""
     audio: str = "required"
@@ -88,6 +90,7 @@ class Files:
             return self._sound(value)
         except UserError:
             if self.audio == "optional":
+                Files.left_out += 1
                 return None
             raise
 
@@ -114,6 +117,7 @@ class Files:
             return cut(self.file(name), start, end, *channels)
         except UserError:
             if self.audio == "optional":
+                Files.left_out += 1
                 return None
             raise
 

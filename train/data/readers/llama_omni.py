@@ -77,5 +77,5 @@ LLAMA_OMNI = RecordReader(
     inner=("conversations", frozenset({"from", "value"})),
     notice="units are taken to be of the codec {codec}; text beside <speech> is not kept; system messages "
     "after the first question are left out",
-    codec="(not written in the data: name it where there are units)",
+    codec="that --read.codec names",
 )

@@ -136,7 +136,7 @@ class RowIndex:
             raise UserError(f"data {_shown(self.folder)} has no rows: prepare the data again")
         self._rows = header.rows
         self._table = {name: data[start:end].view(kind) for name, (start, end, kind) in sections.items()}
-        self._columns: dict[int, ColumnPaths] = {}
+        self._shared: dict[int, tuple[SharedFooter, ColumnPaths]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RowIndex, (self.folder, self._header)
@@ -217,15 +217,16 @@ class RowIndex:
 
     def open(self, number: int) -> OpenFile:
         """Open a file; UserError where it has changed since it was indexed."""
-        self._check(number, self.file(number))
-        shared = int(self._table["shared_of"][number])
-        spans = (_span(self._table["shared_ends"], 3 * shared + part) for part in range(3))
-        footer = SharedFooter(*(self._table["shared"][start:end].tobytes() for start, end in spans))
+        file, shared = self.file(number), int(self._table["shared_of"][number])
+        self._check(number, file)
+        if shared not in self._shared:
+            spans = (_span(self._table["shared_ends"], 3 * shared + part) for part in range(3))
+            footer = SharedFooter(*(self._table["shared"][start:end].tobytes() for start, end in spans))
+            self._shared[shared] = footer, ColumnPaths()
         first, end = _span(self._table["group_ends"], number)
         start, stop = _span(self._table["row_ends"], number)
         groups = IndexedGroups(*(self._table[name][first:end] for name in ("places", "firsts", "lengths")))
-        columns = self._columns.setdefault(shared, ColumnPaths())
-        return IndexedFile(self, self.file(number), footer, columns, groups, stop - start)
+        return IndexedFile(self, file, *self._shared[shared], groups, stop - start)
 
     def wrong(self, file: DataFile, error: BaseException) -> UserError:
         """The error of a file that has no row group where the index says."""

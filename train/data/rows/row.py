@@ -88,7 +88,7 @@ class Sound:
         if self.samples is not None:
             return resample(self.samples, self.sample_rate, sample_rate)
         if self.data:
-            return read_audio(io.BytesIO(self.data), sample_rate)
+            return read_audio(self.data, sample_rate)
         if (named := self.reference) is not None:
             return named.load(sample_rate)
         return read_audio(inside(self.folder, self.path or ""), sample_rate)

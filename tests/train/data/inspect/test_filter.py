@@ -198,6 +198,7 @@ def test_what_stops_a_filter_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
         ("question_seconds: 3", "question_seconds is 3; it must be a mapping with keys of Range: min, max"),
         ("turns: {max: 1}\nturns: {max: 2}", "rules.yaml line 2: turns is given again, after line 1; keep one"),
         ("question_seconds: {min: 3, max: 1}", "rules.yaml: a rule asks for at least 3 and at most 1"),
+        ("question_seconds: {max: .nan}", "rules.yaml: a rule asks for nan"),
         ("languages: en", "languages is 'en'; it must be a list"),
         ("drop_duplicates: [rows]", "it must be one of 'row'"),
         ("require: {", r"cannot be read \(.*\); give a YAML file"),

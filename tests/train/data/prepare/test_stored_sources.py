@@ -66,6 +66,12 @@ def test_another_machine_of_a_cluster_brings_the_data_to_the_same_place(
     assert isinstance(told, str) and told.startswith(f"{address} is at {tmp_path / 'elsewhere'}") and str(path) in told
 
 
+def test_what_lies_beside_a_file_of_a_bucket_is_not_brought(bucket: Any, table: Path, tmp_path: Path) -> None:
+    address = bucket.put_all(table.parent, "set")
+    with pytest.raises(UserError, match="makes a row; .* is not brought with it: give the address of its folder"):
+        prepare(f"{address}/{table.name}", tmp_path / "out", PrepareConfig(workers=0))
+
+
 def test_one_file_of_a_bucket_is_a_data_set(bucket: Any, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
