@@ -55,6 +55,7 @@ def lm() -> Iterator[SpeechLM]:
 # --- the law --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -116,6 +117,7 @@ def test_frames_that_fill_no_feature_are_held_back(stack: int) -> None:
     equal_conversations(listener(projector=projector), True, turns=4)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("options", [{"text_assist": True}, {"system": "be brief"}, {"context": 200, "overflow": "forget"}])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_with_options_of_the_conversation(options: dict[str, Any], shape: str) -> None:

@@ -70,6 +70,7 @@ def test_rows_do_the_work_of_the_model() -> None:
     step()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("barge_in", [0.0, 1.0])
 def test_people_ask_hear_and_interrupt(barge_in: float) -> None:
     people = BarePeople(model(), manner(barge_in=barge_in), 3, context=32)

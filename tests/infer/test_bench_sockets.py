@@ -49,6 +49,7 @@ async def refusing(code: int, reason: str) -> Any:
         yield f"ws://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}/v1"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("code", [1008, 1013])
 def test_why_a_server_takes_no_session_is_told_once(run, code):
     with running(refusing(code, "this server takes no more")) as url:

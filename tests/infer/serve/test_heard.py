@@ -93,6 +93,7 @@ def test_the_cache_is_that_of_a_conversation_in_which_only_what_was_heard_was_sa
     talk(body)
 
 
+@pytest.mark.long
 def test_a_long_conversation_is_not_told_to_the_engine_again(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The samples of its oldest questions are dropped, which the engine's session had, or has forgotten itself."""
 

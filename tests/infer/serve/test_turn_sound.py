@@ -215,6 +215,7 @@ def test_parts_of_the_buffer() -> None:
             assert np.array_equal(buffer.part(first, skip, last / 24_000), samples[begin + skip : last])
 
 
+@pytest.mark.long
 def test_appends_of_nothing_of_a_sample_and_of_an_hour(run: Any, asked: list[float]) -> None:
     async def body(client: Client) -> list[Any]:
         sound = noise(0.9)
@@ -258,6 +259,7 @@ def test_a_format_that_changes_midway(run: Any, asked: list[float], monkeypatch:
     assert run(body) == found
 
 
+@pytest.mark.long
 def test_a_client_that_stalls_in_its_turn_holds_up_nobody(chunked: SpeechLM, settings: ServeSettings) -> None:
     async def body() -> None:
         host = EngineHost(lambda: chunked)

@@ -108,6 +108,7 @@ def lines(name: str) -> list[tuple[str, bool | None]]:
     return list(bench_gpu.CHECKS[name][0](CPU, False))
 
 
+@pytest.mark.long
 def test_gradients_that_are_not_finite_are_found(faked, monkeypatch):
     monkeypatch.setattr(bench_gpu, "timed", lambda work, device, repeat: 1.0)
     assert [good for _, good in lines("attention")] == [None, None, True, True, True]

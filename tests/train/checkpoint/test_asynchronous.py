@@ -187,6 +187,7 @@ def test_killed_while_it_writes_a_run_goes_on_from_the_checkpoint_before(tmp_pat
     assert all(tensor.equal(whole[name]) for name, tensor in final_tensors(tmp_path).items())
 
 
+@pytest.mark.long
 def test_two_processes_write_beside_their_steps_what_they_write_between_them(tmp_path: Path) -> None:
     """The writers of both wait until another step is done, and exchange their messages while steps exchange theirs."""
     runs = []

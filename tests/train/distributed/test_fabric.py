@@ -233,6 +233,7 @@ def test_only_the_launch_that_deleted_an_earlier_run_goes_on_with_the_present_on
     assert not restarted({**torchrun, "TORCHELASTIC_RESTART_COUNT": "0"}) and not restarted(slurm)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("block", "launcher"), [(".step-00000006.writing", "torchrun"), ("last", "srun")])
 def test_a_checkpoint_that_one_process_cannot_write_ends_both(tmp_path: Path, block: str, launcher: str) -> None:
     """At its beginning or at its end, where only the first process writes: the other must not wait for hours."""

@@ -84,6 +84,7 @@ def test_whoever_waits_at_the_start_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_whoever_waits_at_the_start(number: int) -> None:
     """The library waits in code that no handler of Python's interrupts."""

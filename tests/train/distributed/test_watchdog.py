@@ -130,7 +130,7 @@ def test_who_holds_up_a_run_is_told_and_it_goes_on(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["sleep", "stop"])
 def test_what_never_goes_on_is_ended_in_all_processes(tmp_path: Path, how: str) -> None:
     """The process that hangs says where, unless it is stopped: that one keeps the processes' store, too."""
