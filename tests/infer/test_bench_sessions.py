@@ -316,6 +316,7 @@ def test_an_engine_in_its_process_is_played(folder: Path, run: Any, tmp_path: Pa
     )
 
 
+@pytest.mark.long
 def test_codecs_with_random_weights_are_there_for_the_engine_s_process(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(CODECS)
     plugins.load_plugins(["infer.bench.live.random_codecs"], "plugins")

@@ -125,6 +125,7 @@ def test_the_session_knows_what_the_head_says_of_the_sound(host: EngineHost, set
     assert "input_audio_buffer.committed" not in [event["type"] for event in talk(host, settings, 0.8, body)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("host", [-9.0], indirect=True)
 def test_an_engine_that_hears_nothing_leaves_it_to_the_longest_wait(
     host: EngineHost, settings: ServeSettings, monkeypatch: pytest.MonkeyPatch

@@ -141,6 +141,7 @@ def test_a_turn_that_interrupts_is_heard_too(run: Any, asked: list[float]) -> No
     assert len(asked) == 2
 
 
+@pytest.mark.long
 def test_a_buffer_that_is_cleared_is_no_question(run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(client: Client) -> list[Any]:
         await append(client, noise(2.0, 7))

@@ -366,6 +366,7 @@ def test_knobs_are_turned_together_where_none_is_enough() -> None:
     assert [one.total for one in row] == sorted((one.total for one in row), reverse=True)
 
 
+@pytest.mark.long
 def test_a_checkpoint_beside_the_steps_is_a_copy_of_the_state_that_the_peak_does_not_count() -> None:
     """Weights and both moments; none where every save is the last one, or is written between steps. Shards are copied twice."""
     config, model = run(), shape()

@@ -248,6 +248,7 @@ def test_the_step_is_named_if_it_was_one(running: bool) -> None:
     assert error.in_step == running and str(error).startswith(f"memory ran out{' in step 7' * running}: ")
 
 
+@pytest.mark.long
 @pytest.mark.untrained("*")
 def test_a_run_without_memory_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
