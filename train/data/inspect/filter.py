@@ -7,7 +7,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -245,8 +245,12 @@ def _fill(
     if not shards.done.rows:
         if not dropped and lost:
             raise UserError(lost[0])
-        most = f": {counts.most_common(1)[0][0]} drops {counts.most_common(1)[0][1]}" if counts else ""
-        raise UserError(f"none of the {len(scan)} rows of {scan.path} is kept{most}; loosen the rules")
+        (most, drops), *_ = counts.most_common(1) or [("", 0)]
+        ruled = not most or most in {one.name for one in fields(Rules)}
+        raise UserError(
+            f"none of the {len(scan)} rows of {scan.path} is kept{f': {most} drops {drops}' if most else ''}; "
+            + ("loosen the rules" if ruled else "`omni-train data validate` names what is wrong with them")
+        )
     report = {
         "source": scan.path,
         "source_format": "rows",

@@ -92,9 +92,9 @@ def opened(file: DataFile) -> Any:
 def how(file: DataFile) -> dict[str, bool]:
     """How `pyarrow.parquet.ParquetFile` reads a file: columns side by side are one request to a store.
 
-    No file is mapped: one that gets shorter while it is read would end the process.
+    None is mapped (`memory_map`): a file that gets shorter while it is read would end the process.
     """
-    return {"memory_map": False, "pre_buffer": not isinstance(file, Path)}
+    return {"pre_buffer": not isinstance(file, Path)}
 
 
 def reading(file: DataFile) -> BinaryIO:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -178,6 +179,10 @@ def test_what_stops_a_filter_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     data, out = stored(tmp_path / "data", [row(0), row(1)]), tmp_path / "out"
     with pytest.raises(UserError, match=r"none of the 2 rows of .* is kept: languages drops 2; loosen"):
         filter_rows(data, out, RowFilter(Rules(languages=("xx",))))
+    gone = stored(tmp_path / "gone", [row(0, question_audio=Sound(data=b"RIFF"))])
+    with pytest.raises(UserError, match="is kept: broken_sound drops 1; `omni-train data validate` names what is wrong"):
+        filter_rows(gone, out, RowFilter(Rules()))
+    shutil.rmtree(gone)
     with locked(tmp_path / "out.filtering"), pytest.raises(UserError, match=r"is in use: process \d+ on .* writes into it"):
         filter_rows(data, out, RowFilter(Rules()))
     judge = RowFilter(Rules())
