@@ -216,7 +216,7 @@ class Scan:
             return
         # Page checksums are verified where the file has them; pages are read as needed, not a whole row group at once.
         options: Any = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": 1 << 18}
-        with pq.ParquetFile(file if isinstance(file, Path) else reading(file), **options) as parquet:
+        with pq.ParquetFile(opened(file) if isinstance(file, Path) else reading(file), **options) as parquet:
             start = 0
             for group in range(parquet.num_row_groups):
                 end = start + parquet.metadata.row_group(group).num_rows

@@ -253,7 +253,7 @@ class IndexedFile(OpenFile):
         self._index, self._shared, self._columns, self._indexed, self._rows = index, shared, columns, groups, rows
         self._far = isinstance(file, StoredObject)
         try:
-            self._source = pa.PythonFile(opened(file), "r") if self._far else pa.OSFile(str(file))
+            self._source = pa.PythonFile(opened(file), "r") if self._far else opened(file)
         except OSError as error:
             raise UserError(f"data file {file} cannot be read ({one_line(error)})") from error
 

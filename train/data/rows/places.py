@@ -85,8 +85,10 @@ def _in_store(address: str) -> DataFiles:
 
 
 def opened(file: DataFile) -> Any:
-    """What pyarrow reads a file from in place: its path here, or ranges in a store."""
-    return str(file) if isinstance(file, Path) else ObjectReader(file)
+    """What pyarrow reads a file from in place, by positions here, by ranges in a store; OSError where it cannot be opened."""
+    import pyarrow as pa
+
+    return pa.OSFile(os.fsencode(file)) if isinstance(file, Path) else ObjectReader(file)
 
 
 def how(file: DataFile) -> dict[str, bool]:

@@ -21,6 +21,7 @@ import pytest
 from omni.errors import UserError
 from tests.train.data.rows.test_rows import rows
 from train.cli import main
+from train.data.inspect.scan import Scan
 from train.data.rows import index as indexes
 from train.data.rows import open_file, parquet
 from train.data.rows.index import HEADER, INDEX
@@ -296,6 +297,17 @@ def test_groups_that_are_not_where_the_index_says_are_refused(section, value, fo
     with pytest.raises(UserError, match=f"a.parquet has no row group where .*{INDEX} says .*omni-train data index"):
         stored[5]
     assert stored[20].id == "20"
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_name_need_not_be_text(indexed, tmp_path):
+    write_rows(tmp_path / "a.parquet", ROWS[:5], row_group=2)
+    os.rename(tmp_path / "a.parquet", os.fsencode(tmp_path) + b"/a\xff.parquet")
+    write_rows(tmp_path / "b.parquet", ROWS[5:7])
+    if indexed:
+        write_index(tmp_path)
+    assert [row.id for row in StoredRows(tmp_path)] == [str(number) for number in range(7)]
+    assert [item.plain["id"] for item in Scan(tmp_path)] == [str(number) for number in range(7)]
 
 
 def test_a_damaged_page_is_named_and_the_rest_is_read(folder):

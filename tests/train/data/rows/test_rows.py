@@ -17,7 +17,7 @@ from omni.errors import UserError
 from omni.tasks import TASKS
 from tests.train.data.toys import ToyCodec, ToySource
 from train.data.inspect.scan import Scan
-from train.data.rows import parquet
+from train.data.rows import open_file, parquet
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.parquet_files import LARGE_ROWS
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word, inside
@@ -344,6 +344,7 @@ def test_what_is_known_of_a_file_is_read_once_while_there_is_room(kept, tmp_path
     chunks = 2 * pq.read_metadata(tmp_path / "00.parquet").num_columns
     monkeypatch.setattr(parquet, "KEPT_CHUNKS", kept * chunks)
     opened, real = [], pq.ParquetFile
+    monkeypatch.setattr(open_file, "opened", str)
 
     def watched(file, metadata=None, **more):
         opened.extend([file] * (metadata is None))
