@@ -14,9 +14,10 @@ from omni.errors import UserError
 from omni.tasks import TASKS, Task, find_task
 from train.data.inspect.display import make_folder
 from train.data.inspect.measures import BadSound, load, measure
-from train.data.inspect.scan import Scan, UnreadableRows, one_line
+from train.data.inspect.scan import Scan, UnreadableRows
 from train.data.inspect.target import Target
 from train.data.prepare.codecs import BadCodes, Codecs
+from train.data.rows.parquet_files import one_line
 from train.data.rows.row import Row, Sound
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from omni.stores.drivers import read_range
 from train.console.progress import Display, Kind
 from train.data.readers.records import plain_rows
 from train.data.rows.index import RowIndex, has_index
+from train.data.rows.parquet_files import one_line
 from train.data.rows.places import REPORT, DataFile, DataFiles, find_files, looked_at, opened, reading
 from train.data.rows.row import OPTIONAL, ROW_VERSION, Row, features, from_plain
 
@@ -255,9 +256,3 @@ def _counts(found: DataFiles) -> list[int] | None:
         return RowIndex(found if here is None else here).counts()
     except UserError:
         return None
-
-
-def one_line(error: BaseException) -> str:
-    """First line of an error's message, or its type."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
