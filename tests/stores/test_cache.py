@@ -120,7 +120,8 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_more_than_the_cache_may_have(cache: StoreCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNI_CACHE_GB", "1e-6")
-    with pytest.raises(UserError, match=r"s3://b/a has 1,001 bytes, and the cache .* may have 1,000 bytes: set"):
+    said = r"s3://b/a has 1,001 bytes, and the cache .* may have 1,000 bytes: set OMNI_CACHE_GB to more"
+    with pytest.raises(UserError, match=said):
         fill(cache, "a", 1001)
     monkeypatch.setenv("OMNI_CACHE_GB", "0")
     cache.write_block("ab1", b"block")
