@@ -8,7 +8,6 @@ from __future__ import annotations
 import bisect
 import copy
 import itertools
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -17,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
-from omni.stores.drivers import read_range
 from train.console.progress import Display, Kind
 from train.data.readers.records import plain_rows
 from train.data.rows.index import RowIndex, has_index
 from train.data.rows.parquet_files import one_line
-from train.data.rows.places import REPORT, DataFile, DataFiles, find_files, looked_at, opened, reading
+from train.data.rows.places import DataFile, DataFiles, find_files, looked_at, opened, reading
 from train.data.rows.row import OPTIONAL, ROW_VERSION, Row, features, from_plain
 
 MANY = 500
@@ -78,6 +76,7 @@ class Scan:
         path: the file or folder, or its address, for messages.
         files: the files.
         folder: that references in rows are relative to; None in a store.
+        report: reads the report of a preparation beside the files, see `DataFiles.described`.
         start, stop: row groups that begin from row `start` on and before `stop` are iterated over.
 
     Raises:
@@ -86,7 +85,7 @@ class Scan:
 
     def __init__(self, path: str | os.PathLike[str], progress: Kind = "off") -> None:
         found = find_files(path)
-        self.path, self.folder, self.files, self._report = found.path, found.folder, found.files, found.report
+        self.path, self.folder, self.files, self.report = found.path, found.folder, found.files, found.described
         self._schema = features().arrow_schema
         counts = _counts(found)
         self._whys: list[str | None] = [None] * len(self.files)
@@ -110,17 +109,6 @@ class Scan:
         if self.folder is None or other.folder is None:
             return self.path == other.path
         return Path(self.path).resolve() == Path(other.path).resolve()
-
-    def report(self) -> dict[str, Any]:
-        """What the report of a preparation beside the files says; empty where there is none that can be read."""
-        try:
-            if self.folder is not None:
-                found = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
-            else:
-                found = json.loads(read_range(self._report, 0, self._report.size)) if self._report is not None else {}
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
 
     def where(self, index: int) -> str:
         """File of a row, and its number there."""

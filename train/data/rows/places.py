@@ -42,13 +42,23 @@ class DataFiles:
     report: StoredObject | None = None
     index: StoredObject | None = None
 
+    def described(self) -> dict[str, Any]:
+        """What the report of `data prepare` beside the files says; empty where there is none that can be read."""
+        try:
+            if self.folder is not None:
+                found = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
+            else:
+                found = json.loads(read_range(self.report, 0, self.report.size)) if self.report is not None else {}
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def counts(self) -> list[int] | None:
         """Numbers of rows of each file by the report, so that none need be opened; None where it does not fit the files."""
         if self.report is None:
             return None
         try:
-            shards = json.loads(read_range(self.report, 0, self.report.size))["shards"]
-            known = {shard["file"]: (int(shard["rows"]), int(shard["bytes"])) for shard in shards}
+            known = {shard["file"]: (int(shard["rows"]), int(shard["bytes"])) for shard in self.described()["shards"]}
             counts = [known[file.name] for file in self.files]
         except (ValueError, KeyError, TypeError):
             return None
