@@ -1,6 +1,7 @@
 """What callers need of addresses: a file or folder here, read through the cache; an object open for reading at any place.
 
 `local_path("runs/nano/model")` is that path; `local_path("s3://bucket/model")` is a folder in the cache with what is there.
+With `pointers`, what is large in a data set stays in its store: small pointer files stand for it there, as in Git LFS.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from omni.errors import UserError
 from omni.files import flush
@@ -32,6 +33,13 @@ PIECE, THREADS = 8 << 20, 8
 """Most bytes of a request, and requests at a time for a whole file or folder."""
 CONFIG = "config.json"
 """The file of a model folder that lists the others."""
+POINTERS = "pointers@1"
+"""The file beside a folder in the cache that has pointer files: a name that no such folder has."""
+POINTED = (
+    *(".parquet", ".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac", ".aif", ".aiff", ".au", ".wma", ".webm"),
+    ".mp4",
+)
+"""Ends of the names of files that pointer files may stand for: recordings, and Parquet."""
 NAME = 60
 """Most characters of an address's last part in the name of its folder in the cache."""
 
@@ -51,17 +59,18 @@ def own_cache() -> StoreCache:
 
 # --- whole files and folders --------------------------------------------------------------------------------------------
 
-_fetched: dict[str, Path] = {}
+_fetched: dict[tuple[str, bool], Path] = {}
 _listed: dict[str, list[StoredObject]] = {}
 
 
-def local_path(path: str | os.PathLike[str], again: bool = False) -> Path:
+def local_path(path: str | os.PathLike[str], again: bool = False, pointers: bool = False) -> Path:
     """The path itself, or, where it is an address, that of what is there, in the cache (of models at the hub, in the hub's).
 
     An address is looked at once in a process, so that all of a run reads the same version.
 
     Args:
         again: look whether it has changed since.
+        pointers: of a folder, bring no recordings and no Parquet files, but pointer files (`pointed_at`).
 
     Raises:
         UserError: nothing is there, it cannot be read, or the cache has no room for it.
@@ -69,10 +78,12 @@ def local_path(path: str | os.PathLike[str], again: bool = False) -> Path:
     address = find_address(path)
     if address is None:
         return Path(path)
-    if again or address not in _fetched or not _fetched[address].exists():
+    known = _fetched.get((address, pointers))
+    if again or known is None or not known.exists():
         model = parse_hub(address)
-        _fetched[address] = fetch(address, _objects(address)) if model is None else snapshot(model)
-    return _fetched[address]
+        known = fetch(address, _objects(address), pointers) if model is None else snapshot(model)
+        _fetched[address, pointers] = known
+    return known
 
 
 def _objects(address: str) -> list[StoredObject]:
@@ -108,20 +119,28 @@ def local_file(one: StoredObject) -> Path:
     return fetch(one.address, [one])
 
 
-def fetch(address: str, objects: Sequence[StoredObject]) -> Path:
-    """Bring the objects in a folder of addresses, or the one at `address`, into the cache; returns the folder or the file."""
+def fetch(address: str, objects: Sequence[StoredObject], pointers: bool = False) -> Path:
+    """Bring the objects in a folder of addresses, or the one at `address`, into the cache; returns the folder or the file.
+
+    With `pointers`, as `local_path`.
+    """
     single = len(objects) == 1 and objects[0].address == address
     base = parent(address) if single else address
     names = {inner_name(one.address.partition("?")[0], base): one for one in objects}
-    kept, size = own_cache(), sum(one.size for one in objects)
-    key = key_of(address, *((one.address, one.size, one.version) for one in objects))
+    stay = {name: one for name, one in names.items() if pointers and not single and name.lower().endswith(POINTED)}
+    come = {name: one for name, one in names.items() if name not in stay}
+    kept, size = own_cache(), sum(one.size for one in come.values())
+    key = key_of(*([POINTERS] if stay else []), address, *((one.address, one.size, one.version) for one in objects))
     last = "".join(c for c in address.partition("?")[0].rpartition("/")[2] if c.isalnum() or c in "._-")[-NAME:] or "files"
     inner = next(iter(names)) if single else last
     while True:
         with kept.filling(key, size, shown(address)) as folder:
             if folder is not None:
                 LOG.info("fetching %s (%.1f MB)", shown(address), size / 1e6)
-                _fill(folder if single else folder / last, names)
+                _fill(folder if single else folder / last, come)
+                if stay:
+                    _point(folder / last, stay)
+                    (folder / POINTERS).touch()
         place = kept.hold(key)
         if place is not None:
             return place / inner
@@ -153,6 +172,65 @@ def _fill(folder: Path, names: dict[str, StoredObject]) -> None:
             pool.shutdown(cancel_futures=True)
     for name in names:
         flush(folder / name)
+
+
+def _point(folder: Path, names: dict[str, StoredObject]) -> None:
+    """Write pointer files."""
+    for name, one in names.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps([one.address, one.size, one.version]), encoding="utf-8")
+
+
+def pointed_at(path: str | os.PathLike[str]) -> StoredObject | None:
+    """The object that a pointer file in the cache stands for; None for all other files.
+
+    UserError where the pointer file is damaged.
+    """
+    file = os.fspath(path)
+    if not file.lower().endswith(POINTED) or not has_pointers(file):
+        return None
+    try:
+        address, size, version = json.loads(Path(file).read_bytes())
+        return StoredObject(str(address), int(size), str(version))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file} in the cache is damaged ({error}): remove the folder {_entry(file)}") from error
+
+
+def has_pointers(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder, or the one that a file is in, was brought with pointer files."""
+    entry = _entry(os.fspath(path))
+    return bool(entry) and os.path.exists(os.path.join(entry, POINTERS))
+
+
+def check_cache(folder: Path) -> None:
+    """UserError where a folder that another process brought with pointer files lies outside of this process's cache."""
+    if (folder.parent / POINTERS).is_file() and not has_pointers(folder):
+        raise UserError(
+            f"{folder} is not in the cache {own_cache().folder}: set OMNI_CACHE to the same folder for all processes"
+        )
+
+
+def _entry(path: str) -> str:
+    """The cache's entry that a path is in; "" for one that is elsewhere."""
+    for root in _roots(str(own_cache().folder)):
+        if path.startswith(root):
+            return root + path[len(root) :].partition(os.sep)[0]
+    return ""
+
+
+@lru_cache(maxsize=8)
+def _roots(folder: str) -> tuple[str, ...]:
+    """How paths of whole files and folders in a cache start, as they are and with links resolved."""
+    return tuple(dict.fromkeys(os.path.join(f(folder), "files", "") for f in (os.path.abspath, os.path.realpath)))
+
+
+def stored_size(path: str | os.PathLike[str]) -> int:
+    """Size of a file, in bytes, or of the object that it stands for; OSError where there is no such file."""
+    one = pointed_at(path)
+    return os.stat(path).st_size if one is None else one.size
 
 
 def _copy(one: StoredObject, start: int, target: Path) -> None:
@@ -247,3 +325,46 @@ class ObjectReader(io.RawIOBase):
 
     def _key(self, number: int) -> str:
         return key_of(self.of.address, self.of.size, self.of.version, number, BLOCK)
+
+
+class _Guarded(io.RawIOBase):
+    """An object for a library in C, through which no exception passes: it ends where it cannot be read; `failure` says why."""
+
+    def __init__(self, reader: ObjectReader) -> None:
+        super().__init__()
+        self._reader = reader
+        self.failure: Exception | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._reader.tell()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._reader.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return self._reader.readinto(buffer)
+        except Exception as error:
+            self.failure = error
+            return 0
+
+
+@contextmanager
+def guarded(one: StoredObject) -> Iterator[BinaryIO]:
+    """A context with an object that is open at any place, for a library in C, such as libsndfile.
+
+    Raises:
+        StoreError: at the end of the context, where a part could not be read: whatever the library made of it.
+    """
+    raw = _Guarded(ObjectReader(one))
+    try:
+        yield io.BufferedReader(raw)
+    finally:
+        if raw.failure is not None:
+            raise raw.failure

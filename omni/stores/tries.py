@@ -37,7 +37,11 @@ _dice = random.SystemRandom()  # of its own: seeds of a run are not touched
 Result = TypeVar("Result")
 
 
-class ChangedError(UserError):
+class StoreError(UserError):
+    """A request that a store refused, or did not answer, whatever its data are."""
+
+
+class ChangedError(StoreError):
     """An object that is not any more what it was when it was listed."""
 
 
@@ -63,7 +67,7 @@ def tried(work: Callable[[], Result], address: str, doing: str = "read", tries: 
         tries: most of them.
 
     Raises:
-        UserError: the last failure, with the address and what to do; `again` is true where it may still pass.
+        StoreError: the last failure, with the address and what to do; `again` is true where it may still pass.
         ChangedError: the object has changed.
     """
     for number in range(1, tries + 1):
@@ -133,7 +137,7 @@ def reason(error: BaseException) -> str:
     return text if status is None or str(status) in text else f"{text}, status {status}"
 
 
-def refusal(error: BaseException, address: str, doing: str, tries: int) -> UserError:
+def refusal(error: BaseException, address: str, doing: str, tries: int) -> StoreError:
     """What a user is told about a request that failed for good."""
     where, status, names = shown(address), status_of(error), {type(one).__name__ for one in _chain(error)}
     if status in CHANGED_STATUS or "FileExpired" in names:
@@ -146,17 +150,17 @@ def refusal(error: BaseException, address: str, doing: str, tries: int) -> UserE
         "DefaultCredentialsError",
         "TokenRetrievalError",
     }:
-        return UserError(f"{where} cannot be {doing}: there are no credentials ({reason(error)}); {_credentials(scheme)}")
+        return StoreError(f"{where} cannot be {doing}: there are no credentials ({reason(error)}); {_credentials(scheme)}")
     if isinstance(error, PermissionError) or status in (401, 403):
-        return UserError(
+        return StoreError(
             f"{where} cannot be {doing}: it is not allowed ({reason(error)}); ask for the right to, or {_credentials(scheme)}"
         )
     if isinstance(error, OSError) and error.errno in FULL:
-        return UserError(f"{where} cannot be {doing}: no space left on the disk; free some")
+        return StoreError(f"{where} cannot be {doing}: no space left on the disk; free some")
     if status == 404 or (isinstance(error, FileNotFoundError) and not may_pass(error)):
         lacks = "its bucket does not exist" if "bucket does not exist" in str(error) else "check the name"
         return MissingError(f"{where} is not there: {lacks}")
-    failure = UserError(
+    failure = StoreError(
         f"{where} cannot be {doing}: {reason(error)}{f', {tries} times' if tries > 1 else ''}; check the address and the "
         "network, and run the same command again"
     )
@@ -164,7 +168,7 @@ def refusal(error: BaseException, address: str, doing: str, tries: int) -> UserE
     return failure
 
 
-class MissingError(UserError):
+class MissingError(StoreError):
     """An object, a folder or a bucket that is not there."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import shutil
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 
 from omni.errors import UserError
+from omni.files import cache_folder
 from omni.remote import find_address
 from omni.stores import reading
-from omni.stores.drivers import look_up
-from omni.stores.reading import BLOCK, ObjectReader, local_path
-from omni.stores.tries import ChangedError
+from omni.stores.drivers import look_up, read_range
+from omni.stores.reading import BLOCK, ObjectReader, guarded, local_path, own_cache, pointed_at, stored_size
+from omni.stores.tries import ChangedError, StoreError
 from tests.stores.web import web
 
 
@@ -53,6 +55,62 @@ def test_what_has_changed_is_another_entry(bucket: Any) -> None:
     bucket.put("m/a", b"two")
     second = local_path(bucket.address("m/a"), again=True)
     assert (first.read_bytes(), second.read_bytes()) == (b"one", b"two")
+
+
+def test_pointer_files_stand_for_what_stays(bucket: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sounds = {"a.wav": b"w" * 3000, "b/C.FLAC": b"f" * 4000, "rows.parquet": b"p" * 5000}
+    for name, data in sounds.items():
+        bucket.put(f"pointers/{name}", data)
+    bucket.put("pointers/list.csv", b"here")
+    bucket.server.seen.clear()
+    folder = local_path(bucket.address("pointers"), pointers=True)
+    assert bucket.server.seen["GET"] == 1 and (folder / "list.csv").read_bytes() == b"here"
+    for name, data in sounds.items():
+        one = pointed_at(folder / name)
+        assert one is not None and read_range(one, 0, one.size) == data
+        assert stored_size(folder / name) == len(data) and (folder / name).stat().st_size < 200
+    whole = local_path(bucket.address("pointers"))
+    for name, data in (sounds | {"list.csv": b"here"}).items():
+        assert (whole / name).read_bytes() == data and pointed_at(whole / name) is None
+    assert pointed_at(folder / "list.csv") is None and pointed_at(folder / "none.wav") is None
+    (tmp_path / "link").symlink_to(cache_folder())
+    monkeypatch.setenv("OMNI_CACHE", str(tmp_path / "link"))
+    linked = local_path(bucket.address("pointers"), again=True, pointers=True)
+    assert linked.is_relative_to(tmp_path / "link") and pointed_at(linked / "a.wav") == pointed_at((linked / "a.wav").resolve())
+    assert pointed_at(linked / "a.wav") is not None
+    (folder / "a.wav").write_bytes(b"")
+    with pytest.raises(UserError, match=r"a\.wav in the cache is damaged .* remove the folder .*files/[0-9a-f]{40}$"):
+        pointed_at(linked / "a.wav")
+    local = tmp_path / "own.wav"  # nobody's data can point anywhere
+    shutil.copy(folder / "rows.parquet", local)
+    assert pointed_at(local) is None
+    copied = whole / "a.wav"
+    shutil.copy(folder / "rows.parquet", copied)
+    assert pointed_at(copied) is None
+
+
+@pytest.mark.parametrize("name", ["pointers", "pointers@1"])
+def test_a_folder_of_that_name_has_no_pointer_files(name: str, bucket: Any) -> None:
+    bucket.put(f"{name}/a.wav", b"sound")
+    bucket.put(f"{name}/pointers@1", b"")
+    folder = local_path(bucket.address(name))
+    assert (folder / "a.wav").read_bytes() == b"sound" and pointed_at(folder / "a.wav") is None
+
+
+def test_a_library_in_c_is_told_of_no_failure_and_the_caller_is(bucket: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    import soundfile
+
+    buffer = io.BytesIO()
+    soundfile.write(buffer, [0.25] * 40_000, 16000, format="WAV", subtype="PCM_16")
+    one = look_up(bucket.put("sound.wav", buffer.getvalue()))
+    with guarded(one) as source, soundfile.SoundFile(source) as file:
+        file.seek(39_000)
+        assert file.read().tolist() == [0.25] * 1000
+    bucket.server.broken = lambda environ: environ["REQUEST_METHOD"] == "GET"
+    own_cache().shrink(0)
+    with pytest.raises(StoreError, match=r"sound\.wav cannot be read"), guarded(one) as source:
+        soundfile.SoundFile(source)
+    assert capfd.readouterr().err == ""
 
 
 def test_another_process_finds_it_in_the_cache(bucket: Any) -> None:

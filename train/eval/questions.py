@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.remote import check_there
-from omni.stores.reading import local_path
+from omni.stores.reading import stored_size
 from omni.tasks import TASKS, Task, find_task
-from train.data.readers import READERS, Broken, OpenedSource, ReaderOptions, open_source
+from train.data.readers import READERS, Broken, OpenedSource, ReaderOptions, data_path, open_source
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, text
 from train.data.rows.row import Row, RowTurn
@@ -82,7 +82,7 @@ OWN = {VOICEBENCH.name: VOICEBENCH}
 
 def open_data(path: Path, options: ReaderOptions) -> OpenedSource:
     """Opens the data as a source of rows; UserError where there are none, or of no known format."""
-    path = local_path(path)
+    path = data_path(path)
     check_there(path, "data", f"data {path} does not exist: name a file or folder of one of {', '.join([*OWN, *READERS])}")
     if options.format in OWN:
         return OWN[options.format](path, options)
@@ -161,7 +161,7 @@ def fingerprint(path: Path) -> str:
     digest = hashlib.sha256()
     files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
     for file in files:
-        digest.update(f"{file.relative_to(path) if path.is_dir() else file.name}\0{file.stat().st_size}\0".encode())
+        digest.update(f"{file.relative_to(path) if path.is_dir() else file.name}\0{stored_size(file)}\0".encode())
     if not path.is_dir():
         with path.open("rb") as handle:
             digest.update(handle.read(_PIECE))

@@ -13,6 +13,7 @@ from omni.process import importing
 from omni.stores.reading import local_path
 from omni.tasks import Task, find_task
 from train.console.command import check_folder_to_be
+from train.data.readers import data_path
 from train.eval.config import EvalConfig, Progress
 from train.eval.journal import claim, read_records
 from train.eval.questions import Questions, choose_task, fingerprint, open_data
@@ -113,7 +114,7 @@ def _started(model: Path, data: Path, questions: Questions, task: Task, config: 
         "model": str(model),
         "model_hash": model_hash(model),
         "data": str(data),
-        "data_hash": fingerprint(local_path(data)),
+        "data_hash": fingerprint(data_path(data)),
         "format": questions.source.format,
         "items": len(questions),
         "task": task.name,

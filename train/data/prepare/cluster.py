@@ -15,11 +15,10 @@ from typing import Any
 from omni.errors import UserError
 from omni.plugins import load_plugins, loaded
 from omni.remote import shown
-from omni.stores.reading import local_path
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.pool import BlockPool, pooled
 from train.data.prepare.worker import BlockMaker, PreparedBlock, Tick
-from train.data.readers import OpenedSource
+from train.data.readers import OpenedSource, data_path
 from train.data.rows.row import features
 
 RETRIES = 10
@@ -121,7 +120,7 @@ def _bring(source: OpenedSource) -> None:
     if source.brought is None or source.brought[0].exists():
         return
     path, address = source.brought
-    here = local_path(address)
+    here = data_path(address)
     if here != path:
         raise UserError(
             f"{shown(address)} is at {here} in the cache of {platform.node()}, and at {path} where the command was started: "

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from omni.errors import UserError
 from omni.files import LOCK, flush, locked
 from omni.remote import find_address, refuse_remote
-from omni.stores.reading import local_path
 from train.console.progress import Display, Kind, counted
 from train.data.prepare.cluster import cluster_blocks
 from train.data.prepare.config import PrepareConfig
@@ -23,7 +22,7 @@ from train.data.prepare.rows import PrepareTally
 from train.data.prepare.settings import check_settings, discard, settings_of
 from train.data.prepare.shards import ShardWriter, stored
 from train.data.prepare.worker import BLOCK, codec_of, voice_of
-from train.data.readers import OpenedSource, open_source
+from train.data.readers import OpenedSource, data_path, open_source
 from train.data.rows.indexing import index_whole
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def prepare(
     With a `shard`, a part is made, in a folder beside `out` (see `parts`), where `out` is not there yet.
 
     Args:
-        path: file or folder of the data set, or its address, from which it is brought into the cache.
+        path: file or folder of the data set, or its address (`train.data.readers.data_path`).
         opener: opens the data set, instead of `train.data.readers.open_source`; its result must be picklable.
 
     Returns:
@@ -60,7 +59,7 @@ def prepare(
             no space left; a data set of which no item makes a row.
     """
     config = config or PrepareConfig()
-    address, path = find_address(path), local_path(path, again=True)
+    address, path = find_address(path), data_path(path, again=True)
     out, part = place_for(Path(out), path), config.part
     source = opener(path) if opener else open_source(path, config.read)
     if address is not None:

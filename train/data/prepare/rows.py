@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.stores.drivers import join
+from omni.stores.tries import StoreError
 from train.data.prepare.codecs import Codecs
 from train.data.prepare.config import PrepareConfig
 from train.data.rows.reference import Reference, SoundPart
@@ -57,6 +58,8 @@ class RowMaker:
         for number, turn in enumerate(row.turns):
             try:
                 turns.append(self._turn(row, number, turn, done))
+            except StoreError:
+                raise
             except UserError as error:
                 raise UserError(f"turn {number}: {error}" if len(row.turns) > 1 else str(error)) from error
         speaker = row.speaker or (self._speaker(row) if done.spoken_questions else "")

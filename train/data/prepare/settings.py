@@ -12,6 +12,7 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.files import LOCK, read_json, write_json
+from omni.stores.reading import stored_size
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.shards import AGAIN, checksum, stored
 from train.data.prepare.worker import BLOCK
@@ -78,7 +79,7 @@ def _files(folder: Path) -> str:
 def _size(file: str) -> int:
     """Size of a file, or of a link's target, in bytes; 0 where that does not exist."""
     try:
-        return os.stat(file).st_size
+        return stored_size(file)
     except OSError:
         return 0
 

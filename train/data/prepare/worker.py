@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.codec.registry import load_codec
 from omni.errors import UserError
+from omni.stores.reading import check_cache
+from omni.stores.tries import StoreError
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.rows import PrepareTally, RowMaker
 from train.data.readers import Broken, OpenedSource
@@ -88,6 +90,8 @@ class BlockMaker:
     ) -> None:  # fmt: skip
         import torch
 
+        if source.brought is not None:
+            check_cache(source.brought[0])
         torch.set_num_threads(config.threads)
         codec = codec or codec_of(config)
         self.source = source
@@ -104,6 +108,8 @@ class BlockMaker:
             else:
                 try:
                     plain, done = self.maker.make(item, f"{item.source or self.source.format}-{index:08d}")
+                except StoreError:
+                    raise
                 except _BAD as error:
                     if isinstance(error, OSError) and error.errno in _FATAL:
                         raise

@@ -89,9 +89,15 @@ ORDERS = ("streams", "levels")
 """Orders of SNAC's codes in a frame: that of the model's streams, or level by level."""
 
 
+def data_path(path: str | os.PathLike[str], again: bool = False) -> Path:
+    """The path of a data set here, as `local_path`: recordings and Parquet files of a store's folder stay there and are read
+    from pointer files. With readers of plug-ins, which know none, they come too."""
+    return local_path(path, again, pointers=len(READERS) == len(_ALL))
+
+
 def recognise(path: str | os.PathLike[str]) -> Reader:
     """Find the reader for a file or folder; UserError where it does not exist or no reader recognises it."""
-    source = local_path(path)
+    source = data_path(path)
     check_there(source, "data", f"data {source} does not exist: name a file or folder of one of {', '.join(READERS)}")
     for reader in _in_order():
         with _of(reader):
@@ -123,7 +129,7 @@ def recognise_record(record: Mapping[str, Any], options: ReaderOptions, where: s
 
 def open_source(path: str | os.PathLike[str], options: ReaderOptions | None = None) -> OpenedSource:
     """Open a data set; UserError for one that does not exist or is of no known format, or for options that do not fit."""
-    options, path = options or ReaderOptions(), local_path(path)
+    options, path = options or ReaderOptions(), data_path(path)
     check_options(options)
     if not options.format:
         # Mapped columns mean that the data are a table, even where the columns would fit another format.

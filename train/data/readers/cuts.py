@@ -168,13 +168,9 @@ def _sound(stretch: Segment | None, files: Files) -> Sound | None:
     """The sound of a segment: the file itself where all of it and all its channels are wanted, otherwise a part cut out."""
     if stretch is None or files.audio == "none":
         return None
-    try:
-        info = header(files.file(stretch.path))
-    except UserError:
-        if files.audio == "optional":
-            Files.left_out += 1
-            return None
-        raise
+    info = files.or_without(lambda: header(files.file(stretch.path)))
+    if info is None:
+        return None
     every = info.channels <= 2 and stretch.channels in ((), tuple(range(info.channels)))
     if every and stretch.start == 0 and abs(stretch.end - info.seconds) < 0.01:
         return files.sound(stretch.path)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeVar
 
 from omni.audio.io import AudioInfo, audio_info
 from omni.errors import UserError
 from omni.remote import check_there
+from omni.stores.reading import guarded, pointed_at
+from omni.stores.tries import StoreError
 from train.data.readers.contract import ReaderOptions
 from train.data.rows.reference import SoundPart
 from train.data.rows.row import Sound, inside
@@ -19,6 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AUDIO = ("required", "optional", "none")
+
+Made = TypeVar("Made")
+
+_counting = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -86,13 +94,24 @@ class Files:
         """
         if self.audio == "none" or not value:
             return None
+        return self.or_without(lambda: self._sound(value))
+
+    def or_without(self, make: Callable[[], Made]) -> Made | None:
+        """What `make` makes of a recording; None where it raises UserError, as the recording is missing or broken, and is
+        optional.
+
+        What a store refuses or does not answer (StoreError) says nothing about the recording.
+        """
         try:
-            return self._sound(value)
-        except UserError:
-            if self.audio == "optional":
-                Files.left_out += 1
-                return None
+            return make()
+        except StoreError:
             raise
+        except UserError:
+            if self.audio != "optional":
+                raise
+            with _counting:
+                Files.left_out += 1
+            return None
 
     def _sound(self, value: Any) -> Sound | None:
         if isinstance(value, Mapping):
@@ -113,13 +132,7 @@ class Files:
         """Cut seconds `start` to `end` out of a recording by `cut`; None and UserError as for `sound`."""
         if self.audio == "none":
             return None
-        try:
-            return cut(self.file(name), start, end, *channels)
-        except UserError:
-            if self.audio == "optional":
-                Files.left_out += 1
-                return None
-            raise
+        return self.or_without(lambda: cut(self.file(name), start, end, *channels))
 
 
 def _check_name(name: str) -> None:
@@ -133,8 +146,23 @@ def _check_name(name: str) -> None:
 
 
 def header(source: Path | bytes) -> AudioInfo:
-    """Read the header of a recording; UserError where it is none or holds no sound."""
-    return _whole(audio_info(source), source if isinstance(source, Path) else "its recording")
+    """Read the header of a recording, or of the one that a pointer file stands for; UserError where it is none or holds no
+    sound."""
+    if isinstance(source, bytes):
+        return _whole(audio_info(source), "its recording")
+    with _opened(source) as file:
+        return _whole(audio_info(file, name=None if file is source else f"'{source}'"), source)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Path | BinaryIO]:
+    """A context with a recording: its path, or the open object that a pointer file stands for."""
+    one = pointed_at(path)
+    if one is None:
+        yield path
+        return
+    with guarded(one) as source:
+        yield source
 
 
 def _whole(info: AudioInfo, name: object) -> AudioInfo:
@@ -185,7 +213,7 @@ def _decode(path: Path, start: float, end: float) -> tuple[Tensor, int, int]:
     if first >= last:
         raise UserError(f"{start:.2f} to {end:.2f} s of {path} holds no samples")
     try:
-        with soundfile.SoundFile(path) as file:
+        with _opened(path) as source, soundfile.SoundFile(source) as file:
             file.seek(first)
             samples = file.read(last - first, dtype="float32", always_2d=True)
     except soundfile.SoundFileError as error:

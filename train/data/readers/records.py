@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omni.errors import UserError
+from omni.stores.reading import PIECE, ObjectReader, pointed_at
 from train.data.readers.record import Record, RecordReading, Records, keep, take
 from train.data.readers.shards import TAR, read_shard
 from train.data.readers.text_records import JsonArray, JsonLines, TableRecords, open_binary
@@ -100,7 +101,9 @@ class ParquetRecords(Records):
         import pyarrow.parquet as pq
 
         # Buffered, as otherwise a column of a row group is read whole; checksums are verified where the file has them.
-        return pq.ParquetFile(self.path, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True)
+        one = pointed_at(self.path)
+        file, buffer = (self.path, _BUFFER) if one is None else (ObjectReader(one), PIECE)
+        return pq.ParquetFile(file, buffer_size=buffer, pre_buffer=False, page_checksum_verification=True)
 
     def _groups(self) -> list[int]:
         """Row numbers at which the row groups end; a file that cannot be opened counts as one row."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from omni.errors import UserError
+from omni.stores.tries import StoreError
 from train.data.readers.contract import ReaderOptions
 from train.data.readers.files import Files, seconds
 from train.data.readers.source import RecordReader, make_row, one_line
@@ -47,6 +48,8 @@ def _wanted(sound: Sound | None, files: Files) -> Sound | None:
         return None
     try:
         seconds(sound)
+    except StoreError:
+        raise
     except UserError:
         return None
     return sound

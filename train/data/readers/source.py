@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omni.errors import UserError
+from omni.stores.reading import has_pointers
+from omni.stores.tries import StoreError
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
 from train.data.readers.files import Files
 from train.data.readers.listing import entries, is_file, is_folder, sorted_walk
@@ -20,6 +24,12 @@ from train.data.readers.record import Record, Records
 from train.data.readers.records import open_records
 from train.data.readers.shards import TAR
 from train.data.rows.row import Row, RowTurn
+
+THREADS = 8
+"""Records of a store that are worked on side by side."""
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 _BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
 """Exceptions that an unforeseen record may raise: they make it broken. UserError is a ValueError."""
@@ -36,7 +46,7 @@ class RecordSource(OpenedSource):
         self._files, self._make = list(files), make
 
     def __len__(self) -> int:
-        return sum(len(file) for file in self._files)
+        return sum(_ahead(len, self._files) if self.away else map(len, self._files))
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Row | Broken]:
         if start < 0 or (stop is not None and stop < 0):
@@ -44,28 +54,53 @@ class RecordSource(OpenedSource):
         last = self._files[-1:]
         for file in self._files:
             if start == 0 and stop is None:
-                yield from map(self._item, file.iterate())
+                yield from self._items(file.iterate())
                 continue
             # The records of the last file need not be counted: no file follows it.
             count = 0 if [file] == last else len(file)
             if start < count or [file] == last:
-                yield from map(self._item, file.iterate(start, stop))
+                yield from self._items(file.iterate(start, stop))
             start = max(0, start - count)
             if stop is not None:
                 stop -= count
                 if stop <= 0:
                     return
 
+    @property
+    def away(self) -> bool:
+        """Whether recordings, or the files themselves, are in a store, where each takes a request."""
+        return any(has_pointers(file.path) for file in self._files[:1])
+
+    def _items(self, records: Iterator[Record]) -> Iterator[Row | Broken]:
+        return _ahead(self._item, records) if self.away else map(self._item, records)
+
     def _item(self, record: Record) -> Row | Broken:
         return row_of(record, self._make)
 
 
+def _ahead(work: Callable[[Given], Made], given: Iterable[Given]) -> Iterator[Made]:
+    """Iterate as `map`, where the work waits for a store: a few are begun before they are asked for."""
+    begun: deque[Future[Made]] = deque()
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        for one in given:
+            begun.append(pool.submit(work, one))
+            if len(begun) > THREADS:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
 def row_of(record: Record, make: MakeRow) -> Row | Broken:
-    """Make the row of a record, or say why there is none."""
+    """Make the row of a record, or say why there is none; StoreError where a store does not give its recordings."""
     if record.error:
         return Broken(record.where, record.error)
     try:
         return make(record.data, record.where)
+    except StoreError:
+        raise
     except _BAD as error:
         return Broken(record.where, one_line(error))
 

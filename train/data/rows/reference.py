@@ -28,7 +28,7 @@ from omni.audio.io import AudioInfo, audio_info, read_audio, resample
 from omni.errors import UserError
 from omni.remote import shown
 from omni.stores.drivers import StoredObject, look_up
-from omni.stores.reading import ObjectReader
+from omni.stores.reading import ObjectReader, guarded, pointed_at
 from omni.stores.tries import ChangedError, MissingError
 from train.data.rows.places import DataFile, reading
 
@@ -187,7 +187,8 @@ class Reference:
                 found = look_up(self.address)
                 if (found.size, found.version) != (self.size, self.version):
                     raise ChangedError(self.name)
-            yield io.BytesIO(ObjectReader(one).read()) if self.part is None else io.BufferedReader(ObjectReader(one))
+            with _read(one, self.part) as source:
+                yield source
         except ChangedError as error:
             text = f"{self.name} is not the recording that the data was prepared with: bring that back, or {AGAIN}"
             raise UnfitReference("changed_reference", text) from error
@@ -211,6 +212,35 @@ class Reference:
                 f"recording {self.name} is not the one that the data was prepared with ({what}): bring that back, or {AGAIN}",
             )
         return now
+
+
+@dataclass(frozen=True)
+class PointedRecording(Reference):
+    """A recording of a data set that is read, of which only a pointer file was brought here (`omni.stores.reading`).
+
+    Its methods raise StoreError where it cannot be had.
+    """
+
+    @classmethod
+    def of(cls, file: str | os.PathLike[str]) -> PointedRecording | None:
+        """The recording that a pointer file stands for; None for another file."""
+        one = pointed_at(file)
+        return None if one is None else cls(one.address, one.size, version=one.version)
+
+    @contextmanager
+    def _opened(self) -> Iterator[str | BinaryIO]:
+        with _read(StoredObject(self.address, self.size, self.version), self.part) as source:
+            yield source
+
+
+@contextmanager
+def _read(one: StoredObject, part: SoundPart | None) -> Iterator[BinaryIO]:
+    """A context with a recording of a store: all of it in memory, or open at any place for a part."""
+    if part is None:
+        yield io.BytesIO(ObjectReader(one).read())
+        return
+    with guarded(one) as source:
+        yield source
 
 
 @lru_cache(maxsize=4096)

@@ -41,8 +41,9 @@ from omni.audio.io import AudioInfo, audio_info, read_audio, resample
 from omni.codec.registry import code_orders
 from omni.errors import UserError
 from omni.remote import refuse_remote
+from omni.stores.reading import has_pointers
 from omni.tasks import Task
-from train.data.rows.reference import Reference, SoundPart
+from train.data.rows.reference import PointedRecording, Reference, SoundPart
 
 if TYPE_CHECKING:
     import datasets
@@ -72,8 +73,14 @@ class Sound:
 
     @property
     def reference(self) -> Reference | None:
-        """The recording elsewhere that the row names; None where it holds the sound, or names a file in its own folder."""
-        return None if self.data or self.samples is not None else Reference.read(self.path)
+        """The recording elsewhere that the row names, or a pointer file in its folder; None where it holds the sound, or
+        names a file in its folder."""
+        if self.data or self.samples is not None:
+            return None
+        named = Reference.read(self.path)
+        if named is None and self.path and self.folder is not None and has_pointers(self.folder):
+            return PointedRecording.of(inside(self.folder, self.path))
+        return named
 
     def info(self) -> AudioInfo:
         """Read the header, without decoding the sound; UserError as of `load`."""
