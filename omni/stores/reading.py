@@ -215,7 +215,11 @@ def check_cache(folder: Path) -> None:
 
 def _entry(path: str) -> str:
     """The cache's entry that a path is in; "" for one that is elsewhere."""
-    for root in _roots(str(own_cache().folder)):
+    try:
+        roots = _roots(str(own_cache().folder))
+    except RuntimeError:  # there is no home folder, and so no cache
+        return ""
+    for root in roots:
         if path.startswith(root):
             return root + path[len(root) :].partition(os.sep)[0]
     return ""

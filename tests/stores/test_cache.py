@@ -23,10 +23,13 @@ def cache(tmp_path: Path) -> StoreCache:
 
 
 def fill(cache: StoreCache, name: str, size: int, age: float = 0) -> Path:
-    """Put a folder of one file into the cache, used `age` seconds ago."""
+    """Put a folder of one file into the cache, used `age` seconds ago by a process that has ended."""
+    cache = StoreCache(cache.folder)
     with cache.filling(key_of(name), size, f"s3://b/{name}") as folder:
         assert folder is not None
         (folder / "f").write_bytes(b"x" * size)
+    for handle in cache._held.values():
+        os.close(handle)
     place = cache.entry(key_of(name))
     state = place.stat()
     os.utime(place, (state.st_atime, state.st_mtime - age))
@@ -51,6 +54,17 @@ def test_the_oldest_go_first(cache: StoreCache, monkeypatch: pytest.MonkeyPatch)
     assert [place.is_dir() for place in places] == [True] * 3
     new = fill(cache, "d", 300)
     assert [place.is_dir() for place in (*places, new)] == [True, False, True, True]
+
+
+def test_what_comes_stays_where_all_else_is_in_use(cache: StoreCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(cache, "old", 900)
+    other = StoreCache(cache.folder)
+    assert other.hold(key_of("old"))
+    monkeypatch.setenv("OMNI_CACHE_GB", "1e-6")  # 1,000 bytes
+    with cache.filling("new", 800, "s3://b/new") as folder:
+        assert folder is not None
+        (folder / "data").write_bytes(b"n" * 800)
+    assert cache.hold("new") and cache.hold(key_of("old"))
 
 
 def test_what_a_process_uses_stays(cache: StoreCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +116,7 @@ def test_a_full_disk(cache: StoreCache, monkeypatch: pytest.MonkeyPatch) -> None
     cache.write_block("ab1", b"block")
     cache.write_block("ab2", b"block")
     assert len(told) == 1 and "No space left" in told[0] and "data are read without it" in told[0]
-    assert cache.read_block("ab1") is None
+    assert cache.read_block("ab1") == b"block" and StoreCache(cache.folder).read_block("ab1") is None
     said = r"s3://b/a cannot be kept in the cache .* \(no space left; it needs 5 bytes\): free some space, or set OMNI_CACHE"
     with pytest.raises(UserError, match=said):
         fill(cache, "a", 5)
@@ -112,8 +126,9 @@ def test_a_full_disk(cache: StoreCache, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     cache = StoreCache(tmp_path / "file" / "stores")
-    cache.write_block("ab1", b"block")
-    assert cache.read_block("ab1") is None
+    for number in range(20):  # memory keeps a few
+        cache.write_block(f"ab{number}", b"%d" % number)
+    assert [number for number in range(20) if cache.read_block(f"ab{number}") == b"%d" % number] == list(range(4, 20))
     with pytest.raises(UserError, match="cannot be kept in the cache .*Not a directory"):
         fill(cache, "a", 5)
 
@@ -125,7 +140,7 @@ def test_more_than_the_cache_may_have(cache: StoreCache, monkeypatch: pytest.Mon
         fill(cache, "a", 1001)
     monkeypatch.setenv("OMNI_CACHE_GB", "0")
     cache.write_block("ab1", b"block")
-    assert cache.read_block("ab1") is None
+    assert StoreCache(cache.folder).read_block("ab1") is None
     monkeypatch.setenv("OMNI_CACHE_GB", "much")
     with pytest.raises(UserError, match="OMNI_CACHE_GB is 'much'; give gigabytes"):
         limit_bytes()

@@ -124,6 +124,15 @@ def test_a_part_reads_the_recordings_of_its_own_items(kind: str, bucket: Any, tm
         assert one and other and str(other.path).startswith(address) and torch.equal(one.load(16000), other.load(16000))
 
 
+def test_without_a_cache_each_recording_takes_one_request(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SETS["recordings"](tmp_path / "set")
+    address = bucket.put_all(tmp_path / "set", "set")
+    monkeypatch.setenv("OMNI_CACHE_GB", "0")
+    bucket.server.seen.clear()
+    assert prepare(address, tmp_path / "out", PrepareConfig(workers=0)).rows == 70
+    assert bucket.server.seen["GET"] == 70 and not (cache_folder() / "stores" / "blocks").exists()
+
+
 def test_a_part_reads_the_row_groups_of_its_own_items(bucket: Any, tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     for number in range(3):
