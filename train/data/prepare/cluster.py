@@ -1,6 +1,9 @@
 """Makes blocks in actors of a Ray cluster; this process returns them in order and stores them, as those of its own pool.
 
 Ray starts an actor again that has died, and gives it its blocks again: a block depends on the source and the settings alone.
+Ray Data runs the same actors, but takes the driver about 4 ms a block (actors alone: 0.5), keeps some KB of each until the end,
+tries a block that ends its process without end (or, by a setting that is to go, does not say which block it was), and does not
+run through `ray://` (Ray 2.60).
 """
 
 from __future__ import annotations
