@@ -43,9 +43,9 @@ LOCK = ".lock"
 def cache_folder() -> Path:
     """The folder for what may be lost: `OMNI_CACHE`, or `omni-speech` in `XDG_CACHE_HOME` or the system's usual place."""
     if os.environ.get("OMNI_CACHE"):
-        return Path(os.environ["OMNI_CACHE"])
+        return Path(os.path.abspath(os.path.expanduser(os.environ["OMNI_CACHE"])))
     usual = {"darwin": "Library/Caches", "win32": "AppData/Local"}.get(sys.platform, ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~", usual).expanduser()) / "omni-speech"
+    return Path(os.path.abspath(os.environ.get("XDG_CACHE_HOME") or Path("~", usual).expanduser())) / "omni-speech"
 
 
 def check_path(path: object, what: str) -> None:

@@ -52,14 +52,14 @@ class CacheError(UserError):
 
 
 def limit_bytes() -> int:
-    """Most bytes of the cache: `OMNI_CACHE_GB`, in GB; 0 keeps no blocks of data."""
+    """Most bytes of the cache: `OMNI_CACHE_GB`, in GB; with 0 no data are kept, and what comes as a whole is refused."""
     given = os.environ.get("OMNI_CACHE_GB", "")
     try:
         value = float(given or DEFAULT_GB)
         if not 0 <= value < 1e9:
             raise ValueError
     except ValueError:
-        raise UserError(f"OMNI_CACHE_GB is {given!r:.40}; give gigabytes, such as {DEFAULT_GB:g}, or 0 for none") from None
+        raise UserError(f"OMNI_CACHE_GB is {given!r:.40}; give gigabytes, such as {DEFAULT_GB:g}") from None
     return int(value * 1e9)
 
 

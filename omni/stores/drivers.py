@@ -58,6 +58,9 @@ SCHEMES: Mapping[str, Scheme] = {
 }
 
 
+ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
+"""Names that other programs have for schemes."""
+
 KNOWN = ("s3", "gs", "hf", "https")
 """Schemes that messages name."""
 
@@ -82,13 +85,15 @@ class StoredObject:
     @property
     def name(self) -> str:
         """The last part of the address."""
-        return self.address.partition("?")[0].rpartition("/")[2]
+        return bare(self.address).rpartition("/")[2]
 
 
 def scheme_of(address: str) -> str:
     """The scheme of an address; UserError where it is unknown, or reads without encryption from another machine."""
     found = address.partition("://")[0]
-    scheme = {"gcs": "gs", "s3a": "s3"}.get(found, found)
+    scheme = ALIASES.get(found, found)
+    if found in ALIASES:
+        raise UserError(f"{shown(address)}: write {scheme}:// in place of {found}://")
     if scheme not in SCHEMES:
         raise UserError(f"{shown(address)}: addresses that start with {found}:// are not read; {closest(scheme, KNOWN)}")
     if scheme == "http" and not LOOPBACK.match(address):
@@ -110,18 +115,24 @@ def join(address: str, name: str) -> str:
     return f"{address.rstrip('/')}/{name}"
 
 
+def bare(address: str) -> str:
+    """An address without its query: after a question mark at a web server, where elsewhere it is part of a name."""
+    return address.partition("?")[0] if address.startswith("http") else address
+
+
 def parent(address: str) -> str:
     """The address of the folder that a file is in."""
-    return address.partition("?")[0].rpartition("/")[0]
+    return bare(address).rpartition("/")[0]
 
 
 def inner_name(address: str, folder: str) -> str:
     """The path of an object relative to a folder of addresses; UserError where it would lead out of a folder here."""
-    name = address.removeprefix(folder.rstrip("/") + "/")
+    name = bare(address).removeprefix(folder.rstrip("/") + "/")
     parts = PurePosixPath(name).parts
-    if not parts or ".." in parts or name.startswith("/") or "\0" in name or "\\" in name or any(":" in part for part in parts):
+    foreign = os.name == "nt" and ("\\" in name or ":" in name)
+    if not parts or ".." in parts or name.startswith("/") or "\0" in name or foreign:
         raise UserError(f"{shown(address)} has a name that no file in a folder can have: rename it")
-    return name
+    return str(PurePosixPath(name))
 
 
 # --- requests -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ With `pointers`, what is large in a data set stays in its store: small pointer f
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -21,9 +22,20 @@ from omni.errors import UserError
 from omni.files import flush
 from omni.remote import find_address, shown
 from omni.stores.cache import StoreCache, key_of
-from omni.stores.drivers import StoredObject, inner_name, join, list_objects, lists, look_up, look_up_all, parent, read_range
+from omni.stores.drivers import (
+    StoredObject,
+    bare,
+    inner_name,
+    join,
+    list_objects,
+    lists,
+    look_up,
+    look_up_all,
+    parent,
+    read_range,
+)
 from omni.stores.hub import parse_hub, snapshot
-from omni.stores.tries import MissingError
+from omni.stores.tries import MissingError, StoreError
 
 LOG = logging.getLogger(__name__)
 
@@ -34,7 +46,8 @@ PIECE, THREADS = 8 << 20, 8
 CONFIG = "config.json"
 """The file of a model folder that lists the others."""
 POINTERS = "pointers@1"
-"""The file beside a folder in the cache that has pointer files: a name that no such folder has."""
+"""The file beside a folder in the cache that has pointer files (a name that no such folder has): its address, and their
+paths, with NUL after each."""
 POINTED = (
     *(".parquet", ".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac", ".aif", ".aiff", ".au", ".wma", ".webm"),
     ".mp4",
@@ -89,7 +102,7 @@ def local_path(path: str | os.PathLike[str], again: bool = False, pointers: bool
 def _objects(address: str) -> list[StoredObject]:
     """The objects at an address. A web server lists no folders: one of a model is known by the files that its `config.json`
     names."""
-    if lists(address) or "." in address.partition("?")[0].rpartition("/")[2]:
+    if lists(address) or "." in bare(address).rpartition("/")[2]:
         return look_up_all(address)
     try:
         names = json.loads(read_whole(join(address, CONFIG)))["files"]
@@ -126,24 +139,68 @@ def fetch(address: str, objects: Sequence[StoredObject], pointers: bool = False)
     """
     single = len(objects) == 1 and objects[0].address == address
     base = parent(address) if single else address
-    names = {inner_name(one.address.partition("?")[0], base): one for one in objects}
+    names = _names(objects, base)
     stay = {name: one for name, one in names.items() if pointers and not single and name.lower().endswith(POINTED)}
     come = {name: one for name, one in names.items() if name not in stay}
     kept, size = own_cache(), sum(one.size for one in come.values())
-    key = key_of(*([POINTERS] if stay else []), address, *((one.address, one.size, one.version) for one in objects))
-    last = "".join(c for c in address.partition("?")[0].rpartition("/")[2] if c.isalnum() or c in "._-")[-NAME:] or "files"
+    key = key_of(address, *((one.address, one.size, one.version) for one in objects)) + ("-pointers" if stay else "")
+    last = "".join(c for c in bare(address).rpartition("/")[2] if c.isalnum() or c in "._-")[-NAME:] or "files"
     inner = next(iter(names)) if single else last
     while True:
         with kept.filling(key, size, shown(address)) as folder:
             if folder is not None:
                 LOG.info("fetching %s (%.1f MB)", shown(address), size / 1e6)
-                _fill(folder if single else folder / last, come)
-                if stay:
-                    _point(folder / last, stay)
-                    (folder / POINTERS).touch()
+                with _named(address):
+                    _fill(folder if single else folder / last, come)
+                    if stay:
+                        _point(folder / last, stay)
+                        (folder / POINTERS).write_bytes(b"\0".join([*map(os.fsencode, (address, *sorted(stay))), b""]))
         place = kept.hold(key)
         if place is not None:
+            _check(place, place if single else place / last, come, bool(stay))
             return place / inner
+
+
+def _names(objects: Sequence[StoredObject], base: str) -> dict[str, StoredObject]:
+    """Objects by the paths of their files in a folder; UserError where two would be one."""
+    names: dict[str, StoredObject] = {}
+    for one in objects:
+        other = names.setdefault(inner_name(one.address, base), one)
+        if other is not one:
+            raise UserError(f"{one} and {other} would be the same file here: rename one of them")
+    return names
+
+
+@contextmanager
+def _named(address: str) -> Iterator[None]:
+    """A context in which a name that the disk does not take is told."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+            raise
+        file = os.path.basename(os.fsdecode(error.filename or ""))
+        why = "is too long" if error.errno == errno.ENAMETOOLONG else "is that of a folder, too"
+        raise UserError(f"{shown(address)} has a file whose name {why}: rename {file!r:.100}") from error
+
+
+def _check(entry: Path, folder: Path, come: dict[str, StoredObject], pointers: bool) -> None:
+    """StoreError where files of an entry of the cache were cut, or removed, since they came."""
+    try:
+        whole = all((folder / name).stat().st_size == one.size for name, one in come.items())
+    except OSError:
+        whole = False
+    if not whole or (pointers and not (entry / POINTERS).is_file()):
+        raise StoreError(f"the cache's folder {entry} is damaged: remove it, and run the same command again")
+
+
+def content_key(path: Path) -> str:
+    """What differs where the content of a store's file or folder does: its objects' names, sizes and versions.
+
+    Args:
+        path: where `local_path` has brought it.
+    """
+    return os.path.basename(_entry(str(path))).removesuffix("-pointers")
 
 
 def download(address: str, objects: Sequence[StoredObject], folder: Path) -> None:
@@ -185,7 +242,7 @@ def _point(folder: Path, names: dict[str, StoredObject]) -> None:
 def pointed_at(path: str | os.PathLike[str]) -> StoredObject | None:
     """The object that a pointer file in the cache stands for; None for all other files.
 
-    UserError where the pointer file is damaged.
+    StoreError where the pointer file is damaged, or was removed.
     """
     file = os.fspath(path)
     if not file.lower().endswith(POINTED) or not has_pointers(file):
@@ -194,9 +251,38 @@ def pointed_at(path: str | os.PathLike[str]) -> StoredObject | None:
         address, size, version = json.loads(Path(file).read_bytes())
         return StoredObject(str(address), int(size), str(version))
     except FileNotFoundError:
+        _check_removed(file)
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{file} in the cache is damaged ({error}): remove the folder {_entry(file)}") from error
+        raise StoreError(f"{file} in the cache is damaged ({error}): remove the folder {_entry(file)}") from error
+
+
+def _check_removed(file: str) -> None:
+    """StoreError where a pointer file that came is not there any more."""
+    entry = _entry(file)
+    name = file[len(entry) + 1 :].partition(os.sep)[2]
+    try:
+        came = b"\0" + os.fsencode(name) + b"\0" in Path(entry, POINTERS).read_bytes()
+    except FileNotFoundError:
+        came = True
+    if came:
+        raise StoreError(f"{file} was removed from the cache while it was read: run the same command again")
+
+
+def address_of(folder: Path) -> str:
+    """The address of a folder that was brought with pointer files, or of one in it, with a slash at its end; "" for others."""
+    if not has_pointers(folder):
+        return ""
+    entry = _entry(str(folder))
+    inner = str(folder)[len(entry) + 1 :].partition(os.sep)[2]
+    address = os.fsdecode(Path(entry, POINTERS).read_bytes().partition(b"\0")[0])
+    return f"{join(address, inner).rstrip('/')}/"
+
+
+def check_pointers(path: str | os.PathLike[str]) -> None:
+    """StoreError where a folder with pointer files, or the one that a file is in, is not in the cache any more."""
+    if not has_pointers(path):
+        raise StoreError(f"{path} was removed from the cache while it was read: run the same command again")
 
 
 def has_pointers(path: str | os.PathLike[str]) -> bool:
@@ -228,7 +314,11 @@ def _entry(path: str) -> str:
 @lru_cache(maxsize=8)
 def _roots(folder: str) -> tuple[str, ...]:
     """How paths of whole files and folders in a cache start, as they are and with links resolved."""
-    return tuple(dict.fromkeys(os.path.join(f(folder), "files", "") for f in (os.path.abspath, os.path.realpath)))
+    return tuple(
+        dict.fromkeys(
+            os.path.join(path, "") for path in (os.path.join(folder, "files"), os.path.realpath(os.path.join(folder, "files")))
+        )
+    )
 
 
 def stored_size(path: str | os.PathLike[str]) -> int:

@@ -171,6 +171,8 @@ def test_a_missing_driver_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch
         ("abfs://bucket/a", "known: s3, gs, hf, https"),
         ("http://example.org/a", "is not encrypted: give its https:// address"),
         ("https://huggingface.co/org/name", "is a page: give hf://org/name"),
+        ("s3a://bucket/name", "write s3:// in place of s3a://"),
+        ("gcs://bucket/name", "write gs:// in place of gcs://"),
         ("https://example.org/folder/", None),
     ],
 )
@@ -179,7 +181,7 @@ def test_addresses_that_cannot_be(address: str, said: str | None) -> None:
         list_objects(address) if said is None else look_up(address)
 
 
-@pytest.mark.parametrize("name", ["../up", "a/../../up", "a\\b", "/etc/x", "C:x"])
+@pytest.mark.parametrize("name", ["../up", "a/../../up", "/etc/x", "nul\0"])
 def test_a_name_that_leads_out_of_a_folder_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="no file in a folder can have"):
         drivers.inner_name(f"s3://b/m/{name}", "s3://b/m")

@@ -19,7 +19,7 @@ from omni.files import cache_folder
 from omni.remote import find_address
 from omni.stores import reading
 from omni.stores.drivers import look_up, read_range
-from omni.stores.reading import BLOCK, ObjectReader, guarded, local_path, own_cache, pointed_at, stored_size
+from omni.stores.reading import BLOCK, POINTERS, ObjectReader, guarded, local_path, own_cache, pointed_at, stored_size
 from omni.stores.tries import ChangedError, StoreError
 from tests.stores.web import web
 
@@ -80,7 +80,7 @@ def test_pointer_files_stand_for_what_stays(bucket: Any, monkeypatch: pytest.Mon
     assert linked.is_relative_to(tmp_path / "link") and pointed_at(linked / "a.wav") == pointed_at((linked / "a.wav").resolve())
     assert pointed_at(linked / "a.wav") is not None
     (folder / "a.wav").write_bytes(b"")
-    with pytest.raises(UserError, match=r"a\.wav in the cache is damaged .* remove the folder .*files/[0-9a-f]{40}$"):
+    with pytest.raises(UserError, match=r"a\.wav in the cache is damaged .* remove the folder .*files/[0-9a-f]{40}-pointers$"):
         pointed_at(linked / "a.wav")
     local = tmp_path / "own.wav"  # nobody's data can point anywhere
     shutil.copy(folder / "rows.parquet", local)
@@ -88,6 +88,61 @@ def test_pointer_files_stand_for_what_stays(bucket: Any, monkeypatch: pytest.Mon
     copied = whole / "a.wav"
     shutil.copy(folder / "rows.parquet", copied)
     assert pointed_at(copied) is None
+
+
+def test_names_with_signs_are_files_of_their_own(bucket: Any) -> None:
+    names = ["a.wav", "a.wav?v=2", "b:1.wav", "b\\1.wav", "c d/%20#+.wav", "?"]
+    for name in names:
+        bucket.put(f"signs/{name}", name.encode())
+    for pointers in (False, True):
+        folder = local_path(bucket.address("signs"), pointers=pointers)
+        for name in names:
+            one = pointed_at(folder / name)
+            assert (one is not None) == (pointers and name.endswith(".wav"))
+            assert (read_range(one, 0, one.size) if one else (folder / name).read_bytes()) == name.encode()
+    assert local_path(bucket.address("signs/a.wav?v=2")).read_bytes() == b"a.wav?v=2"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ("x/a.wav", "x//a.wav", "would be the same file here: rename one of them"),
+        ("a.wav", "a.wav/b.wav", "has a file whose name is that of a folder, too: rename 'a.wav'"),
+        ("a.wav", "b" * 300, "has a file whose name is too long: rename 'bbb"),
+    ],
+)
+def test_names_that_no_folder_has(one: str, other: str, said: str, bucket: Any) -> None:
+    for name in (one, other):
+        bucket.put(f"set/{name}", b"x")
+    for pointers in (False, True):
+        with pytest.raises(UserError, match=said):
+            local_path(bucket.address("set"), pointers=pointers)
+
+
+@pytest.mark.parametrize("place", ["relative", "up", "link", "inner"])
+def test_wherever_the_cache_is(place: str, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "with" / "stores").mkdir(parents=True)
+    (tmp_path / "with" / "stores" / "files").symlink_to(tmp_path / "disk")
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    monkeypatch.setenv("OMNI_CACHE", {"relative": "cache", "up": f"{tmp_path}/with/../up", "inner": "with"}.get(place, place))
+    folder = local_path(bucket.put("set/a.wav", b"sound").removesuffix("/a.wav"), pointers=True)
+    assert pointed_at(folder / "a.wav") is not None and pointed_at((folder / "a.wav").resolve()) is not None
+
+
+def test_a_file_that_was_cut_in_the_cache_is_told(bucket: Any) -> None:
+    address = bucket.put("set/a.csv", b"sound").removesuffix("/a.csv")
+    for pointers in (False, True):
+        (local_path(address, pointers=pointers) / "a.csv").write_bytes(b"so")
+        with pytest.raises(StoreError, match=r"the cache's folder .* is damaged: remove it, and run the same command again"):
+            local_path(address, again=True, pointers=pointers)
+        shutil.rmtree(cache_folder() / "stores" / "files")
+    bucket.put("set/a.wav", b"sound")
+    folder = local_path(address, again=True, pointers=True)
+    (folder.parent / POINTERS).unlink()
+    with pytest.raises(StoreError, match="is damaged: remove it"):
+        local_path(address, again=True, pointers=True)
 
 
 @pytest.mark.parametrize("name", ["pointers", "pointers@1"])

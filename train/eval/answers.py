@@ -22,6 +22,7 @@ from omni.errors import UserError
 from omni.generate.question import SAMPLE_RATE, read_question, read_system
 from omni.generate.results import Answer
 from omni.generate.speech_lm import SpeechLM
+from omni.stores.tries import StoreError
 from omni.tasks import Task, prompt
 from train.console.progress import Display
 from train.data.readers import Broken
@@ -108,6 +109,8 @@ def _answer(
             continue
         try:
             asked.append(EvalQuestion(index, row, make_item(row, task, lm)))
+        except StoreError:
+            raise
         except (ValueError, OSError) as error:  # a path that is none, such as one with NUL, is a plain ValueError
             records[index] = {"index": index, "where": row.where, "broken": " ".join(str(error).split())}
     answers = ask(lm, asked, config, sound=asr is not None or any(metric.sound for metric in metrics.METRICS.values()))

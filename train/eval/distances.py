@@ -20,6 +20,7 @@ from omni.encoder.base import build_encoder, collate
 from omni.encoder.config import EncoderConfig
 from omni.encoder.distance import frame_distances
 from omni.errors import UserError
+from omni.stores.tries import StoreError
 from train.console.progress import Display
 from train.data.readers import Broken
 from train.eval.config import EvalConfig, Progress
@@ -108,6 +109,8 @@ def _sounds(recordings: Questions, encoder: EncoderConfig, left_out: list[str]) 
             try:
                 sound = row.turns[0].question_audio.load(SAMPLE_RATE)
                 encoder.clips(len(sound))
+            except StoreError:
+                raise
             except UserError as error:
                 left_out.append(f"{row.where}: {error}")
                 continue

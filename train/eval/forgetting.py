@@ -24,6 +24,7 @@ from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import IGNORE
 from omni.model.decoder import Hidden
+from omni.stores.tries import StoreError
 from omni.tasks import TASKS, Columns, Turn, example
 from omni.text import Tokenizer
 from train.console.progress import Display
@@ -166,6 +167,8 @@ def _readable(lm: SpeechLM, batch: Sequence[tuple[int, Row | Broken]]) -> tuple[
                 why = f"question and answer do not fit in the model's context of {lm.config.decoder.context}"
             if why is None:
                 asked.append(EvalQuestion(index, row, make_item(row, TASK, lm)))
+        except StoreError:
+            raise
         except UserError as error:
             why = str(error)
         if why is not None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from omni.encoder.config import EncoderConfig
 from omni.errors import UserError
 from omni.generate.results import Answer
+from omni.stores.tries import StoreError
 from omni.tasks import find_task
 from train.scoring.text import compare_codes, normalise, word_errors
 
@@ -112,6 +113,8 @@ def items_of(
                 if spoken is not None and encoder is not None:
                     encoder.clips(len(spoken))
                 codes = turn.answer_codes.for_codec(codec) if task.audio and turn.answer_codes and codec else None
+            except StoreError:
+                raise
             except UserError as error:
                 if broken is None:
                     raise UserError(f"held-out {row.where}: {error}") from error

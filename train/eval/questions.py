@@ -11,14 +11,14 @@ Only the first turn of a conversation is asked.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from omni.remote import check_there
-from omni.stores.reading import stored_size
+from omni.remote import check_there, find_address
+from omni.stores.reading import naming, stored_size
 from omni.tasks import TASKS, Task, find_task
 from train.data.readers import READERS, Broken, OpenedSource, ReaderOptions, data_path, open_source
 from train.data.readers.files import Files
@@ -82,7 +82,15 @@ OWN = {VOICEBENCH.name: VOICEBENCH}
 
 def open_data(path: Path, options: ReaderOptions) -> OpenedSource:
     """Opens the data as a source of rows; UserError where there are none, or of no known format."""
-    path = data_path(path)
+    address, path = find_address(path), data_path(path)
+    with naming(address or path, path):
+        source = _open(path, options)
+    if address is not None:
+        source.brought = path, address
+    return source
+
+
+def _open(path: Path, options: ReaderOptions) -> OpenedSource:
     check_there(path, "data", f"data {path} does not exist: name a file or folder of one of {', '.join([*OWN, *READERS])}")
     if options.format in OWN:
         return OWN[options.format](path, options)
@@ -121,16 +129,24 @@ class Questions:
 
     def iterate(self, start: int = 0) -> Iterator[tuple[int, Row | Broken]]:
         """Yields index and item, from the `start`th chosen one on; an item whose texts cannot be read is broken."""
-        wanted = iter(self.chosen[start:])
-        index = next(wanted, None)
-        if index is None:
-            return
-        for at, item in enumerate(self.source.iterate(index), index):
-            if at == index:
-                yield at, readable(item)
-                index = next(wanted, None)
-                if index is None:
-                    return
+        for first, stop in _runs(self.chosen[start:]):
+            for at, item in enumerate(self.source.iterate(first, stop), first):
+                item = readable(item)
+                where = self.source.named(item.where)
+                yield at, Broken(where, self.source.named(item.why)) if isinstance(item, Broken) else replace(item, where=where)
+
+
+def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending indices as ranges (start, stop)."""
+    start = stop = -1
+    for index in indices:
+        if index != stop:
+            if stop > start:
+                yield start, stop
+            start = index
+        stop = index + 1
+    if stop > start:
+        yield start, stop
 
 
 def choose_task(questions: Questions, lm: SpeechLM) -> Task:

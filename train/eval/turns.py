@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.generate.question import SAMPLE_RATE
+from omni.stores.tries import StoreError
 from omni.tasks import Task
 from train.console.progress import Display
 from train.data.readers import Broken
@@ -58,6 +59,8 @@ def _record(lm: SpeechLM, index: int, row: Row | Broken, task: Task, config: Eva
         return record | {"broken": row.why}
     try:
         return record | {"source": row.source, "turns": _converse(lm, row, task, config, key(config.seed, index) % (1 << 31))}
+    except StoreError:
+        raise
     except (ValueError, OSError) as error:
         return record | {"broken": " ".join(str(error).split())}
 

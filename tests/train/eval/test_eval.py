@@ -16,6 +16,7 @@ import whisper
 from omni.errors import UserError
 from omni.files import LOCK, locked
 from omni.generate.speech_lm import SpeechLM
+from omni.stores.tries import StoreError
 from tests.train.eval.toys import QUICK, noise, read_lines, save_model, voicebench, write_librispeech, write_voicebench
 from train.commands.eval import main
 from train.data.readers import Broken
@@ -182,6 +183,34 @@ def test_interrupted_and_gone_on_with_is_undisturbed(
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     monkeypatch.setattr(Journal, "append", until)  # nothing is left to do: nothing is asked again
     assert run(model, speech, "--out", tmp_path / "cut", *QUICK, *drawn) == 0
+
+
+@pytest.mark.parametrize("more", [(), ("--turns", "true")])
+def test_a_store_that_fails_breaks_no_question(
+    model: Path, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    words = ("--temperature", "1.0", "--timed", "0", "--task", "A1T2", *more)
+    address = bucket.put_all(write_librispeech(tmp_path / "libri"), "libri")
+    assert run(model, address, "--out", tmp_path / "whole", *QUICK, *words) == 0
+    load, left = Sound.load, 5
+
+    def failing(self: Sound, sample_rate: int) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise StoreError("s3://there cannot be read")
+        return load(self, sample_rate)
+
+    monkeypatch.setattr(Sound, "load", failing)
+    with pytest.raises(StoreError, match="s3://there cannot be read"):
+        run(model, address, "--out", tmp_path / "cut", *QUICK, *words)
+    monkeypatch.setattr(Sound, "load", load)
+    assert run(model, address, "--out", tmp_path / "cut", *QUICK, *words) == 0
+    for name in ("answers.jsonl", "report.json"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    (broken,) = (line for line in read_lines(tmp_path / "cut" / "answers.jsonl") if "broken" in line)  # it has no recording
+    missing = f"{address}/7/1/7-1-0099.flac does not exist or is no file"
+    assert broken["where"] == f"{address}/7/1/7-1.trans.txt line 6" and broken["broken"].endswith(missing)
 
 
 def test_an_output_of_something_else_is_refused(model: Path, speech: Path, tmp_path: Path) -> None:

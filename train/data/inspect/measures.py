@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from omni.audio.io import AudioInfo, audio_info, read_audio
 from omni.errors import UserError
 from omni.remote import refuse_remote
+from omni.stores.tries import StoreError
 from train.data.rows.reference import UnfitReference
 from train.data.rows.row import Sound, inside
 
@@ -113,9 +114,11 @@ def stored_bytes(sound: Sound) -> bytes:
 
 @contextmanager
 def _unfit() -> Iterator[None]:
-    """A context in which errors of a recording elsewhere are `BadSound`."""
+    """A context in which errors of a recording elsewhere are `BadSound`; a store that cannot be read is none of these."""
     try:
         yield
+    except StoreError:
+        raise
     except UserError as error:
         raise BadSound(error.kind if isinstance(error, UnfitReference) else "broken_sound", str(error)) from error
 

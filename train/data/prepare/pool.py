@@ -6,13 +6,15 @@ process is left running when either is killed.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import pickle
 import signal
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +29,8 @@ from train.data.rows.row import features
 
 if TYPE_CHECKING:
     from omni.codec.base import AudioCodec
+
+LOG = logging.getLogger("omni")
 
 _AHEAD = 2  # blocks assigned to each process at a time: the one in progress and the next
 _WINDOW = 4  # blocks per process that are assigned and not returned yet
@@ -146,6 +150,9 @@ class _Pool(BlockPool):
             raise UserError(content)
         if kind == "failure":
             raise RuntimeError(f"a process that prepares failed:\n{content}")
+        if kind == "warning":
+            LOG.warning("%s", content)
+            return 0, 0.0
         return content
 
     def _raise_dead(self, pipe: Connection) -> None:
@@ -166,20 +173,39 @@ class _Pool(BlockPool):
             process.join()
 
 
+class _Telling(logging.Handler):
+    """Gives warnings of the library to a function, as lines."""
+
+    def __init__(self, tell: Callable[[str, Any], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # whoever listens has ended
+            self.tell("warning", record.getMessage())
+
+
 def _work(pipe: Connection, work: bytes, plugins: Sequence[str]) -> None:
     """Run a worker process: make the assigned blocks until the master closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the master ends it
     tqdm.set_lock(threading.RLock())  # else a library's bar makes one for several processes, which outlives this one
+    alone = threading.Lock()
+
+    def tell(kind: str, content: Any) -> None:
+        with alone:
+            pipe.send((kind, content))
+
+    logging.getLogger("omni").addHandler(_Telling(tell))
     try:
         load_plugins(plugins)
         maker = BlockMaker(*pickle.loads(work))
         while True:
             start, stop = pipe.recv()
-            block = maker.make(start, stop, lambda items, seconds: pipe.send(("tick", (items, seconds))))
-            pipe.send(("block", block))
+            block = maker.make(start, stop, lambda items, seconds: tell("tick", (items, seconds)))
+            tell("block", block)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except UserError as error:
-        pipe.send(("mistake", str(error)))
+        tell("mistake", str(error))
     except BaseException:
-        pipe.send(("failure", traceback.format_exc()))
+        tell("failure", traceback.format_exc())

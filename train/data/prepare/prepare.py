@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omni.errors import UserError
 from omni.files import LOCK, flush, locked
 from omni.remote import find_address, refuse_remote
+from omni.stores.reading import naming
 from train.console.progress import Display, Kind, counted
 from train.data.prepare.cluster import cluster_blocks
 from train.data.prepare.config import PrepareConfig
@@ -58,9 +59,21 @@ def prepare(
             a `shard` of an output that is being made otherwise;
             no space left; a data set of which no item makes a row.
     """
-    config = config or PrepareConfig()
-    address, path = find_address(path), data_path(path, again=True)
-    out, part = place_for(Path(out), path), config.part
+    config, here = config or PrepareConfig(), data_path(path, again=True)
+    with naming(path, here):
+        return _prepare(here, find_address(path), Path(out), config, progress, opener)
+
+
+def _prepare(
+    path: Path,
+    address: str | None,
+    out: Path,
+    config: PrepareConfig,
+    progress: Kind,
+    opener: Callable[[Path], OpenedSource] | None,
+) -> PrepareTally:
+    """`prepare` of a data set that is here, or was brought from an address."""
+    out, part = place_for(out, path), config.part
     source = opener(path) if opener else open_source(path, config.read)
     if address is not None:
         source.brought = path, address

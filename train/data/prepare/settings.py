@@ -12,7 +12,7 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.files import LOCK, read_json, write_json
-from omni.stores.reading import stored_size
+from omni.stores.reading import content_key, stored_size
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.shards import AGAIN, checksum, stored
 from train.data.prepare.worker import BLOCK
@@ -24,7 +24,7 @@ from train.data.tts.speaking import SpeakingConfig
 
 NAME = "settings.json"
 FORMAT = 1
-_DATA = ("source_bytes", "source_files", "source_checksum")
+_DATA = ("source_bytes", "source_files", "source_checksum", "source_versions")
 _SMALL = 1 << 20
 """Largest file, in bytes, that is compared by its checksum: such as one that people edit."""
 _WITHOUT_EFFECT = ("workers", "shard", "ray")
@@ -57,6 +57,7 @@ def settings_of(path: Path, source: OpenedSource, config: PrepareConfig, address
         "source_bytes": path.stat().st_size if path.is_file() else None,
         "source_files": _files(path) if path.is_dir() else None,
         "source_checksum": checksum(path) if path.is_file() and path.stat().st_size <= _SMALL else None,
+        **({} if address is None else {"source_versions": content_key(path)}),
         "codec_weights": {file.name: checksum(file) for file in sorted(codec.iterdir()) if file.is_file()} if codec else None,
         **plain,
     }

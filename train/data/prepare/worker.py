@@ -98,13 +98,16 @@ class BlockMaker:
         self.maker = RowMaker(config, codec, {side: voice_of(config, side) for side in config.sides}, source.origin)
         self.schema = schema
 
+    def _broken(self, item: int, where: str, why: str) -> BrokenItem:
+        return BrokenItem.of(item, self.source.named(where), self.source.named(why))
+
     def make(self, start: int, stop: int, tick: Tick) -> PreparedBlock:
         """Make the block of items `start` to `stop`; UserError where the source cannot be read at all."""
         block, made = PreparedBlock(start, stop), list[_Made]()
         told, since, seconds, before = start, time.monotonic(), 0.0, Files.left_out
         for index, item in zip(range(start, stop), self._items(start, stop), strict=True):
             if isinstance(item, Broken):
-                block.broken.append(BrokenItem.of(index, item.where, item.why))
+                block.broken.append(self._broken(index, item.where, item.why))
             else:
                 try:
                     plain, done = self.maker.make(item, f"{item.source or self.source.format}-{index:08d}")
@@ -113,7 +116,7 @@ class BlockMaker:
                 except _BAD as error:
                     if isinstance(error, OSError) and error.errno in _FATAL:
                         raise
-                    block.broken.append(BrokenItem.of(index, item.where, _one_line(error)))
+                    block.broken.append(self._broken(index, item.where, _one_line(error)))
                 else:
                     made.append(_Made(index, item.where, plain, done))
                     seconds += done.seconds
@@ -156,7 +159,7 @@ class BlockMaker:
             self._table([one])
         except _BAD as error:
             why = f"holds a value that cannot be stored ({_one_line(error)}): fix or drop it"
-            block.broken.append(BrokenItem.of(one.item, one.where, why))
+            block.broken.append(self._broken(one.item, one.where, why))
             return False
         return True
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
+from omni.remote import shown
 from train.data.rows.row import Row
 
 
@@ -107,6 +108,10 @@ class OpenedSource(ABC):
     def origin(self) -> tuple[Path, str] | None:
         """`brought`, where that is a folder."""
         return self.brought if self.brought is not None and self.brought[0].is_dir() else None
+
+    def named(self, text: str) -> str:
+        """A text in which the address stands for the data's place in the cache of this machine."""
+        return text if self.brought is None else text.replace(str(self.brought[0]), shown(self.brought[1]))
 
     @abstractmethod
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeVar
 from omni.audio.io import AudioInfo, audio_info
 from omni.errors import UserError
 from omni.remote import check_there
-from omni.stores.reading import guarded, pointed_at
+from omni.stores.reading import address_of, guarded, pointed_at
 from omni.stores.tries import StoreError
 from train.data.readers.contract import ReaderOptions
 from train.data.rows.reference import SoundPart
@@ -51,7 +51,7 @@ class Files:
         folder = Path(options.folder) if options.folder else path if path.is_dir() else path.parent
         otherwise = f"folder {folder} of the recordings does not exist: name the one that the data's paths start at with "
         check_there(folder, "folder of the recordings", f"{otherwise}--read.folder", Path.is_dir)
-        return cls(folder, options.prefix, options.audio)
+        return cls(folder, options.prefix or address_of(folder), options.audio)
 
     def relative(self, name: str) -> str:
         """Make a path in the data relative to the folder; an absolute one may lie inside it.
@@ -67,6 +67,7 @@ class Files:
     def _present(self, name: str, what: str = "audio") -> tuple[str, Path]:
         relative, full = self._locate(name, what)
         if not full.is_file():
+            pointed_at(full)  # it may have been removed from the cache
             raise UserError(f"{name!r} is not there: {full} does not exist or is no file")
         return relative, full
 

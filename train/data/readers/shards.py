@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.remote import check_there, find_address, shown
-from omni.stores.drivers import StoredObject, list_objects, parent
+from omni.stores.drivers import StoredObject, bare, list_objects, parent
 from omni.stores.reading import looked_up
 from train.data.readers.record import Record
 from train.data.rows.places import DataFile
@@ -47,7 +47,7 @@ def find_shards(path: str) -> list[DataFile]:
     name = (address or path).rstrip("/").rpartition("/")[2]
     pattern = name if any(c in name for c in "*[") and not (address is None and Path(path).exists()) else ""
     if address is not None:
-        if not pattern and address.partition("?")[0].endswith(KINDS):
+        if not pattern and bare(address).endswith(KINDS):
             shards = [looked_up(address)]
         else:
             found = list_objects(parent(address) if pattern else address, deep=not pattern)

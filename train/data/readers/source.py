@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omni.errors import UserError
-from omni.stores.reading import has_pointers
+from omni.stores.reading import check_pointers, has_pointers
 from omni.stores.tries import StoreError
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
 from train.data.readers.files import Files
@@ -39,11 +39,16 @@ MakeRow = Callable[[Mapping[str, Any], str], Row]
 
 
 class RecordSource(OpenedSource):
-    """A row for each record of some files, in their order. The source can be pickled where `make` can."""
+    """A row for each record of some files, in their order. The source can be pickled where `make` can.
+
+    Attributes:
+        away: whether recordings, or the files themselves, are in a store, where each takes a request.
+    """
 
     def __init__(self, format: str, files: Sequence[Records], make: MakeRow, note: str = "") -> None:
         self.format, self.note = format, note
         self._files, self._make = list(files), make
+        self.away = any(has_pointers(file.path) for file in self._files[:1])
 
     def __len__(self) -> int:
         return sum(_ahead(len, self._files) if self.away else map(len, self._files))
@@ -66,13 +71,12 @@ class RecordSource(OpenedSource):
                 if stop <= 0:
                     return
 
-    @property
-    def away(self) -> bool:
-        """Whether recordings, or the files themselves, are in a store, where each takes a request."""
-        return any(has_pointers(file.path) for file in self._files[:1])
-
     def _items(self, records: Iterator[Record]) -> Iterator[Row | Broken]:
-        return _ahead(self._item, records) if self.away else map(self._item, records)
+        if not self.away:
+            yield from map(self._item, records)
+            return
+        yield from _ahead(self._item, records)
+        check_pointers(self._files[0].path)  # what was removed meanwhile looks like what is missing
 
     def _item(self, record: Record) -> Row | Broken:
         return row_of(record, self._make)

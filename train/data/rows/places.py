@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 from omni.errors import UserError
 from omni.remote import check_there, find_address, shown
-from omni.stores.drivers import StoredObject, read_range
+from omni.stores.drivers import StoredObject, bare, read_range
 from omni.stores.reading import PIECE, ObjectReader, listed, local_file, looked_up
 
 SUFFIX, REPORT, INDEX = ".parquet", "report.json", "rows.index"
@@ -84,7 +84,7 @@ def find_files(path: str | os.PathLike[str]) -> DataFiles:
 
 
 def _in_store(address: str) -> DataFiles:
-    if address.partition("?")[0].endswith(SUFFIX):
+    if bare(address).endswith(SUFFIX):
         return DataFiles(shown(address), [looked_up(address)], None)
     found = listed(address)
     files: list[DataFile] = [one for one in found if one.name.endswith(SUFFIX) and not one.name.startswith(".")]

@@ -13,6 +13,7 @@ import torch
 
 from omni.audio.io import audio_info, read_audio
 from omni.errors import UserError
+from omni.stores.tries import StoreError
 from tests.sounds import encoded
 from tests.train.data.prepare.test_prepare import files_of
 from train.commands.data_filter import main as filter_main
@@ -185,3 +186,23 @@ def test_recordings_of_a_bucket_are_named_by_their_addresses(
     monkeypatch.setenv("OMNI_CACHE", str(tmp_path / "empty"))
     with pytest.raises(UserError, match=rf"{address}/d.flac is not the recording that the data was prepared with"):
         there[2].load(16000)
+
+
+def test_a_store_that_fails_is_no_finding(bucket: Any, clips: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    address = bucket.put_all(clips, "set")
+    columns = {"question_audio": "wav", "question_text": "said"}
+    prepare(address, tmp_path / "out", config(read=ReaderOptions(columns=columns)))
+    monkeypatch.setenv("OMNI_CACHE", str(tmp_path / "empty"))
+    bucket.server.broken = lambda environ: environ["PATH_INFO"].endswith("d.flac")
+    (tmp_path / "rules.yaml").write_text("question_seconds: {max: 1000}")
+    commands = (
+        (validate_main, [str(tmp_path / "out"), "--progress", "off"]),
+        (stats_main, [str(tmp_path / "out"), "--progress", "off"]),
+        (filter_main, [str(tmp_path / "out"), str(tmp_path / "kept"), "--rules", str(tmp_path / "rules.yaml")]),
+    )
+    for command, words in commands:
+        with pytest.raises(StoreError, match=rf"{address}/d.flac cannot be read: .* 6 times"):
+            command(words)
+    bucket.server.heal()
+    assert [command(words) for command, words in commands] == [0, 0, 0]
+    assert len(StoredRows(tmp_path / "kept", tmp_path / "cache")) == 4

@@ -21,6 +21,7 @@ from omni.stores.reading import POINTERS
 from omni.stores.tries import ChangedError, StoreError
 from tests.golden.toys import write_sound, write_table
 from train.data import readers
+from train.data.prepare import pool
 from train.data.prepare.cluster import BlockActor
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.join import join
@@ -29,7 +30,7 @@ from train.data.prepare.worker import PreparedBlock
 from train.data.readers import data_path, open_source
 from train.data.readers.contract import ReaderOptions
 from train.data.rows.parquet import StoredRows
-from train.data.rows.row import features
+from train.data.rows.row import Row, features
 
 
 @pytest.fixture
@@ -178,6 +179,55 @@ def test_a_recording_that_is_replaced_meanwhile_is_told(kind: str, bucket: Any, 
         list(source)
 
 
+@pytest.mark.parametrize("audio", ["required", "optional"])
+@pytest.mark.parametrize("gone", ["", "*/*", "*/*/clips", "*/*/clips/50.flac"])
+def test_a_cache_that_is_removed_meanwhile_breaks_no_row(audio: str, gone: str, bucket: Any, tmp_path: Path) -> None:
+    SETS["common-voice"](tmp_path / "set")
+    source = open_source(bucket.put_all(tmp_path / "set", "set"), ReaderOptions(audio=audio))
+    assert len(source) == 70
+    with pytest.raises(StoreError, match="was removed from the cache while it was read: run the same command again"):
+        for number, _ in enumerate(source.iterate(0, 70)):
+            if number == 20:
+                for place in (cache_folder() / "stores" / "files").glob(gone) if gone else [cache_folder()]:
+                    shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink(missing_ok=True)
+
+
+def test_another_version_of_the_same_size_is_refused(bucket: Any, tmp_path: Path) -> None:
+    SETS["common-voice"](tmp_path / "set")
+    address, config = bucket.put_all(tmp_path / "set", "set"), PrepareConfig(workers=0)
+    prepare(address, tmp_path / "out", config)
+    sound = (tmp_path / "set" / "clips" / "3.flac").read_bytes()
+    bucket.put("set/clips/3.flac", sound)  # as it was
+    prepare(address, tmp_path / "out", config)
+    bucket.put("set/clips/3.flac", sound[:-1] + bytes([sound[-1] ^ 1]))
+    with pytest.raises(UserError, match=f"before {address} changed: source_versions was"):
+        prepare(address, tmp_path / "out", config)
+
+
+def test_recordings_that_are_named_by_their_address(bucket: Any, tmp_path: Path) -> None:
+    line = f'{{{{"question_audio": "{bucket.address("set")}/{{0}}.flac", "question_text": "{{0}}"}}}}\n'
+    write_spoken(tmp_path / "set", "{}.flac", "mine.jsonl", line)
+    rows = list(open_source(bucket.put_all(tmp_path / "set", "set")))
+    assert len(rows) == 70 and all(isinstance(row, Row) and row.turns[0].question_audio for row in rows)
+
+
+def test_failures_in_other_processes_are_told(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SETS["recordings"](tmp_path / "set")
+    address = bucket.put_all(tmp_path / "set", "set")
+    failed = []
+
+    def broken(environ: dict[str, Any]) -> bool:
+        once = environ["PATH_INFO"].endswith("/30.flac") and not failed
+        failed.extend([1] * once)
+        return once
+
+    bucket.server.broken = broken
+    told: list[str] = []
+    monkeypatch.setattr(pool.LOG, "warning", lambda text, *values: told.append(text % values))
+    assert prepare(address, tmp_path / "out", PrepareConfig(workers=2)).rows == 70
+    assert [line for line in told if "30.flac was not read" in line and "again in" in line]
+
+
 def test_a_damaged_recording_breaks_its_row_as_here(bucket: Any, tmp_path: Path) -> None:
     SETS["recordings"](tmp_path / "set")
     sound = tmp_path / "set" / "deep" / "3.flac"
@@ -186,9 +236,8 @@ def test_a_damaged_recording_breaks_its_row_as_here(bucket: Any, tmp_path: Path)
     address = bucket.put_all(tmp_path / "set", "set")
     for name, path in (("here", tmp_path / "set"), ("there", address)):
         assert prepare(path, tmp_path / name, PrepareConfig(workers=0)).broken == 2
-    here, there = ((tmp_path / name / "broken.csv").read_text().splitlines() for name in ("here", "there"))
-    for one, other in zip(here, there, strict=True):
-        assert Path(one.split(",")[1]).name == Path(other.split(",")[1]).name and one.split(": ")[1:] == other.split(": ")[1:]
+    here, there = ((tmp_path / name / "broken.csv").read_text() for name in ("here", "there"))
+    assert here.replace("'", "").replace(str(tmp_path / "set"), address) == there.replace("'", "")
 
 
 def test_readers_of_plug_ins_get_whole_files(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
