@@ -265,6 +265,8 @@ def lose(how: str, seconds: float) -> None:
         later = f"sleep {seconds}; kill -CONT {os.getpid()}" if seconds else f"sleep 4; kill -KILL {os.getpid()}"
         subprocess.Popen(["sh", "-c", later])
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "write":
+        state.write = lambda *args: lose("stop", seconds)  # type: ignore[assignment]
     elif how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "fail":
@@ -322,7 +324,8 @@ def main(options: dict[str, Any]) -> int:
     step] (the first process sends itself a signal before that step), block: [path, step] (before that step it puts a folder
     that is not empty where a checkpoint's file belongs, or, where the path ends in `writing`, a file in place of the folder),
     callback (a step after which a callback fails), resume, answers (seconds that validation's answers take), lose: [rank, step,
-    how, seconds] (before that step a process sleeps, is stopped for these seconds (0: for ever), is killed, or fails),
+    how, seconds] (before that step a process sleeps, is stopped for these seconds (0: for ever), is killed, or fails; or it is
+    stopped where it writes the next checkpoint: `write`),
     asynchronous (true but for a run that kills itself at once: its checkpoints are there when their step is over), hold:
     [function, step, until] (a function of `train.checkpoint.state` waits where it writes the checkpoint of that step, until
     this process fetches the data of another), export: [file, fails] (see `toy_export`).

@@ -214,7 +214,8 @@ class Checkpointer:
         if copied is None:
             if not beside:
                 self._release()  # the last save of a run
-            self._write(held)
+            with self.group.waiting_for(self.saves):
+                self._write(held)
         else:
             self.writing = Background(lambda: self._write(copied))
         self.saved = held.target
@@ -260,7 +261,8 @@ class Checkpointer:
             UserError: it cannot be written; in all processes alike, and again each time.
         """
         if self.writing is not None:
-            self.writing.join()
+            with self.group.waiting_for(self.saves):
+                self.writing.join()
             if self.writing.error is not None:
                 raise self.writing.error
             self.writing = None
@@ -269,7 +271,8 @@ class Checkpointer:
         """End the run's saves, whatever became of them; without `wait`, what is being written stays unfinished if the process
         ends first."""
         if self.writing is not None and wait:
-            self.writing.join()
+            with self.group.waiting_for(self.saves):
+                self.writing.join()
         self.writing = None
 
     def checked(self, batches: Iterator[Any]) -> Iterator[Any]:

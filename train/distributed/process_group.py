@@ -41,6 +41,7 @@ class ProcessGroup:
         self.rank, self.world = fabric.global_rank, fabric.world_size
         self.data_rank, self.data_world, self.counts = self.rank // tensor, self.world // tensor, self.rank % tensor == 0
         self.activity, self.step = Activity(since=time.monotonic()), 0
+        self.outer: ProcessGroup | None = None
         self.group: Any = None
         if self.world > 1:
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -59,12 +60,31 @@ class ProcessGroup:
         self.activity = self.activity.phased(name, long, self.step)
 
     @contextmanager
+    def waiting_for(self, inner: ProcessGroup) -> Iterator[None]:
+        """A context in which this process waits for what exchanges in another group of the same processes, here or in a thread:
+        that it waits for the others there is noted here, too."""
+        inner.outer = self
+        self._note_waiting(inner.activity.waiting)
+        try:
+            yield
+        finally:
+            inner.outer = None
+            self._note_waiting(False)
+
+    def _note_waiting(self, waits: bool) -> None:
+        self.activity = self.activity._replace(waiting=waits, since=time.monotonic())
+
+    @contextmanager
     def _exchange(self) -> Iterator[None]:
         """Notes that this process waits for the others."""
         phase = self.activity
         self.activity = phase.exchanging()
+        if (outer := self.outer) is not None:
+            outer._note_waiting(True)
         yield
         self.activity = self.activity.phased(phase.phase, phase.long, phase.step)
+        if (outer := self.outer) is not None:
+            outer._note_waiting(False)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor over processes, those of a tensor-parallel group once, in float64 on the CPU."""

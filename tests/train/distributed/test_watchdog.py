@@ -140,6 +140,14 @@ def test_what_never_goes_on_is_ended_in_all_processes(tmp_path: Path, how: str) 
         assert hanging.code == LostError.code and re.search(r"process 1 \(pid \d+\) is here:\n(.|\n)*in lose\n", hanging.said)
 
 
+@pytest.mark.parametrize("steps", [3, pytest.param(8, marks=pytest.mark.long)])
+def test_a_process_that_is_stopped_while_it_writes_a_checkpoint_ends_the_others(tmp_path: Path, steps: int) -> None:
+    """Which wait for it in the exchanges of the last save, or, before it, of a step."""
+    first, _ = ended(losing(tmp_path, 1, 2, "write", 0, steps=steps, give_up=1.5))
+    assert first.code == LostError.code and "the run ends (fabric.give_up_seconds)" in first.said, first.said
+    assert re.search(rf"error: step \d: waiting \d s .*process 1, .*{WHERE}; it is stopped", first.said), first.said
+
+
 @pytest.mark.long
 def test_a_process_that_ended_by_an_error_of_its_own_is_named_with_it(tmp_path: Path) -> None:
     other, failed = ended(losing(tmp_path, 1, 4, "fail", 0))
