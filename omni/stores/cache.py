@@ -21,6 +21,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 
 from omni.errors import UserError
@@ -275,3 +276,14 @@ def _touch(path: Path) -> None:
     with suppress(OSError):
         if time.time() - path.stat().st_mtime > TOUCHED:
             os.utime(path)
+
+
+@lru_cache(maxsize=8)
+def cache(process: int, folder: str) -> StoreCache:
+    """The cache of a process; another one after a fork, whose locks are not shared."""
+    return StoreCache(Path(folder))
+
+
+def own_cache() -> StoreCache:
+    """The cache of this process."""
+    return cache(os.getpid(), str(cache_folder() / "stores"))

@@ -1,7 +1,7 @@
 """What callers need of addresses: a file or folder here, read through the cache; an object open for reading at any place.
 
 `local_path("runs/nano/model")` is that path; `local_path("s3://bucket/model")` is a folder in the cache with what is there.
-With `pointers`, what is large in a data set stays in its store: small pointer files stand for it there, as in Git LFS.
+With `pointers`, what is large in a data set stays in its store (`omni.stores.pointers`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from omni.errors import UserError
 from omni.files import flush
 from omni.remote import find_address, shown
-from omni.stores.cache import StoreCache, key_of
+from omni.stores.cache import key_of, own_cache
 from omni.stores.drivers import (
     StoredObject,
     bare,
@@ -35,6 +34,7 @@ from omni.stores.drivers import (
     read_range,
 )
 from omni.stores.hub import parse_hub, snapshot
+from omni.stores.pointers import POINTED, POINTERS, entry_of, write_pointers
 from omni.stores.tries import MissingError, StoreError
 
 LOG = logging.getLogger(__name__)
@@ -45,29 +45,8 @@ PIECE, THREADS = 8 << 20, 8
 """Most bytes of a request, and requests at a time for a whole file or folder."""
 CONFIG = "config.json"
 """The file of a model folder that lists the others."""
-POINTERS = "pointers@1"
-"""The file beside a folder in the cache that has pointer files (a name that no such folder has): its address, and their
-paths, with NUL after each."""
-POINTED = (
-    *(".parquet", ".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac", ".aif", ".aiff", ".au", ".wma", ".webm"),
-    ".mp4",
-)
-"""Ends of the names of files that pointer files may stand for: recordings, and Parquet."""
 NAME = 60
 """Most characters of an address's last part in the name of its folder in the cache."""
-
-
-@lru_cache(maxsize=8)
-def cache(process: int, folder: str) -> StoreCache:
-    """The cache of a process; another one after a fork, whose locks are not shared."""
-    return StoreCache(Path(folder))
-
-
-def own_cache() -> StoreCache:
-    """The cache of this process."""
-    from omni.files import cache_folder
-
-    return cache(os.getpid(), str(cache_folder() / "stores"))
 
 
 # --- whole files and folders --------------------------------------------------------------------------------------------
@@ -153,8 +132,7 @@ def fetch(address: str, objects: Sequence[StoredObject], pointers: bool = False)
                 with _named(address):
                     _fill(folder if single else folder / last, come)
                     if stay:
-                        _point(folder / last, stay)
-                        (folder / POINTERS).write_bytes(b"\0".join([*map(os.fsencode, (address, *sorted(stay))), b""]))
+                        write_pointers(folder, last, address, stay)
         place = kept.hold(key)
         if place is not None:
             _check(place, place if single else place / last, come, bool(stay))
@@ -200,7 +178,7 @@ def content_key(path: Path) -> str:
     Args:
         path: where `local_path` has brought it.
     """
-    return os.path.basename(_entry(str(path))).removesuffix("-pointers")
+    return os.path.basename(entry_of(str(path))).removesuffix("-pointers")
 
 
 def download(address: str, objects: Sequence[StoredObject], folder: Path) -> None:
@@ -229,102 +207,6 @@ def _fill(folder: Path, names: dict[str, StoredObject]) -> None:
             pool.shutdown(cancel_futures=True)
     for name in names:
         flush(folder / name)
-
-
-def _point(folder: Path, names: dict[str, StoredObject]) -> None:
-    """Write pointer files."""
-    for name, one in names.items():
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps([one.address, one.size, one.version]), encoding="utf-8")
-
-
-def pointed_at(path: str | os.PathLike[str]) -> StoredObject | None:
-    """The object that a pointer file in the cache stands for; None for all other files.
-
-    StoreError where the pointer file is damaged, or was removed.
-    """
-    file = os.fspath(path)
-    if not file.lower().endswith(POINTED) or not has_pointers(file):
-        return None
-    try:
-        address, size, version = json.loads(Path(file).read_bytes())
-        return StoredObject(str(address), int(size), str(version))
-    except FileNotFoundError:
-        _check_removed(file)
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        raise StoreError(f"{file} in the cache is damaged ({error}): remove the folder {_entry(file)}") from error
-
-
-def _check_removed(file: str) -> None:
-    """StoreError where a pointer file that came is not there any more."""
-    entry = _entry(file)
-    name = file[len(entry) + 1 :].partition(os.sep)[2]
-    try:
-        came = b"\0" + os.fsencode(name) + b"\0" in Path(entry, POINTERS).read_bytes()
-    except FileNotFoundError:
-        came = True
-    if came:
-        raise StoreError(f"{file} was removed from the cache while it was read: run the same command again")
-
-
-def address_of(folder: Path) -> str:
-    """The address of a folder that was brought with pointer files, or of one in it, with a slash at its end; "" for others."""
-    if not has_pointers(folder):
-        return ""
-    entry = _entry(str(folder))
-    inner = str(folder)[len(entry) + 1 :].partition(os.sep)[2]
-    address = os.fsdecode(Path(entry, POINTERS).read_bytes().partition(b"\0")[0])
-    return f"{join(address, inner).rstrip('/')}/"
-
-
-def check_pointers(path: str | os.PathLike[str]) -> None:
-    """StoreError where a folder with pointer files, or the one that a file is in, is not in the cache any more."""
-    if not has_pointers(path):
-        raise StoreError(f"{path} was removed from the cache while it was read: run the same command again")
-
-
-def has_pointers(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder, or the one that a file is in, was brought with pointer files."""
-    entry = _entry(os.fspath(path))
-    return bool(entry) and os.path.exists(os.path.join(entry, POINTERS))
-
-
-def check_cache(folder: Path) -> None:
-    """UserError where a folder that another process brought with pointer files lies outside of this process's cache."""
-    if (folder.parent / POINTERS).is_file() and not has_pointers(folder):
-        raise UserError(
-            f"{folder} is not in the cache {own_cache().folder}: set OMNI_CACHE to the same folder for all processes"
-        )
-
-
-def _entry(path: str) -> str:
-    """The cache's entry that a path is in; "" for one that is elsewhere."""
-    try:
-        roots = _roots(str(own_cache().folder))
-    except RuntimeError:  # there is no home folder, and so no cache
-        return ""
-    for root in roots:
-        if path.startswith(root):
-            return root + path[len(root) :].partition(os.sep)[0]
-    return ""
-
-
-@lru_cache(maxsize=8)
-def _roots(folder: str) -> tuple[str, ...]:
-    """How paths of whole files and folders in a cache start, as they are and with links resolved."""
-    return tuple(
-        dict.fromkeys(
-            os.path.join(path, "") for path in (os.path.join(folder, "files"), os.path.realpath(os.path.join(folder, "files")))
-        )
-    )
-
-
-def stored_size(path: str | os.PathLike[str]) -> int:
-    """Size of a file, in bytes, or of the object that it stands for; OSError where there is no such file."""
-    one = pointed_at(path)
-    return os.stat(path).st_size if one is None else one.size
 
 
 def _copy(one: StoredObject, start: int, target: Path) -> None:

@@ -18,8 +18,10 @@ from omni.errors import UserError
 from omni.files import cache_folder
 from omni.remote import find_address
 from omni.stores import reading
+from omni.stores.cache import own_cache
 from omni.stores.drivers import look_up, read_range
-from omni.stores.reading import BLOCK, POINTERS, ObjectReader, guarded, local_path, own_cache, pointed_at, stored_size
+from omni.stores.pointers import POINTERS, pointed_at, stored_size
+from omni.stores.reading import BLOCK, ObjectReader, guarded, local_path
 from omni.stores.tries import ChangedError, StoreError
 from tests.stores.web import web
 

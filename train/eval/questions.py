@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.remote import check_there, find_address
-from omni.stores.reading import naming, stored_size
+from omni.stores.pointers import stored_size
+from omni.stores.reading import naming
 from omni.tasks import TASKS, Task, find_task
 from train.data.readers import READERS, Broken, OpenedSource, ReaderOptions, data_path, open_source
 from train.data.readers.files import Files

@@ -12,7 +12,8 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.files import LOCK, read_json, write_json
-from omni.stores.reading import content_key, stored_size
+from omni.stores.pointers import stored_size
+from omni.stores.reading import content_key
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.shards import AGAIN, checksum, stored
 from train.data.prepare.worker import BLOCK

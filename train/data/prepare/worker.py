@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.codec.registry import load_codec
 from omni.errors import UserError
-from omni.stores.reading import check_cache
+from omni.stores.pointers import check_cache
 from omni.stores.tries import StoreError
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.rows import PrepareTally, RowMaker

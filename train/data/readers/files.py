@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeVar
 from omni.audio.io import AudioInfo, audio_info
 from omni.errors import UserError
 from omni.remote import check_there
-from omni.stores.reading import address_of, guarded, pointed_at
+from omni.stores.pointers import address_of, pointed_at
+from omni.stores.reading import guarded
 from omni.stores.tries import StoreError
 from train.data.readers.contract import ReaderOptions
 from train.data.rows.reference import SoundPart

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omni.errors import UserError
-from omni.stores.reading import PIECE, ObjectReader, pointed_at
+from omni.stores.pointers import pointed_at
+from omni.stores.reading import PIECE, ObjectReader
 from train.data.readers.record import Record, RecordReading, Records, keep, take
 from train.data.readers.shards import TAR, read_shard
 from train.data.readers.text_records import JsonArray, JsonLines, TableRecords, open_binary

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omni.errors import UserError
-from omni.stores.reading import check_pointers, has_pointers
+from omni.stores.pointers import check_pointers, has_pointers
 from omni.stores.tries import StoreError
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
 from train.data.readers.files import Files

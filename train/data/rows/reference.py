@@ -28,7 +28,8 @@ from omni.audio.io import AudioInfo, audio_info, read_audio, resample
 from omni.errors import UserError
 from omni.remote import shown
 from omni.stores.drivers import StoredObject, look_up
-from omni.stores.reading import ObjectReader, guarded, pointed_at
+from omni.stores.pointers import pointed_at
+from omni.stores.reading import ObjectReader, guarded
 from omni.stores.tries import ChangedError, MissingError
 from train.data.rows.places import DataFile, reading
 
@@ -216,7 +217,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class PointedRecording(Reference):
-    """A recording of a data set that is read, of which only a pointer file was brought here (`omni.stores.reading`).
+    """A recording of a data set that is read, of which only a pointer file was brought here (`omni.stores.pointers`).
 
     Its methods raise StoreError where it cannot be had.
     """

@@ -41,7 +41,7 @@ from omni.audio.io import AudioInfo, audio_info, read_audio, resample
 from omni.codec.registry import code_orders
 from omni.errors import UserError
 from omni.remote import refuse_remote
-from omni.stores.reading import has_pointers
+from omni.stores.pointers import has_pointers
 from omni.tasks import Task
 from train.data.rows.reference import PointedRecording, Reference, SoundPart
 
