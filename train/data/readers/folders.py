@@ -44,12 +44,12 @@ class CommonVoice:
             raise UserError(f"{path} holds several tables, which share rows: name one of {names} in it")
         files = Files.of(tables[0], options)
         make = partial(common_voice_row, files=files, options=options)
-        return RecordSource(self.name, [TableRecords(tables[0], "\t")], make)
+        return RecordSource(self.name, [TableRecords(tables[0])], make)
 
     def _tables(self, path: Path) -> list[Path]:
         found = sorted(path / entry.name for entry in entries(path) if entry.name.endswith(".tsv")) if path.is_dir() else [path]
         files = [file for file in found if file.suffix == ".tsv"]
-        return [file for file in files if {"client_id", "path", "sentence"} <= set(TableRecords(file, "\t").header)]
+        return [file for file in files if {"client_id", "path", "sentence"} <= set(TableRecords(file).header)]
 
 
 def common_voice_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
