@@ -265,6 +265,8 @@ class TableRecords(TextRecords):
         values = self.layout.values(line)
         if isinstance(values, csv.Error) or isinstance(begun, csv.Error) or len(values) != len(self.header) or len(values) < 2:
             return False
+        if line.count('"') % 2 and (line.find('"') < len(line) - 1 or len(begun) < 2):  # the end of quoted values, as it seems
+            return False
         alike = all(_kind(a) == _kind(b) for a, b in zip(values, begun[:-1], strict=False))
         return alike and not any(value[:1].isspace() for value in values[1:])
 
