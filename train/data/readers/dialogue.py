@@ -1,53 +1,126 @@
-"""Pairs the messages of a conversation, under the usual names of roles and fields, into questions and answers."""
+"""Makes turns of the messages of a conversation, under the usual names of roles and fields."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from omni.errors import UserError
-from train.data.readers.source import text
+from train.data.readers.files import Files
+from train.data.readers.media import Said, listed, present, read_said, recordings_of, tags
+from train.data.readers.source import check_text, text
+from train.data.rows.row import Codes, RowTurn
 
 _ASKING, _ANSWERING, _SYSTEM = ("user", "human"), ("assistant", "gpt"), ("system", "developer")
+_ROLE = ("role", "from")
 
 Message = Mapping[str, Any]
 
 
-def system_of(data: Mapping[str, Any], messages: Sequence[Message], said: Callable[[Message], str], *role: str) -> str:
-    """Text of the system messages before the first question, joined by blank lines, or else the record's field `system`.
+class Spoken(NamedTuple):
+    """What one side says, in a message or in several."""
+
+    message: Message
+    said: Said
+
+
+def system_of(data: Mapping[str, Any], messages: Sequence[Message]) -> str:
+    """Text of the system messages before the first question, joined by blank lines, or else the record's field `system`."""
+    first = itertools.takewhile(lambda message: _who(message) in _SYSTEM, messages)
+    return "\n\n".join(filter(None, (_said(message).text for message in first))) or text(data, "system")
+
+
+def turns_of(
+    data: Mapping[str, Any],
+    messages: Sequence[Message],
+    files: Files,
+    codes: Callable[[list[Message]], Sequence[Codes | None]] = lambda answers: [None] * len(answers),
+) -> list[RowTurn]:
+    """Make turns of a record's messages and recordings; system messages are left out (`system_of`).
+
+    Recordings of the record belong to the tags in the texts, in their order; without tags, to the questions.
 
     Args:
-        said: returns the text of a message.
-        role: see `pairs`.
-    """
-    first = itertools.takewhile(lambda message: text(message, *role) in _SYSTEM, messages)
-    return "\n\n".join(filter(None, map(said, first))) or text(data, "system")
-
-
-def pairs(messages: Sequence[Message], *role: str) -> list[tuple[Message, Message | None]]:
-    """Pair each question with its answer; None for a last question without one. System messages are skipped (`system_of`).
-
-    Args:
-        role: fields of a message that may name the speaker; the first that is present counts.
+        codes: returns the codes of each answer.
 
     Raises:
-        UserError: a message without speaker or by an unknown one, or two of one side that follow each other.
+        UserError: a message without speaker or by an unknown one, or one that says nothing; sides that do not alternate;
+            recordings that are not as many as their tags, or more than one in a message.
     """
-    out: list[tuple[Message, Message | None]] = []
+    asked = _pairs(messages)
+    recordings = _assigned(recordings_of(data), asked)
+    coded = iter(codes([answer.message for _, answer in asked if answer is not None]))
+    turns = []
+    for index, (question, answer) in enumerate(asked):
+        turn = RowTurn(question.said.text, files.sound(recordings.get((index, 0))))
+        if not (turn.question_text or turn.question_audio):
+            raise UserError(f"question {index} has no text, and there is no recording of it: drop the row")
+        if answer is not None:
+            heard = files.sound(recordings.get((index, 1)))
+            turn = replace(turn, answer_text=answer.said.text, answer_audio=heard, answer_codes=next(coded))
+            if not (turn.answer_text or turn.answer_audio or turn.answer_codes):
+                raise UserError(f"answer {index} has no text, and there is no recording of it: fix or drop the row")
+        turns.append(turn)
+    return turns
+
+
+def _who(message: Message) -> str:
+    return text(message, *_ROLE, needed=True).lower()
+
+
+def _said(message: Message) -> Said:
+    try:
+        said = read_said(message)
+    except UserError as error:
+        raise UserError(f"a message of {_who(message)!r} {error}") from None
+    return Said(check_text(said.text, f"a message of {_who(message)!r}"), said.recordings)
+
+
+def _pairs(messages: Sequence[Message]) -> list[tuple[Spoken, Spoken | None]]:
+    """Pair each question with its answer; None for a last question without one. A recording and the texts of the same side
+    that stand beside it are one."""
+    sides: list[Spoken] = []
     for number, message in enumerate(messages):
-        who = text(message, *role, needed=True)
+        who = _who(message)
         if who in _SYSTEM:
             continue
-        answer_due = bool(out) and out[-1][1] is None
-        due = _ANSWERING if answer_due else _ASKING
-        if who not in due:
+        said = _said(message)
+        due, last = (_ANSWERING, _ASKING) if len(sides) % 2 else (_ASKING, _ANSWERING)
+        if who in due:
+            sides.append(Spoken(message, said))
+        elif sides and who in last and (sides[-1].said.recordings or said.recordings):
+            before = sides[-1].said
+            joined = Said(f"{before.text}\n{said.text}".strip(), [*before.recordings, *said.recordings])
+            sides[-1] = sides[-1]._replace(said=joined)
+        else:
             raise UserError(
                 f"message {number} is from {who!r}, not {due[0]!r} (or {due[1]!r}): questions and answers must alternate; "
                 "fix or drop the row"
             )
-        if answer_due:
-            out[-1] = (out[-1][0], message)
-        else:
-            out.append((message, None))
-    return out
+    return list(itertools.zip_longest(sides[::2], sides[1::2]))
+
+
+def _assigned(value: Any, asked: Sequence[tuple[Spoken, Spoken | None]]) -> dict[tuple[int, int], Any]:
+    """The recording of each question (0) and answer (1) by its turn's index; UserError where they are not as many as belong
+    there."""
+    sides = {(i, side): spoken.said for i, pair in enumerate(asked) for side, spoken in enumerate(pair) if spoken is not None}
+    out = {place: list(said.recordings) for place, said in sides.items()}
+    wanted = {place: tags(said.text) for place, said in sides.items() if not said.recordings}
+    given = listed(value)
+    if sum(wanted.values()):
+        there = [one for one in given if present(one)]
+        if len(there) != sum(wanted.values()):
+            raise UserError(f"its texts have tags of {sum(wanted.values())} recordings, {len(there)} are there: fix the row")
+        for place, count in wanted.items():
+            out[place], there = there[:count], there[count:]
+    elif given:
+        if len(given) not in (1, len(asked)):
+            raise UserError(f"has {len(given)} recordings for {len(asked)} questions: fix the row")
+        for index, one in enumerate(given, len(asked) - len(given)):
+            out[index, 0] += [one] if present(one) else []
+    for (index, side), found in out.items():
+        if len(found) > 1:
+            raise UserError(f"{'answer' if side else 'question'} {index} has {len(found)} recordings, not one: join them")
+    return {place: found[0] for place, found in out.items() if found}
