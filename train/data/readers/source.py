@@ -33,6 +33,8 @@ THREADS = 8
 _SAMPLE, _TOLD = 8, 20
 """First records whose fields are compared with what rows take, and names of fields that are told."""
 
+UNTAKEN = "nothing takes the columns"
+
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
@@ -54,6 +56,10 @@ class Fields(dict[str, Any]):
         self.asked.add(name)
         return super().__getitem__(name)
 
+    def __contains__(self, name: object) -> bool:
+        self.asked.add(str(name))
+        return super().__contains__(name)
+
     def get(self, name: str, default: Any = None) -> Any:
         self.asked.add(name)
         return super().get(name, default)
@@ -70,8 +76,8 @@ class Making:
     def __call__(self, data: Mapping[str, Any], where: str) -> Row:
         """UserError also where the record has a recording or picture that was not looked for."""
         fields = Fields(data)
-        row = self.row(fields, where, files=self.files, options=self.options)
         refuse_pictures(data)
+        row = self.row(fields, where, files=self.files, options=self.options)
         if self.files.audio != "none":
             heard = any(turn.question_audio for turn in row.turns)
             answered = any(turn.answer_audio or turn.answer_codes for turn in row.turns) or self.options.columns
@@ -95,7 +101,7 @@ class Making:
                 names, asked = names | dict.fromkeys(fields), asked | fields.asked
         near = {name: get_close_matches(name, asked - names.keys(), 1) for name in names if name and name not in asked}
         told = [f"{name} (did you mean {close[0]}?)" if close else name for name, close in near.items()]
-        return f"nothing takes the columns {', '.join(told[:_TOLD])}{', ...' * (len(told) > _TOLD)}" if told else ""
+        return f"{UNTAKEN} {', '.join(told[:_TOLD])}{', ...' * (len(told) > _TOLD)}" if told else ""
 
 
 def finite(value: Any) -> Any:
