@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import jsonargparse
 import yaml
 
 from omni.errors import UserError, closest
@@ -51,8 +53,22 @@ def _near(file: Path) -> str:
     return f"did you mean {named[close[0]]}?" if close else ""
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a mapping with a key that is there twice, of which YAML's own loader keeps the last."""
+class Spelled(float):
+    """A number with a point or exponent; its `str` is as it is written."""
+
+    text = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Loader(yaml.SafeLoader):
+    """Reads YAML 1.2 (PyYAML knows 1.1, to which `1:30` is 90 and `off` false): the core schema, but with `007` for a text.
+
+    A mapping with a key that is there twice is refused, of which YAML's own loader keeps the last.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -65,10 +81,64 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+def _spelled(loader: Loader, node: yaml.ScalarNode) -> Spelled:
+    number = Spelled(loader.construct_yaml_float(node))  # type: ignore[no-untyped-call]
+    number.text = node.value
+    return number
+
+
+_WHOLE = r"(?:0|[1-9][0-9]*)"
+for _tag, _pattern, _first in (
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", rf"[-+]?{_WHOLE}", "-+0123456789"),
+    ("float", rf"[-+]?(?:\.[0-9]+|{_WHOLE}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)", "-+.0123456789"),
+    ("float", r"\.(?:nan|NaN|NAN)", "."),
+    ("merge", "<<", "<"),
+):
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))
+
+
+class _SpellingLoader(Loader):
+    """Keeps how numbers are written, for where a text is wanted."""
+
+
+_SpellingLoader.add_constructor("tag:yaml.org,2002:float", _spelled)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts in quotes, so that they stay texts."""
+
+
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
+_Dumper.add_representer(Spelled, lambda dumper, number: dumper.represent_float(float(number)))
+
+
+def load_yaml(text: str) -> Any:
+    """The value of a text in YAML; YAMLError for none."""
+    return yaml.load(text, Loader)
+
+
+def dump_yaml(data: Any) -> str:
+    """Plain data as `load_yaml` reads it."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False)
+
+
+def _load_word(text: str) -> Any:
+    """As `load_yaml`, for the words of a command line, of which `name:` and `{a, b}` are no mappings."""
+    value = load_yaml(text)
+    word = isinstance(value, dict) and value and all(one is None for one in value.values()) and "\n" not in text.strip()
+    return text if word else value
+
+
+jsonargparse.set_loader("yaml", _load_word, (yaml.YAMLError,))
+
+
 def read_yaml(file: Path, what: str = "configuration") -> Any:
-    """Reads a YAML file; UserError where it is none, or a mapping has a key twice. `what` names it in the message."""
+    """Reads a YAML file, numbers with a point as `Spelled`; UserError where it is none, or a mapping has a key twice. `what`
+    names it in the message."""
     try:
-        return yaml.load(file.read_text(encoding="utf-8"), _Loader)
+        return yaml.load(file.read_text(encoding="utf-8"), _SpellingLoader)
     except UserError as error:
         raise UserError(f"{what} {file} {error}") from None
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:

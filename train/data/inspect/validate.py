@@ -24,7 +24,7 @@ from train.data.rows.row import ROW_VERSION
 
 @dataclass
 class Summary:
-    """Result of a validation: readable rows, all rows, hours of sound measured, the findings, and what the preparation reported."""
+    """Result of a validation: readable rows, all rows, hours of sound measured, findings, and the report of the preparation."""
 
     rows: int
     total: int
