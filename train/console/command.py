@@ -12,6 +12,7 @@ import jsonargparse
 import yaml
 
 from omni.errors import UserError, closest
+from omni.files import refuse_pointer
 from omni.remote import refuse_remote
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -138,6 +139,7 @@ def read_yaml(file: Path, what: str = "configuration") -> Any:
     """Reads a YAML file, numbers with a point as `Spelled`; UserError where it is none, or a mapping has a key twice. `what`
     names it in the message."""
     try:
+        refuse_pointer(file)
         return yaml.load(file.read_text(encoding="utf-8"), _SpellingLoader)
     except UserError as error:
         raise UserError(f"{what} {file} {error}") from None

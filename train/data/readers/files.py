@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from omni.audio.io import AudioInfo, audio_info
 from omni.errors import UserError
+from omni.files import refuse_pointer
 from omni.remote import check_there
 from omni.stores.pointers import address_of, pointed_at
 from omni.stores.reading import guarded
@@ -77,6 +78,7 @@ class Files:
         if not full.is_file():
             pointed_at(full)  # it may have been removed from the cache
             raise UserError(f"{name!r} is not there: {full} does not exist or is no file")
+        refuse_pointer(full)
         return relative, full
 
     def _locate(self, name: str, what: str = "audio") -> tuple[str, Path]:
