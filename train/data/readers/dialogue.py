@@ -112,7 +112,9 @@ def _assigned(value: Any, asked: Sequence[tuple[Spoken, Spoken | None]]) -> dict
     if sum(wanted.values()):
         there = [one for one in given if present(one)]
         if len(there) != sum(wanted.values()):
-            raise UserError(f"its texts have tags of {sum(wanted.values())} recordings, {len(there)} are there: fix the row")
+            raise UserError(
+                f"its texts have tags (<audio>) of {sum(wanted.values())} recordings, {len(there)} are there: fix it"
+            )
         for place, count in wanted.items():
             out[place], there = there[:count], there[count:]
     elif given:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from omni.errors import UserError
 
-_SOUND, _HELD = r"(?:audio|sound|speech|wav|recording)s?", r"(?:_?(?:path|file|filepath|filename|url|uri|bytes|data)s?)?"
+_SOUND, _HELD = r"(?:audio|sound|speech|wav|recording)(?:e?s)?", r"(?:_?(?:path|file|filepath|filename|url|uri|bytes|data)s?)?"
 RECORDING = re.compile(rf"(?:(?:question|input|user)_)?{_SOUND}{_HELD}", re.IGNORECASE)
 """Names of fields, and of types, that hold recordings of questions, or of who speaks in a message."""
 ANSWER = re.compile(rf"(?:answer|target|output|response|reply|assistant)_{_SOUND}{_HELD}", re.IGNORECASE)

@@ -363,10 +363,11 @@ def _untagged(turn: RowTurn) -> RowTurn:
     """The turn without tags of recordings. What stands beside that of a question is about the recording, not what is said."""
     for name, there in (("question", turn.question_audio), ("answer", turn.answer_audio or turn.answer_codes)):
         said = getattr(turn, f"{name}_text")
-        count = tags(said)
-        if count > 1 or (count and not there):
-            raise UserError(f"its {name} has tags of {count} recordings, and {int(bool(there))} is there: fix or drop the row")
-        if TAG.search(said):
+        count, tag = tags(said), TAG.search(said)
+        if tag and (count > 1 or (count and not there)):
+            has = f"{tag[0]!r:.60} and so tags of {count} recordings, and {int(bool(there))} is there"
+            raise UserError(f"its {name} has {has}: fix or drop the row")
+        if tag:
             rest = "" if count and name == "question" else without_tags(said)
             turn = replace(turn, **{f"{name}_text": rest})  # type: ignore[arg-type]
     return turn

@@ -57,7 +57,7 @@ ALPACA = {"instruction": "a", "input": "", "output": "b"}
             "a.jsonl",
             {"conversations": [{"from": "human", "value": "a"}]},
             {"conversations": [{"from": "human", "value": "<speech>"}]},
-            "its texts have tags of 1 recordings, 0 are there",
+            "its texts have tags (<audio>) of 1 recordings, 0 are there",
         ),
         (
             "a.jsonl",
