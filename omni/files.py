@@ -124,11 +124,9 @@ def write_json(path: str | os.PathLike[str], data: Any, indent: int | None = 2) 
 
 def read_json(path: Path, otherwise: str) -> dict[str, Any]:
     """Reads the object in a JSON file; UserError, which ends with the advice `otherwise`, where it is missing or damaged."""
+    refuse_pointer(path)
     try:
-        refuse_pointer(path)
         data = json.loads(path.read_text(encoding="utf-8"))
-    except UserError:
-        raise
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}): {otherwise}") from error
     if not isinstance(data, dict):

@@ -19,7 +19,7 @@ from omni.arguments import meant
 from omni.errors import UserError
 from omni.plugins import load_plugins, loaded
 from train.config.run import FitConfig
-from train.console.command import GIVE, dump_yaml, find_config, load_yaml, read_config
+from train.console.command import GIVE, find_config, load_yaml, read_config
 from train.console.options import Parser
 from train.data.config import DataConfig
 
@@ -151,7 +151,7 @@ class ConfigParser(Parser):
             for path, value in numbered:
                 _set(data, path, value, file)
             self._check_keys(self.kind, data, str(file))
-            words = [f"--config={dump_yaml(data)}", *words]
+            words = [f"--config={yaml.safe_dump(data, default_style=chr(34))}", *words]
         return super().read(words)
 
     def configuration(self, values: Mapping[str, Any]) -> Any:

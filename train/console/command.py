@@ -82,19 +82,12 @@ class Loader(yaml.SafeLoader):
         return node
 
 
-def _spelled(loader: Loader, node: yaml.ScalarNode) -> Spelled:
-    number = Spelled(loader.construct_yaml_float(node))  # type: ignore[no-untyped-call]
-    number.text = node.value
-    return number
-
-
 _WHOLE = r"(?:0|[1-9][0-9]*)"
 for _tag, _pattern, _first in (
     ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", rf"[-+]?{_WHOLE}", "-+0123456789"),
-    ("float", rf"[-+]?(?:\.[0-9]+|{_WHOLE}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)", "-+.0123456789"),
-    ("float", r"\.(?:nan|NaN|NAN)", "."),
+    ("float", rf"[-+]?(?:\.[0-9]+|{_WHOLE}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?i:inf)|\.(?i:nan)", "-+.0123456789"),
     ("merge", "<<", "<"),
 ):
     Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))
@@ -103,16 +96,14 @@ for _tag, _pattern, _first in (
 class _SpellingLoader(Loader):
     """Keeps how numbers are written, for where a text is wanted."""
 
-
-_SpellingLoader.add_constructor("tag:yaml.org,2002:float", _spelled)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes texts in quotes, so that they stay texts."""
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> Spelled:
+        number = Spelled(super().construct_yaml_float(node))  # type: ignore[no-untyped-call]
+        number.text = node.value
+        return number
 
 
-_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
-_Dumper.add_representer(Spelled, lambda dumper, number: dumper.represent_float(float(number)))
+_SpellingLoader.add_constructor("tag:yaml.org,2002:float", _SpellingLoader.construct_yaml_float)
+yaml.SafeDumper.add_representer(Spelled, yaml.SafeDumper.represent_float)
 
 
 def load_yaml(text: str) -> Any:
@@ -120,19 +111,7 @@ def load_yaml(text: str) -> Any:
     return yaml.load(text, Loader)
 
 
-def dump_yaml(data: Any) -> str:
-    """Plain data as `load_yaml` reads it."""
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False)
-
-
-def _load_word(text: str) -> Any:
-    """As `load_yaml`, for the words of a command line, of which `name:` and `{a, b}` are no mappings."""
-    value = load_yaml(text)
-    word = isinstance(value, dict) and value and all(one is None for one in value.values()) and "\n" not in text.strip()
-    return text if word else value
-
-
-jsonargparse.set_loader("yaml", _load_word, (yaml.YAMLError,))
+jsonargparse.set_loader("yaml", load_yaml, (yaml.YAMLError,))
 
 
 def read_yaml(file: Path, what: str = "configuration") -> Any:

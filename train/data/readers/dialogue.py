@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from omni.errors import UserError
 from train.data.readers.files import Files
@@ -17,13 +17,6 @@ _ASKING, _ANSWERING, _SYSTEM = ("user", "human"), ("assistant", "gpt"), ("system
 _ROLE = ("role", "from")
 
 Message = Mapping[str, Any]
-
-
-class Spoken(NamedTuple):
-    """What one side says, in a message or in several."""
-
-    message: Message
-    said: Said
 
 
 def system_of(data: Mapping[str, Any], messages: Sequence[Message]) -> str:
@@ -54,12 +47,12 @@ def turns_of(
     coded = iter(codes([answer.message for _, answer in asked if answer is not None]))
     turns = []
     for index, (question, answer) in enumerate(asked):
-        turn = RowTurn(question.said.text, files.sound(recordings.get((index, 0))))
+        turn = RowTurn(question.text, files.sound(recordings.get((index, 0))))
         if not (turn.question_text or turn.question_audio):
             raise UserError(f"question {index} has no text, and there is no recording of it: drop the row")
         if answer is not None:
             heard = files.sound(recordings.get((index, 1)))
-            turn = replace(turn, answer_text=answer.said.text, answer_audio=heard, answer_codes=next(coded))
+            turn = replace(turn, answer_text=answer.text, answer_audio=heard, answer_codes=next(coded))
             if not (turn.answer_text or turn.answer_audio or turn.answer_codes):
                 raise UserError(f"answer {index} has no text, and there is no recording of it: fix or drop the row")
         turns.append(turn)
@@ -73,15 +66,16 @@ def _who(message: Message) -> str:
 def _said(message: Message) -> Said:
     try:
         said = read_said(message)
+        check_text(said.text, "that")
     except UserError as error:
         raise UserError(f"a message of {_who(message)!r} {error}") from None
-    return Said(check_text(said.text, f"a message of {_who(message)!r}"), said.recordings)
+    return said
 
 
-def _pairs(messages: Sequence[Message]) -> list[tuple[Spoken, Spoken | None]]:
+def _pairs(messages: Sequence[Message]) -> list[tuple[Said, Said | None]]:
     """Pair each question with its answer; None for a last question without one. A recording and the texts of the same side
     that stand beside it are one."""
-    sides: list[Spoken] = []
+    sides: list[Said] = []
     for number, message in enumerate(messages):
         who = _who(message)
         if who in _SYSTEM:
@@ -89,11 +83,10 @@ def _pairs(messages: Sequence[Message]) -> list[tuple[Spoken, Spoken | None]]:
         said = _said(message)
         due, last = (_ANSWERING, _ASKING) if len(sides) % 2 else (_ASKING, _ANSWERING)
         if who in due:
-            sides.append(Spoken(message, said))
-        elif sides and who in last and (sides[-1].said.recordings or said.recordings):
-            before = sides[-1].said
-            joined = Said(f"{before.text}\n{said.text}".strip(), [*before.recordings, *said.recordings])
-            sides[-1] = sides[-1]._replace(said=joined)
+            sides.append(said)
+        elif sides and who in last and (sides[-1].recordings or said.recordings):
+            before = sides[-1]
+            sides[-1] = Said(f"{before.text}\n{said.text}", [*before.recordings, *said.recordings], before.message)
         else:
             raise UserError(
                 f"message {number} is from {who!r}, not {due[0]!r} (or {due[1]!r}): questions and answers must alternate; "
@@ -102,19 +95,17 @@ def _pairs(messages: Sequence[Message]) -> list[tuple[Spoken, Spoken | None]]:
     return list(itertools.zip_longest(sides[::2], sides[1::2]))
 
 
-def _assigned(value: Any, asked: Sequence[tuple[Spoken, Spoken | None]]) -> dict[tuple[int, int], Any]:
+def _assigned(value: Any, asked: Sequence[tuple[Said, Said | None]]) -> dict[tuple[int, int], Any]:
     """The recording of each question (0) and answer (1) by its turn's index; UserError where they are not as many as belong
     there."""
-    sides = {(i, side): spoken.said for i, pair in enumerate(asked) for side, spoken in enumerate(pair) if spoken is not None}
+    sides = {(i, side): said for i, pair in enumerate(asked) for side, said in enumerate(pair) if said is not None}
     out = {place: list(said.recordings) for place, said in sides.items()}
     wanted = {place: tags(said.text) for place, said in sides.items() if not said.recordings}
     given = listed(value)
     if sum(wanted.values()):
         there = [one for one in given if present(one)]
         if len(there) != sum(wanted.values()):
-            raise UserError(
-                f"its texts have tags (<audio>) of {sum(wanted.values())} recordings, {len(there)} are there: fix it"
-            )
+            raise UserError(f"its texts have tags (<audio>) of {sum(wanted.values())} recordings, {len(there)} are there")
         for place, count in wanted.items():
             out[place], there = there[:count], there[count:]
     elif given:

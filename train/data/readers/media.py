@@ -18,8 +18,8 @@ from omni.errors import UserError
 _SOUND, _HELD = r"(?:audio|sound|speech|wav|recording)(?:e?s)?", r"(?:_?(?:path|file|filepath|filename|url|uri|bytes|data)s?)?"
 RECORDING = re.compile(rf"(?:(?:question|input|user)_)?{_SOUND}{_HELD}", re.IGNORECASE)
 """Names of fields, and of types, that hold recordings of questions, or of who speaks in a message."""
-ANSWER = re.compile(rf"(?:answer|target|output|response|reply|assistant)_{_SOUND}{_HELD}", re.IGNORECASE)
-"""Names of fields of a record that hold recordings of answers."""
+RECORDING_OF = re.compile(rf"(?:\w+_)?{_SOUND}{_HELD}", re.IGNORECASE)
+"""Names of fields that hold recordings of whatever it may be."""
 PICTURE = re.compile(rf"(?:input_)?(?:image|picture|photo|img|video)s?{_HELD}", re.IGNORECASE)
 """Names of fields, and of types, that hold what no reader takes."""
 TAG = re.compile(
@@ -31,15 +31,15 @@ TAG = re.compile(
 """A placeholder of a recording in a text; such as have `no` or `end` only frame one."""
 _PICTURE_TAG = re.compile(r"<\|?(?:image|video|picture)(?:_?\d+|_(?:pad|token|placeholder))?\|?>", re.IGNORECASE)
 
-
 _TEXTS, _ABOUT = ("text", "input_text", "output_text"), ("type", "role", "from", "duration")
 
 
 class Said(NamedTuple):
-    """A text, in which each recording has a tag, and the recordings that are named beside it."""
+    """A text, in which recordings may have tags, those that are named beside it, and the message that says it."""
 
     text: str
     recordings: list[Any]
+    message: Mapping[str, Any]
 
 
 def present(value: Any) -> bool:
@@ -95,18 +95,18 @@ def read_said(message: Mapping[str, Any]) -> Said:
         raise UserError(f"has a part of type {kind!r}, and only text and recordings are read: drop the row")
     if RECORDING.fullmatch(kind):
         rest = {name: value for name, value in message.items() if name not in _ABOUT and present(value)}
-        return Said("<audio>", listed(own) or listed(held) or listed(rest))
+        return Said("<audio>", listed(own) or listed(held) or listed(rest), message)
     parts = [_read_part(part) for part in (held if isinstance(held, list) else [held])]
     text = "\n".join(filter(None, (part.text.strip() for part in parts)))
     recordings = [one for part in parts for one in part.recordings]
     if recordings and not tags(text):
         text = "\n".join(["<audio>"] * len(recordings) + [text])
-    return Said(text, recordings or listed(own) or list(_inner_paths(text)))
+    return Said(text, recordings or listed(own) or list(_inner_paths(text)), message)
 
 
 def _read_part(part: Any) -> Said:
     if isinstance(part, str | int | float) and not isinstance(part, bool):
-        return Said(str(part), [])
+        return Said(str(part), [], {})
     kind = part.get("type") or "text" if isinstance(part, Mapping) else type(part).__name__
     if kind not in _TEXTS and not (isinstance(kind, str) and RECORDING.fullmatch(kind)):
         raise UserError(f"has a part of type {kind!r}, and only parts of type 'text' and 'audio' are read: drop the row")

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import sys
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -21,7 +21,7 @@ from omni.stores.tries import StoreError
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
 from train.data.readers.files import Files
 from train.data.readers.listing import entries, is_file, is_folder, sorted_walk
-from train.data.readers.media import ANSWER, RECORDING, TAG, present, refuse_pictures, tags, without_tags
+from train.data.readers.media import RECORDING_OF, TAG, present, refuse_pictures, tags, without_tags
 from train.data.readers.order import ROWS, check_order
 from train.data.readers.record import Record, Records
 from train.data.readers.records import open_records
@@ -45,24 +45,20 @@ MakeRow = Callable[[Mapping[str, Any], str], Row]
 """Makes a row of a record's fields and its place in the file; UserError where they make none."""
 
 
-class Fields(dict[str, Any]):
+class Fields(UserDict[str, Any]):
     """The fields of a record; `asked` has the names that a reader has looked for."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        super().__init__(data)
         self.asked: set[str] = set()
+        super().__init__(data)
 
     def __getitem__(self, name: str) -> Any:
         self.asked.add(name)
-        return super().__getitem__(name)
+        return self.data[name]
 
     def __contains__(self, name: object) -> bool:
         self.asked.add(str(name))
-        return super().__contains__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.asked.add(name)
-        return super().get(name, default)
+        return name in self.data
 
 
 @dataclass(frozen=True)
@@ -74,20 +70,16 @@ class Making:
     options: ReaderOptions
 
     def __call__(self, data: Mapping[str, Any], where: str) -> Row:
-        """UserError also where the record has a recording or picture that was not looked for."""
+        """UserError also where the record has pictures, or recordings of which none was looked for."""
         fields = Fields(data)
         refuse_pictures(data)
         row = self.row(fields, where, files=self.files, options=self.options)
-        if self.files.audio != "none":
-            heard = any(turn.question_audio for turn in row.turns)
-            answered = any(turn.answer_audio or turn.answer_codes for turn in row.turns) or self.options.columns
-            for name in fields.keys() - fields.asked:
-                kind = ANSWER if ANSWER.fullmatch(name) and not answered else RECORDING
-                if kind.fullmatch(name) and not (heard and kind is RECORDING) and present(data[name]):
-                    field = "answer_audio" if kind is ANSWER else "question_audio"
+        if self.files.audio != "none" and not any(turn.question_audio or turn.answer_audio for turn in row.turns):
+            for name in data.keys() - fields.asked:
+                if RECORDING_OF.fullmatch(name) and present(data[name]):
                     raise UserError(
-                        f"has {name!r}, a recording that is not read there: call it {field} (in a table, with --read.columns "
-                        f"'{{{field}: {name}}}'), or leave recordings out with --read.audio none"
+                        f"has {name!r}, a recording that is not read there: call it question_audio (in a table, with "
+                        f"--read.columns '{{question_audio: {name}}}'), or leave recordings out with --read.audio none"
                     )
         return row
 

@@ -12,13 +12,13 @@ import gzip
 import io
 import itertools
 import json
-import os
 import re
 import zlib
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -195,24 +195,17 @@ class TableRecords(TextRecords):
     A quote that is not closed, or only after lines that are rows of their own, breaks the row that opens it and no other.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._layout: Layout | None = None
-
     @property
     def header(self) -> list[str]:
         """Names of the columns; empty where they cannot be read."""
         return self.layout.names
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """How the table is written; UserError where its first line is too long for a table, or opens a quote."""
-        if self._layout is None:
-            found = Layout(",", [], 0, True)
-            with suppress(OSError, EOFError, zlib.error), open_binary(self.path) as file:
-                found = self._sniff(_lines(file))
-            self._layout = found
-        return self._layout
+        with suppress(OSError, EOFError, zlib.error), open_binary(self.path) as file:
+            return self._sniff(_lines(file))
+        return Layout(",", [], 0, True)
 
     def _sniff(self, lines: Iterator[str]) -> Layout:
         first, number = next(lines, ""), 1
@@ -243,14 +236,14 @@ class TableRecords(TextRecords):
         """The row that goes on after a line within quotes; the error of that line where it does not, or where rows of their own
         lie within the quotes. What follows is put back into `ahead`."""
         taken, own, text = list[tuple[int, str]](), list[int](), line
-        begun = self.layout.values(line + '"')
+        last = len(self.layout.values(line + '"')) > 1  # type: ignore[arg-type]
         while self.layout.open(text) and len(text) <= _LONGEST_QUOTE and 2 * len(own) < max(len(taken), 2 * _SURE):
             found = ahead.popleft() if ahead else next(lines, None)
             if found is None:
                 break
             taken.append(found)
             text += f"\n{found[1]}"
-            if self._is_row(found[1], begun):
+            if self._is_row(found[1], last):
                 own.append(found[0] + 1)
         values = self.layout.values(text)
         closed = not isinstance(values, csv.Error) and len(values) == len(self.header)
@@ -260,15 +253,14 @@ class TableRecords(TextRecords):
         which = f"before line {own[0]}, which is a row of its own" if own else "in this row"
         return csv.Error(f"opens a quote that is not closed {which}: close it, or write the quote twice")
 
-    def _is_row(self, line: str, begun: list[str] | csv.Error) -> bool:
-        """True for a line of a value for each column, like those before the open quote; prose has a space after a comma."""
+    def _is_row(self, line: str, last: bool) -> bool:
+        """True for a line of a value for each column; prose has a space after a comma. One that ends in a quote is a row where
+        that may have opened in the `last` value, not the end of quoted ones."""
         values = self.layout.values(line)
-        if isinstance(values, csv.Error) or isinstance(begun, csv.Error) or len(values) != len(self.header) or len(values) < 2:
+        if isinstance(values, csv.Error) or len(values) != len(self.header) or len(values) < 2:
             return False
-        if line.count('"') % 2 and (line.find('"') < len(line) - 1 or len(begun) < 2):  # the end of quoted values, as it seems
-            return False
-        alike = all(_kind(a) == _kind(b) for a, b in zip(values, begun[:-1], strict=False))
-        return alike and not any(value[:1].isspace() for value in values[1:])
+        whole = line.count('"') % 2 == 0 or (last and line.find('"') == len(line) - 1)
+        return whole and not any(value[:1].isspace() for value in values[1:])
 
     def _record(self, raw: str | csv.Error, number: int) -> Record:
         where = f"{self.path} line {number + 1}"
@@ -286,15 +278,6 @@ class TableRecords(TextRecords):
 
 
 def _lines(file: IO[bytes]) -> Iterator[str]:
-    """Lines without their ends. Of one beyond `_LONGEST` characters only the beginning comes."""
+    """Lines without their ends; one beyond `_LONGEST` characters comes in pieces."""
     text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape")
-    while line := text.readline(_LONGEST):
-        rest = line
-        while len(rest) == _LONGEST and not rest.endswith("\n"):
-            rest = text.readline(_LONGEST)
-        yield line.removesuffix("\n")
-
-
-def _kind(value: str) -> tuple[bool, str]:
-    """What values of a column have in common: whether they are whole numbers, and the ending of a file's name."""
-    return value.strip().isdigit(), "" if " " in value.strip() else os.path.splitext(value.strip())[1].lower()
+    return (line.removesuffix("\n") for line in iter(partial(text.readline, _LONGEST), ""))
