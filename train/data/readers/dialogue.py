@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from omni.errors import UserError
@@ -17,6 +16,7 @@ _ASKING, _ANSWERING, _SYSTEM = ("user", "human"), ("assistant", "gpt"), ("system
 _ROLE = ("role", "from")
 
 Message = Mapping[str, Any]
+ReadCodes = Callable[[list[Message]], Sequence[Codes | None]]
 
 
 def system_of(data: Mapping[str, Any], messages: Sequence[Message]) -> str:
@@ -26,36 +26,25 @@ def system_of(data: Mapping[str, Any], messages: Sequence[Message]) -> str:
 
 
 def turns_of(
-    data: Mapping[str, Any],
-    messages: Sequence[Message],
-    files: Files,
-    codes: Callable[[list[Message]], Sequence[Codes | None]] = lambda answers: [None] * len(answers),
-) -> list[RowTurn]:
-    """Make turns of a record's messages and recordings; system messages are left out (`system_of`).
+    data: Mapping[str, Any], messages: Sequence[Message], files: Files, codes: ReadCodes = lambda answers: [None] * len(answers)
+) -> list[RowTurn]:  # fmt: skip
+    """Make turns of a record's messages and recordings; system messages are left out (`system_of`). `codes` gives answers'.
 
-    Recordings of the record belong to the tags in the texts, in their order; without tags, to the questions.
-
-    Args:
-        codes: returns the codes of each answer.
-
-    Raises:
-        UserError: a message without speaker or by an unknown one, or one that says nothing; sides that do not alternate;
-            recordings that are not as many as their tags, or more than one in a message.
+    Recordings of the record belong to the tags in the texts, in their order; without tags, to the questions. UserError where
+    they are not as many, where a message says nothing, or is by an unknown speaker, and where sides do not alternate.
     """
     asked = _pairs(messages)
     recordings = _assigned(recordings_of(data), asked)
     coded = iter(codes([answer.message for _, answer in asked if answer is not None]))
     turns = []
     for index, (question, answer) in enumerate(asked):
-        turn = RowTurn(question.text, files.sound(recordings.get((index, 0))))
-        if not (turn.question_text or turn.question_audio):
-            raise UserError(f"question {index} has no text, and there is no recording of it: drop the row")
+        sides: list[Any] = [question.text, files.sound(recordings.get((index, 0)))]
         if answer is not None:
-            heard = files.sound(recordings.get((index, 1)))
-            turn = replace(turn, answer_text=answer.text, answer_audio=heard, answer_codes=next(coded))
-            if not (turn.answer_text or turn.answer_audio or turn.answer_codes):
-                raise UserError(f"answer {index} has no text, and there is no recording of it: fix or drop the row")
-        turns.append(turn)
+            sides += [answer.text, files.sound(recordings.get((index, 1))), next(coded)]
+        for side, found in (("question", sides[:2]), ("answer", sides[2:])):
+            if found and not any(found):
+                raise UserError(f"{side} {index} has no text, and there is no recording of it: drop the row")
+        turns.append(RowTurn(*sides))
     return turns
 
 

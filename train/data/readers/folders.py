@@ -19,7 +19,7 @@ from train.data.readers.contract import OpenedSource, ReaderOptions
 from train.data.readers.files import Files
 from train.data.readers.listing import FolderListing, entries, is_file, sorted_walk, walk
 from train.data.readers.record import Record, Records
-from train.data.readers.source import Making, RecordSource, make_row, text
+from train.data.readers.source import RecordSource, RowMapper, make_row, text
 from train.data.readers.text_records import JsonLines, TableRecords
 from train.data.rows.row import Row, RowTurn
 
@@ -43,7 +43,7 @@ class CommonVoice:
             names = ", ".join(table.name for table in tables)
             raise UserError(f"{path} holds several tables, which share rows: name one of {names} in it")
         files = Files.of(tables[0], options)
-        make = Making(common_voice_row, files, options)
+        make = RowMapper(common_voice_row, files, options)
         return RecordSource(self.name, [TableRecords(tables[0])], make)
 
     def _tables(self, path: Path) -> list[Path]:

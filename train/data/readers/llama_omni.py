@@ -30,18 +30,17 @@ def llama_omni_row(data: Mapping[str, Any], where: str, files: Files, options: R
     messages = items(data, "conversations")
     units = next((data[name] for name in _UNITS if data.get(name) is not None), None)
     turns = turns_of(
-        *(data, messages, files),
-        lambda answers: [_codes(one, files, options) for one in _for_each(units, len(answers), "units", "answers")],
-    )
+        data, messages, files, lambda answers: [_codes(one, files, options) for one in _for_each(units, len(answers))]
+    )  # fmt: skip
     return make_row(turns, options, "llama-omni", where, id=text(data, "id"), system=system_of(data, messages))
 
 
-def _for_each(value: Any, count: int, name: str, what: str) -> list[Any]:
-    """Assign one value to each message. A single one, or a list of integers, belongs to the last: earlier ones have none."""
+def _for_each(value: Any, count: int) -> list[Any]:
+    """Assign units to each answer. A list of integers, or what is no list, belongs to the last: earlier ones have none."""
     if not isinstance(value, list) or all(isinstance(element, int) for element in value):
         return [None] * (count - 1) + [value or None] if count else []
     if len(value) != count:
-        raise UserError(f"{name} has {len(value)} entries for {count} {what}: fix the row")
+        raise UserError(f"units has {len(value)} entries for {count} answers: fix the row")
     return value
 
 

@@ -10,7 +10,7 @@ What a recording may be, once it is found, `train.data.readers.files.Files.sound
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from omni.errors import UserError
@@ -101,7 +101,8 @@ def read_said(message: Mapping[str, Any]) -> Said:
     recordings = [one for part in parts for one in part.recordings]
     if recordings and not tags(text):
         text = "\n".join(["<audio>"] * len(recordings) + [text])
-    return Said(text, recordings or listed(own) or list(_inner_paths(text)), message)
+    inner = [path for found in TAG.finditer(text) if (path := (found["inner"] or "").strip("./ \n")) and "<" not in path]
+    return Said(text, recordings or listed(own) or inner, message)
 
 
 def _read_part(part: Any) -> Said:
@@ -111,11 +112,3 @@ def _read_part(part: Any) -> Said:
     if kind not in _TEXTS and not (isinstance(kind, str) and RECORDING.fullmatch(kind)):
         raise UserError(f"has a part of type {kind!r}, and only parts of type 'text' and 'audio' are read: drop the row")
     return read_said(part)
-
-
-def _inner_paths(text: str) -> Iterator[str]:
-    """Paths between tags, as in `<audio>a.wav</audio>`."""
-    for found in TAG.finditer(text):
-        inner = (found["inner"] or "").strip()
-        if inner.strip("./") and not TAG.search(inner):
-            yield inner

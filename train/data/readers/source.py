@@ -62,7 +62,7 @@ class Fields(UserDict[str, Any]):
 
 
 @dataclass(frozen=True)
-class Making:
+class RowMapper:
     """Makes rows of a format's records: `row(data, where, files=, options=)`."""
 
     row: Callable[..., Row]
@@ -123,7 +123,7 @@ class RecordSource(OpenedSource):
         self.format, self.note = format, note
         self._files, self._make = list(files), make
         self.away = any(has_pointers(file.path) for file in self._files[:1])
-        if isinstance(make, Making):
+        if isinstance(make, RowMapper):
             files = replace(make.files, audio="none") if self.away else make.files
             first = itertools.chain.from_iterable(file.iterate(0, _SAMPLE) for file in self._files[:1])
             self.note = "; ".join(filter(None, (note, replace(make, files=files).untaken(first))))
@@ -278,7 +278,7 @@ class RecordReader:
 
     def maker(self, files: Files, options: ReaderOptions) -> MakeRow:
         """What makes the row of a record."""
-        return Making(self.row, files, options)
+        return RowMapper(self.row, files, options)
 
 
 # ------------------------------------------------------------------------------------------- fields of a record

@@ -166,7 +166,7 @@ class JsonArray(TextRecords):
         return _object(where, raw)
 
 
-class Layout(NamedTuple):
+class TableLayout(NamedTuple):
     """Delimiter and columns of a table, the lines that come before its rows, and whether values may be quoted."""
 
     delimiter: str
@@ -201,20 +201,20 @@ class TableRecords(TextRecords):
         return self.layout.names
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> TableLayout:
         """How the table is written; UserError where its first line is too long for a table, or opens a quote."""
         with suppress(OSError, EOFError, zlib.error), open_binary(self.path) as file:
             return self._sniff(_lines(file))
-        return Layout(",", [], 0, True)
+        return TableLayout(",", [], 0, True)
 
-    def _sniff(self, lines: Iterator[str]) -> Layout:
+    def _sniff(self, lines: Iterator[str]) -> TableLayout:
         first, number = next(lines, ""), 1
         said = _SEPARATOR.fullmatch(first)
         if said:
             first, number = next(lines, ""), 2
         tabs = self.path.name.lower().removesuffix(".gz").endswith(".tsv") and "\t" in first and not said
         bare = _QUOTED.sub("", first)
-        layout = Layout(said[1] if said else "\t" if tabs else max(",;\t|", key=bare.count), [], 0, not tabs)
+        layout = TableLayout(said[1] if said else "\t" if tabs else max(",;\t|", key=bare.count), [], 0, not tabs)
         while layout.open(first) and len(first) <= _LONGEST_QUOTE and (more := next(lines, None)) is not None:
             first, number = f"{first}\n{more}", number + 1
         if len(first) > _LONGEST_QUOTE:
