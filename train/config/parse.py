@@ -183,17 +183,16 @@ class ConfigParser(Parser):
             if data is not None and not isinstance(data, Mapping):
                 names = list(hints)
                 raise UserError(f"{where}: {path} is {data!r}; give it keys, such as {path}.{names[0]}: {', '.join(names)}")
-            for key, value in (data or {}).items():
+            for key in data or {}:
                 if key not in hints:
                     raise UserError(f"{where}: unknown key {_dotted(path, key)}; {self._hint(path, str(key), kind)}")
-                data[key] = _as_text(hints[key], value)
-                self._check_keys(hints[key], data[key], where, _dotted(path, key))
+                self._check_keys(hints[key], _as_text(hints[key], data, key), where, _dotted(path, key))
         elif origin in (tuple, list) and isinstance(data, Sequence) and not isinstance(data, str) and args:
             for i, value in enumerate(data):
                 self._check_keys(args[0], value, where, f"{path}[{i}]")
         elif origin is dict and isinstance(data, Mapping):
             for key, value in data.items():
-                data[key] = _as_text(args[1], value)
+                _as_text(args[1], data, key)
                 self._check_keys(args[1], value, where, _dotted(path, key))
         elif (wanted := _wanted(optional)) is not None and not _fits(optional, data):
             what = where if where.endswith(path) else f"{where}: {path}"
@@ -323,9 +322,11 @@ def _fits(kind: Any, value: Any) -> bool:
     return type(value) is kind
 
 
-def _as_text(kind: Any, value: Any) -> Any:
-    """A number as it is written, where a text is wanted."""
-    return str(value) if _inner(kind) is str and isinstance(value, int | float) and not isinstance(value, bool) else value
+def _as_text(kind: Any, data: Any, key: Any) -> Any:
+    """The value of a key; where a text is wanted, a number becomes one as it is written."""
+    if _inner(kind) is str and isinstance(data[key], int | float) and not isinstance(data[key], bool):
+        data[key] = str(data[key])
+    return data[key]
 
 
 def _is_number(value: Any) -> bool:

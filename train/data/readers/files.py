@@ -170,17 +170,17 @@ def _of_samples(value: Mapping[str, Any]) -> Sound:
     import numpy as np
     import torch
 
-    rate = next((value[name] for name in RATES if value.get(name)), None)
+    rate: Any = next((value[name] for name in RATES if value.get(name)), None)
     try:
         samples = np.asarray(value["array"])
         samples = samples.astype(np.float32) / (32768 if samples.dtype.kind in "iu" else 1)
         samples = samples.mean(int(np.argmin(samples.shape))) if samples.ndim == 2 else samples
-        whole = samples.ndim == 1 and np.abs(samples).max(initial=-1) <= 2 and int(rate) == rate > 0  # type: ignore[arg-type]
+        whole = samples.ndim == 1 and np.abs(samples).max(initial=-1) <= 2 and int(rate) == rate > 0
     except (ValueError, TypeError):
         whole = False
     if not whole:
         raise UserError(f"its recording's array is no list of samples from -1 to 1 at a sampling_rate (it is {rate!r}): fix it")
-    return Sound(samples=torch.from_numpy(samples), sample_rate=int(rate))  # type: ignore[arg-type]
+    return Sound(samples=torch.from_numpy(samples), sample_rate=int(rate))
 
 
 def _check_name(name: str) -> None:

@@ -124,9 +124,9 @@ class RecordSource(OpenedSource):
         self._files, self._make = list(files), make
         self.away = any(has_pointers(file.path) for file in self._files[:1])
         if isinstance(make, RowMapper):
-            files = replace(make.files, audio="none") if self.away else make.files
+            make = replace(make, files=replace(make.files, audio="none")) if self.away else make
             first = itertools.chain.from_iterable(file.iterate(0, _SAMPLE) for file in self._files[:1])
-            self.note = "; ".join(filter(None, (note, replace(make, files=files).untaken(first))))
+            self.note = "; ".join(filter(None, (note, make.untaken(first))))
 
     def __len__(self) -> int:
         return sum(_ahead(len, self._files) if self.away else map(len, self._files))
