@@ -36,6 +36,8 @@ PASSING = (
     ),
 )
 """System errors of a disk, or a network, that may be over at another try."""
+LFS = b"version https://git-lfs"
+"""The start of a pointer file of Git LFS."""
 LOCK = ".lock"
 """Lock file in a folder that a process works in; names that process."""
 
@@ -122,6 +124,7 @@ def write_json(path: str | os.PathLike[str], data: Any, indent: int | None = 2) 
 
 def read_json(path: Path, otherwise: str) -> dict[str, Any]:
     """Reads the object in a JSON file; UserError, which ends with the advice `otherwise`, where it is missing or damaged."""
+    refuse_pointer(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -129,6 +132,16 @@ def read_json(path: Path, otherwise: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UserError(f"{path} holds no JSON object: {otherwise}")
     return data
+
+
+def refuse_pointer(path: str | os.PathLike[str]) -> None:
+    """UserError for a file that is a pointer of Git LFS, which stands for one that was not fetched.
+
+    Source: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+    """
+    with suppress(OSError), open(path, "rb") as file:
+        if file.read(len(LFS)) == LFS:
+            raise UserError(f"{os.fspath(path)} is a pointer of Git LFS: `git lfs pull` there fetches what it stands for")
 
 
 @contextmanager

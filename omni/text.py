@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from omni.errors import RoomError, UserError
+from omni.files import refuse_pointer
 from omni.remote import refuse_remote
 
 
@@ -38,6 +39,7 @@ class Tokenizer:
         refuse_remote(path, "tokenizer")
         if not Path(path).is_file():
             raise UserError(f"tokenizer {path} does not exist; a model folder holds a tokenizer.json")
+        refuse_pointer(path)
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises a bare Exception for any error in the file

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from omni.checkpoint.places import is_pickle
 from omni.config import ModelConfig
 from omni.errors import UserError
+from omni.files import refuse_pointer
 
 DEEPEST = 100
 """Most levels of nested JSON."""
@@ -37,6 +38,7 @@ def load_json(path: Path, longest: int = LONGEST) -> Any:
         ValueError: it is no JSON, longer than `longest` bytes, or nested more than `DEEPEST` deep.
         OSError: it cannot be read.
     """
+    refuse_pointer(path)
     size = path.stat().st_size
     if size > longest:
         raise ValueError(f"it has {size} bytes, and at most {longest} are read")
@@ -112,6 +114,7 @@ def open_safetensors(path: Path, most: int = LONGEST) -> Any:
     """
     if not path.is_file():
         raise UserError(f"{path} is missing; {AGAIN}")
+    refuse_pointer(path)
     if is_pickle(path):
         raise UserError(f"{path} is a pickle, which could run code; fetch the safetensors of this model")
     size = path.stat().st_size

@@ -33,7 +33,7 @@ from omni.codec.registry import load_if_given
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
 from omni.convert.lazy import lazies_of
 from omni.errors import PackageError, UserError
-from omni.files import replacing_folder
+from omni.files import refuse_pointer, replacing_folder
 from omni.hardware import QUANTIZED
 from omni.model.speech_model import SpeechModel
 from omni.old_names import new_names
@@ -363,6 +363,7 @@ def _check_size(file: Path, wanted: int) -> None:
         raise UserError(f"{file} is missing; fetch or save the folder again")
     size = file.stat().st_size
     if size != wanted:
+        refuse_pointer(file)
         kind = "truncated" if size < wanted else "longer than it was"
         raise UserError(f"{file} is {kind}: {size} bytes of {wanted}; fetch or save the folder again")
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from omni.checkpoint.bounds import NotFinite, finite, load_json, open_safetensors
 from omni.convert.lazy import Lazy, WriteCallback
 from omni.errors import UserError
-from omni.files import LargeFile
+from omni.files import LargeFile, refuse_pointer
 
 PIECE = 8 << 20
 """Bytes of a tensor that are held in memory at once."""
@@ -108,6 +108,7 @@ def read_torch(path: Path) -> Any:
     """
     if not path.is_file():
         raise UserError(f"{path} is missing; fetch it again")
+    refuse_pointer(path)
     try:
         with path.open("rb") as handle:
             mapped = handle.read(2) == b"PK"  # the older format, before 2020, cannot be mapped

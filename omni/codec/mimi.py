@@ -27,6 +27,7 @@ from torch import Tensor
 from omni.codec.mimi_network import MimiConfig, Take, decoder, encoder, quantizer, read_config
 from omni.codec.network import NetworkCodec, streams_of
 from omni.errors import UserError
+from omni.files import refuse_pointer
 
 CODEBOOKS = 8
 """Number of codebooks of the codec named "mimi": Moshi's."""
@@ -75,6 +76,7 @@ class MimiCodec(NetworkCodec):
         path = folder / "model.safetensors"
         if not path.is_file():
             raise UserError(f"no weights in {folder}: the codec mimi reads model.safetensors only (no pickles)")
+        refuse_pointer(path)
         try:
             with safe_open(path, "pt") as file:
                 stored = _Stored(file, path, torch.device(device))

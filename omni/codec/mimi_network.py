@@ -27,6 +27,7 @@ from torch import Tensor
 from omni.codec.mimi_transformer import MimiBlock, Transformer
 from omni.codec.streaming import Activation, Conv, Layer, Residual, Upsample
 from omni.errors import UserError
+from omni.files import refuse_pointer
 
 SMALLEST_USAGE = 1e-5
 """Least usage that a codebook's sums are divided by, for codes that training never used."""
@@ -310,6 +311,7 @@ def read_config(path: Path) -> MimiConfig:
     """Reads `config.json`; UserError for a missing or damaged file, another model_type, or a value that does not fit."""
     if not path.is_file():
         raise UserError(f"no Mimi config at {path}: the folder needs the config.json and model.safetensors of kyutai/mimi")
+    refuse_pointer(path)
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

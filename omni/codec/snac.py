@@ -39,6 +39,7 @@ from torch.nn.utils import parametrize
 from omni.codec.network import NetworkCodec
 from omni.codec.snac_decoder import decoder
 from omni.errors import PackageError, UserError, closest
+from omni.files import refuse_pointer
 
 SNAC_24KHZ: dict[str, Any] = {
     "sampling_rate": 24000,
@@ -192,6 +193,7 @@ def _build(config: dict[str, Any]) -> nn.Module:
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"no SNAC config at {path}: the folder needs config.json and pytorch_model.bin")
+    refuse_pointer(path)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -206,6 +208,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     path = safe if safe.is_file() else plain
     if not path.is_file():
         raise UserError(f"no weights in {folder}: it needs {safe.name} or {plain.name}")
+    refuse_pointer(path)
     try:
         if path == safe:
             return load_file(path)

@@ -15,6 +15,7 @@ import yaml
 from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError, closest
+from omni.files import refuse_pointer
 from omni.layout import Layout
 
 _TEXT, _AUDIO = Layout.preset("mini-omni").text.vocabulary, [s.vocabulary for s in Layout.preset("mini-omni").audio]
@@ -48,6 +49,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Reads their `model_config.yaml`, with their defaults for absent keys; UserError where it is none or a key is unknown."""
     if not path.is_file():
         raise UserError(f"{path} is missing; fetch the folder again")
+    refuse_pointer(path)
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from omni.checkpoint.bounds import finite
 from omni.checkpoint.tensors import save_tensors
 from omni.errors import UserError
-from omni.files import FULL, PASSING, sync, write_whole
+from omni.files import FULL, PASSING, refuse_pointer, sync, write_whole
 from omni.lora.attach import adapted
 from omni.old_names import new_fields, new_name
 from train.checkpoint.retention import FORMAT, LAST, STATE, discard, name_of, newest, read_state, way_back
@@ -246,6 +246,8 @@ def load(
         UserError: a file is missing or truncated, or the checkpoint holds other tensors.
     """
     data = read_state(folder)
+    for file in [*folder.rglob("*.safetensors")]:
+        refuse_pointer(file)
     try:
         reader = dcp.HuggingFaceStorageReader(str(folder / TENSORS))
         found = reader.read_metadata().state_dict_metadata

@@ -22,6 +22,7 @@ from train.data.inspect.validate import Summary, report, validate
 from train.data.inspect.validate_parts import validate_part
 from train.data.prepare.codecs import Codecs
 from train.data.prepare.config import DataPart
+from train.data.prepare.report import untaken
 
 
 def main(argv: Sequence[str]) -> int:
@@ -90,6 +91,10 @@ def show(summary: Summary, data: Path) -> None:
     """Prints the findings on standard output."""
     findings = summary.findings
     print(f"{summary.rows} of {summary.total} rows of {spelled(data)} read, {duration(3600 * summary.hours)} of sound")
+    if summary.prepared.get("items"):
+        kept, broken = summary.prepared["rows"], summary.prepared["broken"]
+        print(f"prepared of {counted(summary.prepared['items'], 'item')}: {counted(kept, 'row')}, {broken} made none")
+        print(untaken(summary.prepared), end="\n" * bool(untaken(summary.prepared)))
     if not findings.counts:
         print("nothing found")
         return

@@ -19,7 +19,7 @@ from omni.arguments import meant
 from omni.errors import UserError
 from omni.plugins import load_plugins, loaded
 from train.config.run import FitConfig
-from train.console.command import GIVE, find_config, read_config
+from train.console.command import GIVE, find_config, load_yaml, read_config
 from train.console.options import Parser
 from train.data.config import DataConfig
 
@@ -151,7 +151,7 @@ class ConfigParser(Parser):
             for path, value in numbered:
                 _set(data, path, value, file)
             self._check_keys(self.kind, data, str(file))
-            words = [f"--config={yaml.safe_dump(data) if numbered else file}", *words]
+            words = [f"--config={yaml.safe_dump(data, default_style=chr(34))}", *words]
         return super().read(words)
 
     def configuration(self, values: Mapping[str, Any]) -> Any:
@@ -183,15 +183,16 @@ class ConfigParser(Parser):
             if data is not None and not isinstance(data, Mapping):
                 names = list(hints)
                 raise UserError(f"{where}: {path} is {data!r}; give it keys, such as {path}.{names[0]}: {', '.join(names)}")
-            for key, value in (data or {}).items():
+            for key in data or {}:
                 if key not in hints:
                     raise UserError(f"{where}: unknown key {_dotted(path, key)}; {self._hint(path, str(key), kind)}")
-                self._check_keys(hints[key], value, where, _dotted(path, key))
+                self._check_keys(hints[key], _as_text(hints[key], data, key), where, _dotted(path, key))
         elif origin in (tuple, list) and isinstance(data, Sequence) and not isinstance(data, str) and args:
             for i, value in enumerate(data):
                 self._check_keys(args[0], value, where, f"{path}[{i}]")
         elif origin is dict and isinstance(data, Mapping):
             for key, value in data.items():
+                _as_text(args[1], data, key)
                 self._check_keys(args[1], value, where, _dotted(path, key))
         elif (wanted := _wanted(optional)) is not None and not _fits(optional, data):
             what = where if where.endswith(path) else f"{where}: {path}"
@@ -285,7 +286,7 @@ def _set(data: Any, path: str, value: str, file: Path) -> None:
 def _plain(text: str) -> Any:
     """The value of a word as YAML, or the word itself where it is none."""
     try:
-        return yaml.safe_load(text)
+        return load_yaml(text)
     except yaml.YAMLError:
         return text
 
@@ -311,7 +312,7 @@ def _fits(kind: Any, value: Any) -> bool:
     if origin in (Union, types.UnionType):
         return any(_fits(part, value) for part in args)
     if origin is Literal:
-        return value in args or (isinstance(value, bool) and {False: "off", True: "on"}[value] in args)  # YAML's words
+        return value in args
     if origin in (tuple, list):
         return isinstance(value, (list, tuple))
     if kind is float:
@@ -319,6 +320,13 @@ def _fits(kind: Any, value: Any) -> bool:
     if kind is str:
         return not isinstance(value, (list, dict))
     return type(value) is kind
+
+
+def _as_text(kind: Any, data: Any, key: Any) -> Any:
+    """The value of a key; where a text is wanted, a number becomes one as it is written."""
+    if _inner(kind) is str and isinstance(data[key], int | float) and not isinstance(data[key], bool):
+        data[key] = str(data[key])
+    return data[key]
 
 
 def _is_number(value: Any) -> bool:

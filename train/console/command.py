@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import jsonargparse
 import yaml
 
 from omni.errors import UserError, closest
+from omni.files import refuse_pointer
 from omni.remote import refuse_remote
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -51,8 +54,22 @@ def _near(file: Path) -> str:
     return f"did you mean {named[close[0]]}?" if close else ""
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a mapping with a key that is there twice, of which YAML's own loader keeps the last."""
+class Spelled(float):
+    """A number with a point or exponent; its `str` is as it is written."""
+
+    text = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Loader(yaml.SafeLoader):
+    """Reads YAML 1.2 (PyYAML knows 1.1, to which `1:30` is 90 and `off` false): the core schema, but with `007` for a text.
+
+    A mapping with a key that is there twice is refused, of which YAML's own loader keeps the last.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -65,10 +82,44 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+_WHOLE = r"(?:0|[1-9][0-9]*)"
+for _tag, _pattern, _first in (
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", rf"[-+]?{_WHOLE}", "-+0123456789"),
+    ("float", rf"[-+]?(?:\.[0-9]+|{_WHOLE}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?i:inf)|\.(?i:nan)", "-+.0123456789"),
+    ("merge", "<<", "<"),
+):
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))
+
+
+class _SpellingLoader(Loader):
+    """Keeps how numbers are written, for where a text is wanted."""
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> Spelled:
+        number = Spelled(super().construct_yaml_float(node))  # type: ignore[no-untyped-call]
+        number.text = node.value
+        return number
+
+
+_SpellingLoader.add_constructor("tag:yaml.org,2002:float", _SpellingLoader.construct_yaml_float)
+yaml.SafeDumper.add_representer(Spelled, yaml.SafeDumper.represent_float)
+
+
+def load_yaml(text: str) -> Any:
+    """The value of a text in YAML; YAMLError for none."""
+    return yaml.load(text, Loader)
+
+
+jsonargparse.set_loader("yaml", load_yaml, (yaml.YAMLError,))
+
+
 def read_yaml(file: Path, what: str = "configuration") -> Any:
-    """Reads a YAML file; UserError where it is none, or a mapping has a key twice. `what` names it in the message."""
+    """Reads a YAML file, numbers with a point as `Spelled`; UserError where it is none, or a mapping has a key twice. `what`
+    names it in the message."""
     try:
-        return yaml.load(file.read_text(encoding="utf-8"), _Loader)
+        refuse_pointer(file)
+        return yaml.load(file.read_text(encoding="utf-8"), _SpellingLoader)
     except UserError as error:
         raise UserError(f"{what} {file} {error}") from None
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from omni.errors import UserError
 from omni.remote import spelled
@@ -23,12 +24,13 @@ from train.data.rows.row import ROW_VERSION
 
 @dataclass
 class Summary:
-    """Result of a validation: readable rows, all rows, hours of sound measured, and the findings."""
+    """Result of a validation: readable rows, all rows, hours of sound measured, findings, and the report of the preparation."""
 
     rows: int
     total: int
     hours: float
     findings: Findings
+    prepared: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,7 +77,7 @@ def validate(
             find_leaks(scan, seen, other, look_at_other(other, findings, display), findings)
     finally:
         display.close()
-    return Summary(seen.rows, len(scan), seen.microseconds / 3.6e9, findings)
+    return Summary(seen.rows, len(scan), seen.microseconds / 3.6e9, findings, scan.report())
 
 
 def open_scans(data: Path, against: Sequence[Path], progress: Kind = "off") -> tuple[Scan, list[Scan]]:
@@ -170,6 +172,7 @@ def report(summary: Summary, data: Path, against: Sequence[Path], bounds: Bounds
         "version": ROW_VERSION,
         "rows": summary.total,
         "rows_read": summary.rows,
+        "prepared": {name: summary.prepared[name] for name in ("items", "rows", "broken", "note") if name in summary.prepared},
         "hours": round(summary.hours, 4),
         "errors": summary.findings.of("error"),
         "warnings": summary.findings.of("warning"),

@@ -121,7 +121,7 @@ def join_validation(parts: Sequence[Path], settings: Mapping[str, Any], findings
     for number, other in enumerate(others, 1):
         _repeat(parts, number, findings)
         find_leaks(scan, seen, other, _loaded(parts, number), findings)
-    return Summary(seen.rows, len(scan), seen.microseconds / 3.6e9, findings)
+    return Summary(seen.rows, len(scan), seen.microseconds / 3.6e9, findings, scan.report())
 
 
 def _repeat(parts: Sequence[Path], of: int, findings: Findings) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from omni.files import part_of, publish, read_json, write_json, writing
 from train.console.progress import counted, duration
 from train.data.prepare.rows import PrepareTally
 from train.data.prepare.shards import AGAIN, notes
+from train.data.readers.source import UNTAKEN
 
 REPORT, BROKEN = "report.json", "broken.csv"
 _KINDS = 20
@@ -85,11 +87,17 @@ def summary(tally: PrepareTally, folder: Path) -> str:
     )
     if tally.left_out:
         print(f"{counted(tally.left_out, 'recording')} missing or damaged, and left out (--read.audio optional)", file=out)
+    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     if tally.broken:
         print(f"{counted(tally.broken, 'item')} made no row: see {folder / BROKEN}", file=out)
-        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
         for why, count in list(report["reasons"].items())[:5]:
             print(f"  {count:>6}  {why}", file=out)
             for one in report.get("missing", ()) if why == MISSING else ():
                 print(f"          {one}", file=out)
+    print(untaken(report), file=out)
     return out.getvalue().rstrip()
+
+
+def untaken(report: Mapping[str, Any]) -> str:
+    """What a report says of columns that no row has; "" where there are none."""
+    return "".join(str(report.get("note", "")).partition(UNTAKEN)[1:])

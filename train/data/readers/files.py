@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from omni.audio.io import AudioInfo, audio_info
 from omni.errors import UserError
+from omni.files import refuse_pointer
 from omni.remote import check_there
 from omni.stores.pointers import address_of, pointed_at
 from omni.stores.reading import guarded
 from omni.stores.tries import StoreError
 from train.data.readers.contract import ReaderOptions
+from train.data.readers.media import present
 from train.data.rows.reference import SoundPart
 from train.data.rows.row import Sound, inside
 
@@ -24,6 +29,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AUDIO = ("required", "optional", "none")
+HELD = ("bytes", "data", "array", "audio", "input_audio", "audio_url", "url", "path", "file", "filename", "value")
+"""Fields of an object that is a recording, the first that is there counts; and those of the rate of its samples."""
+RATES = ("sampling_rate", "sample_rate", "rate", "sr")
 
 Made = TypeVar("Made")
 
@@ -70,19 +78,23 @@ class Files:
         if not full.is_file():
             pointed_at(full)  # it may have been removed from the cache
             raise UserError(f"{name!r} is not there: {full} does not exist or is no file")
+        refuse_pointer(full)
         return relative, full
 
     def _locate(self, name: str, what: str = "audio") -> tuple[str, Path]:
         """A path relative to the folder, and the full one."""
         _check_name(name)
-        cut = name.removeprefix(self.prefix).lstrip("/") if self.prefix and name.startswith(self.prefix) else name
-        if not os.path.isabs(cut) or self.folder is None:
+        cut = name.removeprefix(self.prefix).lstrip("/\\") if self.prefix and name.startswith(self.prefix) else name
+        if "\\" in cut and not (self.folder and (self.folder / cut).exists()):  # a path of Windows
+            cut = cut.replace("\\", "/")
+        drive = re.match("[A-Za-z]:/", cut) and not os.path.exists(cut)
+        if not (drive or os.path.isabs(cut)) or self.folder is None:
             try:
                 return cut, inside(self.folder, cut)
             except UserError as error:
                 raise UserError(what + str(error).removeprefix("audio")) from error
         root, full = self.folder.resolve(), Path(cut).resolve()
-        if not full.is_relative_to(root):
+        if drive or not full.is_relative_to(root):
             raise UserError(
                 f"{name!r} leaves the data's folder {self.folder}: where it is the path of another machine, say with "
                 "--read.prefix what to cut off its beginning"
@@ -90,11 +102,12 @@ class Files:
         return str(full.relative_to(root)), full
 
     def sound(self, value: Any) -> Sound | None:
-        """Make a recording of its path, or of `{bytes, path}`; its header is checked, the rest stays as it is.
+        """Make a recording of its path, its encoded bytes, or an object that holds them, samples or a path (`HELD`), also as
+        the one entry of a list; its header is checked, the rest stays as it is.
 
         None where none is named or wanted, or where an optional one is missing or broken; UserError where it is required.
         """
-        if self.audio == "none" or not value:
+        if self.audio == "none" or not present(value):
             return None
         return self.or_without(lambda: self._sound(value))
 
@@ -116,17 +129,21 @@ class Files:
             return None
 
     def _sound(self, value: Any) -> Sound | None:
+        if isinstance(value, list) and len(value) == 1:
+            return self._sound(value[0])
         if isinstance(value, Mapping):
-            data, path = value.get("bytes"), value.get("path")
-            if isinstance(data, bytes) and data:
-                header(data)
-                return Sound(data=data)
-            value = path
-            if not value:
-                return None
+            name = next((name for name in HELD if present(value.get(name))), "")
+            if name == "array":
+                return _of_samples(value)
+            if not name and not any(name in value for name in HELD):
+                raise UserError(f"its recording is an object of {', '.join(value)}, which has none of {', '.join(HELD)}")
+            return (_encoded(value[name]) if name in ("bytes", "data") else self._sound(value[name])) if name else None
+        if isinstance(value, bytes) or (isinstance(value, str) and value.startswith("data:")):
+            return _encoded(value)
         if not isinstance(value, str):
-            raise UserError(f"its recording is {type(value).__name__}, neither a path nor {{bytes, path}}: fix the row")
-        relative, full = self._present(value)
+            several = f" of {len(value)}" if isinstance(value, list) else ""
+            raise UserError(f"its recording is {type(value).__name__}{several}, no path and no {{bytes, path}}: fix the row")
+        relative, full = self._present(unquote(urlsplit(value).path) if value.startswith("file://") else value)
         header(full)
         return Sound(path=relative, folder=self.folder)
 
@@ -135,6 +152,35 @@ class Files:
         if self.audio == "none":
             return None
         return self.or_without(lambda: cut(self.file(name), start, end, *channels))
+
+
+def _encoded(value: Any) -> Sound:
+    """The recording in bytes, or in base64, also as a `data:` address."""
+    try:
+        text = value.partition(",")[2] if str(value).startswith("data:") else value
+        value = base64.b64decode("".join(unquote(text).split()), validate=True) if isinstance(text, str) else bytes(text)
+        header(value)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"its recording is no sound in bytes or base64 ({error}): fix the row") from error
+    return Sound(data=value)
+
+
+def _of_samples(value: Mapping[str, Any]) -> Sound:
+    """The recording of samples `array` [S] (or one list for each channel, or sample) at `sampling_rate`."""
+    import numpy as np
+    import torch
+
+    rate: Any = next((value[name] for name in RATES if value.get(name)), None)
+    try:
+        samples = np.asarray(value["array"])
+        samples = samples.astype(np.float32) / (32768 if samples.dtype.kind in "iu" else 1)
+        samples = samples.mean(int(np.argmin(samples.shape))) if samples.ndim == 2 else samples
+        whole = samples.ndim == 1 and np.abs(samples).max(initial=-1) <= 2 and int(rate) == rate > 0
+    except (ValueError, TypeError):
+        whole = False
+    if not whole:
+        raise UserError(f"its recording's array is no list of samples from -1 to 1 at a sampling_rate (it is {rate!r}): fix it")
+    return Sound(samples=torch.from_numpy(samples), sample_rate=int(rate))
 
 
 def _check_name(name: str) -> None:

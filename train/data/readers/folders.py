@@ -19,7 +19,7 @@ from train.data.readers.contract import OpenedSource, ReaderOptions
 from train.data.readers.files import Files
 from train.data.readers.listing import FolderListing, entries, is_file, sorted_walk, walk
 from train.data.readers.record import Record, Records
-from train.data.readers.source import RecordSource, make_row, text
+from train.data.readers.source import RecordSource, RowMapper, make_row, text
 from train.data.readers.text_records import JsonLines, TableRecords
 from train.data.rows.row import Row, RowTurn
 
@@ -43,13 +43,13 @@ class CommonVoice:
             names = ", ".join(table.name for table in tables)
             raise UserError(f"{path} holds several tables, which share rows: name one of {names} in it")
         files = Files.of(tables[0], options)
-        make = partial(common_voice_row, files=files, options=options)
-        return RecordSource(self.name, [TableRecords(tables[0], "\t")], make)
+        make = RowMapper(common_voice_row, files, options)
+        return RecordSource(self.name, [TableRecords(tables[0])], make)
 
     def _tables(self, path: Path) -> list[Path]:
         found = sorted(path / entry.name for entry in entries(path) if entry.name.endswith(".tsv")) if path.is_dir() else [path]
         files = [file for file in found if file.suffix == ".tsv"]
-        return [file for file in files if {"client_id", "path", "sentence"} <= set(TableRecords(file, "\t").header)]
+        return [file for file in files if {"client_id", "path", "sentence"} <= set(TableRecords(file).header)]
 
 
 def common_voice_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:

@@ -1,7 +1,8 @@
 """Reads LLaMA-Omni and VocalNet: JSON of `id, speech, conversations [{from: human | gpt, value}]`, units in .npy files.
 
-`speech` is the recording of the question, or a list with one for each human message. A human value with `<speech>` in it is
-an instruction about the recording ("Please directly answer ..."), not what is said there: it is no question text. `units` are
+`speech` is the recording of the question, or a list with one for each human message (`audio`, `audios`, messages of type
+audio, ... are taken too, see `media`). A human value with `<speech>` in it is an instruction about the recording ("Please
+directly answer ..."), not what is said there: it is no question text. `units` are
 those of the answers: a path to an .npy file, a list of integers or their text, or a list of paths, one for each answer. Their
 codec is not written anywhere (CosyVoice 2 for VocalNet and LLaMA-Omni 2, HuBERT clusters for LLaMA-Omni), so
 `ReaderOptions.codec` must say it. `user` and `assistant` are taken for human and gpt; system messages before the first
@@ -16,10 +17,10 @@ from typing import Any
 from omni.errors import UserError
 from train.data.readers.codes import load_array, read_codes
 from train.data.readers.contract import ReaderOptions
-from train.data.readers.dialogue import pairs, system_of
+from train.data.readers.dialogue import system_of, turns_of
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, items, make_row, text
-from train.data.rows.row import Codes, Row, RowTurn
+from train.data.rows.row import Codes, Row
 
 _UNITS = ("units", "unit", "tgt_units", "tgt_unit")
 
@@ -27,37 +28,19 @@ _UNITS = ("units", "unit", "tgt_units", "tgt_unit")
 def llama_omni_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     """Make the row of one conversation; UserError where it is broken."""
     messages = items(data, "conversations")
-    asked = pairs(messages, "from")
-    speech = _for_each(data.get("speech"), len(asked), "speech", "questions")
-    units = _for_each(
-        next((data[name] for name in _UNITS if data.get(name) is not None), None),
-        sum(answer is not None for _, answer in asked),
-        "units",
-        "answers",
-    )
-    turns = []
-    for index, (question, answer) in enumerate(asked):
-        value = text(question, "value", needed=True)
-        turns.append(
-            RowTurn(
-                question_text="" if "<speech>" in value else value,
-                question_audio=files.sound(speech[index]),
-                answer_text=text(answer, "value", needed=True) if answer is not None else "",
-                answer_codes=_codes(units[index], files, options) if answer is not None else None,
-            )
-        )
-        if not (turns[-1].question_text or turns[-1].question_audio):
-            raise UserError(f"question {index} is asked in a recording and there is none: drop the row")
-    system = system_of(data, messages, lambda message: text(message, "value"), "from")
-    return make_row(turns, options, "llama-omni", where, id=text(data, "id"), system=system)
+    units = next((data[name] for name in _UNITS if data.get(name) is not None), None)
+    turns = turns_of(
+        data, messages, files, lambda answers: [_codes(one, files, options) for one in _for_each(units, len(answers))]
+    )  # fmt: skip
+    return make_row(turns, options, "llama-omni", where, id=text(data, "id"), system=system_of(data, messages))
 
 
-def _for_each(value: Any, count: int, name: str, what: str) -> list[Any]:
-    """Assign one value to each message. A single one, or a list of integers, belongs to the last: earlier ones have none."""
+def _for_each(value: Any, count: int) -> list[Any]:
+    """Assign units to each answer. A list of integers, or what is no list, belongs to the last: earlier ones have none."""
     if not isinstance(value, list) or all(isinstance(element, int) for element in value):
         return [None] * (count - 1) + [value or None] if count else []
     if len(value) != count:
-        raise UserError(f"{name} has {len(value)} entries for {count} {what}: fix the row")
+        raise UserError(f"units has {len(value)} entries for {count} answers: fix the row")
     return value
 
 

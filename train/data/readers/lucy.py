@@ -13,31 +13,19 @@ from typing import Any
 from omni.errors import UserError
 from train.data.readers.codes import check_duration, read_codes
 from train.data.readers.contract import ReaderOptions
-from train.data.readers.dialogue import pairs, system_of
+from train.data.readers.dialogue import system_of, turns_of
 from train.data.readers.files import Files, seconds
 from train.data.readers.source import RecordReader, items, make_row, text
-from train.data.rows.row import Codes, Row, RowTurn
+from train.data.rows.row import Codes, Row
 
 
 def lucy_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     """Make the row of one conversation; UserError where it is broken."""
     messages = items(data, "conversations")
-    turns = [_turn(asked, {} if answered is None else answered, files, options) for asked, answered in pairs(messages, "role")]
-    system = system_of(data, messages, lambda message: text(message, "content"), "role")
-    return make_row(turns, options, "lucy", where, id=text(data, "id"), system=system)
-
-
-def _turn(asked: Mapping[str, Any], answered: Mapping[str, Any], files: Files, options: ReaderOptions) -> RowTurn:
-    codes = _codes(answered, files, options)
-    answer_audio = files.sound(answered.get("wavpath"))
-    check_duration(codes, seconds(answer_audio))
-    return RowTurn(
-        question_text=text(asked, "content"),
-        question_audio=files.sound(asked.get("wavpath")),
-        answer_text=text(answered, "content"),
-        answer_audio=answer_audio,
-        answer_codes=codes,
-    )
+    turns = turns_of(data, messages, files, lambda answers: [_codes(answer, files, options) for answer in answers])
+    for turn in turns:
+        check_duration(turn.answer_codes, seconds(turn.answer_audio))
+    return make_row(turns, options, "lucy", where, id=text(data, "id"), system=system_of(data, messages))
 
 
 def _codes(message: Mapping[str, Any], files: Files, options: ReaderOptions) -> Codes | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omni.errors import UserError
+from omni.files import refuse_pointer
 from omni.stores.pointers import pointed_at
 from omni.stores.reading import PIECE, ObjectReader
 from train.data.readers.record import Record, RecordReading, Records, keep, take
@@ -27,17 +28,15 @@ _BATCH = 16  # rows decoded at once
 
 
 def open_records(path: Path) -> Records:
-    """Open the records of a file by its suffix (and, for .json, its first character); UserError for another suffix."""
+    """Open the records of a file by its suffix (and, for JSON, its first character); UserError for another suffix."""
     name = path.name.lower().removesuffix(".gz")
     if name.endswith(".parquet"):
         return ParquetRecords(path)
     if name.endswith((".csv", ".tsv")):
-        return TableRecords(path, "\t" if name.endswith(".tsv") else ",")
+        return TableRecords(path)
     if name.endswith(TAR):
         return TarRecords(path)
-    if name.endswith(".jsonl"):
-        return JsonLines(path)
-    if name.endswith(".json"):
+    if name.endswith((".json", ".jsonl")):
         return JsonArray(path) if _first_character(path) == "[" else JsonLines(path)
     raise UserError(f"data file {path} is none of .parquet, .tar, .json, .jsonl, .csv, .tsv (or one of the latter with .gz)")
 
@@ -103,6 +102,8 @@ class ParquetRecords(Records):
 
         # Buffered, as otherwise a column of a row group is read whole; checksums are verified where the file has them.
         one = pointed_at(self.path)
+        if one is None:
+            refuse_pointer(self.path)
         file, buffer = (self.path, _BUFFER) if one is None else (ObjectReader(one), PIECE)
         return pq.ParquetFile(file, buffer_size=buffer, pre_buffer=False, page_checksum_verification=True)
 

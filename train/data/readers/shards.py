@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
+from omni.files import refuse_pointer
 from omni.remote import check_there, find_address, shown
 from omni.stores.drivers import StoredObject, bare, list_objects, parent
 from omni.stores.reading import looked_up
@@ -103,6 +104,7 @@ def _opened(shard: DataFile) -> datasets.IterableDataset:
 
         url = url_of(shard)
     else:
+        refuse_pointer(shard)
         url = str(shard.resolve()).replace("[", "[[]")
     # Its builders, since `load_dataset` sends a request to the hub for each.
     if suffix(shard) == ".parquet":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from omni.stores.tries import StoreError
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
 from train.data.readers.files import Files
 from train.data.readers.listing import entries, is_file, is_folder, sorted_walk
+from train.data.readers.media import RECORDING_OF, TAG, present, refuse_pictures, tags, without_tags
 from train.data.readers.order import ROWS, check_order
 from train.data.readers.record import Record, Records
 from train.data.readers.records import open_records
@@ -27,6 +30,10 @@ from train.data.rows.row import Row, RowTurn
 
 THREADS = 8
 """Records of a store that are worked on side by side."""
+_SAMPLE, _TOLD = 8, 20
+"""First records whose fields are compared with what rows take, and names of fields that are told."""
+
+UNTAKEN = "nothing takes the columns"
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -36,6 +43,73 @@ _BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeErr
 
 MakeRow = Callable[[Mapping[str, Any], str], Row]
 """Makes a row of a record's fields and its place in the file; UserError where they make none."""
+
+
+class Fields(UserDict[str, Any]):
+    """The fields of a record; `asked` has the names that a reader has looked for."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.asked: set[str] = set()
+        super().__init__(data)
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return self.data[name]
+
+    def __contains__(self, name: object) -> bool:
+        self.asked.add(str(name))
+        return name in self.data
+
+
+@dataclass(frozen=True)
+class RowMapper:
+    """Makes rows of a format's records: `row(data, where, files=, options=)`."""
+
+    row: Callable[..., Row]
+    files: Files
+    options: ReaderOptions
+
+    def __call__(self, data: Mapping[str, Any], where: str) -> Row:
+        """UserError also where the record has pictures, or recordings of which none was looked for."""
+        fields = Fields(data)
+        refuse_pictures(data)
+        row = self.row(fields, where, files=self.files, options=self.options)
+        if self.files.audio != "none" and not any(turn.question_audio or turn.answer_audio for turn in row.turns):
+            for name in data.keys() - fields.asked:
+                if RECORDING_OF.fullmatch(name) and present(data[name]):
+                    raise UserError(
+                        f"has {name!r}, a recording that is not read there: call it question_audio (in a table, with "
+                        f"--read.columns '{{question_audio: {name}}}'), or leave recordings out with --read.audio none"
+                    )
+        return row
+
+    def untaken(self, records: Iterable[Record]) -> str:
+        """Names the fields of these records that no row has taken, with the closest of those that would be; "" for none."""
+        names, asked = dict[str, None](), set[str]()
+        for record in records:
+            fields = Fields(finite(record.data))
+            with suppress(*_BAD):
+                self.row(fields, record.where, files=self.files, options=self.options)
+                names, asked = names | dict.fromkeys(fields), asked | fields.asked
+        near = {name: get_close_matches(name, asked - names.keys(), 1) for name in names if name and name not in asked}
+        told = [f"{name} (did you mean {close[0]}?)" if close else name for name, close in near.items()]
+        return f"{UNTAKEN} {', '.join(told[:_TOLD])}{', ...' * (len(told) > _TOLD)}" if told else ""
+
+
+def finite(value: Any) -> Any:
+    """Plain data without the fields and entries that are NaN or infinite, which JSON and pandas write for what is missing.
+
+    Numbers of a list, such as samples, stay as they are.
+    """
+    if isinstance(value, Mapping):
+        return {name: finite(one) for name, one in value.items() if not _lacks(one)}
+    if isinstance(value, list) and (not value or not isinstance(value[0], int | float) or all(map(_lacks, value))):
+        return [finite(one) for one in value if not _lacks(one)]
+    return value
+
+
+def _lacks(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 class RecordSource(OpenedSource):
@@ -49,6 +123,10 @@ class RecordSource(OpenedSource):
         self.format, self.note = format, note
         self._files, self._make = list(files), make
         self.away = any(has_pointers(file.path) for file in self._files[:1])
+        if isinstance(make, RowMapper):
+            make = replace(make, files=replace(make.files, audio="none")) if self.away else make
+            first = itertools.chain.from_iterable(file.iterate(0, _SAMPLE) for file in self._files[:1])
+            self.note = "; ".join(filter(None, (note, make.untaken(first))))
 
     def __len__(self) -> int:
         return sum(_ahead(len, self._files) if self.away else map(len, self._files))
@@ -102,7 +180,7 @@ def row_of(record: Record, make: MakeRow) -> Row | Broken:
     if record.error:
         return Broken(record.where, record.error)
     try:
-        return make(record.data, record.where)
+        return make(finite(record.data), record.where)
     except StoreError:
         raise
     except _BAD as error:
@@ -200,7 +278,7 @@ class RecordReader:
 
     def maker(self, files: Files, options: ReaderOptions) -> MakeRow:
         """What makes the row of a record."""
-        return partial(self.row, files=files, options=options)
+        return RowMapper(self.row, files, options)
 
 
 # ------------------------------------------------------------------------------------------- fields of a record
@@ -259,10 +337,11 @@ def _shown(value: Any) -> str:
 
 
 def make_row(turns: Sequence[RowTurn], options: ReaderOptions, format: str, where: str, **fields: str) -> Row:
-    """Make the row of these turns; UserError where a turn is empty.
+    """Make the row of these turns; UserError where a turn is empty, or a text has a tag of a recording that is not there.
 
     `fields` are further fields of `Row` from the data; an empty `language` becomes that of the options.
     """
+    turns = [_untagged(turn) for turn in turns]
     for index, turn in enumerate(turns):
         if not (turn.question_text or turn.answer_text or turn.question_audio or turn.answer_audio or turn.answer_codes):
             raise UserError(f"turn {index} holds neither text, recording nor codes: drop the row")
@@ -270,3 +349,17 @@ def make_row(turns: Sequence[RowTurn], options: ReaderOptions, format: str, wher
         raise UserError("holds no question and no answer: drop the row")
     fields["language"] = fields.get("language") or options.language
     return Row(tuple(turns), source=options.name or format, task=options.task, where=where, **fields)  # type: ignore[arg-type]
+
+
+def _untagged(turn: RowTurn) -> RowTurn:
+    """The turn without tags of recordings. What stands beside that of a question is about the recording, not what is said."""
+    for name, there in (("question", turn.question_audio), ("answer", turn.answer_audio or turn.answer_codes)):
+        said = getattr(turn, f"{name}_text")
+        count, tag = tags(said), TAG.search(said)
+        if tag and (count > 1 or (count and not there)):
+            has = f"{tag[0]!r:.60} and so tags of {count} recordings, and {int(bool(there))} is there"
+            raise UserError(f"its {name} has {has}: fix or drop the row")
+        if tag:
+            rest = "" if count and name == "question" else without_tags(said)
+            turn = replace(turn, **{f"{name}_text": rest})  # type: ignore[arg-type]
+    return turn

@@ -20,7 +20,7 @@ from train.data.readers.layout import ENDINGS, columns_flag, columns_of
 from train.data.readers.listing import entries
 from train.data.readers.records import open_records
 from train.data.readers.shards import TAR
-from train.data.readers.source import MakeRow, RecordSource, make_row, text
+from train.data.readers.source import MakeRow, RecordSource, RowMapper, make_row, text
 from train.data.rows.row import Row, RowTurn
 
 TURN = ("question_audio", "question_text", "answer_audio", "answer_text")
@@ -68,7 +68,7 @@ class TableReader:
                 f"{where} has none of the columns {', '.join(TURN)}: it has {', '.join(columns)}; "
                 f"map them, such as with {columns_flag(columns)}"
             )
-        return partial(table_row, files=files, options=options, names=names)
+        return RowMapper(partial(table_row, names=names), files, options)
 
     def _files(self, path: Path) -> list[Path]:
         if not path.is_dir():

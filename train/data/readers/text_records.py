@@ -15,19 +15,28 @@ import json
 import re
 import zlib
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 from omni.errors import UserError
+from omni.files import refuse_pointer
 from train.data.readers.record import Record, RecordReading, Records, keep, take
 
 _CHUNK = 1 << 20
-_LONGEST = 64 << 20  # characters of one element of a JSON array; beyond it the array is taken to be damaged
+_LONGEST = 64 << 20  # characters of one element of a JSON array, or of a line; beyond it the file is taken to be damaged
+_LONGEST_QUOTE, _SURE = 1 << 17, 8  # characters of quotes over several lines, and rows within them that leave no doubt
+_SEPARATOR, _QUOTED = re.compile(r'"?sep=([,;\t|])"?', re.IGNORECASE), re.compile(r'"[^"]*"')
+csv.field_size_limit(_LONGEST)
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
 
 
 def open_binary(path: Path) -> IO[bytes]:
+    """Open a file, unpacked where its name ends in .gz; UserError for a pointer of Git LFS."""
+    refuse_pointer(path)
     return gzip.open(path, "rb") if path.name.lower().endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
 
 
@@ -91,7 +100,7 @@ class _TextReading(RecordReading):
 
 
 class JsonLines(TextRecords):
-    """Records of JSON lines, an object each; empty lines are skipped."""
+    """Records of JSON lines, an object each, also with a comma after it; empty lines are skipped."""
 
     def _raw(self, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         return ((number, line) for number, line in enumerate(file) if line.strip())
@@ -99,7 +108,7 @@ class JsonLines(TextRecords):
     def _record(self, raw: bytes, number: int) -> Record:
         where = f"{self.path} line {number + 1}"
         try:
-            return _object(where, json.loads(raw.removeprefix(codecs.BOM_UTF8)))
+            return _object(where, json.loads(raw.removeprefix(codecs.BOM_UTF8).strip().removesuffix(b",")))
         except ValueError as error:
             return Record(where, {}, f"is no JSON ({error}): fix or drop the line")
         except RecursionError:
@@ -127,6 +136,8 @@ class JsonArray(TextRecords):
                     opened, at = True, at + 1
                     continue
                 if text[at] == "]":
+                    if text[at + 1 :].strip() or file.read(_CHUNK).strip():
+                        yield number, ValueError("more follows the end of the array")
                     return
                 try:
                     element, end = decoder.raw_decode(text, at)
@@ -155,51 +166,118 @@ class JsonArray(TextRecords):
         return _object(where, raw)
 
 
-class TableRecords(TextRecords):
-    """Records of a table whose first line names its columns. Comma-separated values may be quoted, tab-separated ones not."""
+class TableLayout(NamedTuple):
+    """Delimiter and columns of a table, the lines that come before its rows, and whether values may be quoted."""
 
-    def __init__(self, path: Path, delimiter: str) -> None:
-        super().__init__(path)
-        self.delimiter = delimiter
-        self._header: list[str] | None = None
+    delimiter: str
+    names: list[str]
+    lines: int
+    quoted: bool
+
+    def values(self, line: str) -> list[str] | csv.Error:
+        """The values of a row, or why it is none."""
+        quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if self.quoted else csv.QUOTE_NONE
+        try:
+            return next(csv.reader([line], delimiter=self.delimiter, quoting=quoting, strict=True), [])
+        except csv.Error as error:
+            return error
+
+    def open(self, text: str) -> bool:
+        """True where a text ends within quotes."""
+        found = '"' in text and self.quoted and isinstance(self.values(text), csv.Error)
+        return found and not isinstance(self.values(text + '"'), csv.Error)
+
+
+class TableRecords(TextRecords):
+    """Records of a table whose first line names its columns, parted by the comma, semicolon, tab or bar that it has most of (or
+    that `sep=;` before it says). Lines end in LF, CR LF or CR. Values may be quoted, but not in .tsv between tabs.
+
+    A quote that is not closed, or only after lines that are rows of their own, breaks the row that opens it and no other.
+    """
 
     @property
     def header(self) -> list[str]:
         """Names of the columns; empty where they cannot be read."""
-        if self._header is None:
-            try:
-                with open_binary(self.path) as file:
-                    self._header = next(self._reader(file), [])
-            except (OSError, EOFError, zlib.error, csv.Error):
-                self._header = []
-        return self._header
+        return self.layout.names
 
-    def _reader(self, file: IO[bytes]) -> Any:
-        lines = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
-        quoting: Literal[0, 3] = csv.QUOTE_NONE if self.delimiter == "\t" else csv.QUOTE_MINIMAL
-        return csv.reader(lines, delimiter=self.delimiter, quoting=quoting, strict=True)
+    @cached_property
+    def layout(self) -> TableLayout:
+        """How the table is written; UserError where its first line is too long for a table, or opens a quote."""
+        with suppress(OSError, EOFError, zlib.error), open_binary(self.path) as file:
+            return self._sniff(_lines(file))
+        return TableLayout(",", [], 0, True)
 
-    def _raw(self, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
-        rows = self._reader(file)
-        next(rows, None)
-        while True:
-            number = rows.line_num
-            try:
-                row: list[str] | csv.Error = next(rows)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                row = error
-            if row:
-                yield number, row
+    def _sniff(self, lines: Iterator[str]) -> TableLayout:
+        first, number = next(lines, ""), 1
+        said = _SEPARATOR.fullmatch(first)
+        if said:
+            first, number = next(lines, ""), 2
+        tabs = self.path.name.lower().removesuffix(".gz").endswith(".tsv") and "\t" in first and not said
+        bare = _QUOTED.sub("", first)
+        layout = TableLayout(said[1] if said else "\t" if tabs else max(",;\t|", key=bare.count), [], 0, not tabs)
+        while layout.open(first) and len(first) <= _LONGEST_QUOTE and (more := next(lines, None)) is not None:
+            first, number = f"{first}\n{more}", number + 1
+        if len(first) > _LONGEST_QUOTE:
+            raise UserError(f"{self.path}: its first line is too long for names of columns: it is no table, name other data")
+        names = layout.values(first)
+        if isinstance(names, csv.Error):
+            raise UserError(f"{self.path} line 1: its names of columns are no row of a table ({names}): fix the line")
+        return layout._replace(names=[name.strip() for name in names], lines=number)
 
-    def _record(self, raw: list[str] | csv.Error, number: int) -> Record:
+    def _raw(self, file: IO[bytes]) -> Iterator[tuple[int, str | csv.Error]]:
+        ahead = deque[tuple[int, str]]()
+        lines = itertools.islice(enumerate(_lines(file)), self.layout.lines, None)
+        while (found := ahead.popleft() if ahead else next(lines, None)) is not None:
+            number, line = found
+            if line:
+                yield number, self._joined(line, ahead, lines) if self.layout.open(line) else line
+
+    def _joined(self, line: str, ahead: deque[tuple[int, str]], lines: Iterator[tuple[int, str]]) -> str | csv.Error:
+        """The row that goes on after a line within quotes; the error of that line where it does not, or where rows of their own
+        lie within the quotes. What follows is put back into `ahead`."""
+        taken, own, text = list[tuple[int, str]](), list[int](), line
+        last = len(self.layout.values(line + '"')) > 1  # type: ignore[arg-type]
+        while self.layout.open(text) and len(text) <= _LONGEST_QUOTE and 2 * len(own) < max(len(taken), 2 * _SURE):
+            found = ahead.popleft() if ahead else next(lines, None)
+            if found is None:
+                break
+            taken.append(found)
+            text += f"\n{found[1]}"
+            if self._is_row(found[1], last):
+                own.append(found[0] + 1)
+        values = self.layout.values(text)
+        closed = not isinstance(values, csv.Error) and len(values) == len(self.header)
+        if (closed or not (own or self.layout.open(text))) and 2 * len(own) < max(1, len(taken)):
+            return text
+        ahead.extendleft(reversed(taken))
+        which = f"before line {own[0]}, which is a row of its own" if own else "in this row"
+        return csv.Error(f"opens a quote that is not closed {which}: close it, or write the quote twice")
+
+    def _is_row(self, line: str, last: bool) -> bool:
+        """True for a line of a value for each column; prose has a space after a comma. One that ends in a quote is a row where
+        that may have opened in the `last` value, not the end of quoted ones."""
+        values = self.layout.values(line)
+        if isinstance(values, csv.Error) or len(values) != len(self.header) or len(values) < 2:
+            return False
+        whole = line.count('"') % 2 == 0 or (last and line.find('"') == len(line) - 1)
+        return whole and not any(value[:1].isspace() for value in values[1:])
+
+    def _record(self, raw: str | csv.Error, number: int) -> Record:
         where = f"{self.path} line {number + 1}"
         if isinstance(raw, csv.Error):
-            return Record(where, {}, f"is no row of a table ({raw}): fix or drop it")
-        if len(raw) != len(self.header):
-            advice = "fix it (tabs part values, which are not quoted here)" if self.delimiter == "\t" else "quote or fix it"
-            return Record(where, {}, f"has {len(raw)} values, the first line names {len(self.header)} columns: {advice}")
-        if any("\udc80" <= character <= "\udcff" for value in raw for character in value):
+            return Record(where, {}, str(raw))
+        values, names = self.layout.values(raw), self.header
+        if isinstance(values, csv.Error):
+            return Record(where, {}, f"is no row of a table ({values}): fix or drop it")
+        if len(values) != len(names):
+            advice = "quote or fix it" if self.layout.quoted else "fix it (tabs part values, which are not quoted here)"
+            return Record(where, {}, f"has {len(values)} values, the first line names {len(names)} columns: {advice}")
+        if any("\udc80" <= character <= "\udcff" for value in values for character in value):
             return Record(where, {}, "is not UTF-8: convert the file")
-        return Record(where, dict(zip(self.header, raw, strict=True)))
+        return Record(where, dict(zip(names, values, strict=True)))
+
+
+def _lines(file: IO[bytes]) -> Iterator[str]:
+    """Lines without their ends; one beyond `_LONGEST` characters comes in pieces."""
+    text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape")
+    return (line.removesuffix("\n") for line in iter(partial(text.readline, _LONGEST), ""))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 from omni.errors import UserError
+from omni.files import refuse_pointer
 from omni.remote import check_there, find_address, shown
 from omni.stores.drivers import StoredObject, bare, read_range
 from omni.stores.reading import PIECE, ObjectReader, listed, local_file, looked_up
@@ -98,6 +99,8 @@ def opened(file: DataFile) -> Any:
     """What pyarrow reads a file from in place, by positions here, by ranges in a store; OSError where it cannot be opened."""
     import pyarrow as pa
 
+    if isinstance(file, Path):
+        refuse_pointer(file)
     return pa.OSFile(os.fsencode(file)) if isinstance(file, Path) else ObjectReader(file)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from omni.errors import UserError
-from tests.train.data.readers.toys import heard, rows, write_json, write_lines, write_parquet, write_tone
+from tests.train.data.readers.toys import heard, only_broken, rows, write_json, write_lines, write_parquet, write_tone
 from train.data.readers import Broken, ReaderOptions, open_source
 from train.data.rows.row import Row
 
@@ -41,7 +41,9 @@ def test_tables_by_name_and_by_map(tmp_path, ending):
         None,
         "Text.",
     )
-    assert [row.turns[0].question_text for row in rows(path)] == ["", ""]  # not guessed: only answer_text has its name
+    found = rows(path, audio="none")
+    assert [row.turns[0].question_text for row in found] == ["", ""]  # not guessed: only answer_text has its name
+    assert only_broken(path).why.startswith("has 'wav', a recording that is not read there: call it question_audio")
     with pytest.raises(UserError, match=r"has no column 'x': it has wav, question"):
         open_source(path, ReaderOptions(columns={"question_audio": "x"}))
     with pytest.raises(UserError, match=r"columns.*'sound'"):

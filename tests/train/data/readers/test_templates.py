@@ -279,7 +279,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(question=[]), r"0 \(sums\).question: holds an empty list: give a list with at least one entry"),
         (changed(question="[{a} {b}]"), r"0 \(sums\).question: has a wording without words"),
         (changed(answer="(it is | that is) {c}"), r"0 \(sums\).answer: has 2 wordings: an answer has one"),
-        (changed(answer=7), r"0 \(sums\).answer: holds 7: give a text, in quotes where"),
+        (changed(answer=True), r"0 \(sums\).answer: holds True: give a text, in quotes where"),
         (changed(answer="{pair.word} {c}"), None),
         (changed(answer="{pair} {c}"), r"0 \(sums\).answer: table pair has columns, and none is named: write"),
         (changed(answer="{a.word} {c}"), r"0 \(sums\).answer: table digit is a plain list without columns"),

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError, closest
-from train.console.command import read_yaml
+from train.console.command import Spelled, read_yaml
 from train.data.readers.templates.values import FUNCTIONS, Argument, Cell, Computed, Numbers, Table, TableEntry, Value
 from train.data.readers.templates.wordings import SLOT, Wordings
 
@@ -191,7 +191,7 @@ def _script(data: Any) -> Script:
         raise UserError(f"joined: {joined!r} are no weights of one, two, ... dialogues: give a list such as [5, 2, 1]")
     if any(joined[1:]) and all(dialogue.begins or not dialogue.weight for dialogue in dialogues):
         raise UserError("joined: every dialogue begins a row: leave joined out, or one's begins")
-    return Script(tuple(dialogues), numbers, held_out, tuple(joined))
+    return Script(tuple(dialogues), numbers, float(held_out), tuple(map(float, joined)))
 
 
 def _table(name: str, rows: Any) -> Table:
@@ -221,6 +221,7 @@ def _table(name: str, rows: Any) -> Table:
 
 
 def _cell(value: Any) -> Cell:
+    value = str(value) if isinstance(value, Spelled) else value
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise UserError(f"{value!r} is read as {type(value).__name__}, not text: put it in quotes")
     if isinstance(value, str) and not value.strip():
@@ -377,8 +378,9 @@ def _texts(data: Any) -> tuple[str, ...]:
 
 
 def _sentence(data: Any) -> str:
+    data = str(data) if isinstance(data, int | float) and not isinstance(data, bool) else data
     if not isinstance(data, str) or not data.strip():
-        quotes = ", in quotes where YAML reads something else (true, null, a number, a mapping)"
+        quotes = ", in quotes where YAML reads something else (true, null, a mapping)"
         raise UserError(f"holds {_shown(data)}: give a text{quotes}")
     return " ".join(data.split())
 
