@@ -186,14 +186,14 @@ def _blocks(sound: soundfile.SoundFile, file: BinaryIO, promised: int, name: str
     import soundfile
 
     rate, total = sound.samplerate, 0
-    if sound.tell():
+    if sound.seekable() and sound.tell():
         sound.seek(0)
     while True:
         try:
             with quiet_decoder(sound.format):
                 block = sound.read(max(1, _BLOCK // sound.channels), dtype="float32", always_2d=True)
         except soundfile.SoundFileError as error:
-            raise _damaged(name, sound.tell() / rate) from error
+            raise _damaged(name, (sound.tell() if sound.seekable() else total) / rate) from error
         if not len(block):
             break
         total += len(block)
@@ -232,17 +232,20 @@ def by_ffmpeg(file: BinaryIO, name: str) -> Recording:
             if not container.streams.audio:
                 raise UserError(f"{name} has no sound, only {container.streams[0].type if container.streams else 'data'}")
             stream = container.streams.audio[0]
-            rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
+            codec = stream.codec_context  # None: unknown
+            rate, channels = (codec.sample_rate, codec.channels) if codec else (0, 0)
+            if not rate or not channels:
+                raise UserError(f"{name} {UNREADABLE}")
             kind = container.format.name.partition(",")[0]
             seconds = None  # FFmpeg guesses that of others
             if kind in ("mov", "matroska", "asf"):
                 alone = container.duration / 1e6 if container.duration and len(container.streams) == 1 else None
                 seconds = float(stream.duration * stream.time_base) if stream.duration else alone
-            form = f"{kind} {stream.codec_context.name}"
+            form = f"{kind} {codec.name}"
+    except UserError:
+        raise
     except (av.FFmpegError, ValueError) as error:
         raise UserError(f"{name} {UNREADABLE}") from error
-    if not rate or not channels:
-        raise UserError(f"{name} {UNREADABLE}")
     return Recording(
         rate, channels, None if seconds is None else int(seconds * rate), form, lambda: _av_blocks(file, name, seconds)
     )
@@ -273,7 +276,7 @@ def _av_blocks(file: BinaryIO, name: str, promised: float | None) -> Iterator[Bl
                 before, held = shape, held + frame.samples * shape[1]
                 seconds += frame.samples / frame.sample_rate
                 frames.append(_float(frame))
-        except av.FFmpegError as error:
+        except (av.FFmpegError, ValueError) as error:  # ValueError: samples of 64 bits
             raise _damaged(name, seconds) from error
     if frames:
         yield before[0], np.concatenate(frames)
