@@ -8,13 +8,10 @@ import re
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import warnings
 from pathlib import Path
-from typing import Any
 
-import av
 import numpy as np
 import pytest
 import soundfile
@@ -26,7 +23,7 @@ from omni.audio.level import level, sound_warnings
 from omni.audio.quiet import quiet_decoder
 from omni.audio.sniff import container, foreign
 from omni.errors import SoundWarning, UserError
-from tests.sounds import encoded
+from tests.sounds import by_ffmpeg, encoded
 
 
 def sine(seconds: float, rate: int, hertz: float = 440.0) -> torch.Tensor:
@@ -293,20 +290,6 @@ def test_joined_recordings_may_differ(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- by FFmpeg
-
-
-def by_ffmpeg(samples: np.ndarray, form: str, codec: str, rate: int = 16000, **options: str) -> bytes:
-    """A file of samples [S] that FFmpeg writes."""
-    place = tempfile.NamedTemporaryFile()  # noqa: SIM115
-    with av.open(place.name, "w", format=form, options=options) as file:
-        stream: Any = file.add_stream(codec, rate=rate, layout="mono", bit_rate=64000)
-        kind: Any = av.AudioResampler(stream.format, "mono", rate, frame_size=stream.frame_size or 1024)
-        frame = av.AudioFrame.from_ndarray(samples[None].astype(np.float32), format="fltp", layout="mono")
-        frame.sample_rate = rate
-        for piece in [*kind.resample(frame), *kind.resample(None), None]:
-            file.mux(stream.encode(piece))
-    with place:
-        return Path(place.name).read_bytes()
 
 
 OTHERS_FORMS = [
