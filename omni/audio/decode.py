@@ -242,9 +242,7 @@ def by_ffmpeg(file: BinaryIO, name: str) -> Recording:
                 alone = container.duration / 1e6 if container.duration and len(container.streams) == 1 else None
                 seconds = float(stream.duration * stream.time_base) if stream.duration else alone
             form = f"{kind} {codec.name}"
-    except UserError:
-        raise
-    except (av.FFmpegError, ValueError) as error:
+    except av.FFmpegError as error:
         raise UserError(f"{name} {UNREADABLE}") from error
     return Recording(
         rate, channels, None if seconds is None else int(seconds * rate), form, lambda: _av_blocks(file, name, seconds)

@@ -35,10 +35,6 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class TextFormat(BaseModel):
-    type: Literal["text"]
-
-
 class ChatRequest(BaseModel):
     """A request. What would change the answer and is not here (penalties, log probabilities, calls that are required) may only
     say so; other fields (tools, which a model need not call) are left alone."""
@@ -70,7 +66,7 @@ class ChatRequest(BaseModel):
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    response_format: TextFormat | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
 
     @property
     def speaks(self) -> bool:

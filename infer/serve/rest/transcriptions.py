@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from fastapi import Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, Field
@@ -98,10 +99,10 @@ async def _file(form: FormData) -> bytes:
 
 async def _has_speech(job: Job, clip: Tensor) -> bool:
     """Whether voice activity finds speech in samples [S] at 16 kHz; a second at a time, between those of live sessions."""
-    stream, second = SpeechStream(), PCM_RATE
-    sound = to_int16(resample(pad(clip, (0, SAMPLE_RATE // 2)), SAMPLE_RATE, PCM_RATE).numpy())
-    for start in range(0, len(sound), second):
-        if max(await job.server.vad.push(stream, sound[start : start + second]), default=0.0) >= SPEECH:
+    stream, padded = SpeechStream(), pad(clip, (0, SAMPLE_RATE // 2))
+    sound = to_int16((await in_decoder(resample, padded, SAMPLE_RATE, PCM_RATE)).numpy())
+    for second in np.split(sound, range(PCM_RATE, len(sound), PCM_RATE)):
+        if max(await job.server.vad.push(stream, second), default=0.0) >= SPEECH:
             return True
     return False
 
@@ -120,13 +121,9 @@ async def _text(job: Job, clip: Tensor, body: TranscriptionRequest) -> str:
 
 async def _deltas(events: AsyncIterator[Output] | None, usage: Event) -> AsyncIterator[Event]:
     text = ""
-    async for event in events or _nothing():
-        if isinstance(event, TextDelta):
-            text += event.text
-            yield {"type": "transcript.text.delta", "delta": event.text}
+    if events is not None:
+        async for event in events:
+            if isinstance(event, TextDelta):
+                text += event.text
+                yield {"type": "transcript.text.delta", "delta": event.text}
     yield {"type": "transcript.text.done", "text": text.strip(), "usage": usage}
-
-
-async def _nothing() -> AsyncIterator[Output]:
-    for event in ():
-        yield event
