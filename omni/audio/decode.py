@@ -128,7 +128,7 @@ def _starts(file: BinaryIO, head: bytes) -> list[int]:
     marks = (b"ID3\3\0\0", b"ID3\4\0\0") if container(head) == "MP3" else (head[: 4 if chunks else 6],)
     found, offset, window = {0}, 0, b""
     file.seek(0)
-    while block := file.read(1 << 20):
+    while block := file.read(1 << 17):
         window = window[-11:] + block
         for mark in marks:
             at = window.find(mark)

@@ -29,16 +29,12 @@ _MARKS = {
 _FORMS = {b"RIFFWAVE": "WAV", b"RIFXWAVE": "WAV", b"RF64WAVE": "WAV", b"FORMAIFF": "AIFF", b"FORMAIFC": "AIFF"}
 
 _FOREIGN = {
-    b"MThd": "MIDI, notes without sound",
     b"RIFF": "a RIFF file without WAVE",
     b"%PDF-": "a PDF",
     b"PK\x03\x04": "a ZIP archive",
-    b"\x1f\x8b\x08": "a gzip archive",
-    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
     b"\x89PNG": "a PNG picture",
     b"\xff\xd8\xff": "a JPEG picture",
     b"GIF8": "a GIF picture",
-    b"\x7fELF": "a program",
 }
 
 _BOMS = {
