@@ -261,7 +261,8 @@ def _av_blocks(file: BinaryIO, name: str, promised: float | None) -> Iterator[Bl
     import av
     import numpy as np
 
-    seconds, held, before, frames = 0.0, 0, (0, 0), []
+    seconds, held, before = 0.0, 0, (0, 0)
+    frames: list[np.ndarray] = []
     with _av_open(file) as container:
         stream = container.streams.audio[0]
         stream.codec_context.thread_count = 1
