@@ -13,21 +13,22 @@ from __future__ import annotations
 import io
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
+from omni.audio.decode import Block, Recording, open_recording
 from omni.audio.level import cancelled, heard_alone
-from omni.audio.mp3 import quiet_decoder
-from omni.audio.resample import resample
+from omni.audio.resample import StreamResampler, resample
 from omni.audio.sniff import HEAD, container, foreign
-from omni.audio.truncation import check_end, extent
 from omni.audio.wav import WavWriter, pcm16, write_wav
 from omni.errors import UserError, warn_about_sound
 from omni.remote import refuse_remote
 
 if TYPE_CHECKING:
-    import numpy as np
-    import soundfile
     from torch import Tensor
 
 __all__ = [
@@ -53,20 +54,13 @@ MAX_SECONDS = 1800.0
 """Longest file read unless the caller says otherwise: half an hour, 115 MB of float32 at 16 kHz."""
 
 MAX_STREAM_BYTES = 1 << 28
-"""Most bytes read of a source whose length is not known before (pipes, devices), and of an OGG or MP3: 256 MiB."""
+"""Most bytes read of a source whose length is not known before (pipes, devices): 256 MiB."""
 
 RATES = (100, 1_000_000)
 """Sample rates that a file may have."""
 
 AudioSource = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
 """A path, the bytes of a file, or an open binary file."""
-
-_FORMATS = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "FLAC", "OGG", "MP3", "NIST")
-"""libsndfile guesses some twenty further formats, from as little as four zero bytes; whether such a file is whole cannot be
-checked."""
-
-_MOST = 1800 * 96_000  # samples a channel, whatever the rate: 691 MB of float32
-_BLOCK = 1 << 18  # samples decoded at a time, so that no header can ask for memory that the data does not fill
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,7 @@ class AudioInfo:
     """Samples per channel."""
     channels: int
     format: str
-    """Container and coding as libsndfile names them, such as "WAV PCM_16"."""
+    """Container and coding as libsndfile names them, such as "WAV PCM_16", or as FFmpeg does, such as "mov aac"."""
 
     @property
     def seconds(self) -> float:
@@ -93,59 +87,49 @@ def read_audio(
     channel: int | Literal["mix"] = "mix",
     name: str | None = None,
 ) -> Tensor:
-    """Read WAV, FLAC, OGG, MP3, AIFF, AU, CAF, W64 or NIST as mono `[S]` float32 at `sample_rate` samples per second.
+    """Read a recording as mono `[S]` float32 at `sample_rate` samples per second: WAV, FLAC, OGG, MP3, AIFF, AU, CAF, W64 or
+    NIST, and with PyAV the sound of M4A, MP4, WebM, Matroska, AAC, WMA or AMR. Of several joined in one file all are heard.
 
     `channel="mix"` averages one or two channels (and takes the louder, with a warning, where they cancel each
-    other); a number takes that channel (from 0) of any file. `max_seconds=None` lifts the limits on length, which
-    are otherwise checked against the header before anything is decoded. `name` is what messages call the source.
+    other); a number takes that channel (from 0) of any file. `max_seconds=None` lifts the limit on length, which
+    is otherwise checked against the header before anything is decoded. `name` is what messages call the source.
     Silence is sound and passes. UserError: missing, a folder, empty, not a sound file, truncated, without samples,
-    too long, a stream without end, more than two channels and none chosen, NaN or infinity, a rate or bit depth
-    that no sound has. SoundWarning: perhaps cut short, or channels that cancel each other."""
-    import numpy as np
-    import torch
-
+    too long, a stream without end, more than two channels and none chosen, NaN or infinity, a rate that no sound has.
+    SoundWarning: perhaps cut short, or channels that cancel each other."""
     name = name or _name(source)
-    sound, doubt = _open(source, name, max_seconds is not None)
-    with sound as file:
-        rate, promised = file.samplerate, file.frames
+    with opened(source, name) as recording:
+        rate, promised, doubt = recording.rate, recording.samples, recording.doubt
         if not RATES[0] <= rate <= RATES[1]:
             raise UserError(f"{name} claims {rate} Hz; sound has {RATES[0]} to {RATES[1]} samples per second: convert it again")
-        most = None if max_seconds is None else int(min(max_seconds * rate, _MOST))
-        if most is not None and promised > most:
-            raise _too_long(name, promised / rate, most / rate)
-        if channel == "mix" and file.channels > 2:
+        if max_seconds is not None and promised is not None and promised > max_seconds * rate:
+            raise _too_long(name, promised / rate, max_seconds)
+        if channel == "mix" and recording.channels > 2:
             raise UserError(
-                f"{name} has {file.channels} channels and only 1 or 2 are mixed: choose one with "
-                f"channel=0 to channel={file.channels - 1}"
+                f"{name} has {recording.channels} channels and only 1 or 2 are mixed: convert it to mono (of omni-infer ask, "
+                f"--channel chooses one of 0 to {recording.channels - 1})"
             )
-        if channel != "mix" and not 0 <= channel < file.channels:
-            raise UserError(f"{name} has no channel {channel}: it has {file.channels}, counted from 0")
-        samples, loudest = _decode(file, name, most, channel)
+        if channel != "mix" and not 0 <= channel < recording.channels:
+            raise UserError(f"{name} has no channel {channel}: it has {recording.channels}, counted from 0")
+        audio, loudest = _decode(recording, name, max_seconds, channel, sample_rate)
         if loudest is not None:
-            file.seek(0)
-            samples, _ = _decode(file, name, most, loudest)
+            audio, _ = _decode(recording, name, max_seconds, loudest, sample_rate)
             doubt = f"{name}: its {heard_alone(loudest)}"
-    if len(samples) + rate // 10 < promised:  # a tenth of a second: MP3 headers count their padding loosely
-        raise _truncated(name, len(samples) / rate, promised / rate)
-    if len(samples) == 0:
+    if len(audio) == 0:
         raise UserError(f"{name} holds no samples: record or convert it again")
-    finite = np.isfinite(samples)
-    if not finite.all():
-        raise UserError(
-            f"{name} holds NaN or infinity at {int(finite.argmin()) / rate:.3f} s: fix it, or write it again as 16-bit PCM"
-        )
     if doubt is not None:
         warn_about_sound(doubt)
-    return resample(torch.from_numpy(samples), rate, sample_rate, name=name)
+    return audio
 
 
 def audio_info(source: AudioSource, *, name: str | None = None) -> AudioInfo:
-    """Read the header of a sound file. UserError: missing, a folder, empty, not a sound file, a stream without end, or
-    truncated (as far as its size shows)."""
+    """Read the header of a sound file, of the first where several were joined; one without a length is decoded. UserError:
+    missing, a folder, empty, not a sound file, a stream without end, or truncated (as far as its size shows)."""
     name = name or _name(source)
-    sound, _ = _open(source, name, bounded=False, ends=False)
-    with sound as file:
-        return AudioInfo(file.samplerate, file.frames, file.channels, f"{file.format} {file.subtype}")
+    with opened(source, name, ends=False) as found:
+        samples = found.samples
+        if samples is None:
+            samples = sum(len(block) * found.rate // rate for rate, block in found.blocks())
+        return AudioInfo(found.rate, samples, found.channels, found.format)
 
 
 def read_stream(source: BinaryIO, name: str) -> bytearray:
@@ -211,36 +195,33 @@ def shorten(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:160]}...{text[-30:]}"
 
 
-def _open(source: AudioSource, name: str, bounded: bool, ends: bool = True) -> tuple[soundfile.SoundFile, str | None]:
-    """Opens a source for decoding, after checks that libsndfile does not make (`ends`: also those that read to the end).
-
-    The second value describes what may be wrong with the file although it is accepted, None for nothing.
-    """
+@contextmanager
+def opened(source: AudioSource, name: str, *, ends: bool = True) -> Iterator[Recording]:
+    """A context with a recording that is open; errors as of `read_audio`, which are found before anything is decoded."""
     if isinstance(source, (str, os.PathLike)):
         try:
             mode = os.stat(source).st_mode
             if stat.S_ISDIR(mode):
                 raise UserError(f"{name} is a folder: name one sound file in it")
-            with open(source, "rb", buffering=HEAD) as file:
-                if stat.S_ISREG(mode):
-                    return _checked(file, os.fsencode(source), name, bounded, ends)
-                source = read_stream(file, name)
+            file: BinaryIO = open(source, "rb", buffering=0)  # type: ignore[assignment]  # noqa: SIM115
+        except UserError:
+            raise
         except OSError as error:
-            if isinstance(source, (str, os.PathLike)):
-                refuse_remote(source, "sound file")
+            refuse_remote(source, "sound file")
             raise UserError(
                 f"{name}: {error.strerror or error}: check the path of the sound file, and that it may be read"
             ) from error
-        except UserError:
-            raise
         except ValueError as error:  # a zero byte, or half of a surrogate pair
             raise UserError(f"{name}: no file can have this name: check the path of the sound file") from error
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        source = io.BytesIO(source)
+        with file:
+            yield _checked(file if stat.S_ISREG(mode) else io.BytesIO(read_stream(file, name)), name, ends)
+        return
+    yield _from_open(io.BytesIO(source) if isinstance(source, (bytes, bytearray, memoryview)) else source, name, ends)
+
+
+def _from_open(source: BinaryIO, name: str, ends: bool) -> Recording:
     try:
-        if not getattr(source, "seekable", bool)():
-            source = io.BytesIO(read_stream(source, name))
-        return _checked(source, source, name, bounded, ends)
+        return _checked(source if getattr(source, "seekable", bool)() else io.BytesIO(read_stream(source, name)), name, ends)
     except OSError as error:
         raise UserError(f"{name}: {error.strerror or error}: check that it is open and may be read") from error
     except UserError:
@@ -251,10 +232,8 @@ def _open(source: AudioSource, name: str, bounded: bool, ends: bool = True) -> t
         raise UserError(f"{name} cannot be read ({error}): open it again") from error
 
 
-def _checked(
-    file: BinaryIO, place: bytes | BinaryIO, name: str, bounded: bool, ends: bool
-) -> tuple[soundfile.SoundFile, str | None]:
-    """Refuses a file that is empty, no sound, cut, or too large to be checked; then opens it at `place`."""
+def _checked(file: BinaryIO, name: str, ends: bool) -> Recording:
+    """Opens a file at its position; refuses one that is empty, or known by its first bytes to be something else."""
     start = file.tell()
     head = bytes(_some(file, HEAD))
     if not head and start:
@@ -263,82 +242,56 @@ def _checked(
         raise UserError(f"{name} is empty (0 bytes): record or download it again")
     if (other := foreign(head)) is not None:
         raise _not_sound(name, other)
-    kind = container(head)
-    file.seek(start)
-    there = extent(file, kind, name)
-    if bounded and kind in ("OGG", "MP3") and (size := file.seek(0, os.SEEK_END) - start) > MAX_STREAM_BYTES:
-        raise UserError(f"{name} takes {size >> 20} MiB and the limit of {kind} is {MAX_STREAM_BYTES >> 20} MiB: cut it")
-    file.seek(start)
-    doubt = check_end(file, kind, name) if ends else None
-    try:
-        sound = _sound_file(place, name, kind)
-    except UserError:
-        if there is not None and there.cut:
-            raise _truncated(name, *there[::-1], unit="bytes") from None
-        raise
-    if sound.format not in _FORMATS:
-        what = f"{sound.format} {sound.subtype}"
-        sound.close()
-        raise UserError(f"{name} is not a sound file that can be read (at most {what}): convert it to WAV, FLAC, OGG or MP3")
-    if there is not None and there.cut:
-        found = sound.frames / sound.samplerate
-        sound.close()
-        if not found:
-            raise _truncated(name, *there[::-1], unit="bytes")
-        raise _truncated(name, found, found * there.promised / there.held)
-    return sound, doubt
-
-
-def _sound_file(file: bytes | BinaryIO, name: str, kind: str | None) -> soundfile.SoundFile:
-    import soundfile
-
-    try:
-        with quiet_decoder(kind or "MP3"):  # which libsndfile may take it for
-            return soundfile.SoundFile(file)
-    except soundfile.SoundFileError as error:
-        raise UserError(
-            f"{name} is not a sound file that can be read, or its beginning is damaged: convert it to WAV, FLAC, OGG or MP3"
-        ) from error
-    except TypeError as error:  # what soundfile raises for a name that ends in .raw
-        raise UserError(f"{name} has no header: give raw PCM with its sample rate instead, or convert it to WAV") from error
+    if start:
+        file = io.BytesIO(head + file.read())
+    file.seek(0)
+    return open_recording(file, name, ends=ends)
 
 
 def _decode(
-    file: soundfile.SoundFile, name: str, most: int | None, channel: int | Literal["mix"]
-) -> tuple[np.ndarray, int | None]:
-    """Decodes all samples `[S]` float32 of the chosen channel, block by block; also returns the channel to take instead where
+    recording: Recording, name: str, limit: float | None, channel: int | Literal["mix"], sample_rate: int
+) -> tuple[Tensor, int | None]:
+    """Decodes the chosen channel [S] float32 at `sample_rate`, block by block; also returns the channel to take instead where
     mixed channels cancel each other."""
     import numpy as np
-    import soundfile
+    import torch
 
-    blocks: list[np.ndarray] = [np.zeros(0, np.float32)]
-    total, mixed, energies = 0, 0.0, np.zeros(file.channels)
-    with quiet_decoder(file.format):
-        while True:
-            try:
-                block = file.read(max(1, _BLOCK // file.channels), dtype="float32", always_2d=True)  # [S, C]
-            except soundfile.SoundFileError as error:
-                raise UserError(
-                    f"{name} is damaged or cut short after {file.tell() / file.samplerate:.2f} s: download or convert it again"
-                ) from error
-            if not len(block):
-                break
+    mixed, energies, before = 0.0, np.zeros(2), 0.0  # seconds of earlier rates
+
+    def mono(blocks: Iterator[Block], rate: int) -> Iterator[Tensor]:
+        nonlocal mixed, energies, before
+        total = 0
+        for _, block in blocks:
+            alone = 0 if block.shape[1] == 1 else channel
+            samples = (block[:, 0] + block[:, 1]) / 2 if alone == "mix" else np.ascontiguousarray(block[:, alone])
+            if not (finite := np.isfinite(samples)).all():
+                at = before + (total + int(finite.argmin())) / rate
+                raise UserError(f"{name} holds NaN or infinity at {at:.3f} s: fix it, or write it again as 16-bit PCM")
             total += len(block)
-            if most is not None and total > most:
-                raise _too_long(name, total / file.samplerate, most / file.samplerate)
-            blocks.append(block.mean(axis=1) if channel == "mix" else block[:, channel].copy())
-            if channel == "mix" and file.channels > 1:
-                mixed += float(np.square(blocks[-1]).sum())
+            if limit is not None and before + total / rate > limit:
+                raise _too_long(name, before + total / rate, limit)
+            if alone == "mix":
+                mixed += float(np.square(samples).sum())
                 energies += np.square(block).sum(axis=0)
-    return np.concatenate(blocks), cancelled(mixed, energies.tolist())
+            yield torch.from_numpy(samples)
+        before += total / rate
+
+    pieces = [
+        _resampled(mono(blocks, rate), rate, sample_rate, name) for rate, blocks in groupby(recording.blocks(), itemgetter(0))
+    ]
+    audio = pieces[0] if len(pieces) == 1 else torch.cat([torch.zeros(0), *pieces])
+    return audio, cancelled(mixed, energies.tolist())
 
 
-def _truncated(name: str, found: float, promised: float, unit: str = "s") -> UserError:
-    form = ".2f" if unit == "s" else ".0f"
-    return UserError(
-        f"{name} is truncated: its header promises {promised:{form}} {unit} and {found:{form}} {unit} are there: "
-        "copy or download it again, or convert what is left"
-    )
+def _resampled(pieces: Iterator[Tensor], rate: int, sample_rate: int, name: str) -> Tensor:
+    """Joins pieces [S] at another rate, without holding those before and after it."""
+    import torch
+
+    first, second = next(pieces), next(pieces, None)
+    if second is None:
+        return resample(first, rate, sample_rate, name=name)
+    stream = StreamResampler(rate, sample_rate, name=name)
+    return torch.cat([*(stream.push(piece) for piece in chain((first, second), pieces)), stream.finish()])
 
 
 def _not_sound(name: str, kind: str) -> UserError:

@@ -1,14 +1,14 @@
 """Identifies data by its first bytes: a sound container that is read here, another known format, or neither.
 
-Raw PCM has no header, so only marks of at least three bytes count, and MP3 and AAC, whose frames start with eleven
-and twelve set bits (as UTF-16 text and quiet PCM do), must show two frames in a row.
+What may be raw PCM, which has no header, has to be told from the rest before a decoder is asked.
 """
 
 from __future__ import annotations
 
 import codecs
+import io
 
-from omni.audio import mp3
+from omni.audio.quiet import quiet_decoder
 
 HEAD = 4096
 """Bytes that are examined: enough for two frames of MP3."""
@@ -21,24 +21,20 @@ _MARKS = {
     b"dns.": "AU",
     b"NIST_1A": "NIST",
     bytes.fromhex("726966662e91cf11a5d628db04c10000"): "W64",
+    **{b"ID3" + bytes([version]): "MP3" for version in (2, 3, 4)},
+    b"\x1aE\xdf\xa3": "WEBM",
+    bytes.fromhex("3026b2758e66cf11"): "WMA",
+    b"#!AMR": "AMR",
 }
 _FORMS = {b"RIFFWAVE": "WAV", b"RIFXWAVE": "WAV", b"RF64WAVE": "WAV", b"FORMAIFF": "AIFF", b"FORMAIFC": "AIFF"}
 
 _FOREIGN = {
-    b"\x1aE\xdf\xa3": "WebM or Matroska",
-    bytes.fromhex("3026b2758e66cf11"): "WMA",
-    b"#!AMR": "AMR",
-    b"ADIF": "AAC",
-    b"MThd": "MIDI, notes without sound",
     b"RIFF": "a RIFF file without WAVE",
     b"%PDF-": "a PDF",
     b"PK\x03\x04": "a ZIP archive",
-    b"\x1f\x8b\x08": "a gzip archive",
-    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
     b"\x89PNG": "a PNG picture",
     b"\xff\xd8\xff": "a JPEG picture",
     b"GIF8": "a GIF picture",
-    b"\x7fELF": "a program",
 }
 
 _BOMS = {
@@ -52,28 +48,38 @@ _LAYOUT = "\t\n\v\f\r\x1b"
 
 
 def container(head: bytes) -> str | None:
-    """Sound container (`WAV`, `FLAC`, `OGG`, `MP3`, ...) whose data starts with `head`, or None."""
+    """Sound container (`WAV`, `FLAC`, `OGG`, `MP3`, `MP4`, ...) whose data starts with `head`, or None."""
     if form := _FORMS.get(head[:4] + head[8:12]):
         return form
-    if head[:3] == b"ID3" and head[3:4] in (b"\2", b"\3", b"\4"):
-        return "MP3"
-    for mark, name in _MARKS.items():
-        if head.startswith(mark):
-            return name
-    return "MP3" if mp3.starts_frame(head, whole=len(head) < HEAD) else None
+    if head[4:8] == b"ftyp":
+        return "MP4"
+    if name := next((name for mark, name in _MARKS.items() if head.startswith(mark)), None):
+        return name
+    if (
+        head[:1] != b"\xff" or head[1:2] < b"\xe0" or head[1:2] > b"\xfd"
+    ):  # frames of MP3 and AAC; \xfe and \xff: quiet PCM, UTF-16
+        return None
+    if head[1] & 0xF6 == 0xF0:
+        return "AAC" if head.count(head[:3]) > 1 else None
+    return "MP3" if _is_mp3(head) else None
+
+
+def _is_mp3(head: bytes) -> bool:
+    import soundfile
+
+    try:
+        with quiet_decoder("MP3"), soundfile.SoundFile(io.BytesIO(head)) as sound:
+            return bool(sound.format == "MP3")
+    except soundfile.SoundFileError:
+        return False
 
 
 def foreign(head: bytes) -> str | None:
     """Description, as part of a sentence, of data that starts with `head` and is known not to be sound that is read here."""
     if container(head):
         return None
-    if head[4:8] == b"ftyp":
-        return "MP4 or M4A"
-    if _aac(head):
-        return "AAC"
-    for mark, name in _FOREIGN.items():
-        if head.startswith(mark):
-            return name
+    if name := next((name for mark, name in _FOREIGN.items() if head.startswith(mark)), None):
+        return name
     text = _text(head)
     if text is None:
         return None
@@ -100,11 +106,3 @@ def _text(head: bytes) -> str | None:
     except UnicodeError:
         return None
     return text if text and all(c.isprintable() or c in _LAYOUT or c == "\ufeff" for c in text) else None
-
-
-def _aac(head: bytes) -> bool:
-    """Whether two frames of AAC in ADTS (ISO/IEC 13818-7, 6.2) follow each other."""
-    if len(head) < 7 or head[0] != 0xFF or head[1] & 0xF6 != 0xF0:
-        return False
-    length = (head[3] & 3) << 11 | head[4] << 3 | head[5] >> 5
-    return length >= 7 and head[length : length + 2] == head[:2] and head[length + 2 : length + 3] == head[2:3]

@@ -16,7 +16,7 @@ from infer.serve.realtime.protocol import Event, ProtocolError, new_id
 from infer.serve.rest.answers import KeptAnswers, begun, chat_usage, used, whole
 from infer.serve.rest.formats import Sounding, encoded, joined
 from infer.serve.rest.jobs import Job, event_stream
-from infer.serve.rest.messages import MOST_MESSAGES, Chat, MessageReader
+from infer.serve.rest.messages import MOST_MESSAGES, Chat, MessageReader, in_decoder
 from infer.serve.settings import limited
 from infer.serve.sound import encode
 from omni.generate.question import longest
@@ -36,7 +36,8 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """A request; fields that change nothing here (tools, penalties, formats of text) are left alone."""
+    """A request. What would change the answer and is not here (penalties, log probabilities, calls that are required) may only
+    say so; other fields (tools, which a model need not call) are left alone."""
 
     messages: Annotated[list[Any], Field(min_length=1, max_length=MOST_MESSAGES)]
     modalities: Annotated[list[Literal["text", "audio"]], Field(min_length=1)] | None = None
@@ -57,6 +58,15 @@ class ChatRequest(BaseModel):
         | None
     ) = None
     n: Annotated[int, Field(ge=1, le=1)] | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    function_call: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[False] | None = None
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
 
     @property
     def speaks(self) -> bool:
@@ -87,7 +97,7 @@ class Completions:
             raise ProtocolError(f"audio.format is {body.form!r}; streams have pcm16", param="audio.format")
         config = job.server.host.engine.config
         reader = MessageReader(longest(config), lambda answer_id: self.kept.find(answer_id, job.owner))
-        chat = await asyncio.to_thread(reader.read, body.messages)
+        chat = await in_decoder(reader.read, body.messages)
         job.server.keys.use_sound(job.owner, chat.seconds)
         completion = Completion(job, body, chat, self.kept)
         if not body.stream:

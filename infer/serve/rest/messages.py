@@ -6,9 +6,11 @@ answer.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from infer.serve.realtime.configuration import LONGEST_TEXT
 from infer.serve.realtime.items import from_base64
 from infer.serve.realtime.protocol import ProtocolError
 from infer.serve.rest.values import kind_of, shown
-from omni.audio.io import SAMPLE_RATE, audio_info
+from omni.audio.io import SAMPLE_RATE, opened
 from omni.audio.waveform import read_sound
 from omni.errors import UserError
 from omni.generate.messages import Message
@@ -26,7 +28,10 @@ MOST_MESSAGES = 4096
 MOST_SECONDS = 600.0
 """Seconds of sound of all messages together; one question's may be less, as the model says."""
 
-MOST_CHANNELS = 2
+MOST_CHANNELS, MOST_RATE = 2, 192_000  # of a sound file
+
+_DECODERS = ThreadPoolExecutor(2, "decode")
+T = TypeVar("T")
 
 SHORTEST = 0.1
 """Seconds of a sound at least, as OpenAI's: what is shorter is answered with anything at all."""
@@ -200,19 +205,27 @@ def _named(given: dict[str, Any], name: str, place: str, way: str, known: Sequen
     raise ProtocolError(f"{place} is {shown(found)}; {way}", param=place)
 
 
+async def in_decoder(work: Callable[..., T], *arguments: Any) -> T:
+    """What a function that decodes sound returns. Of all requests two run at once: the memory that decoding takes is theirs."""
+    return await asyncio.get_running_loop().run_in_executor(_DECODERS, work, *arguments)
+
+
 def decoded(data: bytes, longest: float, place: str) -> Tensor:
     """Samples [S] at 16 kHz of a sound file's bytes.
 
     Raises:
-        ProtocolError: with the place: no sound file that is read here, one that is cut, of more than two channels, shorter than
-            `SHORTEST` seconds or longer than `longest`.
+        ProtocolError: with the place: no sound file that is read here, one that is cut, of more than two channels or above
+            `MOST_RATE`, shorter than `SHORTEST` seconds or longer than `longest`.
     """
     if not data:
         raise ProtocolError(f"{place} is empty; send a sound file", "invalid_audio", place)
     try:
-        channels = audio_info(data).channels
+        with opened(data, f"sound of {len(data)} bytes") as recording:
+            rate, channels = recording.rate, recording.channels
         if channels > MOST_CHANNELS:
             raise ProtocolError(f"{place} has {channels} channels; send mono or stereo", "invalid_audio", place)
+        if rate > MOST_RATE:
+            raise ProtocolError(f"{place} has {rate:,} Hz; send at most {MOST_RATE:,}", "invalid_audio", place)
         clip = read_sound(data, SAMPLE_RATE, max_seconds=longest)
     except UserError as error:
         raise ProtocolError(f"{place}: {error}", "invalid_audio", place) from None

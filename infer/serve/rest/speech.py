@@ -26,13 +26,13 @@ class SpeechRequest(BaseModel):
     """A request; fields that change nothing here (the model's name, instructions) are left alone.
 
     Attributes:
-        speed: the model has one speed, 1.0.
+        speed: the model has one.
     """
 
     input: Annotated[str, Field(min_length=1, max_length=LONGEST_INPUT)]
     voice: Any = None
     response_format: Literal["mp3", "wav", "flac", "opus", "pcm"] | None = None
-    speed: Annotated[float, Field(ge=0.25, le=4)] | None = None
+    speed: Annotated[float, Field(ge=1, le=1)] | None = None
     stream_format: Literal["sse", "audio"] | None = None
 
     @property

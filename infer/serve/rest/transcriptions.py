@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from fastapi import Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, Field
 from starlette.datastructures import FormData, UploadFile
 from torch import Tensor
+from torch.nn.functional import pad
 
+from infer.samples import to_int16
 from infer.serve.realtime.protocol import Event, ProtocolError
 from infer.serve.realtime.transcripts import MOST
 from infer.serve.rest.answers import begun, whole
 from infer.serve.rest.jobs import Job, event_stream, validated
-from infer.serve.rest.messages import decoded
-from omni.audio.io import SAMPLE_RATE
+from infer.serve.rest.messages import decoded, in_decoder
+from infer.turns.settings import PCM_RATE
+from infer.turns.vad import SpeechStream
+from omni.audio.io import SAMPLE_RATE, resample
 from omni.generate.question import longest
 from omni.generate.results import Event as Output
 from omni.generate.results import TextDelta
@@ -26,6 +30,12 @@ TASK = "A1T1"
 
 TIMED = ("srt", "vtt", "diarized_json")
 """Formats that tell who speaks when, which the model does not know."""
+
+UNKNOWN = ("timestamp_granularities", "include", "known_speaker_names", "known_speaker_references")
+"""Fields that ask for that, or for log probabilities."""
+
+SPEECH = 0.25
+"""Probability of speech that the likeliest 32 ms of a sound have at least, or nothing is said in it."""
 
 
 class TranscriptionRequest(BaseModel):
@@ -47,14 +57,15 @@ async def transcribe(job: Job) -> Response:
     async with job.form() as form:
         body, data = read_fields(form), await _file(form)
     limit = longest(job.server.host.engine.config)
-    clip = await asyncio.to_thread(decoded, data, limit, "file")
+    clip = await in_decoder(decoded, data, limit, "file")
     seconds = len(clip) / SAMPLE_RATE
     job.server.keys.use_sound(job.owner, seconds)
     usage = {"type": "duration", "seconds": round(seconds, 3)}
+    spoken = await job.while_connected(_has_speech(job, clip))
     if body.stream:
-        events = await job.while_connected(_begun(job, clip, body))
+        events = await job.while_connected(_begun(job, clip, body)) if spoken else None
         return event_stream(job, _deltas(events, usage))
-    text = await job.while_connected(_text(job, clip, body))
+    text = await job.while_connected(_text(job, clip, body)) if spoken else ""
     if body.response_format == "text":
         return PlainTextResponse(f"{text}\n")
     if body.response_format == "json":
@@ -70,6 +81,10 @@ def read_fields(form: FormData) -> TranscriptionRequest:
     if given.get("response_format") in TIMED:
         message = f"response_format {given['response_format']!r} tells times, which this model does not know; use json"
         raise ProtocolError(message, "unsupported_value", "response_format")
+    for name in given:
+        if name.removesuffix("[]") in UNKNOWN:
+            message = f"{name} asks for times, speakers or log probabilities, which this model does not know; leave it out"
+            raise ProtocolError(message, "unsupported_value", name)
     return validated(TranscriptionRequest, given)
 
 
@@ -80,6 +95,16 @@ async def _file(form: FormData) -> bytes:
             "file is missing; send the sound as a file of multipart/form-data", "missing_required_parameter", "file"
         )
     return await file.read()
+
+
+async def _has_speech(job: Job, clip: Tensor) -> bool:
+    """Whether voice activity finds speech in samples [S] at 16 kHz; a second at a time, between those of live sessions."""
+    stream, padded = SpeechStream(), pad(clip, (0, SAMPLE_RATE // 2))
+    sound = to_int16((await in_decoder(resample, padded, SAMPLE_RATE, PCM_RATE)).numpy())
+    for second in np.split(sound, range(PCM_RATE, len(sound), PCM_RATE)):
+        if max(await job.server.vad.push(stream, second), default=0.0) >= SPEECH:
+            return True
+    return False
 
 
 async def _ask(job: Job, clip: Tensor, body: TranscriptionRequest, pace: Any) -> Any:
@@ -94,10 +119,11 @@ async def _text(job: Job, clip: Tensor, body: TranscriptionRequest) -> str:
     return (await whole(await _ask(job, clip, body, "whole"))).text.strip()
 
 
-async def _deltas(events: AsyncIterator[Output], usage: Event) -> AsyncIterator[Event]:
+async def _deltas(events: AsyncIterator[Output] | None, usage: Event) -> AsyncIterator[Event]:
     text = ""
-    async for event in events:
-        if isinstance(event, TextDelta):
-            text += event.text
-            yield {"type": "transcript.text.delta", "delta": event.text}
+    if events is not None:
+        async for event in events:
+            if isinstance(event, TextDelta):
+                text += event.text
+                yield {"type": "transcript.text.delta", "delta": event.text}
     yield {"type": "transcript.text.done", "text": text.strip(), "usage": usage}

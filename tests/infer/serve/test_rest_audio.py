@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import struct
+import time
 from typing import Any
 
 import numpy as np
@@ -17,15 +19,19 @@ from fastapi import FastAPI
 from infer.serve.app import create_app
 from infer.serve.host import EngineHost
 from infer.serve.rest.formats import MEDIA, encoded, joined, wav_header
+from infer.serve.rest.messages import decoded
+from infer.serve.rest.transcriptions import SPEECH
 from infer.serve.settings import ServeSettings
 from omni.generate.results import AudioChunk
 from omni.generate.speech_lm import SpeechLM
 from tests.infer.serve.conftest import noise
 from tests.infer.serve.test_rest_jobs import app, error_of, nothing_left, post, use
+from tests.sounds import by_ffmpeg
+from tests.sounds import encoded as sound_file
 
 __all__ = ["app", "nothing_left"]
 
-SPEECH, TRANSCRIPTIONS = "/v1/audio/speech", "/v1/audio/transcriptions"
+SPEECHES, TRANSCRIPTIONS = "/v1/audio/speech", "/v1/audio/transcriptions"
 TEXT = "say something"
 OPTIONS: Any = {"max_seconds": 1.0, "max_tokens": 12}
 """Those of the fixture `settings`."""
@@ -40,8 +46,9 @@ def wav(seconds: float = 0.6, rate: int = 16_000, form: str = "WAV", seed: int =
 
 @pytest.fixture(autouse=True)
 def short_transcripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model never ends one by itself."""
+    """The model never ends one by itself, and what it hears here is noise."""
     monkeypatch.setattr("infer.serve.rest.transcriptions.MOST", 12)
+    monkeypatch.setattr("infer.serve.rest.transcriptions.SPEECH", 0.0)
 
 
 def at_24khz(answer: Any) -> np.ndarray:
@@ -100,6 +107,8 @@ def test_transcriptions_that_cannot_be(app: FastAPI) -> None:
     refused(sound, {"response_format": "xml"}, "response_format")
     refused(sound, {"temperature": "warm"}, "temperature")
     refused(sound, {"stream": "perhaps"}, "stream")
+    for name in ("timestamp_granularities[]", "timestamp_granularities", "include[]", "known_speaker_names[]"):
+        assert name in refused(sound, {name: "word", "response_format": "verbose_json"}, name)
     refused({"other": ("a.wav", wav())}, {}, "file")
     refused(None, {"file": "a.wav"}, "file")
     refused([("file", ("a.wav", wav())), ("file", ("b.wav", wav()))], {}, None)
@@ -112,8 +121,55 @@ def test_transcriptions_that_cannot_be(app: FastAPI) -> None:
     many = io.BytesIO()
     soundfile.write(many, np.zeros((8_000, 6)), 16_000, format="WAV")
     assert refused({"file": ("a.wav", many.getvalue())}, {}, "file") == "file has 6 channels; send mono or stereo"
+    assert refused({"file": ("a.flac", wav(1.0, 655_350, "FLAC"))}, {}, "file") == "file has 655,350 Hz; send at most 192,000"
     broken = post(app, TRANSCRIPTIONS, b"no form", headers={"content-type": "multipart/form-data"})
     assert error_of(broken, 400)["code"] == "invalid_form"
+
+
+@pytest.mark.parametrize(("form", "codec"), [("ipod", "aac"), ("mp4", "aac"), ("webm", "libopus"), ("adts", "aac")])
+def test_what_browsers_and_telephones_record_is_transcribed(app: FastAPI, lm: SpeechLM, form: str, codec: str) -> None:
+    data = by_ffmpeg(noise(0.6, 0, 48_000), form, codec, 48_000)
+    text = lm.generate(data, "A1T1", **OPTIONS).text.strip()
+
+    async def body(client: openai.AsyncOpenAI) -> None:
+        assert (await client.audio.transcriptions.create(model="x", file=(f"a.{form}", data))).text == text
+
+    assert text
+    use(app, body)
+
+
+def test_nothing_is_transcribed_where_nobody_speaks(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.serve.rest.transcriptions.SPEECH", SPEECH)
+
+    async def body(client: openai.AsyncOpenAI) -> None:
+        create: Any = client.audio.transcriptions.create
+        for samples in (np.zeros(32_000), np.random.default_rng(0).normal(0, 0.05, 32_000)):
+            data = sound_file(samples)
+            assert (await create(model="x", file=data)).text == ""
+            events = [event async for event in await create(model="x", file=data, stream=True)]
+            assert [(event.type, event.text) for event in events] == [("transcript.text.done", "")]
+
+    use(app, body)
+
+
+def test_two_sounds_are_decoded_at_once(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most = [], []
+
+    def slow(*arguments: Any) -> Any:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.pop()
+        return decoded(*arguments)
+
+    monkeypatch.setattr("infer.serve.rest.transcriptions.decoded", slow)
+
+    async def body(client: openai.AsyncOpenAI) -> None:
+        create: Any = client.audio.transcriptions.create
+        await asyncio.gather(*(create(model="x", file=wav()) for _ in range(8)))
+
+    use(app, body)
+    assert len(most) == 8 and max(most) == 2
 
 
 def test_a_file_that_unfolds_is_refused_before_it_is_decoded(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +193,7 @@ def test_speech_is_the_models_in_every_format(app: FastAPI, lm: SpeechLM, form: 
     wanted = at_24khz(lm.generate(TEXT, "T1A1", **OPTIONS))
 
     async def body(client: openai.AsyncOpenAI) -> Any:
-        return await client.audio.speech.create(model="tts-1", voice="alloy", input=TEXT, response_format=form, speed=1.5)
+        return await client.audio.speech.create(model="tts-1", voice="alloy", input=TEXT, response_format=form, speed=1.0)
 
     response = use(app, body)
     assert response.response.headers["content-type"] == MEDIA[form]
@@ -167,8 +223,8 @@ def test_speech_is_mp3_by_default_and_comes_in_chunks(app: FastAPI) -> None:
 @pytest.mark.parametrize("form", ["pcm", "wav", "flac"])
 def test_speech_as_events(app: FastAPI, lm: SpeechLM, form: str) -> None:
     given = {"input": TEXT, "voice": "alloy", "response_format": form}
-    plain = post(app, SPEECH, given).content
-    response = post(app, SPEECH, {**given, "stream_format": "sse"})
+    plain = post(app, SPEECHES, given).content
+    response = post(app, SPEECHES, {**given, "stream_format": "sse"})
     assert response.headers["content-type"].startswith("text/event-stream")
     events = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
     assert {event["type"] for event in events[:-1]} == {"speech.audio.delta"}
@@ -189,20 +245,21 @@ def test_speech_as_events(app: FastAPI, lm: SpeechLM, form: str) -> None:
         ({"input": "x" * 4097}, "input"),
         ({"input": ["x"]}, "input"),
         ({"speed": 5}, "speed"),
+        ({"speed": 1.5}, "speed"),
         ({"stream_format": "ws"}, "stream_format"),
         ({"input": "x" * 600}, None),  # more than the model's context
     ],
 )
 def test_speech_that_cannot_be(app: FastAPI, change: Any, param: str | None) -> None:
     for form in ("mp3", "pcm"):
-        error = error_of(post(app, SPEECH, {"input": TEXT, "voice": "alloy", "response_format": form, **change}), 400)
+        error = error_of(post(app, SPEECHES, {"input": TEXT, "voice": "alloy", "response_format": form, **change}), 400)
         assert error["param"] == param
 
 
 def test_a_model_without_sound_does_not_speak(host: EngineHost, settings: ServeSettings) -> None:
     silent = create_app(host, settings)
     silent.state.server.voices.speaks = False
-    assert error_of(post(silent, SPEECH, {"input": TEXT}), 400)["code"] == "model_not_supported"
+    assert error_of(post(silent, SPEECHES, {"input": TEXT}), 400)["code"] == "model_not_supported"
     given = {"messages": [{"role": "user", "content": TEXT}], "modalities": ["text", "audio"]}
     assert error_of(post(silent, "/v1/chat/completions", given), 400)["param"] == "modalities"
 

@@ -26,6 +26,10 @@ __all__ = ["app", "guarded", "nothing_left"]
 TEXT = "what is this"
 SPEAK: Any = {"modalities": ["text", "audio"], "audio": {"voice": "alloy", "format": "wav"}}
 
+ABSENT: Any = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False, "logprobs": False, "frequency_penalty": 0.0}
+ABSENT |= {"presence_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}}
+"""Options that the model has not, as clients send them that do not ask for them."""
+
 
 def text_of(said: str, role: str = "user") -> dict[str, Any]:
     return {"role": role, "content": said}
@@ -54,7 +58,7 @@ def complete(app: FastAPI, messages: list[Any], key: str = "none", **options: An
     "sampling", [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.9, "top_p": 0.5, "seed": -3}], ids=str
 )
 def test_a_written_question_in_writing(app: FastAPI, lm: SpeechLM, sampling: Any) -> None:
-    found = complete(app, [text_of(TEXT)], tools=[], user="me", frequency_penalty=1.0, n=1, **sampling)
+    found = complete(app, [text_of(TEXT)], user="me", n=1, **ABSENT, **sampling)
     wanted = lm.generate(TEXT, "T1T2", **sampling, **OPTIONS)
     (choice,) = found.choices
     assert (choice.message.content, choice.message.role, choice.message.audio) == (wanted.text, "assistant", None)
@@ -279,6 +283,16 @@ def audio(**values: Any) -> list[Any]:
         ({"modalities": ["audio"], "audio": {"format": "aac"}}, "audio.format"),
         ({"modalities": ["audio"], "audio": {"format": "wav"}, "stream": True}, "audio.format"),
         ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+        ({"frequency_penalty": 1.0}, "frequency_penalty"),
+        ({"presence_penalty": -0.5}, "presence_penalty"),
+        ({"logit_bias": {"50256": -100}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 1.1}, "top_p"),
         ({"seed": 2**64}, "seed"),

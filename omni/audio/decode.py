@@ -1,0 +1,296 @@
+"""Decodes recordings block by block: with libsndfile, or with FFmpeg (the package `av`) what libsndfile cannot read.
+
+These two decide what a file is and where its samples are. That samples are missing is found in libsndfile's log, since it plays
+such files without an error: a length beyond the end of the file, an OGG that ends inside a page. Lengths that programs write
+where they cannot know one (0, or a gigabyte and more) count as unknown. Files that were joined are heard part by part.
+
+S samples, C channels.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from omni.audio.quiet import quiet_decoder
+from omni.audio.sniff import HEAD, container
+from omni.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import soundfile
+
+FORMATS = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "FLAC", "OGG", "MP3", "NIST")
+"""Of libsndfile's. It guesses some twenty further ones, from as little as four zero bytes."""
+
+UNREADABLE = "is not a sound file that can be read, or it is damaged or cut short: convert it to WAV, FLAC, OGG or MP3"
+
+FFMPEG = "mov,mp4,matroska,webm,aac,ogg,mp3,flac,wav,w64,caf,aiff,au,asf,amr,amrnb,amrwb,ac3,eac3,mpegts"
+"""Demuxers that are tried. No playlists: they name further files."""
+
+_JOINED = ("WAV", "AIFF", "AU", "CAF", "W64", "NIST", "FLAC", "OGG", "MP3")
+_BLOCK = 1 << 18  # samples decoded at a time, so that no header can ask for memory that the data does not fill
+_UNKNOWN = 10**9  # bytes: a length from here on is no length
+_SIZES = re.compile(r"(?:data|SSND|Data Size|riff|Riff size) *: (\d+) \(should be (\d+)\)")
+_TAGS = 512  # bytes behind an MP3 that may be tags
+
+Block = tuple[int, "np.ndarray"]
+"""A sample rate, and samples [S, C] float32."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a header says, and the samples.
+
+    Attributes:
+        rate, channels: the highest, where several files were joined.
+        samples: per channel, as promised; None where only decoding tells.
+        format: container and coding, such as "WAV PCM_16".
+        blocks: decodes from the start. UserError: the file is damaged, or has less than it promises.
+        doubt: what may be wrong with it although it is accepted.
+    """
+
+    rate: int
+    channels: int
+    samples: int | None
+    format: str
+    blocks: Callable[[], Iterator[Block]]
+    doubt: str | None = None
+
+
+def open_recording(file: BinaryIO, name: str, *, ends: bool = True) -> Recording:
+    """Open a recording whose file is at its start; it must stay open while `blocks` is used.
+
+    Args:
+        name: of the file in messages.
+        ends: look also for what follows in the file (several recordings), which may read all of it.
+
+    Raises:
+        UserError: neither of the two can read it, or it is truncated.
+    """
+    head = file.read(HEAD)
+    kind, sound = container(head), _opened(file, head)
+    log = "" if sound is None else sound.extra_info
+    if (
+        ends
+        and kind in _JOINED
+        and (kind not in ("WAV", "AIFF") or sound is None or sound.format == "RAW" or "should be" in log)
+    ):
+        place = file.tell()  # libsndfile's too
+        starts = _starts(file, head)
+        if len(starts) > 1:
+            return _joined(file, starts, name)
+        file.seek(place)
+    if sound is None and (kind == "CAF" or head.startswith(b"RF64")):
+        file.seek(0)
+        data = file.read()
+        if kind == "WAV":  # of unknown length, which libsndfile knows in a RIFF only
+            return open_recording(io.BytesIO(b"RIFF" + data[4:]), name, ends=False)
+        at = data.find(b"data") + 12 if kind == "CAF" else len(data)  # libsndfile says only that it is malformed
+        if len(data) - at < (promised := int.from_bytes(data[at - 8 : at], "big", signed=True)) < _UNKNOWN:
+            raise truncated(name, len(data) - at, promised, "bytes")
+    if sound is None or sound.frames >= 1 << 60:  # a FLAC that does not say how many
+        return by_ffmpeg(file, name)
+    if ends and sound.format == "OGG" and ("Junk after the last page" in log or "ended unexpectedly" in log):
+        raise UserError(f"{name} is truncated: it ends inside a page: copy or download it again, or convert what is left")
+    samples, form = _promised(sound, head, log, name), f"{sound.format} {sound.subtype}"
+    doubt = f"{name} may be cut short: its last page is not marked as the end" if "lacks an end-of-stream" in log else None
+    return Recording(sound.samplerate, sound.channels, samples, form, lambda: _blocks(sound, file, samples, name), doubt)
+
+
+def _opened(file: BinaryIO, head: bytes) -> soundfile.SoundFile | None:
+    """The file in libsndfile; None where that cannot read it. Samples whose length is given as 0 are opened as raw ones."""
+    import soundfile
+
+    file.seek(0)
+    try:
+        with quiet_decoder(container(head) or "MP3"):  # which libsndfile may take it for
+            sound = soundfile.SoundFile(file.fileno() if isinstance(file, io.FileIO) else file, closefd=False)
+        if not sound.frames and (sound.format == "AU" or " marker" in sound.extra_info) and (rest := file.read()):
+            if not soundfile.check_format("RAW", sound.subtype):
+                return None
+            endian = sound.endian if sound.endian != "FILE" else "BIG" if sound.format in ("AIFF", "AU") else "LITTLE"
+            form: dict[str, Any] = {"format": "RAW", "subtype": sound.subtype, "endian": endian}
+            return soundfile.SoundFile(io.BytesIO(rest), samplerate=sound.samplerate, channels=sound.channels, **form)
+    except (soundfile.SoundFileError, TypeError):  # TypeError: of a name that ends in .raw
+        return None
+    return sound if sound.format in FORMATS else None
+
+
+def _starts(file: BinaryIO, head: bytes) -> list[int]:
+    """Offsets at which a file begins as it does at 0 (one of MP3 with a tag): where files were joined."""
+    chunks = head[:4] in (b"RIFF", b"RF64", b"RIFX", b"FORM")
+    marks = (b"ID3\3\0\0", b"ID3\4\0\0") if container(head) == "MP3" else (head[: 4 if chunks else 6],)
+    found, offset, window = {0}, 0, b""
+    file.seek(0)
+    while block := file.read(1 << 17):
+        window = window[-11:] + block
+        for mark in marks:
+            at = window.find(mark)
+            while at >= 0:
+                if not chunks or window[at + 8 : at + 12] == head[8:12]:
+                    found.add(offset + at)
+                at = window.find(mark, at + 1)
+        offset += len(window) - 11
+    starts = sorted(found)
+    return [0] + [at for before, at in pairwise(starts) if at - before > 200]  # first pages of an OGG's streams are closer
+
+
+def _joined(file: BinaryIO, starts: list[int], name: str) -> Recording:
+    file.seek(0)
+    data = file.read()
+    parts = [
+        open_recording(io.BytesIO(data[start:end]), f"{name}, part {number},")
+        for number, (start, end) in enumerate(pairwise([*starts, len(data)]), 1)
+    ]
+    rate = max(part.rate for part in parts)
+    lengths = [None if part.samples is None else part.samples * rate // part.rate for part in parts]
+
+    def blocks() -> Iterator[Block]:
+        for part in parts:
+            yield from part.blocks()
+
+    samples = None if None in lengths else sum(length or 0 for length in lengths)
+    doubt = next((part.doubt for part in parts if part.doubt), None)
+    return Recording(rate, max(part.channels for part in parts), samples, parts[0].format, blocks, doubt)
+
+
+def truncated(name: str, found: float, promised: float, unit: str = "s") -> UserError:
+    form = ".2f" if unit == "s" else ".0f"
+    return UserError(
+        f"{name} is truncated: its header promises {promised:{form}} {unit} and {found:{form}} {unit} are there: "
+        "copy or download it again, or convert what is left"
+    )
+
+
+def _promised(sound: soundfile.SoundFile, head: bytes, log: str, name: str) -> int:
+    """Samples that a file promises. UserError: the file ends before."""
+    if sound.format == "NIST" and (count := re.search(rb"sample_count -i (\d+)", head)):
+        return int(count[1])
+    for promised, held in [(int(p), int(h)) for p, h in _SIZES.findall(log)]:
+        if held < promised < _UNKNOWN:
+            found = sound.frames / sound.samplerate
+            if not found:
+                raise truncated(name, held, promised, "bytes")
+            raise truncated(name, found, found * promised / held)
+    return sound.frames
+
+
+def _blocks(sound: soundfile.SoundFile, file: BinaryIO, promised: int, name: str) -> Iterator[Block]:
+    """Blocks of a file that libsndfile reads."""
+    import soundfile
+
+    rate, total = sound.samplerate, 0
+    if sound.seekable() and sound.tell():
+        sound.seek(0)
+    while True:
+        try:
+            with quiet_decoder(sound.format):
+                block = sound.read(max(1, _BLOCK // sound.channels), dtype="float32", always_2d=True)
+        except soundfile.SoundFileError as error:
+            raise _damaged(name, (sound.tell() if sound.seekable() else total) / rate) from error
+        if not len(block):
+            break
+        total += len(block)
+        yield rate, block
+    loose = rate // 10 if sound.format in ("MP3", "OGG") else 0  # headers of MP3 count their padding loosely
+    if total + loose < promised:
+        raise truncated(name, total / rate, promised / rate)
+    if sound.format == "MP3" and file.seek(0, os.SEEK_CUR) + _TAGS < file.seek(0, os.SEEK_END):
+        yield from _behind(total, by_ffmpeg(file, f"{name} goes on behind its {total / rate:.2f} s and").blocks())
+
+
+def _behind(skipped: int, blocks: Iterator[Block]) -> Iterator[Block]:
+    """Blocks without so many samples at their beginning."""
+    for rate, block in blocks:
+        rest, skipped = block[skipped:], max(0, skipped - len(block))
+        if len(rest):
+            yield rate, rest
+
+
+def _damaged(name: str, seconds: float) -> UserError:
+    return UserError(f"{name} is damaged or cut short after {seconds:.2f} s: download or convert it again")
+
+
+# --- FFmpeg -----------------------------------------------------------------------------------------------------------
+
+
+def by_ffmpeg(file: BinaryIO, name: str) -> Recording:
+    """Open the first sound of a file in FFmpeg. UserError: it is none, has no sound, or the package `av` is not there."""
+    try:
+        import av
+    except ImportError:
+        way = "install PyAV (M4A, MP4, WebM, AAC, FLAC of unknown length): pip install av, or convert it to WAV or FLAC"
+        raise UserError(f"{name} cannot be read by libsndfile alone: {way}") from None
+    try:
+        with _av_open(file) as container:
+            if not container.streams.audio:
+                raise UserError(f"{name} has no sound, only {container.streams[0].type if container.streams else 'data'}")
+            stream = container.streams.audio[0]
+            codec = stream.codec_context  # None: unknown
+            rate, channels = (codec.sample_rate, codec.channels) if codec else (0, 0)
+            if not rate or not channels:
+                raise UserError(f"{name} {UNREADABLE}")
+            kind = container.format.name.partition(",")[0]
+            seconds = None  # FFmpeg guesses that of others
+            if kind in ("mov", "matroska", "asf"):
+                alone = container.duration / 1e6 if container.duration and len(container.streams) == 1 else None
+                seconds = float(stream.duration * stream.time_base) if stream.duration else alone
+            form = f"{kind} {codec.name}"
+    except av.FFmpegError as error:
+        raise UserError(f"{name} {UNREADABLE}") from error
+    return Recording(
+        rate, channels, None if seconds is None else int(seconds * rate), form, lambda: _av_blocks(file, name, seconds)
+    )
+
+
+def _av_open(file: BinaryIO) -> Any:
+    import av
+
+    file.seek(0)
+    safe = {"format_whitelist": FFMPEG, "protocol_whitelist": ""}  # nothing that a file names is opened
+    return av.open(file, options=safe, metadata_errors="replace")
+
+
+def _av_blocks(file: BinaryIO, name: str, promised: float | None) -> Iterator[Block]:
+    import av
+    import numpy as np
+
+    seconds, held, before = 0.0, 0, (0, 0)
+    frames: list[np.ndarray] = []
+    with _av_open(file) as container:
+        stream = container.streams.audio[0]
+        stream.codec_context.thread_count = 1
+        try:
+            for frame in container.decode(stream):
+                shape = frame.sample_rate, frame.layout.nb_channels
+                if frames and (held >= _BLOCK or shape != before):
+                    yield before[0], np.concatenate(frames)
+                    held, frames = 0, []
+                before, held = shape, held + frame.samples * shape[1]
+                seconds += frame.samples / frame.sample_rate
+                frames.append(_float(frame))
+        except (av.FFmpegError, ValueError) as error:  # ValueError: samples of 64 bits
+            raise _damaged(name, seconds) from error
+    if frames:
+        yield before[0], np.concatenate(frames)
+    if promised is not None and seconds + 0.1 < promised:
+        raise truncated(name, seconds, promised)
+
+
+def _float(frame: Any) -> np.ndarray:
+    """Samples [S, C] float32 of a frame of FFmpeg."""
+    import numpy as np
+
+    samples = frame.to_ndarray()
+    samples = samples.T if frame.format.is_planar else samples.reshape(frame.samples, -1)
+    if samples.dtype.kind == "f":
+        return samples.astype(np.float32)
+    if samples.dtype == np.uint8:
+        return (samples.astype(np.float32) - 128) / 128
+    return samples.astype(np.float32) / -float(np.iinfo(samples.dtype).min)
