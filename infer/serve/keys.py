@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
@@ -19,10 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from itsdangerous import BadData, URLSafeSerializer
-from limits import RateLimitItemPerHour, RateLimitItemPerMinute
-from limits.storage import MemoryStorage
-from limits.strategies import FixedWindowRateLimiter
 
+from infer.serve.costs import Denied, Usage
 from infer.serve.settings import ServerLimits
 from omni.errors import UserError
 
@@ -51,27 +49,14 @@ SECRET = "ek_"
 """Start of a client secret, by which OpenAI's clients know one."""
 
 
-class Denied(Exception):
-    """Whoever asks may not.
-
-    Attributes:
-        status: of HTTP: 401, 403 or 429.
-        code: for programs.
-    """
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-
-
 def read_keys(path: str | Path) -> tuple[str, ...]:
     """Keys of a file, one a line; empty lines and those that begin with `#` are left out.
 
     Raises:
-        UserError: it cannot be read, has no key, or one that is shorter than 16 characters or has spaces.
+        UserError: it cannot be read, has no key, or one that is too short, has spaces, or begins as client secrets do.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--key_file {str(path)!r} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}"
@@ -85,6 +70,9 @@ def read_keys(path: str | Path) -> tuple[str, ...]:
             raise UserError(
                 f"--key_file {str(path)!r}: line {number} is no key; use 16 ASCII characters or more, without spaces or commas"
             )
+        if key.startswith(SECRET):
+            told = f"line {number} begins with {SECRET}, as client secrets do, and would never be known; use another key"
+            raise UserError(f"--key_file {str(path)!r}: {told}")
         found.append(key)
     if not found:
         raise UserError(f"--key_file {str(path)!r} has no key; write one a line")
@@ -105,9 +93,7 @@ class Keys:
         self._signer = URLSafeSerializer(
             b"".join(signing), salt="client secret", signer_kwargs={"digest_method": hashlib.sha256}
         )
-        self._meter = FixedWindowRateLimiter(MemoryStorage())
-        self._sound = RateLimitItemPerHour(max(int(limits.key_audio_seconds), 1))
-        self._events = RateLimitItemPerMinute(limits.key_events)
+        self._used = defaultdict[str, Usage](lambda: Usage(limits.key_events, limits.key_audio_seconds))
         self.sessions: Counter[str] = Counter()
 
     @property
@@ -152,10 +138,11 @@ class Keys:
     # --- what an owner has used ---------------------------------------------------------------------------------------
 
     def enter(self, owner: str) -> None:
-        """Count a session; Denied where the owner has too many."""
+        """Count a session; Denied where the owner has too many, or has no sound left."""
         if self.sessions[owner] >= self._limits.key_sessions:
             most = self._limits.key_sessions
             raise Denied(429, "session_limit_reached", f"this key has {most} sessions open, as many as it may; close one")
+        self._used[owner].seconds.need()
         self.sessions[owner] += 1
 
     def leave(self, owner: str) -> None:
@@ -163,18 +150,18 @@ class Keys:
         if self.sessions[owner] <= 0:
             del self.sessions[owner]
 
-    def use_events(self, owner: str, count: int = 1) -> None:
-        """Count events or requests; Denied beyond the key's rate."""
-        if count and not self._meter.hit(self._events, owner, cost=count):
-            most = self._limits.key_events
-            raise Denied(429, "rate_limit_exceeded", f"this key may send {most} events and requests in a minute; wait")
+    def use_events(self, owner: str) -> None:
+        """Count a request or a new session; Denied beyond the key's rate."""
+        self._used[owner].events.need()
 
     def use_sound(self, owner: str, seconds: float) -> None:
-        """Count milliseconds of sound; Denied beyond the key's hour."""
-        whole = int(seconds) + (secrets.randbelow(1000) < (seconds % 1) * 1000)
-        if whole and not self._meter.hit(self._sound, f"sound/{owner}", cost=whole):
-            most = self._limits.key_audio_seconds
-            raise Denied(429, "insufficient_quota", f"this key may send {most:g} s of sound in an hour; wait")
+        """Count a request's sound; Denied beyond the key's hour."""
+        self._used[owner].seconds.need(seconds)
+
+    def used(self, owner: str, events: int, seconds: float) -> None:
+        """Count what an open session has used, which has limits of its own."""
+        self._used[owner].events.use(events)
+        self._used[owner].seconds.use(seconds)
 
 
 def _digest(key: str) -> bytes:
@@ -204,7 +191,7 @@ def check_origin(headers: Mapping[str, str], allowed: Sequence[str], open_access
     origin = headers.get("origin")
     if origin is None or origin in allowed:
         return
-    if urlsplit(origin).netloc != host:
+    if origin.partition("://")[2] != host:
         raise Denied(
             403, "invalid_origin", "pages of other origins may not connect; the server's --origins names those that may"
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
@@ -12,9 +13,10 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from infer.serve.keys import LOOPBACK, Denied
+from infer.serve.costs import Denied
+from infer.serve.keys import LOOPBACK
 from infer.serve.realtime.bounds import SessionBounds
-from infer.serve.realtime.protocol import Event, ProtocolError
+from infer.serve.realtime.protocol import Event, ProtocolError, read_object
 from infer.serve.realtime.webrtc import Call, CallTransport
 from infer.serve.rest.errors import Failure, failure_of
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from infer.serve.server import Server
 
 PATH = "/v1/realtime/calls"
+
+CONNECTING = 8
+"""Calls of a key that may be on their way at once, from the head of the request to the data channel."""
 
 BODY_SECONDS = 30.0
 """Seconds in which the body of a request has to come."""
@@ -33,6 +38,7 @@ class Calls:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._calls: dict[str, Call] = {}
+        self._asking: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self, owner: str, given: Event, offer: str, near: bool, wants_omni: bool) -> tuple[Call, str]:
@@ -47,9 +53,7 @@ class Calls:
             ProtocolError: the configuration or the offer cannot be taken.
         """
         server, limits = self._server, self._server.settings.limits
-        if server.full:
-            raise Denied(429, "session_limit_reached", "this server has as many sessions as it takes; try again")
-        server.keys.enter(owner)
+        server.enter(owner)
         transport = CallTransport(limits.unread_bytes)
         try:
             session = server.begin(transport, given, wants_omni)
@@ -57,7 +61,7 @@ class Calls:
             server.keys.leave(owner)
             raise
         bounds = SessionBounds(session, server.keys, owner, limits, lambda: transport.sent_at)
-        call = Call(transport, session, owner, bounds, limits.unread_bytes)
+        call = Call(transport, session, owner, bounds, limits)
         self._calls[call.id] = call
         server.metrics.sessions.labels("webrtc").inc()
         session.log.info("session began", fields={"transport": "webrtc", "owner": owner, "call": call.id})
@@ -70,6 +74,19 @@ class Calls:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return call, answer
+
+    @contextlib.contextmanager
+    def asking(self, owner: str) -> Iterator[None]:
+        """Count a request whose offer is still coming; Denied where its key has too many calls that are not connected."""
+        connecting = sum(call.owner == owner and not call.connected for call in self._calls.values())
+        if self._asking[owner] + connecting >= CONNECTING:
+            told = f"{CONNECTING} calls of this key are not connected yet, as many as may be; connect one, or wait"
+            raise Denied(429, "rate_limit_exceeded", told)
+        self._asking[owner] += 1
+        try:
+            yield
+        finally:
+            self._asking[owner] -= 1
 
     def find(self, call_id: str, owner: str) -> Call:
         """A call of an owner's; Failure where there is none."""
@@ -112,7 +129,8 @@ def add_calls(app: FastAPI, server: Server) -> Calls:
     async def create(request: Request) -> Response:
         owner, secret = server.admit(request.headers, [])
         try:
-            offer, session = await asyncio.wait_for(_read(request), BODY_SECONDS)
+            with calls.asking(owner):
+                offer, session = await asyncio.wait_for(_read(request), BODY_SECONDS)
             near = request.client is not None and request.client.host in LOOPBACK
             wants_omni = request.query_params.get("omni") == "1"
             call, answer = await calls.begin(owner, _joined(secret, session), offer, near, wants_omni)
@@ -152,13 +170,7 @@ async def _read(request: Request) -> tuple[str, Event]:
         raise ProtocolError(f"the form cannot be read: {error.detail}", "invalid_form") from None
     if offer is None:
         raise ProtocolError("the form has no sdp, the offer", "missing_required_parameter", "sdp")
-    try:
-        given = json.loads(session or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"session is no JSON: {type(error).__name__}", "invalid_json", "session") from None
-    if not isinstance(given, dict):
-        raise ProtocolError(f"session is a JSON {type(given).__name__}; send an object", "invalid_json", "session")
-    return offer, given
+    return offer, read_object(session or "{}", "session", "session")
 
 
 async def _text(field: UploadFile | str | None) -> str | None:

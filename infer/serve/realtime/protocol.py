@@ -7,6 +7,7 @@ dict, without keys whose value is None where clients want them absent.
 from __future__ import annotations
 
 import json
+import reprlib
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -19,6 +20,16 @@ Event = dict[str, Any]
 LONGEST_APPEND = 15 * 2**20
 """Bytes of one append, as OpenAI limits it; in base64 they take a third more."""
 
+
+COSTLY = {50_000: "{[,", 1_000_000: "\\ \n"}
+"""How often JSON may have these signs: each costs some 100 ns to read, and the loop stands still meanwhile."""
+
+BLOCK = 2**16
+"""Characters that are looked through at once."""
+
+SHORT = reprlib.Repr()
+"""Shows the beginning of a value without looking at all of it."""
+SHORT.maxstring = SHORT.maxother = 80
 
 LOST = "the engine was lost and is started again; ask again in some seconds"
 """What clients are told where the engine's process has ended; the log has the rest."""
@@ -134,12 +145,7 @@ def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
     Raises:
         ProtocolError: no JSON, no object, an unknown type, or a field of the wrong kind; `event_id` in it where there is one.
     """
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"the message is no JSON: {type(error).__name__}", "invalid_json") from None
-    if not isinstance(given, dict):
-        raise ProtocolError(f"the message is a JSON {type(given).__name__}; send an object", "invalid_json")
+    given = read_object(text, "the message")
     event_id = given.get("event_id")
     event_id = event_id if isinstance(event_id, str) and len(event_id) <= 512 else None
     if given.get("type") not in TYPES:
@@ -149,6 +155,33 @@ def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
         return _READER.validate_python(given), event_id
     except ValidationError as error:
         raise Refused(*first_mistake(error, given), event_id) from None
+
+
+def check_costly(text: str | bytes) -> None:
+    """Refuse JSON that would take long to read, while which nobody else is served; large strings do not.
+
+    Raises:
+        ProtocolError: it has too many values, escapes or spaces.
+    """
+    for most, signs in COSTLY.items():
+        left = most
+        for start in range(0, len(text), BLOCK):
+            for sign in signs:
+                left -= text.count(sign if isinstance(text, str) else sign.encode(), start, start + BLOCK)  # type: ignore[arg-type]
+            if left < 0:
+                raise ProtocolError(f"the JSON has more than {most:,} of {' '.join(map(repr, signs))}; send less", "too_large")
+
+
+def read_object(text: str | bytes, name: str, param: str | None = None) -> dict[str, Any]:
+    """A JSON object; ProtocolError where it is none, or one that would take long to read."""
+    check_costly(text)
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"{name} is no JSON: {type(error).__name__}", "invalid_json", param) from None
+    if not isinstance(given, dict):
+        raise ProtocolError(f"{name} is a JSON {type(given).__name__}; send an object", "invalid_json", param)
+    return given
 
 
 class Refused(ProtocolError):
@@ -170,7 +203,7 @@ def first_mistake(error: ValidationError, given: Any = None, under: str = "") ->
     missing = found["type"] == "missing"
     parts = found["loc"] if given is None else _own(found["loc"], given, missing)
     place = ".".join([under] * bool(under) + [str(part) for part in parts])
-    shown = "" if missing else f" (it is {repr(found['input'])[:80]})"
+    shown = "" if missing else f" (it is {SHORT.repr(found['input'])[:80]})"
     return f"{place}: {found['msg']}{shown}", "missing_required_parameter" if missing else "invalid_value", place
 
 

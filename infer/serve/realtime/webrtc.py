@@ -19,11 +19,13 @@ from aiortc import RTCConfiguration, RTCDataChannel, RTCPeerConnection, RTCRtpSe
 from aiortc.rtcconfiguration import RTCBundlePolicy
 from aiortc.sdp import SessionDescription
 
+from infer.serve.costs import Denied, Traffic
 from infer.serve.realtime.bounds import Closed, SessionBounds
 from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
 from infer.serve.realtime.rtc_sound import CallOutlet, SoundTrack, TrackListener
 from infer.serve.realtime.session import RealtimeSession
+from infer.serve.settings import ServerLimits
 
 CONNECT = 30.0
 """Seconds that a client has from its offer to its data channel."""
@@ -100,14 +102,14 @@ class Call:
     Args:
         owner: of the key that began it.
         bounds: of its session.
-        most: bytes of messages that may wait to be handled.
     """
 
     def __init__(
-        self, transport: CallTransport, session: RealtimeSession, owner: str, bounds: SessionBounds, most: int
+        self, transport: CallTransport, session: RealtimeSession, owner: str, bounds: SessionBounds, limits: ServerLimits
     ) -> None:
         self.id, self.owner, self.session = new_id("rtc"), owner, session
-        self._transport, self._bounds, self._most = transport, bounds, most
+        self._transport, self._bounds, self._most = transport, bounds, limits.unread_bytes
+        self._traffic = Traffic(limits)
         self._pc = RTCPeerConnection(RTCConfiguration(iceServers=[], bundlePolicy=RTCBundlePolicy.MAX_BUNDLE))
         self._pc.on("connectionstatechange", self._changed)
         self._pc.on("datachannel", self._take_channel)
@@ -172,6 +174,10 @@ class Call:
         except asyncio.TimeoutError:
             self.session.log.warning("a connection did not close")
 
+    @property
+    def connected(self) -> bool:
+        return self._opened.is_set()
+
     def hang_up(self, reason: str) -> None:
         self._transport.end(reason)
 
@@ -190,6 +196,10 @@ class Call:
 
     def _take(self, data: str | bytes) -> None:
         self._waiting += len(data)
+        try:
+            self._traffic.need(1, len(data))
+        except Denied as error:
+            self._transport.end(str(error))
         if self._waiting > self._most:
             self._transport.end("more messages came than could be handled")
         elif not self._transport.ending.done():
@@ -200,8 +210,8 @@ class Call:
         while True:
             data = await self._messages.get()
             self._waiting -= len(data)
-            self._bounds.count(len(data))
             await self.session.handle(data)
+            self._bounds.count()
 
     async def _hear(self, samples: np.ndarray) -> None:
         self._bounds.came = time.monotonic()

@@ -8,7 +8,8 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from infer.serve.keys import LONGEST_SECRET, Denied
+from infer.serve.costs import Denied
+from infer.serve.keys import LONGEST_SECRET
 from infer.serve.realtime.configuration import Configuration, shown, updated
 from infer.serve.realtime.protocol import new_id
 from infer.serve.rest.jobs import Job

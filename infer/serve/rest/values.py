@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from infer.serve.realtime.protocol import ProtocolError
+from infer.serve.realtime.protocol import ProtocolError, check_costly
 
 
 def read_json(data: bytes) -> Any:
     """The value of a body; ProtocolError where it is no JSON, with the place where that is known."""
+    check_costly(data)
     try:
         return json.loads(data)
     except RecursionError:
