@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-from collections import deque
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -35,8 +34,8 @@ LINGER = 10.0
 CLOSING = 1.0
 """Seconds that a client has to read why its WebSocket was closed for what it sent."""
 
-PIECE = 1024
-"""Bytes that are read at once: 170 empty frames."""
+PIECE, LARGEST = 2**10, 2**14
+"""Bytes that are read at once: few where they take long, as 170 empty frames do, and more where they do not."""
 
 TURN, REST = 0.002, 4.0
 """Seconds for which one connection's bytes are read before others have their turn, and how many times as long it then waits."""
@@ -48,37 +47,37 @@ class Paced(asyncio.Protocol):
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._pieces: deque[bytes] = deque()
-        super().connection_made(transport)
-
-    @property
-    def reads(self) -> bool:
-        """Whether more is wanted of the client."""
-        raise NotImplementedError
+    _data, _size, _next = b"", PIECE, None
+    held, reads = False, True  # what came waits for the application; more is wanted of the client
 
     def data_received(self, data: bytes) -> None:
-        waiting = bool(self._pieces)
-        self._pieces.extend(data[start : start + PIECE] for start in range(0, len(data), PIECE))
-        if waiting:
-            self.transport.pause_reading()
-        else:
+        self._data += data
+        if self._next is None:
             self._advance()
+        else:
+            self.transport.pause_reading()
 
     def _advance(self) -> None:
-        began = perf_counter()
-        while self._pieces and not self.transport.is_closing():
-            super().data_received(self._pieces[0])
-            if self._pieces:  # else it was closed
-                self._pieces.popleft()
-            spent = perf_counter() - began
-            if self._pieces and spent > TURN:
-                self.transport.pause_reading()
-                self.loop.call_later(spent * REST, self._advance)
-                return
-        self._pieces.clear()
-        if self.reads and not self.transport.is_closing():
+        self._next, began = None, perf_counter()
+        while self._data and not self.held and not self.transport.is_closing():
+            at = perf_counter()
+            piece, self._data = self._data[: self._size], self._data[self._size :]
+            super().data_received(piece)
+            now = perf_counter()
+            self._size = min(2 * self._size, LARGEST) if now - at < TURN / 8 else PIECE
+            if self._data and now - began > TURN:
+                self._next = self.loop.call_later((now - began) * REST, self._advance)
+                break
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Read from the client where nothing is left of what came, and go on with that otherwise."""
+        if self.transport.is_closing() or self.held:
+            return
+        if self._data:
+            self.transport.pause_reading()
+            self._next = self._next or self.loop.call_soon(self._advance)
+        elif self.reads:
             self.transport.resume_reading()
 
 
@@ -107,7 +106,7 @@ class HttpConnection(Paced, H11Protocol):
             self._idle[self] = None
 
     @property
-    def reads(self) -> bool:
+    def reads(self) -> bool:  # type: ignore[override]
         return not self.flow.read_paused
 
     def data_received(self, data: bytes) -> None:
@@ -115,7 +114,7 @@ class HttpConnection(Paced, H11Protocol):
         self._look()
 
     def handle_websocket_upgrade(self, event: Any) -> None:
-        self._pieces.clear()
+        self._data = b""
         super().handle_websocket_upgrade(event)
 
     def on_response_complete(self) -> None:
@@ -136,16 +135,23 @@ class SocketConnection(Paced, WebSocketsSansIOProtocol):
         super().connection_made(transport)
 
     @property
-    def reads(self) -> bool:
-        return not self.read_paused and not self.disconnected
+    def held(self) -> bool:  # type: ignore[override]
+        return self.read_paused or self.disconnected
+
+    def data_received(self, data: bytes) -> None:
+        if self._count(0, len(data)):
+            super().data_received(data)
 
     def handle_events(self) -> None:
+        if self._count(len(self.conn.events), 0):
+            super().handle_events()
+
+    def _count(self, frames: int, size: int) -> bool:
         try:
-            self._traffic.need(len(self.conn.events), len(self._pieces[0]) if self._pieces else 0)
+            self._traffic.need(frames, size)
         except Denied as error:
             self._end(error)
-        else:
-            super().handle_events()
+        return not self.disconnected
 
     def handle_ping(self) -> None:
         if self.writable.is_set():
@@ -155,14 +161,13 @@ class SocketConnection(Paced, WebSocketsSansIOProtocol):
 
     async def receive(self) -> Any:
         message = await super().receive()
-        if self._pieces and not self.transport.is_closing():
-            self.transport.pause_reading()
+        self.go_on()
         return message
 
     def _end(self, error: Denied) -> None:
         """Close it as uvicorn does, but leave the client time to hear of it: nothing more is read meanwhile."""
         LOG.warning("a WebSocket was closed", extra={"fields": {"code": error.code, "reason": str(error)}})
-        self._pieces.clear()
+        self._data = b""
         self.queue.put_nowait({"type": "websocket.disconnect", "code": POLICY, "reason": str(error)})
         with suppress(InvalidState):  # before it was accepted
             self.conn.send_text(json.dumps(ProtocolError(str(error), error.code, kind=error.kind).event()).encode())

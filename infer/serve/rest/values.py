@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from infer.serve.realtime.protocol import ProtocolError, check_costly
+from infer.serve.realtime.protocol import ProtocolError
 
 
 def read_json(data: bytes) -> Any:
     """The value of a body; ProtocolError where it is no JSON, with the place where that is known."""
-    check_costly(data)
     try:
         return json.loads(data)
     except RecursionError:
