@@ -18,7 +18,7 @@ from infer.serve.keys import LOOPBACK
 from infer.serve.realtime.bounds import SessionBounds
 from infer.serve.realtime.protocol import Event, ProtocolError, read_object
 from infer.serve.realtime.webrtc import Call, CallTransport
-from infer.serve.rest.errors import Failure, failure_of
+from infer.serve.rest.errors import GONE, Failure, failure_of
 
 if TYPE_CHECKING:
     from infer.serve.server import Server
@@ -134,8 +134,10 @@ def add_calls(app: FastAPI, server: Server) -> Calls:
             near = request.client is not None and request.client.host in LOOPBACK
             wants_omni = request.query_params.get("omni") == "1"
             call, answer = await calls.begin(owner, _joined(secret, session), offer, near, wants_omni)
-        except (Denied, HTTPException, ClientDisconnect):
+        except (Denied, HTTPException):
             raise
+        except ClientDisconnect:
+            return Response(status_code=GONE)
         except asyncio.TimeoutError:
             return Failure(408, "the body did not come in time", "request_timeout").response()
         except Exception as error:

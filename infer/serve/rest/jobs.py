@@ -26,7 +26,7 @@ from infer.serve.costs import Denied
 from infer.serve.keys import key_of
 from infer.serve.logs import LOG
 from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake
-from infer.serve.rest.errors import AGAIN, Failure, failure_of
+from infer.serve.rest.errors import AGAIN, GONE, Failure, failure_of
 from infer.serve.rest.values import kind_of, read_json
 from omni.engine.client import Pace
 from omni.errors import UserError
@@ -45,9 +45,6 @@ BODY_SECONDS, BODY_PAUSE = 120.0, 30.0
 
 FIELDS = 64
 """Most fields of a form, besides its file."""
-
-GONE = 499
-"""Status of a request whose client went away, for the figures alone."""
 
 Handler = Callable[["Job"], Awaitable[Response]]
 
