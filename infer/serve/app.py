@@ -12,9 +12,8 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from infer.serve.costs import Denied
 from infer.serve.host import EngineHost
-from infer.serve.keys import Keys
+from infer.serve.keys import Denied, Keys
 from infer.serve.logs import LOG
 from infer.serve.realtime.calls import add_calls
 from infer.serve.realtime.configuration import Voices

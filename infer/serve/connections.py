@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
 
-from infer.serve.costs import Denied, Traffic
+from infer.serve.keys import Denied, Usage
 from infer.serve.logs import LOG
 from infer.serve.realtime.bounds import POLICY
 from infer.serve.realtime.protocol import ProtocolError
@@ -28,11 +28,8 @@ if TYPE_CHECKING:
 HEAD_SECONDS = 10.0
 """Seconds in which the head of a request has to come, from the connection or the last answer on."""
 
-LINGER = 10.0
-"""Seconds that a client has to take what a WebSocket was sent last, after its session's end."""
-
-CLOSING = 1.0
-"""Seconds that a client has to read why its WebSocket was closed for what it sent."""
+LINGER = 5.0
+"""Seconds that a client has to take what its WebSocket was sent last."""
 
 PIECE, LARGEST = 2**10, 2**14
 """Bytes that are read at once: few where they take long, as 170 empty frames do, and more where they do not."""
@@ -131,7 +128,7 @@ class SocketConnection(Paced, WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         server: Server = self.config.app.state.server  # type: ignore[union-attr]
-        self._traffic = Traffic(server.settings.limits)
+        self._usage = Usage(server.settings.limits)
         super().connection_made(transport)
 
     @property
@@ -139,16 +136,17 @@ class SocketConnection(Paced, WebSocketsSansIOProtocol):
         return self.read_paused or self.disconnected
 
     def data_received(self, data: bytes) -> None:
-        if self._count(0, len(data)):
+        if self._within(bytes=len(data)):
             super().data_received(data)
 
     def handle_events(self) -> None:
-        if self._count(len(self.conn.events), 0):
+        if self._within(frames=len(self.conn.events)):
             super().handle_events()
 
-    def _count(self, frames: int, size: int) -> bool:
+    def _within(self, **came: int) -> bool:
+        """Whether it may bring that; it is ended otherwise."""
         try:
-            self._traffic.need(frames, size)
+            self._usage.need(**came)
         except Denied as error:
             self._end(error)
         return not self.disconnected
@@ -175,7 +173,7 @@ class SocketConnection(Paced, WebSocketsSansIOProtocol):
         self.close_sent, self.disconnected, self.read_paused = True, True, False
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.transport.pause_reading()
-        self.close_timer = self.loop.call_later(CLOSING, self.transport.abort)
+        self.close_timer = self.loop.call_later(LINGER, self.transport.abort)
 
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
         super().on_task_complete(task)

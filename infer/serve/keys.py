@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
+from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
 from itsdangerous import BadData, URLSafeSerializer
 
-from infer.serve.costs import Denied, Usage
 from infer.serve.settings import ServerLimits
 from omni.errors import UserError
 
@@ -47,6 +47,65 @@ LONGEST_TOKEN = 4096
 
 SECRET = "ek_"
 """Start of a client secret, by which OpenAI's clients know one."""
+
+
+class Denied(Exception):
+    """Whoever asks may not.
+
+    Attributes:
+        status: of HTTP: 401, 403, 429 or 503.
+        code: for programs; kind: of the error, as OpenAI has it.
+    """
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+        self.kind = {429: "rate_limit_exceeded", 503: "server_error"}.get(status, "invalid_request_error")
+
+
+class Allowance:
+    """So much may be used at once, and it comes again evenly within a number of seconds (a token bucket)."""
+
+    def __init__(self, most: float, seconds: float, what: str, code: str = "rate_limit_exceeded") -> None:
+        self._most, self._rate, self._at, self._left = most, most / seconds, monotonic(), most
+        self._denied = 429, code, f"more than {most:,.0f} {what}; wait"
+
+    def use(self, amount: float, denies: bool) -> None:
+        """Use some of it, or all that is left; Denied instead where that is not enough and it `denies`."""
+        now = monotonic()
+        self._left, self._at = min(self._left + (now - self._at) * self._rate, self._most), now
+        if denies and amount > self._left:
+            raise Denied(*self._denied)
+        self._left = max(self._left - amount, 0.0)
+
+
+class Usage:
+    """What one connection brings, with its session, or all of a key: the one place that counts it.
+
+    Args:
+        key: of a key.
+    """
+
+    def __init__(self, limits: ServerLimits, key: bool = False) -> None:
+        events, seconds = limits.key_events, limits.key_audio_seconds
+        if not key:
+            events, seconds = min(events, limits.session_events), min(seconds, limits.session_audio_seconds)
+        self._left = {
+            "frames": Allowance(limits.session_frames, 10, "frames within 10 s"),
+            "bytes": Allowance(limits.session_bytes, 60, "bytes within a minute"),
+            "events": Allowance(events, 60, "events and requests within a minute"),
+            "seconds": Allowance(seconds, 3600, "seconds of sound within an hour", "insufficient_quota"),
+        }
+
+    def need(self, **amounts: float) -> None:
+        """Count what came; Denied where it is too much."""
+        for what, amount in amounts.items():
+            self._left[what].use(amount, True)
+
+    def use(self, **amounts: float) -> None:
+        """Count what came of those who have limits of their own."""
+        for what, amount in amounts.items():
+            self._left[what].use(amount, False)
 
 
 def read_keys(path: str | Path) -> tuple[str, ...]:
@@ -93,7 +152,7 @@ class Keys:
         self._signer = URLSafeSerializer(
             b"".join(signing), salt="client secret", signer_kwargs={"digest_method": hashlib.sha256}
         )
-        self._used = defaultdict[str, Usage](lambda: Usage(limits.key_events, limits.key_audio_seconds))
+        self.usage = defaultdict[str, Usage](lambda: Usage(limits, key=True))
         self.sessions: Counter[str] = Counter()
 
     @property
@@ -142,7 +201,7 @@ class Keys:
         if self.sessions[owner] >= self._limits.key_sessions:
             most = self._limits.key_sessions
             raise Denied(429, "session_limit_reached", f"this key has {most} sessions open, as many as it may; close one")
-        self._used[owner].seconds.need()
+        self.usage[owner].need(seconds=1)
         self.sessions[owner] += 1
 
     def leave(self, owner: str) -> None:
@@ -150,18 +209,9 @@ class Keys:
         if self.sessions[owner] <= 0:
             del self.sessions[owner]
 
-    def use_events(self, owner: str) -> None:
-        """Count a request or a new session; Denied beyond the key's rate."""
-        self._used[owner].events.need()
-
     def use_sound(self, owner: str, seconds: float) -> None:
         """Count a request's sound; Denied beyond the key's hour."""
-        self._used[owner].seconds.need(seconds)
-
-    def used(self, owner: str, events: int, seconds: float) -> None:
-        """Count what an open session has used, which has limits of its own."""
-        self._used[owner].events.use(events)
-        self._used[owner].seconds.use(seconds)
+        self.usage[owner].need(seconds=seconds)
 
 
 def _digest(key: str) -> bytes:

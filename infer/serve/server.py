@@ -6,9 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from infer.serve.costs import Denied
 from infer.serve.host import EngineHost
-from infer.serve.keys import Keys, check_origin, key_of
+from infer.serve.keys import Denied, Keys, check_origin, key_of
 from infer.serve.metrics import Metrics
 from infer.serve.realtime.configuration import Configuration, Voices, updated
 from infer.serve.realtime.protocol import LOST
@@ -43,7 +42,7 @@ class Server:
         """The owner of a request's key, and its secret's configuration; Denied where it is not let in."""
         check_origin(headers, self.settings.origins, not self.keys.needed)
         owner, session = self.keys.owner(key_of(headers, protocols))
-        self.keys.use_events(owner)
+        self.keys.usage[owner].need(events=1)
         return owner, session
 
     @property

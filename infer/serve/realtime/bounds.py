@@ -6,8 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from infer.serve.costs import Denied, Usage
-from infer.serve.keys import Keys
+from infer.serve.keys import Denied, Keys, Usage
 from infer.serve.realtime.protocol import ProtocolError
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.settings import ServerLimits
@@ -47,19 +46,16 @@ class SessionBounds:
     ) -> None:
         self._session, self._keys, self._owner, self._limits, self._sent_at = session, keys, owner, limits, sent_at
         self._began = self.came = time.monotonic()
-        self._usage = Usage(
-            min(limits.session_events, limits.key_events), min(limits.session_audio_seconds, limits.key_audio_seconds)
-        )
+        self._usage = Usage(limits)
 
     def count(self) -> None:
         """Count a message that was handled by the sound that it brought, or else as an event; Closed where it is too much."""
         self.came = time.monotonic()
         seconds, self._session.hearing.uncounted = self._session.hearing.uncounted, 0.0
-        events = 0 if seconds else 1
-        self._keys.used(self._owner, events, seconds)
+        came = {"seconds": seconds} if seconds else {"events": 1}
+        self._keys.usage[self._owner].use(**came)
         try:
-            self._usage.events.need(events)
-            self._usage.seconds.need(seconds)
+            self._usage.need(**came)
         except Denied as error:
             self._session.send(ProtocolError(str(error), error.code, kind=error.kind).event())
             raise Closed(POLICY, str(error)) from None

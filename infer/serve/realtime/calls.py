@@ -13,8 +13,7 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from infer.serve.costs import Denied
-from infer.serve.keys import LOOPBACK
+from infer.serve.keys import LOOPBACK, Denied
 from infer.serve.realtime.bounds import SessionBounds
 from infer.serve.realtime.protocol import Event, ProtocolError, read_object
 from infer.serve.realtime.webrtc import Call, CallTransport
@@ -78,7 +77,7 @@ class Calls:
     @contextlib.contextmanager
     def asking(self, owner: str) -> Iterator[None]:
         """Count a request whose offer is still coming; Denied where its key has too many calls that are not connected."""
-        connecting = sum(call.owner == owner and not call.connected for call in self._calls.values())
+        connecting = sum(call.owner == owner and not call.opened.is_set() for call in self._calls.values())
         if self._asking[owner] + connecting >= CONNECTING:
             told = f"{CONNECTING} calls of this key are not connected yet, as many as may be; connect one, or wait"
             raise Denied(429, "rate_limit_exceeded", told)

@@ -19,7 +19,7 @@ from aiortc import RTCConfiguration, RTCDataChannel, RTCPeerConnection, RTCRtpSe
 from aiortc.rtcconfiguration import RTCBundlePolicy
 from aiortc.sdp import SessionDescription
 
-from infer.serve.costs import Denied, Traffic
+from infer.serve.keys import Denied, Usage
 from infer.serve.realtime.bounds import Closed, SessionBounds
 from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
@@ -102,6 +102,9 @@ class Call:
     Args:
         owner: of the key that began it.
         bounds: of its session.
+
+    Attributes:
+        opened: set once its data channel is there.
     """
 
     def __init__(
@@ -109,11 +112,11 @@ class Call:
     ) -> None:
         self.id, self.owner, self.session = new_id("rtc"), owner, session
         self._transport, self._bounds, self._most = transport, bounds, limits.unread_bytes
-        self._traffic = Traffic(limits)
+        self._usage = Usage(limits)
         self._pc = RTCPeerConnection(RTCConfiguration(iceServers=[], bundlePolicy=RTCBundlePolicy.MAX_BUNDLE))
         self._pc.on("connectionstatechange", self._changed)
         self._pc.on("datachannel", self._take_channel)
-        self._opened = asyncio.Event()
+        self.opened = asyncio.Event()
         self._messages: asyncio.Queue[str | bytes] = asyncio.Queue()
         self._waiting = 0  # bytes of them
 
@@ -149,9 +152,9 @@ class Call:
             listener = TrackListener(track)
             session.spawn(listener.read())
             session.spawn(listener.listen(self._hear))
-        ending.add_done_callback(lambda _: self._opened.set())
+        ending.add_done_callback(lambda _: self.opened.set())
         try:
-            await asyncio.wait_for(self._opened.wait(), CONNECT)
+            await asyncio.wait_for(self.opened.wait(), CONNECT)
         except asyncio.TimeoutError:
             return "not connected in time"
         session.begin()
@@ -174,10 +177,6 @@ class Call:
         except asyncio.TimeoutError:
             self.session.log.warning("a connection did not close")
 
-    @property
-    def connected(self) -> bool:
-        return self._opened.is_set()
-
     def hang_up(self, reason: str) -> None:
         self._transport.end(reason)
 
@@ -192,12 +191,12 @@ class Call:
         self._transport.channel = channel
         channel.on("message", self._take)
         channel.on("close", lambda: self._transport.end("the client closed its data channel"))
-        self._opened.set()
+        self.opened.set()
 
     def _take(self, data: str | bytes) -> None:
         self._waiting += len(data)
         try:
-            self._traffic.need(1, len(data))
+            self._usage.need(frames=1, bytes=len(data))
         except Denied as error:
             self._transport.end(str(error))
         if self._waiting > self._most:
@@ -215,7 +214,7 @@ class Call:
 
     async def _hear(self, samples: np.ndarray) -> None:
         self._bounds.came = time.monotonic()
-        if self._opened.is_set():
+        if self.opened.is_set():
             await self.session.hear(samples)
 
 

@@ -14,8 +14,7 @@ import numpy as np
 from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
-from infer.serve.costs import Denied
-from infer.serve.keys import Keys
+from infer.serve.keys import Denied, Keys
 from infer.serve.realtime.bounds import EXPIRED, POLICY, Closed, SessionBounds
 from infer.serve.realtime.playback import Outlet, SentOutlet
 from infer.serve.realtime.protocol import Event, ProtocolError

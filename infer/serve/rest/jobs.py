@@ -22,8 +22,7 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from infer.serve.costs import Denied
-from infer.serve.keys import key_of
+from infer.serve.keys import Denied, key_of
 from infer.serve.logs import LOG
 from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake
 from infer.serve.rest.errors import AGAIN, GONE, Failure, failure_of

@@ -15,9 +15,8 @@ import pytest
 from websockets.asyncio.client import connect
 
 from infer.serve import connections
-from infer.serve.costs import Traffic
 from infer.serve.host import EngineHost
-from infer.serve.keys import Keys, read_keys
+from infer.serve.keys import Keys, Usage, read_keys
 from infer.serve.logs import LOG
 from infer.serve.realtime.bounds import SessionBounds
 from infer.serve.realtime.calls import CONNECTING
@@ -77,19 +76,19 @@ def test_as_many_as_may_be_speak_for_ten_minutes_within_the_default_limits(
     people: int, ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("infer.serve.costs.monotonic", clock)
+    monkeypatch.setattr("infer.serve.keys.monotonic", clock)
     limits = ServerLimits()
     keys = Keys((), limits)
     session: Any = SimpleNamespace(hearing=SimpleNamespace(uncounted=0.0), send=lambda event: pytest.fail(str(event)))
-    bounds, traffic = SessionBounds(session, keys, "anyone", limits, Clock()), Traffic(limits)
+    bounds, traffic = SessionBounds(session, keys, "anyone", limits, Clock()), Usage(limits)
     for _ in range(600_000 // ms):
         clock.now += ms / 1000
-        traffic.need(1, 64 * ms + 60)
+        traffic.need(frames=1, bytes=64 * ms + 60)
         session.hearing.uncounted += ms / 1000
         bounds.count()
-        keys.used("anyone", 0, (people - 1) * ms / 1000)
+        keys.usage["anyone"].use(seconds=(people - 1) * ms / 1000)
     keys.enter("anyone")
-    keys.use_events("anyone")
+    keys.usage["anyone"].need(events=1)
 
 
 def test_who_floods_is_closed_and_only_new_sessions_of_the_key_are_refused(serve: Any) -> None:
