@@ -1,7 +1,6 @@
 """Connections below what the application sees: heads that do not come, frames without messages, clients that do not read.
 
-Subclasses of uvicorn's protocols, whose private interface was read from uvicorn 0.54.0 (and websockets 17.0): its settings
-bound neither the time that a head may take, nor frames, nor connections without a request.
+uvicorn's settings bound none of these; the private interface of its protocols was read from 0.54.0 (websockets 17.0).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import resource
 from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -22,20 +21,12 @@ from infer.serve.logs import LOG
 from infer.serve.realtime.bounds import POLICY
 from infer.serve.realtime.protocol import ProtocolError
 
-if TYPE_CHECKING:
-    from infer.serve.server import Server
+HEAD_SECONDS, LINGER = 10.0, 5.0
+"""Seconds in which the head of a request has to come, and those that a client has to take what its WebSocket was sent last."""
 
-HEAD_SECONDS = 10.0
-"""Seconds in which the head of a request has to come, from the connection or the last answer on."""
-
-LINGER = 5.0
-"""Seconds that a client has to take what its WebSocket was sent last."""
-
-PIECE, LARGEST = 2**10, 2**14
-"""Bytes that are read at once: few where they take long, as 170 empty frames do, and more where they do not."""
-
-TURN, REST = 0.002, 4.0
-"""Seconds for which one connection's bytes are read before others have their turn, and how many times as long it then waits."""
+PIECE, LARGEST, TURN, REST = 2**10, 2**14, 0.002, 4.0
+"""Bytes that are read at once, fewer where they take long, and most; seconds for which one connection's bytes are read before
+others have their turn, and how many times as long it then waits."""
 
 
 class Paced(asyncio.Protocol):
@@ -83,7 +74,7 @@ class HttpConnection(Paced, H11Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        server: Server = self.config.app.state.server  # type: ignore[union-attr]
+        server: Any = self.config.app.state.server  # type: ignore[union-attr]
         self._idle, self._deadline = server.idle, None
         self._look()
         if len(self.connections) > server.settings.limits.connections:
@@ -127,8 +118,7 @@ class SocketConnection(Paced, WebSocketsSansIOProtocol):
     """A WebSocket's connection: too many frames or bytes end it, and who does not read gets no answers to his pings."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        server: Server = self.config.app.state.server  # type: ignore[union-attr]
-        self._usage = Usage(server.settings.limits)
+        self._usage = Usage(self.config.app.state.server.settings.limits)  # type: ignore[union-attr]
         super().connection_made(transport)
 
     @property
@@ -146,7 +136,7 @@ class SocketConnection(Paced, WebSocketsSansIOProtocol):
     def _within(self, **came: int) -> bool:
         """Whether it may bring that; it is ended otherwise."""
         try:
-            self._usage.need(**came)
+            self._usage.count(**came)
         except Denied as error:
             self._end(error)
         return not self.disconnected
@@ -164,7 +154,7 @@ class SocketConnection(Paced, WebSocketsSansIOProtocol):
 
     def _end(self, error: Denied) -> None:
         """Close it as uvicorn does, but leave the client time to hear of it: nothing more is read meanwhile."""
-        LOG.warning("a WebSocket was closed", extra={"fields": {"code": error.code, "reason": str(error)}})
+        LOG.warning("a WebSocket was closed: %s", error)
         self._data = b""
         self.queue.put_nowait({"type": "websocket.disconnect", "code": POLICY, "reason": str(error)})
         with suppress(InvalidState):  # before it was accepted

@@ -71,7 +71,7 @@ class Allowance:
         self._denied = 429, code, f"more than {most:,.0f} {what}; wait"
 
     def use(self, amount: float, denies: bool) -> None:
-        """Use some of it, or all that is left; Denied instead where that is not enough and it `denies`."""
+        """Use some of it; where there is not enough all that is left, or Denied where it `denies`."""
         now = monotonic()
         self._left, self._at = min(self._left + (now - self._at) * self._rate, self._most), now
         if denies and amount > self._left:
@@ -80,11 +80,7 @@ class Allowance:
 
 
 class Usage:
-    """What one connection brings, with its session, or all of a key: the one place that counts it.
-
-    Args:
-        key: of a key.
-    """
+    """What one connection brings, with its session, or all of a `key`: the one place that counts it."""
 
     def __init__(self, limits: ServerLimits, key: bool = False) -> None:
         events, seconds = limits.key_events, limits.key_audio_seconds
@@ -97,15 +93,10 @@ class Usage:
             "seconds": Allowance(seconds, 3600, "seconds of sound within an hour", "insufficient_quota"),
         }
 
-    def need(self, **amounts: float) -> None:
-        """Count what came; Denied where it is too much."""
+    def count(self, denies: bool = True, **amounts: float) -> None:
+        """Count what came; Denied where it is too much, unless others deny it."""
         for what, amount in amounts.items():
-            self._left[what].use(amount, True)
-
-    def use(self, **amounts: float) -> None:
-        """Count what came of those who have limits of their own."""
-        for what, amount in amounts.items():
-            self._left[what].use(amount, False)
+            self._left[what].use(amount, denies)
 
 
 def read_keys(path: str | Path) -> tuple[str, ...]:
@@ -201,7 +192,7 @@ class Keys:
         if self.sessions[owner] >= self._limits.key_sessions:
             most = self._limits.key_sessions
             raise Denied(429, "session_limit_reached", f"this key has {most} sessions open, as many as it may; close one")
-        self.usage[owner].need(seconds=1)
+        self.usage[owner].count(seconds=1)
         self.sessions[owner] += 1
 
     def leave(self, owner: str) -> None:
@@ -211,7 +202,7 @@ class Keys:
 
     def use_sound(self, owner: str, seconds: float) -> None:
         """Count a request's sound; Denied beyond the key's hour."""
-        self.usage[owner].need(seconds=seconds)
+        self.usage[owner].count(seconds=seconds)
 
 
 def _digest(key: str) -> bytes:

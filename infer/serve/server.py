@@ -42,7 +42,7 @@ class Server:
         """The owner of a request's key, and its secret's configuration; Denied where it is not let in."""
         check_origin(headers, self.settings.origins, not self.keys.needed)
         owner, session = self.keys.owner(key_of(headers, protocols))
-        self.keys.usage[owner].need(events=1)
+        self.keys.usage[owner].count(events=1)
         return owner, session
 
     @property

@@ -39,7 +39,6 @@ HEADERS = (
 )
 
 HSTS = ((b"strict-transport-security", b"max-age=31536000"),)
-"""Browsers come by TLS alone from now on; not for `localhost`, where other servers of the machine have its name too."""
 
 REALTIME = "/v1/realtime"
 """Path of the server's only WebSockets."""
@@ -56,11 +55,11 @@ class Headers:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         host = dict(scope.get("headers", ())).get(b"host", b"").decode("latin-1")
-        secure = HSTS if scope.get("scheme") == "https" and not is_local(host) else ()
+        by_tls = scope.get("scheme") == "https" and not is_local(host)  # other servers of this machine are `localhost` too
 
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *HEADERS, *secure]
+                message["headers"] = [*message.get("headers", []), *HEADERS, *HSTS * by_tls]
             await send(message)
 
         await self._app(scope, receive, with_headers if scope["type"] == "http" else send)

@@ -53,9 +53,9 @@ class SessionBounds:
         self.came = time.monotonic()
         seconds, self._session.hearing.uncounted = self._session.hearing.uncounted, 0.0
         came = {"seconds": seconds} if seconds else {"events": 1}
-        self._keys.usage[self._owner].use(**came)
+        self._keys.usage[self._owner].count(False, **came)
         try:
-            self._usage.need(**came)
+            self._usage.count(**came)
         except Denied as error:
             self._session.send(ProtocolError(str(error), error.code, kind=error.kind).event())
             raise Closed(POLICY, str(error)) from None

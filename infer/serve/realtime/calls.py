@@ -15,9 +15,9 @@ from starlette.requests import ClientDisconnect
 
 from infer.serve.keys import LOOPBACK, Denied
 from infer.serve.realtime.bounds import SessionBounds
-from infer.serve.realtime.protocol import Event, ProtocolError, read_object
+from infer.serve.realtime.protocol import Event, ProtocolError, read_json
 from infer.serve.realtime.webrtc import Call, CallTransport
-from infer.serve.rest.errors import GONE, Failure, failure_of
+from infer.serve.rest.errors import Failure, failure_of
 
 if TYPE_CHECKING:
     from infer.serve.server import Server
@@ -76,11 +76,10 @@ class Calls:
 
     @contextlib.contextmanager
     def asking(self, owner: str) -> Iterator[None]:
-        """Count a request whose offer is still coming; Denied where its key has too many calls that are not connected."""
+        """Count an offer that is still coming; Denied where too many calls of its key are not connected."""
         connecting = sum(call.owner == owner and not call.opened.is_set() for call in self._calls.values())
         if self._asking[owner] + connecting >= CONNECTING:
-            told = f"{CONNECTING} calls of this key are not connected yet, as many as may be; connect one, or wait"
-            raise Denied(429, "rate_limit_exceeded", told)
+            raise Denied(429, "rate_limit_exceeded", f"{CONNECTING} calls of this key are not connected yet; wait")
         self._asking[owner] += 1
         try:
             yield
@@ -136,7 +135,7 @@ def add_calls(app: FastAPI, server: Server) -> Calls:
         except (Denied, HTTPException):
             raise
         except ClientDisconnect:
-            return Response(status_code=GONE)
+            return Response(status_code=499)
         except asyncio.TimeoutError:
             return Failure(408, "the body did not come in time", "request_timeout").response()
         except Exception as error:
@@ -171,7 +170,10 @@ async def _read(request: Request) -> tuple[str, Event]:
         raise ProtocolError(f"the form cannot be read: {error.detail}", "invalid_form") from None
     if offer is None:
         raise ProtocolError("the form has no sdp, the offer", "missing_required_parameter", "sdp")
-    return offer, read_object(session or "{}", "session", "session")
+    given = read_json(session or "{}", "session", "session")
+    if not isinstance(given, dict):
+        raise ProtocolError("session is no object; send one", "invalid_json", "session")
+    return offer, given
 
 
 async def _text(field: UploadFile | str | None) -> str | None:

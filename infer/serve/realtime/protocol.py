@@ -141,7 +141,10 @@ def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
     Raises:
         ProtocolError: no JSON, no object, an unknown type, or a field of the wrong kind; `event_id` in it where there is one.
     """
-    given = read_object(text, "the message")
+    check_costly(text)
+    given = read_json(text, "the message")
+    if not isinstance(given, dict):
+        raise ProtocolError(f"the message is a JSON {type(given).__name__}; send an object", "invalid_json")
     event_id = given.get("event_id")
     event_id = event_id if isinstance(event_id, str) and len(event_id) <= 512 else None
     if given.get("type") not in TYPES:
@@ -164,16 +167,20 @@ def check_costly(text: Any, left: int = COSTLY) -> int:
     return left
 
 
-def read_object(text: str | bytes, name: str, param: str | None = None) -> dict[str, Any]:
-    """A JSON object; ProtocolError where it is none, or one that would take long to read."""
-    check_costly(text)
+def read_json(data: str | bytes, name: str = "the body", param: str | None = None) -> Any:
+    """The value of a JSON text; ProtocolError where it is none, with the place where that is known."""
     try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"{name} is no JSON: {type(error).__name__}", "invalid_json", param) from None
-    if not isinstance(given, dict):
-        raise ProtocolError(f"{name} is a JSON {type(given).__name__}; send an object", "invalid_json", param)
-    return given
+        return json.loads(data)
+    except RecursionError:
+        found = "it is nested too deep"
+    except UnicodeDecodeError as error:
+        found = f"it is not UTF-8 at byte {error.start}"
+    except json.JSONDecodeError as error:
+        what = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        found = what if data.strip() else "it is empty"
+    except ValueError:
+        found = "a number in it has too many digits"
+    raise ProtocolError(f"{name} is no JSON: {found}", "invalid_json", param)
 
 
 class Refused(ProtocolError):

@@ -196,7 +196,7 @@ class Call:
     def _take(self, data: str | bytes) -> None:
         self._waiting += len(data)
         try:
-            self._usage.need(frames=1, bytes=len(data))
+            self._usage.count(frames=1, bytes=len(data))
         except Denied as error:
             self._transport.end(str(error))
         if self._waiting > self._most:

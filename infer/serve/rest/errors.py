@@ -13,10 +13,6 @@ AGAIN = 2
 """Seconds after which a request that found no room may come again."""
 
 
-GONE = 499
-"""Status of a request whose client went away, for the figures alone."""
-
-
 class Failure(Exception):
     """A request that is not answered, or an answer that broke.
 

@@ -24,9 +24,9 @@ from starlette.requests import ClientDisconnect
 
 from infer.serve.keys import Denied, key_of
 from infer.serve.logs import LOG
-from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake
-from infer.serve.rest.errors import AGAIN, GONE, Failure, failure_of
-from infer.serve.rest.values import kind_of, read_json
+from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, read_json
+from infer.serve.rest.errors import AGAIN, Failure, failure_of
+from infer.serve.rest.values import kind_of
 from omni.engine.client import Pace
 from omni.errors import UserError
 from omni.generate.asynchronous import AsyncAnswer
@@ -41,6 +41,9 @@ M = TypeVar("M", bound=BaseModel)
 
 BODY_SECONDS, BODY_PAUSE = 120.0, 30.0
 """Seconds in which a request's body has to come, and those in which more of it has to."""
+
+GONE = 499
+"""Status of a request whose client went away, for the figures alone."""
 
 FIELDS = 64
 """Most fields of a form, besides its file."""

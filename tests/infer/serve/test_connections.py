@@ -83,12 +83,12 @@ def test_as_many_as_may_be_speak_for_ten_minutes_within_the_default_limits(
     bounds, traffic = SessionBounds(session, keys, "anyone", limits, Clock()), Usage(limits)
     for _ in range(600_000 // ms):
         clock.now += ms / 1000
-        traffic.need(frames=1, bytes=64 * ms + 60)
+        traffic.count(frames=1, bytes=64 * ms + 60)
         session.hearing.uncounted += ms / 1000
         bounds.count()
-        keys.usage["anyone"].use(seconds=(people - 1) * ms / 1000)
+        keys.usage["anyone"].count(False, seconds=(people - 1) * ms / 1000)
     keys.enter("anyone")
-    keys.usage["anyone"].need(events=1)
+    keys.usage["anyone"].count(events=1)
 
 
 def test_who_floods_is_closed_and_only_new_sessions_of_the_key_are_refused(serve: Any) -> None:
