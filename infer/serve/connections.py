@@ -9,7 +9,7 @@ import asyncio
 import json
 import resource
 from contextlib import suppress
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -46,12 +46,12 @@ class Paced(asyncio.Protocol):
             self.transport.pause_reading()
 
     def _advance(self) -> None:
-        self._next, began = None, perf_counter()
+        self._next, began = None, thread_time()
         while self._data and not self.held and not self.transport.is_closing():
-            at = perf_counter()
+            at = thread_time()
             piece, self._data = self._data[: self._size], self._data[self._size :]
             super().data_received(piece)
-            now = perf_counter()
+            now = thread_time()
             self._size = min(2 * self._size, LARGEST) if now - at < TURN / 8 else PIECE
             if self._data and now - began > TURN:
                 self._next = self.loop.call_later((now - began) * REST, self._advance)
