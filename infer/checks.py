@@ -80,7 +80,7 @@ SERVE = {
     "idle_minutes": Bound(0.01, 1e6, "15 is the default", whole=False),
     "key_sessions": Bound(1, 10_000, "as many as there may be by default"),
     "key_audio_minutes": Bound(1, 1e7, "an hour for each of its sessions by default", whole=False),
-    "key_events": Bound(1, 10**9, "120,000 is the default"),
+    "key_events": Bound(1, 10**9, "2,000 for each of its sessions by default"),
     "padding_ms": Bound(0, 2000, "100 is the default", whole=False),
     "lead_ms": Bound(100, 500, "300 is the default", whole=False),
     "drain": Bound(0, 3600, "30 is the default", whole=False),
@@ -91,7 +91,7 @@ SERVE = {
 
 EXTRA = (
     *("fastapi", "uvicorn", "uvloop", "websockets", "python_multipart", "aiortc", "av"),
-    *("onnxruntime", "silero_vad", "prometheus_client", "limits", "itsdangerous"),
+    *("onnxruntime", "silero_vad", "prometheus_client", "itsdangerous"),
 )
 """Modules that the extra `serve` brings."""
 

@@ -241,7 +241,9 @@ class ServeOptions:
     key_audio_minutes: float | None = option(
         None, "minutes of sound that one key may send in an hour; by default an hour for each of its sessions"
     )
-    key_events: int = option(120_000, "events and requests that one key may send in a minute")
+    key_events: int | None = option(
+        None, "events without sound and requests that one key may send in a minute; by default 2,000 for each of its sessions"
+    )
     padding_ms: float = option(100.0, "milliseconds of sound around speech that questions keep, where the server ends turns")
     lead_ms: float = option(300.0, "milliseconds of sound that are sent ahead of what is heard; at most 500")
     drain: float = option(30.0, "seconds that answers under way have after SIGTERM")

@@ -19,11 +19,13 @@ from infer.serve.realtime.calls import add_calls
 from infer.serve.realtime.configuration import Voices
 from infer.serve.realtime.protocol import ProtocolError
 from infer.serve.realtime.session import RealtimeSession
-from infer.serve.realtime.websocket import INTERNAL, POLICY, TRY_AGAIN, SocketSession, SocketTransport, refuse
+from infer.serve.realtime.websocket import INTERNAL, SocketSession, SocketTransport, refuse
+from infer.serve.rest.errors import Failure, failure_of
 from infer.serve.rest.routes import add_rest
 from infer.serve.server import Server
 from infer.serve.settings import ServeSettings
 from infer.serve.web import REALTIME, Gate, Headers, add_web, told_error, too_large
+from omni.engine.wire import EngineLost
 
 THREADS = 64
 """Threads for what waits for the engine's process."""
@@ -76,9 +78,11 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
     @app.exception_handler(Denied)
     async def denied(request: Request, error: Denied) -> JSONResponse:
         server.metrics.refused.labels(error.code).inc()
-        kind = "invalid_request_error" if error.status < 429 else "rate_limit_exceeded"
-        told = {"message": str(error), "type": kind, "code": error.code, "param": None}
-        return JSONResponse({"error": told}, error.status)
+        return Failure(error.status, str(error), error.code, error.kind).response()
+
+    @app.exception_handler(EngineLost)
+    async def lost(request: Request, error: EngineLost) -> JSONResponse:
+        return failure_of(error).response()
 
     @app.exception_handler(HTTPException)
     async def failed(request: Request, error: HTTPException) -> JSONResponse:
@@ -100,24 +104,22 @@ async def _serve_socket(server: Server, socket: WebSocket) -> None:
     limits, protocols = server.settings.limits, socket.scope.get("subprotocols", [])
     try:
         owner, given = server.admit(socket.headers, protocols)
-        if server.full:
-            raise Denied(429, "session_limit_reached", "this server has as many sessions as it takes; try again")
-        server.keys.enter(owner)
+        server.enter(owner)
     except Denied as error:
         server.metrics.refused.labels(error.code).inc()
-        await refuse(socket, error, TRY_AGAIN if error.status == 429 else POLICY)
+        await refuse(socket, error)
         return
     transport = SocketTransport(socket, limits.unread_bytes)
     session: RealtimeSession | None = None
     try:
-        await socket.accept("realtime" if "realtime" in protocols else None)
         kind = {"type": "transcription"} if socket.query_params.get("intent") == "transcription" else {}
         session = server.begin(transport, {**kind, **given}, socket.query_params.get("omni") == "1")
+        await socket.accept("realtime" if "realtime" in protocols else None)
         session.log.info("session began", fields={"transport": "websocket", "owner": owner})
         server.metrics.sessions.labels("websocket").inc()
         await SocketSession(socket, transport, session, server.keys, owner, limits).run()
     except ProtocolError as error:
-        await socket.close(POLICY, str(error)[:120])
+        await refuse(socket, Denied(400, error.code, str(error)))
     except Exception:
         LOG.exception("a socket failed")
         with contextlib.suppress(Exception):

@@ -10,18 +10,16 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
+from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
 from itsdangerous import BadData, URLSafeSerializer
-from limits import RateLimitItemPerHour, RateLimitItemPerMinute
-from limits.storage import MemoryStorage
-from limits.strategies import FixedWindowRateLimiter
 
 from infer.serve.settings import ServerLimits
 from omni.errors import UserError
@@ -55,23 +53,60 @@ class Denied(Exception):
     """Whoever asks may not.
 
     Attributes:
-        status: of HTTP: 401, 403 or 429.
-        code: for programs.
+        status: of HTTP: 401, 403, 429 or 503.
+        code: for programs; kind: of the error, as OpenAI has it.
     """
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.status, self.code = status, code
+        self.kind = {429: "rate_limit_exceeded", 503: "server_error"}.get(status, "invalid_request_error")
+
+
+class Allowance:
+    """So much may be used at once, and it comes again evenly within a number of seconds (a token bucket)."""
+
+    def __init__(self, most: float, seconds: float, what: str, code: str = "rate_limit_exceeded") -> None:
+        self._most, self._rate, self._at, self._left = most, most / seconds, monotonic(), most
+        self._denied = 429, code, f"more than {most:,.0f} {what}; wait"
+
+    def use(self, amount: float, denies: bool) -> None:
+        """Use some of it; where there is not enough all that is left, or Denied where it `denies`."""
+        now = monotonic()
+        self._left, self._at = min(self._left + (now - self._at) * self._rate, self._most), now
+        if denies and amount > self._left:
+            raise Denied(*self._denied)
+        self._left = max(self._left - amount, 0.0)
+
+
+class Usage:
+    """What one connection brings, with its session, or all of a `key`: the one place that counts it."""
+
+    def __init__(self, limits: ServerLimits, key: bool = False) -> None:
+        events, seconds = limits.key_events, limits.key_audio_seconds
+        if not key:
+            events, seconds = min(events, limits.session_events), min(seconds, limits.session_audio_seconds)
+        self._left = {
+            "frames": Allowance(limits.session_frames, 10, "frames within 10 s"),
+            "bytes": Allowance(limits.session_bytes, 60, "bytes within a minute"),
+            "events": Allowance(events, 60, "events and requests within a minute"),
+            "seconds": Allowance(seconds, 3600, "seconds of sound within an hour", "insufficient_quota"),
+        }
+
+    def count(self, denies: bool = True, **amounts: float) -> None:
+        """Count what came; Denied where it is too much, unless others deny it."""
+        for what, amount in amounts.items():
+            self._left[what].use(amount, denies)
 
 
 def read_keys(path: str | Path) -> tuple[str, ...]:
     """Keys of a file, one a line; empty lines and those that begin with `#` are left out.
 
     Raises:
-        UserError: it cannot be read, has no key, or one that is shorter than 16 characters or has spaces.
+        UserError: it cannot be read, has no key, or one that is too short, has spaces, or begins as client secrets do.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--key_file {str(path)!r} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}"
@@ -85,6 +120,9 @@ def read_keys(path: str | Path) -> tuple[str, ...]:
             raise UserError(
                 f"--key_file {str(path)!r}: line {number} is no key; use 16 ASCII characters or more, without spaces or commas"
             )
+        if key.startswith(SECRET):
+            told = f"line {number} begins with {SECRET}, as client secrets do, and would never be known; use another key"
+            raise UserError(f"--key_file {str(path)!r}: {told}")
         found.append(key)
     if not found:
         raise UserError(f"--key_file {str(path)!r} has no key; write one a line")
@@ -105,9 +143,7 @@ class Keys:
         self._signer = URLSafeSerializer(
             b"".join(signing), salt="client secret", signer_kwargs={"digest_method": hashlib.sha256}
         )
-        self._meter = FixedWindowRateLimiter(MemoryStorage())
-        self._sound = RateLimitItemPerHour(max(int(limits.key_audio_seconds), 1))
-        self._events = RateLimitItemPerMinute(limits.key_events)
+        self.usage = defaultdict[str, Usage](lambda: Usage(limits, key=True))
         self.sessions: Counter[str] = Counter()
 
     @property
@@ -152,10 +188,11 @@ class Keys:
     # --- what an owner has used ---------------------------------------------------------------------------------------
 
     def enter(self, owner: str) -> None:
-        """Count a session; Denied where the owner has too many."""
+        """Count a session; Denied where the owner has too many, or has no sound left."""
         if self.sessions[owner] >= self._limits.key_sessions:
             most = self._limits.key_sessions
             raise Denied(429, "session_limit_reached", f"this key has {most} sessions open, as many as it may; close one")
+        self.usage[owner].count(seconds=1)
         self.sessions[owner] += 1
 
     def leave(self, owner: str) -> None:
@@ -163,18 +200,9 @@ class Keys:
         if self.sessions[owner] <= 0:
             del self.sessions[owner]
 
-    def use_events(self, owner: str, count: int = 1) -> None:
-        """Count events or requests; Denied beyond the key's rate."""
-        if count and not self._meter.hit(self._events, owner, cost=count):
-            most = self._limits.key_events
-            raise Denied(429, "rate_limit_exceeded", f"this key may send {most} events and requests in a minute; wait")
-
     def use_sound(self, owner: str, seconds: float) -> None:
-        """Count milliseconds of sound; Denied beyond the key's hour."""
-        whole = int(seconds) + (secrets.randbelow(1000) < (seconds % 1) * 1000)
-        if whole and not self._meter.hit(self._sound, f"sound/{owner}", cost=whole):
-            most = self._limits.key_audio_seconds
-            raise Denied(429, "insufficient_quota", f"this key may send {most:g} s of sound in an hour; wait")
+        """Count a request's sound; Denied beyond the key's hour."""
+        self.usage[owner].count(seconds=seconds)
 
 
 def _digest(key: str) -> bytes:
@@ -204,7 +232,7 @@ def check_origin(headers: Mapping[str, str], allowed: Sequence[str], open_access
     origin = headers.get("origin")
     if origin is None or origin in allowed:
         return
-    if urlsplit(origin).netloc != host:
+    if origin.partition("://")[2] != host:
         raise Denied(
             403, "invalid_origin", "pages of other origins may not connect; the server's --origins names those that may"
         )

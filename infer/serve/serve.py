@@ -22,6 +22,7 @@ from infer.device import is_small, serving_dtype
 from infer.loading import missing_package
 from infer.options import DEFAULT_MODEL, ServeOptions
 from infer.serve.app import create_app
+from infer.serve.connections import HttpConnection, SocketConnection, most_connections
 from infer.serve.host import EngineHost
 from infer.serve.keys import read_keys
 from infer.serve.logs import LOG, write_logs
@@ -114,10 +115,11 @@ def settings_of(model: str, options: ServeOptions) -> ServeSettings:
         limits=ServerLimits(
             sessions=options.sessions,
             key_sessions=key_sessions,
+            connections=most_connections(options.sessions),
             session_seconds=options.session_minutes * 60,
             idle_seconds=options.idle_minutes * 60,
             key_audio_seconds=60 * (options.key_audio_minutes or 60 * key_sessions),
-            key_events=options.key_events,
+            key_events=options.key_events or ServerLimits.session_events * key_sessions,
         ),
         answering=Answering(
             temperature=options.temperature,
@@ -164,11 +166,14 @@ class Uvicorn(uvicorn.Server):
 
 def configured(app: Any, certificate: str | None = None, private_key: str | None = None) -> uvicorn.Config:
     """How the application is served."""
+    connections = app.state.server.settings.limits.connections
     return uvicorn.Config(
         app,
+        backlog=min(max(connections // 2, 1), 2048),
         log_config=None,
         access_log=False,
-        ws="websockets-sansio",
+        http=HttpConnection,
+        ws=SocketConnection,
         ws_max_size=LARGEST_MESSAGE,
         ws_per_message_deflate=False,
         ws_ping_interval=20.0,

@@ -16,11 +16,14 @@ class ServerLimits:
     Attributes:
         sessions: sockets and calls at once; more get `session_limit_reached`.
         key_sessions: of one key.
+        connections: of any kind at once; for one more, that which has waited longest without a request is closed.
         session_seconds: longest session; it ends with `session_expired`.
         idle_seconds: seconds without anything from the client or to it, after which a session ends.
-        key_audio_seconds: seconds of sound that one key may send in an hour, over all its sessions and requests.
-        key_events: events and requests of one key in a minute.
-        session_bytes: bytes of a session's messages in a minute.
+        session_audio_seconds: seconds of sound that a session may send in an hour; it is closed where it sends more.
+        session_events: events of a session in a minute, besides those that bring sound.
+        session_frames: frames of a WebSocket, or messages of a call, in ten seconds.
+        session_bytes: bytes of them in a minute.
+        key_audio_seconds, key_events: over all sessions and requests of one key; where they are used up, no new ones are taken.
         unread_bytes: bytes that wait for a client that does not read; beyond it the socket is closed.
         body_bytes: largest body of a request.
         responses: of one session at once (one in its conversation, the others out of band).
@@ -30,9 +33,13 @@ class ServerLimits:
     key_sessions: int = 64
     session_seconds: float = 3600.0
     idle_seconds: float = 900.0
-    key_audio_seconds: float = 64 * 3600.0
-    key_events: int = 120_000
+    connections: int = 1024
+    session_audio_seconds: float = 3600.0
+    session_events: int = 2000
+    session_frames: int = 10_000
     session_bytes: int = 64 * 2**20
+    key_audio_seconds: float = 64 * 3600.0
+    key_events: int = 64 * 2000
     unread_bytes: int = 4 * 2**20
     body_bytes: int = 26 * 2**20
     responses: int = 4

@@ -25,7 +25,7 @@ VERSION = importlib.metadata.version("omni-speech")
 PAGE = Path(__file__).parent / "page"
 
 POLICY = (
-    "default-src 'self'; connect-src 'self' ws: wss:; media-src 'self' blob:; img-src 'self' data:; worker-src 'self' blob:; "
+    "default-src 'self'; connect-src 'self'; media-src 'self' blob:; img-src 'self' data:; worker-src 'self' blob:; "
     "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """Content security policy: nothing from another host, no inline script."""
@@ -37,6 +37,8 @@ HEADERS = (
     (b"permissions-policy", b"microphone=(self), camera=(), geolocation=()"),
     (b"cache-control", b"no-cache"),
 )
+
+HSTS = ((b"strict-transport-security", b"max-age=31536000"),)
 
 REALTIME = "/v1/realtime"
 """Path of the server's only WebSockets."""
@@ -52,9 +54,12 @@ class Headers:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        host = dict(scope.get("headers", ())).get(b"host", b"").decode("latin-1")
+        by_tls = scope.get("scheme") == "https" and not is_local(host)  # other servers of this machine are `localhost` too
+
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *HEADERS]
+                message["headers"] = [*message.get("headers", []), *HEADERS, *HSTS * by_tls]
             await send(message)
 
         await self._app(scope, receive, with_headers if scope["type"] == "http" else send)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from infer.serve.keys import Denied, Keys
+from infer.serve.keys import Denied, Keys, Usage
 from infer.serve.realtime.protocol import ProtocolError
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.settings import ServerLimits
@@ -16,9 +16,6 @@ EXPIRED, POLICY = 1000, 1008
 
 LOOK = 5.0
 """Seconds between two looks at a session's limits."""
-
-MANY = 500
-"""Messages after which they are counted for the key at once."""
 
 
 class Closed(Exception):
@@ -48,39 +45,27 @@ class SessionBounds:
         self, session: RealtimeSession, keys: Keys, owner: str, limits: ServerLimits, sent_at: Callable[[], float]
     ) -> None:
         self._session, self._keys, self._owner, self._limits, self._sent_at = session, keys, owner, limits, sent_at
-        self._began = self.came = self._minute = time.monotonic()
-        self._bytes = self._events = 0
+        self._began = self.came = time.monotonic()
+        self._usage = Usage(limits)
 
-    def count(self, size: int) -> None:
-        """Count a message; Closed where there are too many, or too much in them."""
+    def count(self) -> None:
+        """Count a message that was handled by the sound that it brought, or else as an event; Closed where it is too much."""
         self.came = time.monotonic()
-        self._events += 1
-        self._bytes += size
-        if self._events >= MANY or self._bytes > self._limits.session_bytes:
-            self._account()
-
-    def _account(self) -> None:
-        """Count for the key what came since the last time: to do so for each message costs more than to handle it."""
-        events, self._events = self._events, 0
         seconds, self._session.hearing.uncounted = self._session.hearing.uncounted, 0.0
+        came = {"seconds": seconds} if seconds else {"events": 1}
+        self._keys.usage[self._owner].count(False, **came)
         try:
-            self._keys.use_events(self._owner, events)
-            self._keys.use_sound(self._owner, seconds)
-            if self._bytes > self._limits.session_bytes:
-                most = self._limits.session_bytes
-                raise Denied(429, "rate_limit_exceeded", f"more than {most:,} bytes came within a minute")
+            self._usage.count(**came)
         except Denied as error:
-            self._session.send(ProtocolError(str(error), error.code, kind="rate_limit_exceeded").event())
+            self._session.send(ProtocolError(str(error), error.code, kind=error.kind).event())
             raise Closed(POLICY, str(error)) from None
-        now = time.monotonic()
-        if now - self._minute > 60:
-            self._minute, self._bytes = now, 0
 
     async def watch(self) -> None:
         """Raises Closed when the session lasts too long, or nothing happens in it."""
         while True:
             await asyncio.sleep(min(LOOK, self._limits.idle_seconds / 4, self._limits.session_seconds / 4))
-            self._account()
+            if self._session.hearing.uncounted:  # of a call, whose sound comes by a way of its own
+                self.count()
             now = time.monotonic()
             if now - self._began > self._limits.session_seconds:
                 minutes = self._limits.session_seconds / 60

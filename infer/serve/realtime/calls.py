@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
@@ -14,7 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from infer.serve.keys import LOOPBACK, Denied
 from infer.serve.realtime.bounds import SessionBounds
-from infer.serve.realtime.protocol import Event, ProtocolError
+from infer.serve.realtime.protocol import Event, ProtocolError, read_json
 from infer.serve.realtime.webrtc import Call, CallTransport
 from infer.serve.rest.errors import Failure, failure_of
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from infer.serve.server import Server
 
 PATH = "/v1/realtime/calls"
+
+CONNECTING = 8
+"""Calls of a key that may be on their way at once, from the head of the request to the data channel."""
 
 BODY_SECONDS = 30.0
 """Seconds in which the body of a request has to come."""
@@ -33,6 +37,7 @@ class Calls:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._calls: dict[str, Call] = {}
+        self._asking: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self, owner: str, given: Event, offer: str, near: bool, wants_omni: bool) -> tuple[Call, str]:
@@ -47,9 +52,7 @@ class Calls:
             ProtocolError: the configuration or the offer cannot be taken.
         """
         server, limits = self._server, self._server.settings.limits
-        if server.full:
-            raise Denied(429, "session_limit_reached", "this server has as many sessions as it takes; try again")
-        server.keys.enter(owner)
+        server.enter(owner)
         transport = CallTransport(limits.unread_bytes)
         try:
             session = server.begin(transport, given, wants_omni)
@@ -57,7 +60,7 @@ class Calls:
             server.keys.leave(owner)
             raise
         bounds = SessionBounds(session, server.keys, owner, limits, lambda: transport.sent_at)
-        call = Call(transport, session, owner, bounds, limits.unread_bytes)
+        call = Call(transport, session, owner, bounds, limits)
         self._calls[call.id] = call
         server.metrics.sessions.labels("webrtc").inc()
         session.log.info("session began", fields={"transport": "webrtc", "owner": owner, "call": call.id})
@@ -70,6 +73,18 @@ class Calls:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return call, answer
+
+    @contextlib.contextmanager
+    def asking(self, owner: str) -> Iterator[None]:
+        """Count an offer that is still coming; Denied where too many calls of its key are not connected."""
+        connecting = sum(call.owner == owner and not call.opened.is_set() for call in self._calls.values())
+        if self._asking[owner] + connecting >= CONNECTING:
+            raise Denied(429, "rate_limit_exceeded", f"{CONNECTING} calls of this key are not connected yet; wait")
+        self._asking[owner] += 1
+        try:
+            yield
+        finally:
+            self._asking[owner] -= 1
 
     def find(self, call_id: str, owner: str) -> Call:
         """A call of an owner's; Failure where there is none."""
@@ -112,12 +127,15 @@ def add_calls(app: FastAPI, server: Server) -> Calls:
     async def create(request: Request) -> Response:
         owner, secret = server.admit(request.headers, [])
         try:
-            offer, session = await asyncio.wait_for(_read(request), BODY_SECONDS)
+            with calls.asking(owner):
+                offer, session = await asyncio.wait_for(_read(request), BODY_SECONDS)
             near = request.client is not None and request.client.host in LOOPBACK
             wants_omni = request.query_params.get("omni") == "1"
             call, answer = await calls.begin(owner, _joined(secret, session), offer, near, wants_omni)
-        except (Denied, HTTPException, ClientDisconnect):
+        except (Denied, HTTPException):
             raise
+        except ClientDisconnect:
+            return Response(status_code=499)
         except asyncio.TimeoutError:
             return Failure(408, "the body did not come in time", "request_timeout").response()
         except Exception as error:
@@ -152,12 +170,9 @@ async def _read(request: Request) -> tuple[str, Event]:
         raise ProtocolError(f"the form cannot be read: {error.detail}", "invalid_form") from None
     if offer is None:
         raise ProtocolError("the form has no sdp, the offer", "missing_required_parameter", "sdp")
-    try:
-        given = json.loads(session or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"session is no JSON: {type(error).__name__}", "invalid_json", "session") from None
+    given = read_json(session or "{}", "session", "session")
     if not isinstance(given, dict):
-        raise ProtocolError(f"session is a JSON {type(given).__name__}; send an object", "invalid_json", "session")
+        raise ProtocolError("session is no object; send one", "invalid_json", "session")
     return offer, given
 
 

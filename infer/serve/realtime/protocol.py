@@ -7,6 +7,7 @@ dict, without keys whose value is None where clients want them absent.
 from __future__ import annotations
 
 import json
+import reprlib
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -19,6 +20,12 @@ Event = dict[str, Any]
 LONGEST_APPEND = 15 * 2**20
 """Bytes of one append, as OpenAI limits it; in base64 they take a third more."""
 
+
+COSTLY = 50_000
+"""Most signs `{`, `[` and `,` of JSON: to read each takes some 100 ns, and nobody else is served meanwhile."""
+
+SHORT = reprlib.Repr()
+SHORT.maxlevel, SHORT.maxstring = 0, 80  # it looks at the beginning of a value alone, however large that is
 
 LOST = "the engine was lost and is started again; ask again in some seconds"
 """What clients are told where the engine's process has ended; the log has the rest."""
@@ -134,21 +141,46 @@ def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
     Raises:
         ProtocolError: no JSON, no object, an unknown type, or a field of the wrong kind; `event_id` in it where there is one.
     """
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"the message is no JSON: {type(error).__name__}", "invalid_json") from None
+    check_costly(text)
+    given = read_json(text, "the message")
     if not isinstance(given, dict):
         raise ProtocolError(f"the message is a JSON {type(given).__name__}; send an object", "invalid_json")
     event_id = given.get("event_id")
     event_id = event_id if isinstance(event_id, str) and len(event_id) <= 512 else None
     if given.get("type") not in TYPES:
-        shown = repr(given.get("type"))[:80]
+        shown = SHORT.repr(given.get("type"))[:80]
         raise Refused(f"event type {shown} is unknown; use one of {', '.join(TYPES)}", "invalid_event_type", "type", event_id)
     try:
         return _READER.validate_python(given), event_id
     except ValidationError as error:
         raise Refused(*first_mistake(error, given), event_id) from None
+
+
+def check_costly(text: Any, left: int = COSTLY) -> int:
+    """How many signs are left after this piece of JSON (text or bytes); ProtocolError where it has more than may be."""
+    for sign in ("{", "[", ",") if isinstance(text, str) else (b"{", b"[", b","):
+        place = text.find(sign)
+        while place >= 0:
+            left, place = left - 1, text.find(sign, place + 1)
+            if left < 0:
+                raise ProtocolError(f"the JSON has more than {COSTLY:,} signs {{, [ and comma; send less", "too_large")
+    return left
+
+
+def read_json(data: str | bytes, name: str = "the body", param: str | None = None) -> Any:
+    """The value of a JSON text; ProtocolError where it is none, with the place where that is known."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        found = "it is nested too deep"
+    except UnicodeDecodeError as error:
+        found = f"it is not UTF-8 at byte {error.start}"
+    except json.JSONDecodeError as error:
+        what = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        found = what if data.strip() else "it is empty"
+    except ValueError:
+        found = "a number in it has too many digits"
+    raise ProtocolError(f"{name} is no JSON: {found}", "invalid_json", param)
 
 
 class Refused(ProtocolError):
@@ -170,7 +202,7 @@ def first_mistake(error: ValidationError, given: Any = None, under: str = "") ->
     missing = found["type"] == "missing"
     parts = found["loc"] if given is None else _own(found["loc"], given, missing)
     place = ".".join([under] * bool(under) + [str(part) for part in parts])
-    shown = "" if missing else f" (it is {repr(found['input'])[:80]})"
+    shown = "" if missing else f" (it is {SHORT.repr(found['input'])[:80]})"
     return f"{place}: {found['msg']}{shown}", "missing_required_parameter" if missing else "invalid_value", place
 
 

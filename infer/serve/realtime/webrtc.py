@@ -19,11 +19,13 @@ from aiortc import RTCConfiguration, RTCDataChannel, RTCPeerConnection, RTCRtpSe
 from aiortc.rtcconfiguration import RTCBundlePolicy
 from aiortc.sdp import SessionDescription
 
+from infer.serve.keys import Denied, Usage
 from infer.serve.realtime.bounds import Closed, SessionBounds
 from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
 from infer.serve.realtime.rtc_sound import CallOutlet, SoundTrack, TrackListener
 from infer.serve.realtime.session import RealtimeSession
+from infer.serve.settings import ServerLimits
 
 CONNECT = 30.0
 """Seconds that a client has from its offer to its data channel."""
@@ -100,18 +102,21 @@ class Call:
     Args:
         owner: of the key that began it.
         bounds: of its session.
-        most: bytes of messages that may wait to be handled.
+
+    Attributes:
+        opened: set once its data channel is there.
     """
 
     def __init__(
-        self, transport: CallTransport, session: RealtimeSession, owner: str, bounds: SessionBounds, most: int
+        self, transport: CallTransport, session: RealtimeSession, owner: str, bounds: SessionBounds, limits: ServerLimits
     ) -> None:
         self.id, self.owner, self.session = new_id("rtc"), owner, session
-        self._transport, self._bounds, self._most = transport, bounds, most
+        self._transport, self._bounds, self._most = transport, bounds, limits.unread_bytes
+        self._usage = Usage(limits)
         self._pc = RTCPeerConnection(RTCConfiguration(iceServers=[], bundlePolicy=RTCBundlePolicy.MAX_BUNDLE))
         self._pc.on("connectionstatechange", self._changed)
         self._pc.on("datachannel", self._take_channel)
-        self._opened = asyncio.Event()
+        self.opened = asyncio.Event()
         self._messages: asyncio.Queue[str | bytes] = asyncio.Queue()
         self._waiting = 0  # bytes of them
 
@@ -147,9 +152,9 @@ class Call:
             listener = TrackListener(track)
             session.spawn(listener.read())
             session.spawn(listener.listen(self._hear))
-        ending.add_done_callback(lambda _: self._opened.set())
+        ending.add_done_callback(lambda _: self.opened.set())
         try:
-            await asyncio.wait_for(self._opened.wait(), CONNECT)
+            await asyncio.wait_for(self.opened.wait(), CONNECT)
         except asyncio.TimeoutError:
             return "not connected in time"
         session.begin()
@@ -186,10 +191,14 @@ class Call:
         self._transport.channel = channel
         channel.on("message", self._take)
         channel.on("close", lambda: self._transport.end("the client closed its data channel"))
-        self._opened.set()
+        self.opened.set()
 
     def _take(self, data: str | bytes) -> None:
         self._waiting += len(data)
+        try:
+            self._usage.count(frames=1, bytes=len(data))
+        except Denied as error:
+            self._transport.end(str(error))
         if self._waiting > self._most:
             self._transport.end("more messages came than could be handled")
         elif not self._transport.ending.done():
@@ -200,12 +209,12 @@ class Call:
         while True:
             data = await self._messages.get()
             self._waiting -= len(data)
-            self._bounds.count(len(data))
             await self.session.handle(data)
+            self._bounds.count()
 
     async def _hear(self, samples: np.ndarray) -> None:
         self._bounds.came = time.monotonic()
-        if self._opened.is_set():
+        if self.opened.is_set():
             await self.session.hear(samples)
 
 

@@ -21,8 +21,8 @@ from infer.serve.realtime.protocol import Event, ProtocolError
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.settings import ServerLimits
 
-TRY_AGAIN, INTERNAL = 1013, 1011
-"""Close codes of WebSockets: another server, or later; a fault."""
+RESTART, TRY_AGAIN, INTERNAL = 1012, 1013, 1011
+"""Close codes of WebSockets: the server ends, connect again; another server, or later; a fault."""
 
 GONE = (WebSocketDisconnect, RuntimeError, OSError, asyncio.TimeoutError)
 """What a socket raises whose client has gone, or does not take what is sent."""
@@ -46,6 +46,7 @@ class SocketTransport:
         self._socket, self._most = socket, most
         self._waiting: deque[str] = deque()
         self._changed = asyncio.Event()
+        self.code, self.reason = EXPIRED, ""
         self.unread, self.overfull, self.closing = 0, asyncio.Event(), False
         self.sent_at = time.monotonic()
 
@@ -63,6 +64,7 @@ class SocketTransport:
         self._changed.set()
 
     def end(self, reason: str) -> None:
+        self.code, self.reason = RESTART, reason
         self.finish()
 
     def outlet(self, rate: int, emit: Callable[[np.ndarray], None]) -> Outlet:
@@ -116,9 +118,9 @@ class SocketSession:
         tasks: set[asyncio.Task[Any]] = {sending, reading, watching, full}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            code, reason = EXPIRED, ""
+            code, reason = self._transport.code, self._transport.reason
             for task in (watching, reading, sending):
-                if task in done and not task.cancelled():
+                if task in done and not task.cancelled() and (task is not sending or task.exception() is not None):
                     code, reason = _end_of(task)
                     if code == INTERNAL:
                         session.log.error("the session's socket failed", exc_info=task.exception())
@@ -148,8 +150,8 @@ class SocketSession:
             if message["type"] == "websocket.disconnect":
                 return
             data = message.get("text") or message.get("bytes") or ""
-            self._bounds.count(len(data))
             await self._session.handle(data)
+            self._bounds.count()
 
 
 def _end_of(task: asyncio.Task[Any]) -> tuple[int, str]:
@@ -164,11 +166,11 @@ def _end_of(task: asyncio.Task[Any]) -> tuple[int, str]:
     return INTERNAL, "the server failed"
 
 
-async def refuse(socket: WebSocket, error: Denied, code: int) -> None:
+async def refuse(socket: WebSocket, error: Denied) -> None:
     """Accept a socket only to tell why it is closed: clients show events, but hide the status of a handshake."""
-    kind = "invalid_request_error" if error.status < 429 else "rate_limit_exceeded"
-    event = {"event_id": "event_refused", **ProtocolError(str(error), error.code, kind=kind).event()}
+    event = {"event_id": "event_refused", **ProtocolError(str(error), error.code, kind=error.kind).event()}
     with contextlib.suppress(*GONE):
         await socket.accept("realtime" if "realtime" in socket.scope.get("subprotocols", []) else None)
         await asyncio.wait_for(socket.send_text(json.dumps(event)), CLOSING)
+        code = POLICY if error.status < 429 else TRY_AGAIN
         await asyncio.wait_for(socket.close(code, str(error)[:120]), CLOSING)

@@ -8,16 +8,13 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from infer.serve.keys import LONGEST_SECRET, Denied
+from infer.serve.keys import LONGEST_SECRET, SECRET, Denied
 from infer.serve.realtime.configuration import Configuration, shown, updated
 from infer.serve.realtime.protocol import new_id
 from infer.serve.rest.jobs import Job
 
 LARGEST = 256 * 1024
 """Bytes of a request: the server keeps its configuration for as long as the secret is valid."""
-
-SECRET = "ek_"
-"""Beginning of every client secret."""
 
 
 class ExpiresAfter(BaseModel):

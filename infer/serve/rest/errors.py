@@ -50,7 +50,7 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, Failure):
         return error
     if isinstance(error, ProtocolError):
-        return Failure(400, str(error), error.code, error.kind, error.param)
+        return Failure(413 if error.code == "too_large" else 400, str(error), error.code, error.kind, error.param)
     if isinstance(error, BusyError):
         return Failure(429, str(error), "rate_limit_exceeded", "rate_limit_exceeded", again=AGAIN)
     if isinstance(error, EngineLost):

@@ -24,9 +24,9 @@ from starlette.requests import ClientDisconnect
 
 from infer.serve.keys import Denied, key_of
 from infer.serve.logs import LOG
-from infer.serve.realtime.protocol import Event, ProtocolError, first_mistake
+from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, read_json
 from infer.serve.rest.errors import AGAIN, Failure, failure_of
-from infer.serve.rest.values import kind_of, read_json
+from infer.serve.rest.values import kind_of
 from omni.engine.client import Pace
 from omni.errors import UserError
 from omni.generate.asynchronous import AsyncAnswer
@@ -42,11 +42,11 @@ M = TypeVar("M", bound=BaseModel)
 BODY_SECONDS, BODY_PAUSE = 120.0, 30.0
 """Seconds in which a request's body has to come, and those in which more of it has to."""
 
-FIELDS = 64
-"""Most fields of a form, besides its file."""
-
 GONE = 499
 """Status of a request whose client went away, for the figures alone."""
+
+FIELDS = 64
+"""Most fields of a form, besides its file."""
 
 Handler = Callable[["Job"], Awaitable[Response]]
 
@@ -148,10 +148,18 @@ class Job:
         Raises:
             ProtocolError: it is no JSON, or has a field of the wrong kind.
         """
-        body = await self._within(self._request.body())
+        body = await self._within(self._body())
         if most is not None and len(body) > most:
             raise Failure(413, f"the body has {len(body):,} bytes; at most {most:,} are taken here", "too_large")
         return validated(kind, read_json(body))
+
+    async def _body(self) -> bytes:
+        """All of it; ProtocolError once it is JSON that would take long to read."""
+        pieces, left = list[bytes](), COSTLY
+        async for piece in self._request.stream():
+            left = check_costly(piece, left)
+            pieces.append(piece)
+        return b"".join(pieces)
 
     @contextlib.asynccontextmanager
     async def form(self) -> AsyncIterator[FormData]:

@@ -90,7 +90,7 @@ def test_sigterm_lets_answers_end_and_refuses_new_sessions(running: Any) -> None
             answers(f"http://{place}/ready", 503, 5)
             async with opened(place) as other:
                 events, code = await closed(other)
-                assert events[0]["error"]["code"] == "session_limit_reached" and code == 1013
+                assert events[0]["error"]["code"] == "server_shutting_down" and code == 1013
             done = await event(ws, "response.done")
             assert done["response"]["status"] in ("completed", "incomplete")
             events, _ = await closed(ws)

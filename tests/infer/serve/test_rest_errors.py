@@ -171,7 +171,7 @@ def test_sound_that_breaks_ends_without_an_end(app: FastAPI, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "given", [b"", b"\xff\xfe", b"[]", b'"text"', b"[" * 100_000, b'{"messages": 1e4000}'], ids=lambda given: repr(given[:9])
+    "given", [b"", b"\xff\xfe", b"[]", b'"text"', b"[" * 40_000, b'{"messages": 1e4000}'], ids=lambda given: repr(given[:9])
 )
 def test_bodies_that_are_no_request(app: FastAPI, given: bytes) -> None:
     for path in (CHAT, "/v1/audio/speech", "/v1/realtime/client_secrets"):
@@ -183,7 +183,7 @@ BROKEN = {
     b"": "it is empty",
     b'{"messages": }': "Expecting value at line 1, column 14",
     b'{"a": "\xff"}': "it is not UTF-8 at byte 7",
-    b"[" * 100_000: "it is nested too deep",
+    b"[" * 40_000: "it is nested too deep",
     b"1" * 5_000: "a number in it has too many digits",
 }
 

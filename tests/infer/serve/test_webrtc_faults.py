@@ -66,7 +66,7 @@ def test_bad_requests(calls: Any) -> None:
         assert (await refused(content=offer, headers={"authorization": "Bearer no-key-of-this-server"}))[0] == 401
         assert not server.sessions and not server.keys.sessions
         server.draining = True
-        assert (await refused(files=form(sdp=offer)))[:2] == (429, "session_limit_reached")
+        assert (await refused(files=form(sdp=offer)))[:2] == (503, "server_shutting_down")
 
     calls(body)
 

@@ -1,0 +1,321 @@
+"""What connections may cost: floods end themselves and nobody else, and what never becomes a request is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from websockets.asyncio.client import connect
+
+from infer.serve import connections
+from infer.serve.host import EngineHost
+from infer.serve.keys import Keys, Usage, read_keys
+from infer.serve.logs import LOG
+from infer.serve.realtime.bounds import SessionBounds
+from infer.serve.realtime.calls import CONNECTING
+from infer.serve.settings import ServerLimits
+from omni.errors import UserError
+from tests.infer.serve.caller import Caller
+from tests.infer.serve.test_server import Flaky, closed, event, opened, serve
+
+__all__ = ["serve"]
+
+PING, CONTINUED, TEXT = 9, 0, 1
+UPGRADE = (
+    b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
+
+
+def frame(opcode: int, data: bytes = b"", final: bool = True) -> bytes:
+    """A client's frame of at most 125 bytes, masked by zeros."""
+    return bytes([final << 7 | opcode, 0x80 | len(data)]) + bytes(4) + data
+
+
+def dial(place: str) -> socket.socket:
+    host, port = place.split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def upgraded(place: str) -> socket.socket:
+    sock = dial(place)
+    sock.sendall(UPGRADE)
+    while b"\r\n\r\n" not in sock.recv(4096):
+        pass
+    return sock
+
+
+def rest_of(sock: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    came = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := sock.recv(65536):
+            came += piece
+    return came
+
+
+# --- limits that agree with the number of sessions --------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("people", "ms"), [(48, 20), (64, 20), (64, 10)])
+def test_as_many_as_may_be_speak_for_ten_minutes_within_the_default_limits(
+    people: int, ms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("infer.serve.keys.monotonic", clock)
+    limits = ServerLimits()
+    keys = Keys((), limits)
+    session: Any = SimpleNamespace(hearing=SimpleNamespace(uncounted=0.0), send=lambda event: pytest.fail(str(event)))
+    bounds, traffic = SessionBounds(session, keys, "anyone", limits, Clock()), Usage(limits)
+    for _ in range(600_000 // ms):
+        clock.now += ms / 1000
+        traffic.count(frames=1, bytes=64 * ms + 60)
+        session.hearing.uncounted += ms / 1000
+        bounds.count()
+        keys.usage["anyone"].count(False, seconds=(people - 1) * ms / 1000)
+    keys.enter("anyone")
+    keys.usage["anyone"].count(events=1)
+
+
+def test_who_floods_is_closed_and_only_new_sessions_of_the_key_are_refused(serve: Any) -> None:
+    place, _ = serve(session_events=40, key_events=60)
+
+    async def body() -> None:
+        async with opened(place) as other, opened(place) as flooding:
+            for _ in range(60):
+                await flooding.send(json.dumps({"type": "input_audio_buffer.clear"}))
+            events, code = await closed(flooding)
+            assert events[-1]["error"]["code"] == "rate_limit_exceeded" and code == 1008
+            async with opened(place) as more:
+                for _ in range(35):
+                    await more.send(json.dumps({"type": "input_audio_buffer.clear"}))
+                    await event(more, "input_audio_buffer.cleared")
+            async with opened(place) as new:
+                events, code = await closed(new)
+                assert events[0]["error"]["code"] == "rate_limit_exceeded" and code == 1013
+            await other.send(json.dumps({"type": "input_audio_buffer.clear"}))
+            await event(other, "input_audio_buffer.cleared")
+
+    asyncio.run(body())
+
+
+# --- frames below messages --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("begin", "repeated"),
+    [
+        (b"", frame(PING)),
+        (frame(TEXT, b"a", final=False), frame(CONTINUED, final=False)),
+        (frame(TEXT, b"a", final=False), frame(CONTINUED, b"a", final=False)),
+        (b"", frame(10)),
+    ],
+    ids=["pings", "empty continuations", "short continuations", "pongs"],
+)
+def test_frames_without_messages_end_their_own_socket(serve: Any, begin: bytes, repeated: bytes) -> None:
+    place, server = serve(session_frames=2000)
+
+    async def body() -> None:
+        async with opened(place) as other:
+            sock = upgraded(place)
+            sock.sendall(begin + repeated * 3000)
+            came = await asyncio.to_thread(rest_of, sock)
+            assert b"rate_limit_exceeded" in came and (1008).to_bytes(2, "big") + b"more than" in came
+            await other.send(json.dumps({"type": "input_audio_buffer.clear"}))
+            await event(other, "input_audio_buffer.cleared")
+            assert len(server.sessions) == 1
+
+    asyncio.run(body())
+
+
+def test_messages_are_read_as_fast_as_they_are_handled_and_none_is_lost(serve: Any) -> None:
+    place, _ = serve()
+    with upgraded(place) as sock:
+        sock.sendall(frame(TEXT, b'{"type": "input_audio_buffer.clear"}') * 1500)
+        came = b""
+        while came.count(b"input_audio_buffer.cleared") < 1500:
+            came += sock.recv(65536)
+
+
+def test_pings_of_who_does_not_read_are_not_answered(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    handle = connections.SocketConnection.handle_ping
+
+    def counted(one: Any) -> None:
+        made.append(one)
+        if len(made) == 2:
+            one.pause_writing()
+        handle(one)
+
+    monkeypatch.setattr(connections.SocketConnection, "handle_ping", counted)
+    place, _ = serve()
+    with upgraded(place) as sock:
+        sock.sendall(frame(PING, b"first"))
+        sock.recv(4096)
+        sock.sendall(frame(PING, b"unheard") * 3)
+        while len(made) < 4:
+            time.sleep(0.01)
+        made[0].resume_writing()
+        sock.sendall(frame(PING, b"heard"))
+        came = b""
+        while b"\x8a\x05heard" not in came:
+            came += sock.recv(4096)
+        assert b"unheard" not in came
+
+
+# --- connections without a request ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc"], ids=["nothing", "half a head"])
+def test_a_head_that_does_not_come_ends_its_connection(serve: Any, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    place, server = serve()
+    with dial(place) as sock:
+        sock.sendall(sent)
+        assert rest_of(sock) == b""
+    with dial(place) as sock:  # nor one after an answer
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET")
+        assert rest_of(sock).startswith(b"HTTP/1.1 200")
+    while server.idle:
+        time.sleep(0.01)
+
+
+def test_idle_connections_make_room_for_others(serve: Any) -> None:
+    place, server = serve(connections=60)
+
+    async def body() -> None:
+        async with opened(place) as ws:
+            idle = [dial(place) for _ in range(100)]
+            assert (await asyncio.to_thread(httpx.get, f"http://{place}/health")).status_code == 200
+            await ws.send(json.dumps({"type": "input_audio_buffer.clear"}))
+            await event(ws, "input_audio_buffer.cleared")
+            assert rest_of(idle[0]) == b"" and len(server.idle) <= 60
+            for sock in idle:
+                sock.close()
+
+    asyncio.run(body())
+
+
+def test_calls_without_media_leave_places_for_others(calls: Any) -> None:
+    async def body(server: Any, caller: Caller) -> None:
+        offer = await caller.offer()
+        for number in range(CONNECTING + 2):
+            answer = await caller.http.post(
+                "/realtime/calls",
+                content=offer,
+                headers={"content-type": "application/sdp", "authorization": f"Bearer {caller.openai.api_key}"},
+            )
+            assert answer.status_code == (201 if number < CONNECTING else 429), answer.text
+        assert len(server.sessions) == CONNECTING
+        for session in list(server.sessions.values()):
+            session.end("enough")
+
+    calls(body)
+
+
+# --- JSON that takes long to read -------------------------------------------------------------------------------------
+
+COSTLY = [b"{}" * 60_000, b"[" * 60_000, b'{"messages": [' + b"1," * 60_000 + b"1]}", b'{"a": "' + b"{" * 60_000 + b'"}']
+
+
+@pytest.mark.parametrize("given", COSTLY, ids=["objects", "nested", "list", "text"])
+def test_costly_json_is_refused_before_it_is_read(serve: Any, given: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, _ = serve()
+
+    async def body() -> None:
+        async with opened(place) as ws:
+            await ws.recv()
+            monkeypatch.setattr(json, "loads", pytest.fail)
+            await ws.send(given.decode())
+            answer = await ws.recv()
+            monkeypatch.undo()
+            assert json.loads(answer)["error"]["code"] == "too_large"
+            await ws.send(json.dumps({"type": "input_audio_buffer.append", "audio": "AAAA" * 500_000}))
+            await ws.send(json.dumps({"type": "input_audio_buffer.clear"}))
+            await event(ws, "input_audio_buffer.cleared")
+
+    asyncio.run(body())
+    found = httpx.post(f"http://{place}/v1/chat/completions", content=given)
+    assert found.status_code == 413 and found.json()["error"]["code"] == "too_large"
+
+
+# --- the engine's restart, the server's end, keys and origins ---------------------------------------------------------
+
+
+def test_while_the_engine_restarts_clients_are_told_to_come_again(serve: Any, lm: Any, monkeypatch: Any) -> None:
+    failures: list[str] = []
+    monkeypatch.setattr(LOG, "exception", failures.append)
+    made: list[Flaky] = []
+
+    def start() -> Flaky:
+        if made:
+            time.sleep(1.5)
+        made.append(Flaky(lm))
+        return made[-1]
+
+    engine = EngineHost(start)
+    engine.open()
+    place, _ = serve(engine=engine)
+    made[0].alive = False
+
+    async def body() -> None:
+        async with opened(place) as ws:
+            events, code = await closed(ws)
+            assert events[0]["error"]["code"] == "engine_lost" and code == 1013
+
+    asyncio.run(body())
+    found = httpx.get(f"http://{place}/page/config.json")
+    assert found.status_code == 503 and found.json()["error"]["code"] == "engine_lost"
+    assert not failures
+
+
+def test_the_servers_end_asks_clients_to_connect_again(serve: Any) -> None:
+    place, server = serve()
+
+    async def body() -> None:
+        async with opened(place) as ws:
+            await ws.recv()
+            for session in list(server.sessions.values()):
+                session.end("the server ends")
+            server.draining = True
+            async with opened(place) as new:
+                events, code = await closed(new)
+                assert events[0]["error"]["code"] == "server_shutting_down" and code == 1013
+            assert (await closed(ws))[1] == 1012
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("origin", ["http://[x", "http://[", "://", "http://evil.example:port"])
+def test_an_origin_that_is_none_is_refused(serve: Any, origin: str) -> None:
+    place, _ = serve()
+    assert httpx.get(f"http://{place}/v1/models", headers={"Origin": origin}).status_code == 403
+
+    async def body() -> None:
+        async with connect(f"ws://{place}/v1/realtime", additional_headers={"Origin": origin}) as ws:
+            assert (await closed(ws))[1] == 1008
+
+    asyncio.run(body())
+
+
+def test_a_key_file_may_begin_with_a_byte_order_mark_and_has_no_client_secrets(tmp_path: Any) -> None:
+    file = tmp_path / "keys.txt"
+    file.write_bytes(b"\xef\xbb\xbffirst-key-of-all-1234\r\n\r\nsecond-key-of-all-123\r\n")
+    assert read_keys(file) == ("first-key-of-all-1234", "second-key-of-all-123")
+    file.write_text("ek_first-key-of-all-1234\n")
+    with pytest.raises(UserError, match="line 1 begins with ek_"):
+        read_keys(file)
