@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from infer.serve.keys import LOOPBACK, Denied
 from infer.serve.realtime.bounds import SessionBounds
-from infer.serve.realtime.protocol import Event, ProtocolError
+from infer.serve.realtime.protocol import Event, ProtocolError, read_json
 from infer.serve.realtime.webrtc import Call, CallTransport
 from infer.serve.rest.errors import Failure, failure_of
 
@@ -153,7 +152,7 @@ async def _read(request: Request) -> tuple[str, Event]:
     if offer is None:
         raise ProtocolError("the form has no sdp, the offer", "missing_required_parameter", "sdp")
     try:
-        given = json.loads(session or "{}")
+        given = read_json(session or "{}")
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"session is no JSON: {type(error).__name__}", "invalid_json", "session") from None
     if not isinstance(given, dict):

@@ -21,9 +21,13 @@ class Transport(Protocol):
 
     Attributes:
         sound_in_events: sound goes out as events.
+        unread: bytes that were put and that the client has not taken.
     """
 
     sound_in_events: bool
+
+    @property
+    def unread(self) -> int: ...
 
     def put(self, event: Event) -> None:
         """Send an event; waits for nobody."""
@@ -53,4 +57,6 @@ class Owner(Protocol):
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None: ...
 
-    def add_spoken(self, item_id: str, sound: np.ndarray) -> ConversationItem: ...
+    def answered(self) -> None: ...
+
+    def add_spoken(self, item_id: str, sound: np.ndarray, silent: bool = False) -> ConversationItem: ...

@@ -7,6 +7,7 @@ dict, without keys whose value is None where clients want them absent.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -135,7 +136,7 @@ def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
         ProtocolError: no JSON, no object, an unknown type, or a field of the wrong kind; `event_id` in it where there is one.
     """
     try:
-        given = json.loads(text)
+        given = read_json(text)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the message is no JSON: {type(error).__name__}", "invalid_json") from None
     if not isinstance(given, dict):
@@ -149,6 +150,18 @@ def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
         return _READER.validate_python(given), event_id
     except ValidationError as error:
         raise Refused(*first_mistake(error, given), event_id) from None
+
+
+def read_json(text: str | bytes) -> Any:
+    """What a JSON text says; ValueError or RecursionError where it is none, as with NaN, or a number that no float can be."""
+    return json.loads(text, parse_float=_finite, parse_constant=_finite)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is no number of JSON")
+    return number
 
 
 class Refused(ProtocolError):

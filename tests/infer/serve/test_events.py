@@ -13,6 +13,7 @@ from openai.types.realtime import RealtimeServerEvent
 from pydantic import TypeAdapter
 
 from infer.serve.realtime.protocol import TYPES
+from infer.serve.realtime.session import HANDLERS
 from tests.infer.serve.conftest import Client, deltas, noise, pcm, sound_of
 
 READER: Any = TypeAdapter(RealtimeServerEvent)
@@ -182,7 +183,6 @@ BAD = {
     "cancel": ({"type": "response.cancel"}, "response_cancel_not_active"),
     "commit": ({"type": "input_audio_buffer.commit"}, "input_audio_buffer_commit_empty"),
     "base64": ({"type": "input_audio_buffer.append", "audio": "%%%"}, "invalid_base64"),
-    "half": ({"type": "input_audio_buffer.append", "audio": "AAAA"}, "invalid_value"),
     "no audio": ({"type": "input_audio_buffer.append"}, "missing_required_parameter"),
     "type": ({"type": "input_audio.append"}, "invalid_event_type"),
     "no type": ({}, "invalid_event_type"),
@@ -239,7 +239,7 @@ def test_text_that_is_no_event(talk: Any) -> None:
 
 def test_all_client_events_have_a_handler(talk: Any) -> None:
     async def body(client: Client) -> None:
-        assert set(TYPES) == set(client.session._handlers) and len(TYPES) == 11
+        assert set(TYPES) == set(HANDLERS) and len(TYPES) == 11
 
     talk(body)
 
