@@ -31,6 +31,8 @@ from omni.generate.results import AudioChunk, Ended, TextDelta
 
 Why = Literal["turn_detected", "client_cancelled"]
 
+NOTHING = "there is no question without an answer; add a user's item, commit the input buffer, or give instructions"
+
 QUEUE_LOOK = 0.5
 """Seconds between two looks at the place of a question that waits for room."""
 
@@ -104,15 +106,15 @@ class Response:
         error: Exception | None = None
         ended = Ended("cancelled", None)  # type: ignore[arg-type]
         try:
-            if self.wanted.question is None:
-                raise UserError("there is nothing to answer; add a user's item, commit the input buffer, or give instructions")
-            ended = await self._answer(self.wanted.question)
-        except (UserError, ProtocolError) as raised:
-            error = raised
-        except Exception as raised:
-            self._owner.log.exception("response failed")
-            error = raised
-        try:
+            try:
+                if self.wanted.question is None:
+                    raise UserError(NOTHING)
+                ended = await self._answer(self.wanted.question)
+            except (UserError, ProtocolError) as raised:
+                error = raised
+            except Exception as raised:
+                self._owner.log.exception("response failed")
+                error = raised
             await self._finish(ended, error)
         finally:
             error = None  # its traceback has this frame

@@ -309,7 +309,7 @@ def test_transcripts_and_transcription_sessions(talk: Any, lm: Any) -> None:
         assert done["usage"] == {"type": "duration", "seconds": 0.7}
         assert (await client.send("response.create"))[0]["error"]["code"] == "invalid_session_type"
         kept = (await client.send("conversation.item.retrieve", item_id=done["item_id"]))[0]["item"]
-        assert kept["content"] == [{"type": "input_audio", "transcript": wanted}]
+        assert kept["content"] == [{"type": "input_audio", "transcript": wanted, "audio": pcm(question)}]
         check_known(client.events)
 
     talk(body, given={"type": "transcription", "audio": {"input": {"turn_detection": None}}})
