@@ -201,7 +201,8 @@ class SessionInput:
             self._drop()
         self._partials.stop()
         turn, self._turn, self._item = self._turn, None, ""
-        self._owner.add_spoken(item, sound, silent).content[0].turn = turn
+        part = self._owner.add_spoken(item, sound).content[0]
+        part.turn, part.silent = turn, silent
 
     def _drop(self) -> None:
         self._partials.stop()

@@ -145,10 +145,9 @@ class RealtimeSession:
         self.send({"type": "conversation.item.added", "previous_item_id": before, "item": item.shown()})
         self.send({"type": "conversation.item.done", "previous_item_id": before, "item": item.shown()})
 
-    def add_spoken(self, item_id: str, sound: np.ndarray, silent: bool = False) -> ConversationItem:
-        """A user's item of committed sound [S] at 24 kHz, with its events; `silent`: nobody speaks in it."""
-        part = ContentPart("input_audio", None, sound, silent=silent)
-        item = ConversationItem("message", "user", id=item_id, content=[part])
+    def add_spoken(self, item_id: str, sound: np.ndarray) -> ConversationItem:
+        """A user's item of committed sound [S] at 24 kHz, with its events."""
+        item = ConversationItem("message", "user", id=item_id, content=[ContentPart("input_audio", None, sound)])
         last = list(self.items)[-1].id if len(self.items) else None
         self.send({"type": "input_audio_buffer.committed", "previous_item_id": last, "item_id": item.id})
         self.add_item(item)
