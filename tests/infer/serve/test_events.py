@@ -429,6 +429,17 @@ def test_what_was_said_can_be_retrieved(talk: Any, form: str) -> None:
     talk(body)
 
 
+def test_what_is_retrieved_is_no_larger_than_clients_take(talk: Any) -> None:
+    async def body(client: Client) -> None:
+        parts = [{"type": "input_audio", "audio": pcm(np.zeros(24_000)), "transcript": "long"}] * 20
+        await client.send("conversation.item.create", item={**written(""), "content": parts})
+        (item,) = client.session.items
+        (came,) = await client.send("conversation.item.retrieve", item_id=item.id)
+        assert came["item"] == item.shown() and len(json.dumps(came)) < 2**20
+
+    talk(body)
+
+
 def test_a_response_without_a_question_answers_the_instructions(talk: Any, lm: Any) -> None:
     async def body(client: Client) -> None:
         await client.send("session.update", session={"instructions": "greet the user"})
