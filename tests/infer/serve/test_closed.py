@@ -184,4 +184,4 @@ def test_memory_is_level_while_somebody_stays(serve: Any) -> None:
 
     asyncio.run(body())
     assert emptied(server)
-    assert max(sizes[40:]) - max(sizes[15:25]) < 8, [round(size) for size in sizes]  # 14 MB are the sounds of 200
+    assert max(sizes[40:]) - max(sizes[15:25]) < 8, [round(size) for size in sizes]  # the sounds of 200 are 43 MB
