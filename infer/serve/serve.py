@@ -42,9 +42,6 @@ LAST_WORDS = 2.0
 DRAIN_LOOK = 0.1
 """Seconds between two looks whether answers are still under way."""
 
-BETWEEN_FREEZES = 20.0
-"""Seconds after which the garbage collector looks no more through what is there by then."""
-
 
 def serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or Ctrl-C; UserError where the model, a key file, the address or a certificate is bad."""
@@ -199,7 +196,6 @@ async def run(server: Server, app: object, listening: socket.socket, options: Se
         loop.add_signal_handler(name, end)
     serving = asyncio.create_task(web.serve([listening]))
     waiting = asyncio.create_task(ending.wait())
-    keeping = asyncio.create_task(keep_collections_short(server))
     try:
         while not web.started and not serving.done():
             await asyncio.sleep(0.01)
@@ -209,24 +205,8 @@ async def run(server: Server, app: object, listening: socket.socket, options: Se
             await drain(server, hurry, options.drain)
     finally:
         waiting.cancel()
-        keeping.cancel()
         web.should_exit = True
         await serving
-
-
-async def keep_collections_short(server: Server, seconds: float = BETWEEN_FREEZES) -> None:
-    """Spare the garbage collector what stays, such as conversations: to look through an hour of 32 of them would stop all sound
-    for 200 ms. Once nobody is there any more, it looks through everything."""
-    used = False
-    while True:
-        await asyncio.sleep(seconds)
-        if server.sessions or server.requests:
-            used = True
-        elif used:
-            used = False
-            gc.unfreeze()
-            gc.collect()
-        gc.freeze()
 
 
 def tell_address(listening: socket.socket, tls: bool) -> None:

@@ -9,7 +9,7 @@ lasts for `PROVE` seconds, and was a "mm-hmm" or a cough where it has ended befo
 
         answer plays         speech                              still speech after PROVE
         ------------- duck ------------------------------------ began: interrupts --- ... --- ended
-                           speech ends before: restore
+                           speech ends before: restore; speech that goes on within HELD began there
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ PROVE = 0.57
 
 GAP = 0.13
 """Seconds of silence after which a short sound has ended."""
+
+HELD, MOST_HELD = 1.0, 3.0
+"""Seconds after a short sound, and after its onset, in which speech goes on from it: what it turns out to interrupt an answer
+with began there."""
 
 Kind = Literal["began", "ended", "duck", "restore", "idle"]
 
@@ -76,6 +80,7 @@ class TurnDetector:
         self._onset = start  # where the present speech began
         self._voiced = start  # end of the last frame that was speech
         self._quiet = start  # end of the last frame that was not clearly silent
+        self._held = start  # until when what begins goes on from that onset
         self._ducked: float | None = None  # since when the answer is softer
         self._idle_since: float | None = None
 
@@ -102,8 +107,8 @@ class TurnDetector:
         start, self.now = self.now, self.now + FRAME_SECONDS
         threshold = THRESHOLD if isinstance(self.settings, SemanticVad) else self.settings.threshold
         if probability >= threshold:
-            if self._run == 0:
-                self._onset = start if not (self.ducked or self.speaking) else self._onset
+            if self._run == 0 and not (self.ducked or self.speaking) and start >= self._held:
+                self._onset = start
             self._run += 1
             self._voiced = self._quiet = self.now
         else:
@@ -129,6 +134,7 @@ class TurnDetector:
         """Whether the sound that made an answer softer interrupts it."""
         if self.now - self._voiced >= GAP:
             self._ducked = None
+            self._held = min(self._voiced + HELD, self._onset + MOST_HELD)
             return [TurnEvent("restore", self._voiced, self.now)]
         if not playing or (self.now - since >= PROVE and self._run):
             self._ducked = None
@@ -155,7 +161,7 @@ class TurnDetector:
 
     def stop(self) -> None:
         """End the turn, whatever was heard last."""
-        self.speaking, self._run, self._idle_since = False, 0, None
+        self.speaking, self._run, self._idle_since, self._held = False, 0, None, self.now
 
     def wait(self) -> None:
         """The answer has been heard: the listener's silence counts from here (`idle_timeout_ms`)."""

@@ -1,7 +1,8 @@
 """Configuration of a Realtime session: what a client may set by parts, and what is in effect.
 
 Harmless fields that change nothing here (noise reduction, tracing, tools, speed, unknown names of models and voices) are
-accepted; the answer tells what is in effect. `omni` is this project's own part: temperature and task of the answers.
+accepted; the answer tells what is in effect, and names the others in `omni.ignored`. `omni` is this project's own part:
+temperature and task of the answers.
 """
 
 from __future__ import annotations
@@ -101,6 +102,23 @@ class Configuration(Section):
     omni: Omni = Field(default_factory=Omni)
 
 
+BETA = {
+    "modalities": "output_modalities",
+    "voice": "audio.output.voice",
+    "speed": "audio.output.speed",
+    "input_audio_format": "audio.input.format",
+    "output_audio_format": "audio.output.format",
+    "input_audio_transcription": "audio.input.transcription",
+    "input_audio_noise_reduction": "audio.input.noise_reduction",
+    "turn_detection": "audio.input.turn_detection",
+    "max_response_output_tokens": "max_output_tokens",
+    "temperature": "omni.temperature",
+}
+"""Keys of the API's beta, and where they are now."""
+
+ECHOED = ("tools", *(f"audio.input.transcription.{name}" for name in ("model", "language", "prompt")))
+"""Settings that are told as they were given, for clients that look for them, and change nothing."""
+
 LISTS = ("tools", "include", "output_modalities")
 
 
@@ -140,6 +158,10 @@ def updated(now: Configuration, change: Event, started: bool) -> Configuration:
         ProtocolError: a value that cannot be, with its place.
     """
     change = _without_unset(change)
+    beta = [key for key in BETA if key in change]
+    if beta:
+        told = ", ".join(f"session.{key} (now session.{BETA[key]})" for key in beta)
+        raise ProtocolError(f"unknown, as of the API's beta: {told}", "unknown_parameter", f"session.{beta[0]}")
     if started and change.get("type", now.type) != now.type:
         raise ProtocolError(
             f"session.type is {now.type!r} and stays so; open another session for {repr(change['type'])[:40]}",
@@ -215,6 +237,7 @@ def shown(now: Configuration, voices: Voices, session_id: str, expires_at: int) 
         "turn_detection": detection,
     }
     common: Event = {"id": session_id, "object": "realtime.session", "type": now.type, "expires_at": expires_at}
+    common["omni"] = now.omni.model_dump(exclude_none=True)
     if now.type == "transcription":
         return {**common, "audio": {"input": listens}, "include": None}
     return {
@@ -237,5 +260,16 @@ def shown(now: Configuration, voices: Voices, session_id: str, expires_at: int) 
         "truncation": "auto",
         "include": None,
         "prompt": None,
-        "omni": now.omni.model_dump(exclude_none=True),
     }
+
+
+def ignored(change: Event, told: Event, place: str = "") -> list[str]:
+    """Places in a change that change nothing here: the session as it is told afterwards does not have them so."""
+    found: list[str] = []
+    for key, value in change.items():
+        now = told.get(key)
+        if isinstance(value, dict) and isinstance(now, dict):
+            found += ignored(value, now, f"{place}{key}.")
+        elif (key != "rate" and value not in (None, now, {"id": now})) or (value and place + key in ECHOED):
+            found.append(place + key)
+    return found

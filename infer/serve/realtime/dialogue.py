@@ -29,6 +29,10 @@ Mark = tuple[str, int, str | None, int]
 """Identifies a turn: the question's item and part, and its answer's item and version (None and 0 for one without)."""
 
 
+PROMPT = ("", 0)
+"""Begin of the mark of a turn without a question of the user's."""
+
+
 @dataclass(frozen=True)
 class DialogueTurn:
     """A question, and the answer that it has."""
@@ -58,8 +62,8 @@ class DialogueTurn:
 def turns_of(items: Iterable[ConversationItem]) -> tuple[list[DialogueTurn], DialogueTurn | None]:
     """The turns that were answered, or left without an answer, and the last question where it has none yet.
 
-    System messages and function calls are no turns; nor is an answer without a question before it, or a question that the model
-    cannot take, with its answer.
+    System messages and function calls are no turns; nor is an answer without a question or a prompt before it, a question that
+    the model cannot take, with its answer, or one in which nobody speaks, but as the last.
     """
     turns: list[DialogueTurn] = []
     for item in items:
@@ -67,13 +71,29 @@ def turns_of(items: Iterable[ConversationItem]) -> tuple[list[DialogueTurn], Dia
             for number, part in enumerate(item.content):
                 if part.sound is not None or part.forgotten or (part.type == "input_text" and (part.text or "").strip()):
                     turns.append(DialogueTurn(part, (item.id, number, None, 0)))
+        elif item.prompt is not None:
+            turns.append(DialogueTurn(item.prompt, (*PROMPT, item.id, item.version), item))
         elif item.role == "assistant" and turns and turns[-1].answer is None:
             last = turns[-1]
             turns[-1] = replace(last, mark=(*last.mark[:2], item.id, item.version), answer=item)
-    turns = [turn for turn in turns if not turn.part.refused]
+    turns = [turn for turn in turns if not turn.part.refused and (turn is turns[-1] or not turn.part.silent)]
     if turns and turns[-1].answer is None and not turns[-1].part.forgotten:
         return turns[:-1], turns[-1]
     return turns, None
+
+
+def prompted(items: Sequence[ConversationItem], own: str, instructions: str) -> DialogueTurn | None:
+    """A written turn to be answered where there is no question, as a greeting is: a response's own instructions, or system
+    messages since the last turn, or the session's instructions; None without any."""
+    told: list[str] = []
+    for item in reversed(items):
+        if item.role == "user":  # it could not be answered
+            instructions = ""
+        if item.role in ("user", "assistant"):
+            break
+        told[:0] = [part.text or "" for part in item.content]
+    text = own or "\n".join(told) or instructions
+    return DialogueTurn(ContentPart("input_text", text), (*PROMPT, None, 0)) if text.strip() else None
 
 
 class Dialogue:

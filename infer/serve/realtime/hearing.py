@@ -23,8 +23,11 @@ from infer.turns.vad import SpeechStream, VoiceActivity
 SHORTEST = 0.1
 """Seconds of the shortest sound that can be committed, as in OpenAI's."""
 
-KEPT = 2.0
+KEPT = 4.0
 """Seconds that are kept, while nobody speaks, besides the padding of a turn."""
+
+FAINT = 64
+"""Steps of 16 bits between the lowest and the highest sample of silence: -60 dB."""
 
 
 class SessionInput:
@@ -61,11 +64,6 @@ class SessionInput:
         self._drop()
         self._detector = detector
         self._stream = SpeechStream()
-
-    def check_room(self, size: int) -> None:
-        """ProtocolError where so many bytes of the session's format find no room."""
-        form = self._owner.configuration.audio.input.format
-        self.buffer.check_room(size / (form.samples_per_second * (2 if form.type == "audio/pcm" else 1)))
 
     async def append(self, data: bytes) -> None:
         """Take raw sound in the session's format."""
@@ -193,12 +191,18 @@ class SessionInput:
         item = self._item if speaking or self._detector is None else ""
         if self._detector is not None and speaking:
             self._detector.stop()
-        self._add(item or new_id("item"), self.buffer.take(first))
+        unheard = self._detector is not None and not speaking and self._detector.voiced <= self.buffer.start
+        self.buffer.whole()
+        sound = self.buffer.take(first)
+        self._add(item or new_id("item"), sound, unheard or int(sound.max()) - int(sound.min()) <= FAINT)
 
-    def _add(self, item: str, sound: np.ndarray) -> None:
+    def _add(self, item: str, sound: np.ndarray, silent: bool = False) -> None:
+        if silent:
+            self._drop()
         self._partials.stop()
         turn, self._turn, self._item = self._turn, None, ""
-        self._owner.add_spoken(item, sound).content[0].turn = turn
+        part = self._owner.add_spoken(item, sound).content[0]
+        part.turn, part.silent = turn, silent
 
     def _drop(self) -> None:
         self._partials.stop()
@@ -208,6 +212,7 @@ class SessionInput:
 
     def clear(self) -> None:
         """Drop what the buffer holds."""
+        self.buffer.whole()
         self.buffer.clear()
         self._drop()
         if self._detector is not None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from infer.resampler import Resampler
 from infer.samples import to_int16
-from infer.serve.realtime.configuration import PCM_RATE
+from infer.serve.realtime.configuration import G711_RATE, PCM_RATE
 from infer.serve.realtime.protocol import ProtocolError
 from infer.serve.sound import decode
 
@@ -27,6 +27,7 @@ class InputBuffer:
         self.most, self.start = most, 0.0
         self._form = "audio/pcm"
         self._rate = Resampler(PCM_RATE, PCM_RATE)
+        self._half = b""  # the first byte of a sample whose second has not come
         self._pieces: deque[np.ndarray] = deque()
         self._samples = 0
 
@@ -38,33 +39,32 @@ class InputBuffer:
     def end(self) -> float:
         return self.start + self.seconds
 
-    def check_room(self, seconds: float) -> None:
-        """ProtocolError where so much more sound finds no room."""
-        if self._full(round(seconds * PCM_RATE)):
+    def append(self, data: bytes, form: str) -> np.ndarray:
+        """Take raw sound of a format, in pieces that may end within a sample; returns its whole samples [S] at 24 kHz, int16.
+
+        Raises:
+            ProtocolError: more sound than it holds.
+        """
+        if form != self._form:
+            given = PCM_RATE if form == "audio/pcm" else G711_RATE
+            self._form, self._rate, self._half = form, Resampler(given, PCM_RATE), b""
+        if form == "audio/pcm":
+            data = self._half + data
+            whole = len(data) // 2 * 2
+            self._half = data[whole:]
+            return self.add(np.frombuffer(data[:whole], "<i2"))
+        self._check_room(len(data) * PCM_RATE // G711_RATE)
+        return self.add(to_int16(self._rate.push(decode(data, form))))
+
+    def _check_room(self, count: int) -> None:
+        if self._full(count):
             raise ProtocolError(
                 f"the buffer holds at most {self.most:g} s of sound; commit or clear it", "input_audio_buffer_full", "audio"
             )
 
-    def append(self, data: bytes, form: str) -> np.ndarray:
-        """Take raw sound of a format; returns its samples [S] at 24 kHz, int16.
-
-        Raises:
-            ProtocolError: half a sample, or more sound than it holds.
-        """
-        if form == "audio/pcm" and len(data) % 2:
-            raise ProtocolError(
-                f"audio has {len(data)} bytes, but a sample of audio/pcm takes two; send whole ones", param="audio"
-            )
-        if form != self._form:
-            given = PCM_RATE if form == "audio/pcm" else 8000
-            self._form, self._rate = form, Resampler(given, PCM_RATE)
-        if form == "audio/pcm":
-            return self.add(np.frombuffer(data, "<i2"))
-        return self.add(to_int16(self._rate.push(decode(data, form))))
-
     def add(self, samples: np.ndarray) -> np.ndarray:
         """Take samples [S] at 24 kHz, int16; ProtocolError where they are too many."""
-        self.check_room(len(samples) / PCM_RATE)
+        self._check_room(len(samples))
         self._pieces.append(samples)
         self._samples += len(samples)
         return samples
@@ -105,6 +105,10 @@ class InputBuffer:
             at -= len(piece)
             found.append(piece[max(begin - at, 0) : max(end - at, 0)])
         return np.concatenate([np.zeros(0, np.int16), *reversed(found)])
+
+    def whole(self) -> None:
+        """The client says that its sound ends here: what comes next begins with a whole sample."""
+        self._half = b""
 
     def clear(self) -> None:
         self.start = self.end

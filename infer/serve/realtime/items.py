@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from infer.serve.realtime.configuration import LONGEST_TEXT, PCM_RATE
+from infer.resampler import Resampler
+from infer.serve.realtime.configuration import LONGEST_TEXT, PCM_RATE, SoundFormat
 from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
 from infer.serve.realtime.turn_sound import TurnSound
-from infer.serve.sound import decode
+from infer.serve.sound import decode, encode
 from omni.generate.messages import Message
 
 CONTENT = {
@@ -33,6 +34,9 @@ OLD_NAMES = {"text": "output_text", "audio": "output_audio"}
 
 HALF = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair, which no text can have that a model reads."""
+
+DATA_URL = re.compile(r"\s*data:[^,]{0,200},", re.IGNORECASE)
+"""What comes before the base64 of a data URL."""
 
 KINDS = ("message", "function_call", "function_call_output")
 
@@ -49,6 +53,7 @@ class ContentPart:
         text: the text, or the transcript of sound; None where that is not known.
         refused: the model cannot take it as a question: it is left out of the history.
         forgotten: its samples were dropped, long after the model has forgotten them.
+        silent: nobody speaks in it: it has no answer, and an empty transcript.
         turn: what the engine has heard of the sound while it came.
     """
 
@@ -57,11 +62,15 @@ class ContentPart:
     sound: np.ndarray | None = None
     refused: bool = False
     forgotten: bool = False
+    silent: bool = False
     turn: TurnSound | None = None
 
-    def shown(self) -> Event:
+    def shown(self, form: SoundFormat | None = None) -> Event:
+        """The part for the client; its sound too, where a format for it is given."""
         if self.type == "input_audio":
-            return {"type": self.type, "transcript": self.text}  # null too: agents-js wants the key
+            part = {"type": self.type, "transcript": self.text}  # null too: agents-js wants the key
+            sound = None if form is None or self.sound is None else in_format(self.sound, form)
+            return part if sound is None else {**part, "audio": base64.b64encode(sound).decode()}
         key = "transcript" if self.type == "output_audio" else "text"
         return {"type": self.type, key: self.text or ""}
 
@@ -72,6 +81,7 @@ class ConversationItem:
 
     Attributes:
         values: what else the client gave (`call_id`, `name`, `arguments`, `output`).
+        prompt: what an assistant's message answers where nobody had asked: its instructions; None for one with a question.
         answer: an assistant's message as the model's history has it; None for one that the client wrote.
         version: counts the changes of its answer.
         sent: seconds of its sound that were sent; `heard`, of which were heard, None for all.
@@ -84,23 +94,32 @@ class ConversationItem:
     status: str = "completed"
     content: list[ContentPart] = field(default_factory=list)
     values: Event = field(default_factory=dict)
+    prompt: ContentPart | None = None
     answer: Message | None = None
     version: int = 0
     sent: float = 0.0
     heard: float | None = None
     cut_ms: int | None = None
 
-    def shown(self) -> Event:
-        """The item for the client."""
+    def shown(self, form: SoundFormat | None = None) -> Event:
+        """The item for the client; with what its user said, where a format for that is given."""
         out: Event = {"id": self.id, "object": "realtime.item", "type": self.type, "status": self.status, "role": self.role}
         if self.type == "message":
-            out["content"] = [part.shown() for part in self.content]
+            out["content"] = [part.shown(form) for part in self.content]
         return filled({**out, **self.values})
 
     @property
     def seconds(self) -> float:
         """Length of its spoken question."""
         return sum(len(part.sound) for part in self.content if part.sound is not None) / PCM_RATE
+
+
+def in_format(sound: np.ndarray, form: SoundFormat) -> bytes:
+    """Raw bytes of samples [S] at 24 kHz, int16."""
+    if form.samples_per_second == PCM_RATE:
+        return sound.astype("<i2", copy=False).tobytes()
+    rate = Resampler(PCM_RATE, form.samples_per_second)
+    return encode(np.concatenate([rate.push(sound.astype(np.float32) / 32768), rate.finish()]), form.type)
 
 
 def read_item(given: Event, longest: float, place: str = "item") -> ConversationItem:
@@ -188,13 +207,14 @@ def _seconds(seconds: float) -> str:
 
 
 def from_base64(given: Any, place: str) -> bytes:
-    """Bytes of a base64 text; ProtocolError where it is none."""
+    """Bytes of a base64 text, in lines or of a data URL too; ProtocolError where it is none."""
     if not isinstance(given, str):
         raise ProtocolError(
             f"{place} must be base64", "missing_required_parameter" if given is None else "invalid_value", place
         )
+    text = "".join(DATA_URL.sub("", given).split())
     try:
-        return base64.b64decode(given, validate=True)
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ProtocolError(f"{place} is no base64 ({error})", "invalid_base64", place) from None
 

@@ -21,9 +21,13 @@ class Transport(Protocol):
 
     Attributes:
         sound_in_events: sound goes out as events.
+        unread: bytes that were put and that the client has not taken.
     """
 
     sound_in_events: bool
+
+    @property
+    def unread(self) -> int: ...
 
     def put(self, event: Event) -> None:
         """Send an event; waits for nobody."""
@@ -52,5 +56,7 @@ class Owner(Protocol):
     def send(self, event: Event) -> None: ...
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None: ...
+
+    def answered(self) -> None: ...
 
     def add_spoken(self, item_id: str, sound: np.ndarray) -> ConversationItem: ...

@@ -31,6 +31,10 @@ TEXT_AHEAD = 0.2
 """Seconds by which the text of an answer is sent before its sound."""
 
 
+def _to_nobody(said: object) -> None:
+    """In the place of what belongs to an answer that has ended."""
+
+
 class Outlet(ABC):
     """Where one answer's sound goes.
 
@@ -38,13 +42,14 @@ class Outlet(ABC):
         rate: samples per second.
         sent: seconds that went out.
         underruns: how often the client had nothing left to play; `lateness`, seconds of the longest such gap.
+        _emit: called with the samples that go.
         tell: called with `started`, `stopped` or `cleared`, where it is seen here when the sound is played.
     """
 
-    def __init__(self, rate: int) -> None:
-        self.rate, self.sent = rate, 0.0
+    def __init__(self, rate: int, emit: Callable[[np.ndarray], None]) -> None:
+        self.rate, self.sent, self._emit = rate, 0.0, emit
         self.underruns, self.lateness = 0, 0.0
-        self.tell: Callable[[str], None] = lambda state: None
+        self.tell: Callable[[str], None] = _to_nobody
         self._gain = self._wanted = 1.0
 
     @abstractmethod
@@ -72,20 +77,21 @@ class Outlet(ABC):
     def clear(self) -> None:  # noqa: B027 - most clients keep what they have got
         """Drop what was sent and not played yet, where that can be done here."""
 
-    def end(self) -> None:  # noqa: B027 - a client knows it by the events
+    def end(self) -> None:
         """Nothing more is sent."""
+        self.free()
+
+    def free(self) -> None:
+        """Tell nobody any more: the answer that it belongs to is then freed at once, and not only by the garbage collector."""
+        self._emit = self.tell = _to_nobody
 
 
 class SentOutlet(Outlet):
-    """To a client that plays what it gets.
-
-    Args:
-        emit: takes the samples of an event.
-    """
+    """To a client that plays what it gets; `emit` takes the samples of an event."""
 
     def __init__(self, rate: int, emit: Callable[[np.ndarray], None], clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(rate)
-        self._emit, self._clock = emit, clock
+        super().__init__(rate, emit)
+        self._clock = clock
         self._ends: float | None = None  # when the client will have played all
 
     def ahead(self) -> float:
@@ -99,14 +105,6 @@ class SentOutlet(Outlet):
         self._ends = max(self._ends or now, now) + seconds
         self.sent += seconds
         self._emit(samples)
-
-    def end(self) -> None:
-        self._emit = self.tell = _to_nobody
-
-
-def _to_nobody(said: object) -> None:
-    """In the place of what belongs to an answer that has ended, which is then freed at once: found by the garbage collector
-    instead, a conversation's answers would stay for minutes, and finding them would stop all sound for 200 ms."""
 
 
 class Pacer:

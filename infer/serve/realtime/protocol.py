@@ -7,6 +7,7 @@ dict, without keys whose value is None where clients want them absent.
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 import secrets
 from collections.abc import Sequence
@@ -170,7 +171,7 @@ def check_costly(text: Any, left: int = COSTLY) -> int:
 def read_json(data: str | bytes, name: str = "the body", param: str | None = None) -> Any:
     """The value of a JSON text; ProtocolError where it is none, with the place where that is known."""
     try:
-        return json.loads(data)
+        return json.loads(data, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
         found = "it is nested too deep"
     except UnicodeDecodeError as error:
@@ -179,8 +180,15 @@ def read_json(data: str | bytes, name: str = "the body", param: str | None = Non
         what = f"{error.msg} at line {error.lineno}, column {error.colno}"
         found = what if data.strip() else "it is empty"
     except ValueError:
-        found = "a number in it has too many digits"
+        found = "a number in it is none of JSON, or has too many digits"
     raise ProtocolError(f"{name} is no JSON: {found}", "invalid_json", param)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is no number of JSON")
+    return number
 
 
 class Refused(ProtocolError):

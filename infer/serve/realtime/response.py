@@ -17,12 +17,12 @@ import numpy as np
 
 from infer.resampler import Resampler
 from infer.serve.realtime.configuration import Configuration
-from infer.serve.realtime.dialogue import Dialogue, DialogueTurn
+from infer.serve.realtime.dialogue import PROMPT, Dialogue, DialogueTurn
 from infer.serve.realtime.failures import broken, is_of_the_question, told_of
 from infer.serve.realtime.items import ContentPart, ConversationItem
 from infer.serve.realtime.owner import Owner
 from infer.serve.realtime.playback import Outlet, Pacer
-from infer.serve.realtime.protocol import Event, filled, new_id
+from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
 from infer.serve.settings import ServerLimits, limited
 from infer.serve.sound import encode
 from omni.errors import UserError
@@ -30,6 +30,8 @@ from omni.generate.asynchronous import AsyncAnswer
 from omni.generate.results import AudioChunk, Ended, TextDelta
 
 Why = Literal["turn_detected", "client_cancelled"]
+
+NOTHING = "there is no question without an answer; add a user's item, commit the input buffer, or give instructions"
 
 QUEUE_LOOK = 0.5
 """Seconds between two looks at the place of a question that waits for room."""
@@ -70,7 +72,9 @@ class Response:
 
     def __init__(self, owner: Owner, dialogue: Dialogue, wanted: Wanted) -> None:
         self.id, self.wanted = new_id("resp"), wanted
-        self.item = ConversationItem("message", "assistant", status="in_progress")
+        question = wanted.question
+        prompt = question.part if question is not None and question.mark[:2] == PROMPT else None
+        self.item = ConversationItem("message", "assistant", status="in_progress", prompt=prompt)
         self.speaks = speaks(owner, wanted.configuration)
         self.first, self.over = asyncio.Event(), asyncio.Event()
         self.status = "in_progress"
@@ -102,25 +106,32 @@ class Response:
         error: Exception | None = None
         ended = Ended("cancelled", None)  # type: ignore[arg-type]
         try:
-            if self.wanted.question is None:
-                raise UserError("there is no question without an answer; add a user's item, or commit the input buffer")
-            ended = await self._answer(self.wanted.question)
-        except UserError as raised:
-            error = raised
-        except Exception as raised:
-            self._owner.log.exception("response failed")
-            error = raised
-        try:
+            try:
+                if self.wanted.question is None:
+                    raise UserError(NOTHING)
+                ended = await self._answer(self.wanted.question)
+            except (UserError, ProtocolError) as raised:
+                error = raised
+            except Exception as raised:
+                self._owner.log.exception("response failed")
+                error = raised
             await self._finish(ended, error)
         finally:
-            self.outlet.end()
-            self._pacer.end()
-            self.wanted.before, self._events = (), None
-            self.first.set()
-            self.over.set()
+            error = None  # its traceback has this frame
+            self.end()
+
+    def end(self) -> None:
+        """Nothing more comes of it, and nothing is held for it."""
+        self.outlet.end()
+        self._pacer.end()
+        self.wanted.before, self._events = (), None
+        self.first.set()
+        self.over.set()
 
     async def _answer(self, question: DialogueTurn) -> Ended:
         """Ask, and pass the answer on; returns its end once all was sent."""
+        if question.part.silent:
+            raise ProtocolError("there is no speech in the sound that was committed", "no_speech")
         options = self._options()
         task = self._task(question)
         self._events = events = await self._dialogue.ask(self.wanted.before, question, self.item, task, options)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from infer.serve.host import EngineHost
 from infer.serve.realtime import protocol
-from infer.serve.realtime.configuration import Configuration, check_modalities, updated
-from infer.serve.realtime.dialogue import Dialogue, turns_of
+from infer.serve.realtime.configuration import BETA, Configuration, check_modalities, updated
+from infer.serve.realtime.dialogue import Dialogue, prompted, turns_of
 from infer.serve.realtime.items import ConversationItem, read_item
 from infer.serve.realtime.owner import Owner
 from infer.serve.realtime.protocol import Event, ProtocolError
@@ -25,13 +24,11 @@ class Responses:
     Attributes:
         last: the last response of the conversation.
         ducked: its sound is softer, because somebody speaks.
-        on_answered: called when a response of the conversation has ended.
     """
 
     def __init__(self, owner: Owner, host: EngineHost) -> None:
         self.last: Response | None = None
         self.ducked = False
-        self.on_answered: Callable[[], None] = lambda: None
         self._owner, self._host = owner, host
         self._dialogue = Dialogue(host)
         self._beside: set[Response] = set()
@@ -58,6 +55,7 @@ class Responses:
             raise ProtocolError(f"response.conversation is {shown}; use 'auto' or 'none'", param="response.conversation")
         items = self._read_input(given["input"]) if given.get("input") is not None else list(self._owner.items)
         before, question = turns_of(items)
+        question = question or prompted(items, given.get("instructions") or "", configuration.instructions)
         wanted = Wanted(configuration, before, question, not alone, _metadata(given.get("metadata")))
         if not alone and self.active is not None:
             raise ProtocolError(
@@ -71,14 +69,14 @@ class Responses:
 
     def _configured(self, given: Event) -> Configuration:
         """The session's configuration with what a response changes."""
-        change = {name: given[name] for name in CHANGEABLE if given.get(name) is not None}
+        change = {name: given[name] for name in (*CHANGEABLE, *BETA) if given.get(name) is not None}
         if isinstance(change.get("audio"), dict):
             change["audio"] = {"output": change["audio"].get("output") or {}}
         try:
             found = updated(self._owner.configuration, change, started=True)
         except ProtocolError as error:
             place = (error.param or "").replace("session", "response", 1)
-            raise ProtocolError(str(error).replace("session.", "response.", 1), error.code, place) from None
+            raise ProtocolError(str(error).replace("session.", "response."), error.code, place) from None
         check_modalities(found.output_modalities, "response.output_modalities")
         return found
 
@@ -113,7 +111,7 @@ class Responses:
     async def _run(self, response: Response) -> None:
         await response.run()
         self._owner.metrics.answered(response.status, response.outlet.underruns)
-        self.on_answered()
+        self._owner.answered()
         waits, self._waits = self._waits, None
         if waits is not None:
             self.respond_to_turn(waits.endpointing)
@@ -141,7 +139,7 @@ class Responses:
         if self.active is not None or configuration.type != "realtime" or not self._host.listens:
             return None
         before, question = turns_of(owner.items)
-        if question is not None:
+        if question is not None and not question.part.silent:
             return None
         spoken = speaks(owner, configuration)
         options, task = options_of(owner, configuration, spoken), task_of(configuration, True, spoken)
@@ -202,7 +200,11 @@ class Responses:
                 response.silence()
 
     async def close(self) -> None:
-        """End the conversation with the engine."""
+        """End the conversation with the engine, and what no response has ended itself."""
+        for response in (self.last, *self._beside):
+            if response is not None:
+                response.end()
+                response.outlet.free()
         await self._dialogue.close()
 
 

@@ -114,15 +114,11 @@ class SoundTrack(MediaStreamTrack):
 
 
 class CallOutlet(Outlet):
-    """To a client's track.
-
-    Args:
-        emit: takes the samples that are played.
-    """
+    """To a client's track; `emit` takes the samples that are played."""
 
     def __init__(self, track: SoundTrack, emit: Callable[[np.ndarray], None]) -> None:
-        super().__init__(RATE)
-        self._track, self._emit = track, emit
+        super().__init__(RATE, emit)
+        self._track = track
         self._queue = SampleQueue()
         self._taken = 0
         self._ended = self._cleared = self._stopped = False
@@ -184,6 +180,7 @@ class CallOutlet(Outlet):
         if self._taken:
             self._track.fade(faded(rest, self._gain, 0.0))
             self.tell("cleared")
+        self.free()
 
     def end(self) -> None:
         self._ended = True
@@ -194,6 +191,7 @@ class CallOutlet(Outlet):
         if self.over and self._taken and not self._cleared and not self._stopped:
             self._stopped = True
             self.tell("stopped")
+            self.free()
 
 
 class OpusEncoder:

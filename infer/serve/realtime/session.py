@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -16,7 +17,7 @@ from infer.serve.host import EngineHost
 from infer.serve.logs import SessionLog
 from infer.serve.metrics import Metrics
 from infer.serve.realtime import protocol
-from infer.serve.realtime.configuration import Configuration, Voices, shown, updated
+from infer.serve.realtime.configuration import Configuration, Voices, ignored, shown, updated
 from infer.serve.realtime.failures import told_of
 from infer.serve.realtime.hearing import SessionInput
 from infer.serve.realtime.items import ContentPart, ConversationItem, Items, from_base64, read_item
@@ -30,6 +31,9 @@ from infer.turns.vad import VoiceActivity
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.generate.question import longest
+
+LARGEST_SOUND = 2**20 - 2**14
+"""Characters of base64 of an item that is retrieved: many clients take no message of more than 1 MiB."""
 
 
 class RealtimeSession:
@@ -66,24 +70,11 @@ class RealtimeSession:
         self.expires_at = int(time.time() + settings.limits.session_seconds)
         self._sent = 0
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.responses = Responses(self, host)
-        self.partials = PartialTranscripts(self, host)
-        self.hearing = SessionInput(self, self.responses, vad, self.partials)
-        self.responses.on_answered = self.hearing.answered
-        self.transcripts = Transcripts(self, self.responses, host)
-        self._handlers: dict[str, Callable[[Any], Any]] = {
-            "session.update": self._update,
-            "input_audio_buffer.append": self._append,
-            "input_audio_buffer.commit": self._commit,
-            "input_audio_buffer.clear": self._clear,
-            "conversation.item.create": self._create_item,
-            "conversation.item.delete": self._delete_item,
-            "conversation.item.retrieve": self._retrieve_item,
-            "conversation.item.truncate": self._truncate_item,
-            "response.create": self.responses.create,
-            "response.cancel": self.responses.cancel,
-            "output_audio_buffer.clear": self.responses.clear_output,
-        }
+        me = weakref.proxy(self)  # of its parts: a session is in no cycle, and is freed when its transport lets it go
+        self.responses = Responses(me, host)
+        self.partials = PartialTranscripts(me, host)
+        self.hearing = SessionInput(me, self.responses, vad, self.partials)
+        self.transcripts = Transcripts(me, self.responses, host)
 
     # --- events out ---------------------------------------------------------------------------------------------------
 
@@ -110,7 +101,7 @@ class RealtimeSession:
         event_id = None
         try:
             event, event_id = protocol.read_event(text)
-            await self._handlers[event.type](event)
+            await HANDLERS[event.type](self, event)
         except ProtocolError as error:
             self.send(error.event(getattr(error, "event_id", None) or event_id))
         except Exception as error:
@@ -122,14 +113,17 @@ class RealtimeSession:
         found = updated(self.configuration, event.session, started=bool(self.items) or self.responses.last is not None)
         self.configuration = found
         self.hearing.configure(found)
-        self.send({"type": "session.updated", "session": self._shown()})
+        session = self._shown()
+        if unused := ignored(event.session, session):
+            session["omni"]["ignored"] = unused
+        self.send({"type": "session.updated", "session": session})
 
     async def _append(self, event: protocol.Append) -> None:
-        if len(event.audio) > protocol.LONGEST_APPEND * 4 // 3 + 4:
+        data = from_base64(event.audio, "audio")
+        if len(data) > protocol.LONGEST_APPEND:
             most = protocol.LONGEST_APPEND // 2**20
             raise ProtocolError(f"audio is longer than {most} MiB; send it in pieces", "string_above_max_length", "audio")
-        self.hearing.check_room(len(event.audio) * 3 // 4 - 2)
-        await self.hearing.append(from_base64(event.audio, "audio"))
+        await self.hearing.append(data)
 
     async def hear(self, samples: np.ndarray) -> None:
         """Sound that came by a way of its own: samples [S] at 24 kHz."""
@@ -177,7 +171,13 @@ class RealtimeSession:
 
     async def _retrieve_item(self, event: protocol.ItemRetrieve) -> None:
         item = self.items.find(event.item_id, "item_retrieve_invalid_item_id")
-        self.send({"type": "conversation.item.retrieved", "item": item.shown()})
+        shown = item.shown(self.configuration.audio.input.format)
+        size = sum(len(part.get("audio", "")) for part in shown.get("content", ()))
+        if size > LARGEST_SOUND:
+            shown, size = item.shown(), 0
+        while size and self.transport.unread > self.settings.limits.unread_bytes // 2:  # of those before it
+            await asyncio.sleep(0.02)
+        self.send({"type": "conversation.item.retrieved", "item": shown})
 
     async def _truncate_item(self, event: protocol.ItemTruncate) -> None:
         item = self.items.find(event.item_id, "item_truncate_invalid_item_id")
@@ -207,6 +207,10 @@ class RealtimeSession:
         cut = {"item_id": item.id, "content_index": 0, "audio_end_ms": item.cut_ms}
         self.send({"type": "conversation.item.truncated", **cut})
 
+    def answered(self) -> None:
+        """A response of the conversation has ended."""
+        self.hearing.answered()
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -232,6 +236,22 @@ class RealtimeSession:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.partials.close()
         await self.responses.close()
+
+
+HANDLERS: dict[str, Callable[[RealtimeSession, Any], Coroutine[Any, Any, None]]] = {
+    "session.update": RealtimeSession._update,
+    "input_audio_buffer.append": RealtimeSession._append,
+    "input_audio_buffer.commit": RealtimeSession._commit,
+    "input_audio_buffer.clear": RealtimeSession._clear,
+    "conversation.item.create": RealtimeSession._create_item,
+    "conversation.item.delete": RealtimeSession._delete_item,
+    "conversation.item.retrieve": RealtimeSession._retrieve_item,
+    "conversation.item.truncate": RealtimeSession._truncate_item,
+    "response.create": lambda session, event: session.responses.create(event),
+    "response.cancel": lambda session, event: session.responses.cancel(event),
+    "output_audio_buffer.clear": lambda session, event: session.responses.clear_output(event),
+}
+"""What does a client's event, by its type."""
 
 
 def remembered(config: ModelConfig) -> float:

@@ -43,7 +43,7 @@ class Transcripts:
             name = "conversation.item.input_audio_transcription"
             where = {"item_id": item.id, "content_index": 0}
             try:
-                item.content[0].text = await self._text(item, name, where)
+                item.content[0].text = "" if item.content[0].silent else await self._text(item, name, where)
             except (UserError, ProtocolError) as error:
                 found = told_of(error)
                 told = {"type": found.kind, "code": "transcription_failed", "message": str(found)}

@@ -64,6 +64,10 @@ class CallTransport:
     def open(self) -> bool:
         return self.channel is not None and self.channel.readyState == "open"
 
+    @property
+    def unread(self) -> int:
+        return 0 if self.channel is None else self.channel.bufferedAmount
+
     def put(self, event: Event) -> None:
         if self.channel is None or not self.open or self.ending.done():
             return
@@ -172,10 +176,14 @@ class Call:
         await self.session.close()
         await self._transport.close()
         self._transport.track.stop()
+        self._transport.end("closed")
         try:
             await asyncio.wait_for(self._pc.close(), CLOSING)
         except asyncio.TimeoutError:
             self.session.log.warning("a connection did not close")
+        for one in (self._pc, self._transport.channel):  # what aiortc still holds does not hold the call
+            if one is not None:
+                one.remove_all_listeners()
 
     def hang_up(self, reason: str) -> None:
         self._transport.end(reason)

@@ -42,7 +42,7 @@ def noise(seconds: float = 0.5, seed: int = 0, rate: int = 24_000) -> np.ndarray
 class FakeTransport:
     """Keeps what a session sends."""
 
-    sound_in_events = True
+    sound_in_events, unread = True, 0
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []

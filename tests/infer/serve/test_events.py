@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
+import json
 import weakref
 from typing import Any
 
@@ -12,7 +14,10 @@ import pytest
 from openai.types.realtime import RealtimeServerEvent
 from pydantic import TypeAdapter
 
+from infer.serve.realtime.dialogue import turns_of
 from infer.serve.realtime.protocol import TYPES
+from infer.serve.realtime.session import HANDLERS
+from infer.serve.sound import decode, encode
 from tests.infer.serve.conftest import Client, deltas, noise, pcm, sound_of
 
 READER: Any = TypeAdapter(RealtimeServerEvent)
@@ -182,7 +187,6 @@ BAD = {
     "cancel": ({"type": "response.cancel"}, "response_cancel_not_active"),
     "commit": ({"type": "input_audio_buffer.commit"}, "input_audio_buffer_commit_empty"),
     "base64": ({"type": "input_audio_buffer.append", "audio": "%%%"}, "invalid_base64"),
-    "half": ({"type": "input_audio_buffer.append", "audio": "AAAA"}, "invalid_value"),
     "no audio": ({"type": "input_audio_buffer.append"}, "missing_required_parameter"),
     "type": ({"type": "input_audio.append"}, "invalid_event_type"),
     "no type": ({}, "invalid_event_type"),
@@ -239,7 +243,7 @@ def test_text_that_is_no_event(talk: Any) -> None:
 
 def test_all_client_events_have_a_handler(talk: Any) -> None:
     async def body(client: Client) -> None:
-        assert set(TYPES) == set(client.session._handlers) and len(TYPES) == 11
+        assert set(TYPES) == set(HANDLERS) and len(TYPES) == 11
 
     talk(body)
 
@@ -309,7 +313,7 @@ def test_transcripts_and_transcription_sessions(talk: Any, lm: Any) -> None:
         assert done["usage"] == {"type": "duration", "seconds": 0.7}
         assert (await client.send("response.create"))[0]["error"]["code"] == "invalid_session_type"
         kept = (await client.send("conversation.item.retrieve", item_id=done["item_id"]))[0]["item"]
-        assert kept["content"] == [{"type": "input_audio", "transcript": wanted}]
+        assert kept["content"] == [{"type": "input_audio", "transcript": wanted, "audio": pcm(question)}]
         check_known(client.events)
 
     talk(body, given={"type": "transcription", "audio": {"input": {"turn_detection": None}}})
@@ -360,5 +364,151 @@ def test_answers_are_freed_as_soon_as_another_one_follows(talk: Any) -> None:
             assert [ref() is None for ref in gone] == [True, True, False]
         finally:
             gc.enable()
+
+    talk(body)
+
+
+# --- what clients send in ways of their own ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3, 999, 4801, 65537])
+def test_pieces_of_any_size_are_the_same_sound(talk: Any, size: int) -> None:
+    sound = base64.b64decode(pcm(noise(0.2 if size < 99 else 2.0)))
+
+    async def body(client: Client) -> None:
+        for start in range(0, len(sound), size):
+            audio = base64.b64encode(sound[start : start + size]).decode()
+            assert await client.send("input_audio_buffer.append", audio=audio) == []
+        await client.send("input_audio_buffer.commit")
+        assert next(iter(client.session.items)).content[0].sound.tobytes() == sound
+        await client.send("input_audio_buffer.append", audio=base64.b64encode(sound + b"\1").decode())
+        await client.send("input_audio_buffer.clear")  # half a sample of what was dropped is none of the next
+        await client.send("input_audio_buffer.append", audio=base64.b64encode(sound).decode())
+        await client.send("input_audio_buffer.commit")
+        assert list(client.session.items)[-1].content[0].sound.tobytes() == sound
+
+    talk(body)
+
+
+@pytest.mark.parametrize("before", ["", "data:audio/pcm;base64,", " DATA:audio/pcm;rate=24000;base64,\r\n"])
+@pytest.mark.parametrize("between", ["\n", "\r\n", " \t"])
+def test_base64_in_lines_and_of_a_data_url_is_taken(talk: Any, before: str, between: str) -> None:
+    sound = pcm(noise(0.3))
+    audio = before + between.join(sound[start : start + 76] for start in range(0, len(sound), 76)) + between
+
+    async def body(client: Client) -> None:
+        await client.send("input_audio_buffer.append", audio=audio)
+        await client.send("input_audio_buffer.commit")
+        content = [{"type": "input_audio", "audio": audio}]
+        await client.send("conversation.item.create", item={"type": "message", "role": "user", "content": content})
+        assert [item.content[0].sound.tobytes() for item in client.session.items] == [base64.b64decode(sound)] * 2
+
+    talk(body)
+
+
+@pytest.mark.parametrize("form", ["audio/pcm", "audio/pcmu", "audio/pcma"])
+def test_what_was_said_can_be_retrieved(talk: Any, form: str) -> None:
+    question = noise(0.6, rate=24_000 if form == "audio/pcm" else 8000)
+    data = encode(question, form)
+
+    async def body(client: Client) -> None:
+        await client.send("session.update", session={"audio": {"input": {"format": {"type": form}}}})
+        await client.send("input_audio_buffer.append", audio=base64.b64encode(data).decode())
+        await client.send("input_audio_buffer.commit")
+        (item,) = client.session.items
+        (came,) = await client.send("conversation.item.retrieve", item_id=item.id)
+        kept = base64.b64decode(came["item"]["content"][0]["audio"])
+        if form == "audio/pcm":
+            assert kept == data
+        else:
+            assert abs(len(kept) - len(data)) < 80
+            again, least = decode(kept, form)[400:4000], decode(data, form)[400:4000]
+            assert np.corrcoef(again, least)[0, 1] > 0.9
+        check_known(client.events)
+
+    talk(body)
+
+
+def test_what_is_retrieved_is_no_larger_than_clients_take(talk: Any) -> None:
+    async def body(client: Client) -> None:
+        parts = [{"type": "input_audio", "audio": pcm(np.zeros(24_000)), "transcript": "long"}] * 20
+        await client.send("conversation.item.create", item={**written(""), "content": parts})
+        (item,) = client.session.items
+        (came,) = await client.send("conversation.item.retrieve", item_id=item.id)
+        assert came["item"] == item.shown() and len(json.dumps(came)) < 2**20
+
+    talk(body)
+
+
+def test_a_response_without_a_question_answers_the_instructions(talk: Any, lm: Any) -> None:
+    async def body(client: Client) -> None:
+        await client.send("session.update", session={"instructions": "greet the user"})
+        first = await client.ask()
+        await client.send("conversation.item.create", item=written("now say goodbye", "system"))
+        asked = [first, await client.ask(), await client.ask(instructions="say a number")]
+        asked.append(await client.ask(conversation="none", input=[], instructions="say a number"))
+        assert all(done["status"] in ("completed", "incomplete") for done in asked), asked
+        prompts = [item.prompt.text for item in client.session.items if item.role == "assistant"]
+        assert prompts == ["greet the user", "now say goodbye", "say a number"]
+        before, _ = turns_of(client.session.items)
+        assert [turn.part.text for turn in before] == prompts and all(turn.answer.answer for turn in before)
+        await client.ask("and then?")
+        marks = [turn.mark for turn in turns_of(client.session.items)[0]]
+        assert client.session.responses._dialogue._marks == marks  # the engine's session went on, and knows them
+        check_known(client.events)
+
+    talk(body)
+
+
+def written(text: str, role: str = "user") -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
+
+
+@pytest.mark.parametrize("detection", [None, {"type": "server_vad"}, {"type": "semantic_vad"}])
+def test_a_committed_sound_without_speech_has_no_answer(talk: Any, detection: Any) -> None:
+    silence = np.zeros(24_000) if detection is None else noise(1.0)
+
+    async def body(client: Client) -> None:
+        await client.ask("hello")
+        heard = {"turn_detection": detection, "transcription": {"model": "any"}}
+        await client.send("session.update", session={"audio": {"input": heard}})
+        await client.send("input_audio_buffer.append", audio=pcm(silence))
+        await client.send("input_audio_buffer.commit")
+        done = await client.until("conversation.item.input_audio_transcription.completed")
+        assert done["transcript"] == ""
+        for _ in range(2):
+            failed = await client.ask(instructions="say a number")
+            assert failed["status"] == "failed" and failed["status_details"]["error"]["code"] == "no_speech"
+        assert (await client.ask("and now?"))["status"] in ("completed", "incomplete")
+        check_known(client.events)
+
+    talk(body)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_what_is_no_number_of_json_is_refused(talk: Any, number: str) -> None:
+    async def body(client: Client) -> None:
+        since = len(client.events)
+        await client.session.handle(json.dumps({"type": "session.update", "session": {"a": "?"}}).replace('"?"', number))
+        assert [event["error"]["code"] for event in client.events[since:]] == ["invalid_json"]
+
+    talk(body)
+
+
+def test_settings_of_the_beta_are_refused_by_name_and_those_that_change_nothing_are_told(talk: Any) -> None:
+    async def body(client: Client) -> None:
+        old = {"modalities": ["text"], "input_audio_format": "pcm16", "turn_detection": None}
+        (came,) = await client.send("session.update", session=old)
+        told = came["error"]["message"]
+        assert came["error"]["code"] == "unknown_parameter" and all(f"session.{key}" in told for key in old)
+        assert "session.output_modalities" in told and "session.audio.input.turn_detection" in told
+        (came,) = await client.send("response.create", response={"modalities": ["text"]})
+        assert came["error"]["param"] == "response.modalities" and "response.output_modalities" in came["error"]["message"]
+        audio = {"input": {"noise_reduction": {"type": "near_field"}}, "output": {"speed": 1.5, "voice": "default"}}
+        (came,) = await client.send("session.update", session={"type": "realtime", "audio": audio, "tool_choice": "required"})
+        assert came["session"]["omni"]["ignored"] == ["audio.input.noise_reduction", "audio.output.speed", "tool_choice"]
+        (came,) = await client.send("session.update", session={"audio": {"output": {"speed": 1.0}}, "instructions": "be brief"})
+        assert "ignored" not in came["session"]["omni"]
+        check_known(client.events)
 
     talk(body)

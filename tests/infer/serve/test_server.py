@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import gc
 import json
 import socket
 import threading
 import time
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -26,7 +22,7 @@ from websockets.exceptions import ConnectionClosed
 
 from infer.serve.app import create_app
 from infer.serve.host import EngineHost
-from infer.serve.serve import configured, keep_collections_short
+from infer.serve.serve import configured
 from infer.serve.server import Server
 from infer.serve.settings import ServerLimits, ServeSettings
 from tests.infer.serve.conftest import MANUAL, noise, pcm
@@ -314,28 +310,3 @@ def test_a_crash_of_the_engine_is_told_and_another_is_started(serve: Any, lm: An
         assert engine.restarts == 1 and len(made) == 2
 
     asyncio.run(body())
-
-
-def test_what_stays_is_looked_through_only_when_nobody_is_there() -> None:
-    class Node:
-        itself: object = None
-
-    async def body() -> None:
-        server: Any = SimpleNamespace(sessions={"one": None}, requests=Counter())
-        keeping = asyncio.create_task(keep_collections_short(server, 0.01))
-        node = Node()
-        node.itself, gone = node, weakref.ref(node)
-        await asyncio.sleep(0.05)
-        del node
-        gc.collect()
-        assert gone() is not None and gc.get_freeze_count()
-        server.sessions.clear()
-        await asyncio.sleep(0.2)
-        assert gone() is None
-        keeping.cancel()
-
-    gc.collect()
-    try:
-        asyncio.run(body())
-    finally:
-        gc.unfreeze()

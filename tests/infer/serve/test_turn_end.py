@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from infer.turns.turn_end import has_ended
 from infer.turns.vad import FRAME_SECONDS
 from omni.codec.codec2 import Codec2Codec
 from omni.generate.speech_lm import SpeechLM
-from omni.generate.turn_end import TurnFrames, TurnListener
+from omni.generate.turn_end import RULES, TurnFrames, TurnListener
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.infer.conftest import TINY
@@ -54,10 +55,28 @@ def test_a_turn_that_is_not_listened_to_is_not_judged() -> None:
     turn._listening = type("Heard", (), {"turn": TurnFrames(25.0)})
     assert has_ended(turn.frames, 0.0, 2.0, 1.0, "high") is False
     turn.frames.put(0, torch.ones(40, 2))  # type: ignore[union-attr]
-    assert has_ended(turn.frames, 5.0, 6.2, 6.0, "low") is True
-    assert has_ended(turn.frames, 5.0, 6.9, 6.8, "low") is False  # what is known is of before the last speech
+    assert has_ended(turn.frames, 5.0, 6.5, 6.0, "low") is True
+    assert has_ended(turn.frames, 5.0, 6.3, 6.0, "low") is False  # so short a silence ends nothing
+    assert has_ended(turn.frames, 5.0, 7.4, 6.95, "low") is False  # what is known is of before the last speech
     turn.over = True
     assert has_ended(turn.frames, 5.0, 6.2, 6.0, "low") is None
+
+
+@pytest.mark.parametrize("eagerness", RULES)
+def test_only_a_voice_that_the_head_knows_is_waited_for(eagerness: str) -> None:
+    def ends(voice: float, end: float, spoken: float = 2.0) -> float:
+        """Seconds of silence after which a turn ends."""
+        frames = TurnFrames(25.0)
+        frames.put(0, torch.tensor([voice, end]).expand(500, 2))
+        return next(
+            silence for silence in np.arange(0, 9, 0.032) if has_ended(frames, 0.0, spoken + silence, spoken, eagerness)
+        )
+
+    assert ends(0.999, 0.9) < 0.45  # the end is sure
+    for unsure in ((0.8, 0.01), (0.999, 0.15), (0.999, 0.01, 0.5)):  # of the voice, of the end, of too short a sound
+        assert 0.9 < ends(*unsure) < 1.1
+    with pytest.raises(StopIteration):
+        ends(0.999, 0.01)
 
 
 @pytest.fixture
@@ -67,7 +86,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[EngineHost]:
     torch.manual_seed(0)
     model = SpeechModel(config).eval()
     torch.nn.init.zeros_(model.turn_head.weight)
-    model.turn_head.bias.data[1] = request.param
+    model.turn_head.bias.data[:] = torch.tensor([9.0, request.param])
     host = EngineHost(lambda: SpeechLM(model, Tokenizer.bytes(), Codec2Codec()))
     host.open()
     yield host

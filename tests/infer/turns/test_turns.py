@@ -64,6 +64,26 @@ def test_a_short_sound_makes_an_answer_softer_and_a_longer_one_ends_it() -> None
     assert [kind for kind, *_ in follow(settings, [(0.96, 0.9)], playing=True)] == ["began"]
 
 
+@pytest.mark.parametrize("pause", [0.16, 0.4, 0.9])
+def test_an_interruption_begins_before_its_pause(pause: float) -> None:
+    more = [(0.96, 0.1), (0.2, 0.9), (pause, 0.1), (0.96, 0.9)]
+    events = follow(SemanticVad(), more, playing=True)
+    assert [kind for kind, *_ in events] == ["duck", "restore", "duck", "began"]
+    assert events[-1][1] == events[0][1] == pytest.approx(0.96)
+    twice = follow(SemanticVad(), [*more[:3], *more[1:]], playing=True)
+    assert twice[-1][1] == pytest.approx(0.96)
+
+
+def test_what_lies_too_long_before_an_interruption_is_no_part_of_it() -> None:
+    events = follow(SemanticVad(), [(0.96, 0.1), (0.32, 0.9), (1.28, 0.1), (0.96, 0.9)], playing=True)
+    assert events[-1][1] == pytest.approx(0.96 + 0.32 + 1.28)
+    often = [(0.96, 0.1), *[(0.32, 0.9), (0.64, 0.1)] * 10, (0.96, 0.9)]  # "mm-hmm" for ten seconds
+    events = follow(SemanticVad(), often, playing=True)
+    assert events[-1][0] == "began" and events[-1][2] - events[-1][1] < 4.0
+    ended = [(0.96, 0.1), (0.96, 0.9), (5.0, 0.1), (0.96, 0.9)]  # nor is a turn that was answered
+    assert follow(SemanticVad(), ended, playing=True)[-1][1] == pytest.approx(0.96 + 0.96 + 5.0, abs=0.05)
+
+
 def test_silence_after_an_answer_is_told_once() -> None:
     detector = TurnDetector(ServerVad(idle_timeout_ms=5000))
     detector.wait()

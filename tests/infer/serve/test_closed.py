@@ -1,0 +1,187 @@
+"""Sessions that have ended: nothing holds them, also where the garbage collector never looks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from infer.serve.host import EngineHost
+from infer.serve.realtime.items import ConversationItem
+from infer.serve.realtime.response import Response
+from infer.serve.realtime.session import RealtimeSession
+from infer.serve.server import Server
+from infer.serve.settings import ServeSettings
+from tests.infer.serve.caller import Caller, no_session, session_of
+from tests.infer.serve.conftest import MANUAL, Client, noise, pcm
+from tests.infer.serve.test_server import emptied, event, opened, serve
+
+__all__ = ["serve"]
+
+Doing = Callable[[Client], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+
+
+async def ask(client: Client, seed: int = 0, seconds: float = 0.5) -> None:
+    since = len(client.events)
+    await client.send("input_audio_buffer.append", audio=pcm(noise(seconds, seed)))
+    await client.send("input_audio_buffer.commit")
+    await client.send("response.create")
+    await client.until("response.done", since)
+
+
+async def turns(client: Client) -> None:
+    for seed in range(3):
+        await ask(client, seed)
+    await client.send("session.update", session={"audio": {"input": {"transcription": {"model": "any"}}}})
+    await ask(client, 4)
+    await client.until("conversation.item.input_audio_transcription.completed")
+
+
+async def interrupted(client: Client) -> None:
+    await ask(client)
+    await client.send("conversation.item.create", item=written("more"))
+    await client.send("response.create")
+    await client.until("response.output_audio.delta", len(client.events))
+    await client.session.responses.interrupt()
+    await client.send("conversation.item.truncate", item_id=list(client.session.items)[1].id, content_index=0, audio_end_ms=0)
+
+
+async def mistakes(client: Client) -> None:
+    await client.send("response.create")  # nothing to answer
+    await client.until("response.done")
+    await client.send("session.update", session={"audio": 1})
+    await client.send("conversation.item.create", item=written("x" * 90_000))  # more than the context
+    await client.send("response.create")
+    await client.send("response.create", response={"conversation": "none", "input": [written("beside")]})
+    await client.send("conversation.item.delete", item_id="nobody")
+
+
+async def broken_off(client: Client) -> None:
+    """Closed in the midst of an answer, and of what is said."""
+    await client.send("conversation.item.create", item=written("hello"))
+    await client.send("response.create")
+    await client.send("response.create", response={"conversation": "none", "input": [written("beside")]})
+    await client.send("input_audio_buffer.append", audio=pcm(noise(0.4)))
+
+
+def written(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+
+
+def left(*kinds: type) -> list[Any]:
+    return [one for one in gc.get_objects() if type(one) in kinds]
+
+
+@pytest.mark.parametrize("doing", [turns, interrupted, mistakes, broken_off])
+@pytest.mark.usefixtures("uncollected")
+def test_a_closed_session_is_freed_by_itself(host: EngineHost, settings: ServeSettings, doing: Doing) -> None:
+    before = len(left(RealtimeSession, Response, ConversationItem))
+
+    async def body() -> weakref.ref[RealtimeSession]:
+        client = Client(host, settings, MANUAL)
+        await asyncio.wait_for(doing(client), 30)
+        await client.session.close()
+        return weakref.ref(client.session)
+
+    async def whole() -> bool:
+        gone = await body()
+        await asyncio.sleep(0.1)
+        return gone() is None
+
+    assert asyncio.run(whole())
+    assert len(left(RealtimeSession, Response, ConversationItem)) == before
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_closed_socket_leaves_no_session(serve: Any) -> None:
+    place, server = serve()
+    gone: list[weakref.ref[RealtimeSession]] = []
+
+    async def body() -> None:
+        async with opened(place) as ws:
+            for type, values in (
+                ("session.update", {"session": MANUAL}),
+                ("input_audio_buffer.append", {"audio": pcm(noise(0.5))}),
+                ("input_audio_buffer.commit", {}),
+                ("response.create", {}),
+            ):
+                await ws.send(json.dumps({"type": type, **values}))
+            await event(ws, "response.done")
+            gone.append(weakref.ref(next(iter(server.sessions.values()))))
+            await ws.send("no JSON")
+            await event(ws, "error")
+
+    asyncio.run(body())
+    assert emptied(server)
+    until = time.monotonic() + 5
+    while gone[0]() is not None and time.monotonic() < until:
+        time.sleep(0.02)
+    assert gone[0]() is None
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_call_that_has_ended_leaves_no_session(calls: Any) -> None:
+    gone: list[weakref.ref[RealtimeSession]] = []
+
+    async def body(server: Server, caller: Caller) -> None:
+        await caller.call(MANUAL)
+        since = await caller.ask()
+        await caller.until("output_audio_buffer.stopped", since)
+        since = await caller.ask()
+        await caller.until("output_audio_buffer.started", since)
+        caller.send("output_audio_buffer.clear")
+        await caller.until("output_audio_buffer.cleared", since)
+        since = await caller.ask()  # it is still heard when the call ends
+        await caller.until("output_audio_buffer.started", since)
+        gone.append(weakref.ref(session_of(server)))
+        await caller.pc.close()
+        await no_session(server)
+        await asyncio.sleep(0.5)
+        assert gone[0]() is None
+
+    calls(body)
+
+
+@pytest.mark.long
+def test_memory_is_level_while_somebody_stays(serve: Any) -> None:
+    """Short sessions with spoken turns, beside one that is held open: what they leave is freed without the garbage collector's
+    being spared anything."""
+    place, server = serve(sessions=64, key_sessions=64, key_events=10**9)
+    process, sizes = psutil.Process(), []
+
+    async def one(seed: int) -> None:
+        async with opened(place) as ws:
+            await ws.send(json.dumps({"type": "session.update", "session": MANUAL}))
+            for turn in range(3):
+                sound = pcm(noise(1.5, 3 * seed + turn))
+                for type, values in (("append", {"audio": sound}), ("commit", {})):
+                    await ws.send(json.dumps({"type": f"input_audio_buffer.{type}", **values}))
+                await ws.send(json.dumps({"type": "response.create"}))
+                await event(ws, "response.done", 60)
+
+    async def body() -> None:
+        async with opened(place):
+            for first in range(0, 400, 8):
+                await asyncio.gather(*(one(first + more) for more in range(8)))
+                sizes.append(process.memory_info().rss / 2**20)
+
+    asyncio.run(body())
+    assert emptied(server)
+    assert max(sizes[40:]) - max(sizes[15:25]) < 8, [round(size) for size in sizes]  # the sounds of 200 are 43 MB
