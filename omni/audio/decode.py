@@ -53,6 +53,7 @@ class Recording:
         format: container and coding, such as "WAV PCM_16".
         blocks: decodes from the start. UserError: the file is damaged, or has less than it promises.
         doubt: what may be wrong with it although it is accepted.
+        sound: the file in libsndfile; None where it is read otherwise.
     """
 
     rate: int
@@ -61,6 +62,26 @@ class Recording:
     format: str
     blocks: Callable[[], Iterator[Block]]
     doubt: str | None = None
+    sound: soundfile.SoundFile | None = None
+
+    def part(self, start: int, stop: int, name: str) -> np.ndarray:
+        """Samples [S, C] from `start` to `stop`, fewer at the end; what FFmpeg reads is decoded from the beginning."""
+        import numpy as np
+        import soundfile
+
+        if self.sound is None or not self.sound.seekable():
+            blocks = [np.zeros((0, self.channels), np.float32)]
+            for _, block in _behind(start, self.blocks()):
+                blocks.append(block[: stop - start - sum(map(len, blocks))])
+                if len(blocks[-1]) < len(block):
+                    break
+            return np.concatenate(blocks)
+        try:
+            with quiet_decoder(self.sound.format):
+                self.sound.seek(start)
+                return self.sound.read(stop - start, dtype="float32", always_2d=True)
+        except soundfile.SoundFileError as error:
+            raise _damaged(name, start / self.rate) from error
 
 
 def open_recording(file: BinaryIO, name: str, *, ends: bool = True) -> Recording:
@@ -100,7 +121,7 @@ def open_recording(file: BinaryIO, name: str, *, ends: bool = True) -> Recording
         raise UserError(f"{name} is truncated: it ends inside a page: copy or download it again, or convert what is left")
     samples, form = _promised(sound, head, log, name), f"{sound.format} {sound.subtype}"
     doubt = f"{name} may be cut short: its last page is not marked as the end" if "lacks an end-of-stream" in log else None
-    return Recording(sound.samplerate, sound.channels, samples, form, lambda: _blocks(sound, file, samples, name), doubt)
+    return Recording(sound.samplerate, sound.channels, samples, form, lambda: _blocks(sound, file, samples, name), doubt, sound)
 
 
 def _opened(file: BinaryIO, head: bytes) -> soundfile.SoundFile | None:

@@ -42,6 +42,7 @@ __all__ = [
     "from_pcm16",
     "pcm16",
     "read_audio",
+    "read_part",
     "read_stream",
     "resample",
     "write_wav",
@@ -130,6 +131,16 @@ def audio_info(source: AudioSource, *, name: str | None = None) -> AudioInfo:
         if samples is None:
             samples = sum(len(block) * found.rate // rate for rate, block in found.blocks())
         return AudioInfo(found.rate, samples, found.channels, found.format)
+
+
+def read_part(source: AudioSource, start: int, stop: int, *, name: str | None = None) -> tuple[Tensor, int]:
+    """Read samples `start` to `stop` of a recording as `[S, C]` float32, fewer where it ends before, and their rate. UserError:
+    as of `audio_info`, or it is damaged there."""
+    import torch
+
+    name = name or _name(source)
+    with opened(source, name, ends=False) as recording:
+        return torch.from_numpy(recording.part(start, stop, name)), recording.rate
 
 
 def read_stream(source: BinaryIO, name: str) -> bytearray:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from omni.audio.io import AudioInfo, audio_info
+from omni.audio.io import AudioInfo, audio_info, read_part
 from omni.errors import UserError
 from omni.files import refuse_pointer
 from omni.remote import check_there
@@ -249,8 +249,6 @@ def cut(path: Path, start: float, end: float, *channels: int) -> Sound:
 
 def _decode(path: Path, start: float, end: float) -> tuple[Tensor, int, int]:
     """Decode all channels [S, C] between two times in seconds; returns them, their sample rate, and the first sample."""
-    import numpy as np
-    import soundfile
     import torch
 
     info = header(path)
@@ -260,14 +258,10 @@ def _decode(path: Path, start: float, end: float) -> tuple[Tensor, int, int]:
         raise UserError(f"{start:.2f} to {end:.2f} s lies beyond {path}, which lasts {info.seconds:.2f} s")
     if first >= last:
         raise UserError(f"{start:.2f} to {end:.2f} s of {path} holds no samples")
-    try:
-        with _opened(path) as source, soundfile.SoundFile(source) as file:
-            file.seek(first)
-            samples = file.read(last - first, dtype="float32", always_2d=True)
-    except soundfile.SoundFileError as error:
-        raise UserError(f"{path} is damaged between {start:.2f} and {end:.2f} s: download or convert it again") from error
+    with _opened(path) as source:
+        samples, _ = read_part(source, first, last, name=str(path))
     if len(samples) < last - first:
         raise UserError(f"{path} is cut short: it ends within {start:.2f} to {end:.2f} s; download or convert it again")
-    if not np.isfinite(samples).all():
+    if not torch.isfinite(samples).all():
         raise UserError(f"{path} holds NaN or infinity between {start:.2f} and {end:.2f} s: fix it")
-    return torch.from_numpy(samples), rate, first
+    return samples, rate, first

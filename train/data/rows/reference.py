@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import parse_qsl, quote, unquote, unquote_to_bytes, urlencode
 
-from omni.audio.io import AudioInfo, audio_info, read_audio, resample
+from omni.audio.io import AudioInfo, audio_info, read_audio, read_part, resample
 from omni.errors import UserError
 from omni.remote import shown
 from omni.stores.drivers import StoredObject, look_up
@@ -158,20 +158,11 @@ class Reference:
             return source.read()
 
     def _cut(self, source: str | BinaryIO, part: SoundPart, sample_rate: int) -> Tensor:
-        import soundfile
-        import torch
-
-        try:
-            with soundfile.SoundFile(source) as file:
-                rate = file.samplerate
-                file.seek(part.start)
-                samples = file.read(part.stop - part.start, dtype="float32", always_2d=True)  # [S, C]
-        except (soundfile.SoundFileError, RuntimeError) as error:
-            raise UserError(f"{self.name} is damaged between samples {part.start} and {part.stop}: {AGAIN}") from error
+        samples, rate = read_part(source, part.start, part.stop, name=self.name)
         wanted = list(part.channels) or list(range(samples.shape[1]))
         if len(samples) < part.stop - part.start or max(wanted) >= samples.shape[1]:
             raise UserError(f"{self.name} has no samples {part.start} to {part.stop} in channels {wanted}: {AGAIN}")
-        return resample(torch.from_numpy(samples)[:, wanted].mean(1), rate, sample_rate, name=self.name)
+        return resample(samples[:, wanted].mean(1), rate, sample_rate, name=self.name)
 
     @contextmanager
     def _opened(self) -> Iterator[str | BinaryIO]:
