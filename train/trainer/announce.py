@@ -13,7 +13,7 @@ from torch import nn
 from train.checkpoint.retention import newest
 from train.checkpoint.state import Position
 from train.config.run import FitConfig
-from train.console.progress import Screen, counted, duration, percent
+from train.console.progress import Screen, counted, duration, figures_line, percent
 from train.data.batching.unused import Trained
 from train.distributed.sharding import ParallelDims
 from train.objective.objective import Objective
@@ -37,20 +37,38 @@ def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> lis
         *([f"{budget.steps} step{'s' * (budget.steps != 1)}"] if budget.steps is not None else []),
         *([f"{budget.minutes:g} minute{'s' * (budget.minutes != 1)}"] if budget.minutes is not None else []),
     ]
+    length = f"for {' or '.join(limits)}"
+    if budget.until is not None:
+        length = f"until {_goal(config)}, for at most {limits[1]}"
     start = config.model.init_from or config.model.preset
+    start = f"{start} with the encoder of {config.model.encoder_from}" if config.model.encoder_from else start
     device = torch.cuda.get_device_name(fabric.device) if cuda else fabric.device.type
     strategy = f", {config.fabric.strategy}" if fabric.world_size > 1 and config.fabric.strategy != "auto" else ""
     dims = ParallelDims.of(config.fabric, fabric.world_size)
     strategy += f" in {dims.replicas} replicas" * (dims.replicas > 1 and config.fabric.strategy == "fsdp")
     strategy += f", tensor_parallel {dims.tensor}" * (dims.tensor > 1)
     lines = [
-        f"training {start} in {config.run_folder} for {' or '.join(limits)}",
+        f"training {start} in {config.run_folder} {length}",
         _line("devices", f"{fabric.world_size} x {device}{strategy}, {config.fabric.precision}"),
     ]
     if profile:
         place = Path(config.run_folder) / FOLDER
         lines.append(_line("profile", f"{named_steps(profile)}: a trace for ui.perfetto.dev and a table, in {place}"))
     return lines
+
+
+def _goal(config: FitConfig) -> str:
+    """What ends an open-ended run: `exact match 95.0 %`."""
+    return figures_line({config.checkpoint.metric: config.budget.until or 0.0})
+
+
+def expectation(config: FitConfig, step: int, pace: float) -> str:
+    """A line that says when an open-ended run should end, from `pace` seconds a step after `step` steps."""
+    budget = config.budget
+    assert budget.steps is not None and budget.minutes is not None
+    minutes = (budget.steps - step) * pace / 60
+    end = f"{_goal(config)} in about {minutes:.0f} min" if minutes <= budget.minutes else f"{budget.minutes:g} min, or more"
+    return f"expected: {end}, as a step takes {pace:.2g} s here, and that took about {budget.steps} steps elsewhere"
 
 
 def parameters_line(label: str, parameters: Iterable[nn.Parameter]) -> str:
