@@ -307,8 +307,7 @@ class BudgetConfig:
         )
         _need(
             self.until is None or None not in (self.steps, self.minutes),
-            f"budget.until is {self.until}, but budget has no {'steps' if self.steps is None else 'minutes'}: give the steps that "
-            "it should take, and the minutes that it may take",
+            f"budget.until is {self.until}: give also the steps that this should take, and the minutes that it may take",
         )
         check_fields(self, "budget")
 

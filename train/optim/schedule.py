@@ -9,8 +9,6 @@ from train.config.sections import BudgetConfig, ScheduleConfig
 from train.console.progress import OPEN
 
 
-
-
 def used(budget: BudgetConfig, step: int, seconds: float, reached: bool = False) -> float:
     """Share of the budget, 0 to 1, that `step` steps in `seconds` have used; 1 where `budget.until` is reached."""
     by_steps = step / budget.steps if budget.steps is not None else 0.0

@@ -13,7 +13,7 @@ from torch import nn
 from train.checkpoint.retention import newest
 from train.checkpoint.state import Position
 from train.config.run import FitConfig
-from train.console.progress import Screen, counted, duration, figures_line, percent
+from train.console.progress import Screen, counted, duration, percent
 from train.data.batching.unused import Trained
 from train.distributed.sharding import ParallelDims
 from train.objective.objective import Objective
@@ -39,7 +39,7 @@ def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> lis
     ]
     length = f"for {' or '.join(limits)}"
     if budget.until is not None:
-        length = f"until {_goal(config)}, for at most {limits[1]}"
+        length = f"until {config.checkpoint.metric} {budget.until:g}, for at most {limits[1]}"
     start = config.model.init_from or config.model.preset
     start = f"{start} with the encoder of {config.model.encoder_from}" if config.model.encoder_from else start
     device = torch.cuda.get_device_name(fabric.device) if cuda else fabric.device.type
@@ -57,18 +57,13 @@ def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> lis
     return lines
 
 
-def _goal(config: FitConfig) -> str:
-    """What ends an open-ended run: `exact match 95.0 %`."""
-    return figures_line({config.checkpoint.metric: config.budget.until or 0.0})
-
-
 def expectation(config: FitConfig, step: int, pace: float) -> str:
     """A line that says when an open-ended run should end, from `pace` seconds a step after `step` steps."""
-    budget = config.budget
+    budget, goal = config.budget, f"{config.checkpoint.metric} {config.budget.until}"
     assert budget.steps is not None and budget.minutes is not None
     minutes = (budget.steps - step) * pace / 60
-    end = f"{_goal(config)} in about {minutes:.0f} min" if minutes <= budget.minutes else f"{budget.minutes:g} min, or more"
-    return f"expected: {end}, as a step takes {pace:.2g} s here, and that took about {budget.steps} steps elsewhere"
+    end = f"{goal} in about {minutes:.0f} min" if minutes <= budget.minutes else f"{budget.minutes:g} min, before {goal}"
+    return f"expected: {end}, as a step takes {pace:.2g} s here and some {budget.steps} are needed"
 
 
 def parameters_line(label: str, parameters: Iterable[nn.Parameter]) -> str:

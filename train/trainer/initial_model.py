@@ -90,18 +90,17 @@ def shape_of(section: ModelSection) -> ModelConfig:
     Raises:
         UserError: an unknown preset or key, or a configuration that does not fit the folder it starts from.
     """
-    if section.init_from is None:
-        base = preset(str(section.preset))
-        if section.encoder_from is None:
-            return changed(base, section)
-        folder = find_model(section.encoder_from)
-        check_full_precision(folder, "training")
-        base = replace(base, encoder=read_config(folder).encoder)
-        config = changed(base, section)
-        check_fits(base, replace(base, encoder=config.encoder), folder)
-        return config
-    check_full_precision(section.init_from, "training")
-    return continued(read_config(section.init_from), section)
+    if section.init_from is None and section.encoder_from is None:
+        return changed(preset(str(section.preset)), section)
+    folder = section.init_from or find_model(str(section.encoder_from))
+    check_full_precision(folder, "training")
+    stored = read_config(folder)
+    if section.init_from is not None:
+        return continued(stored, section)
+    base = replace(preset(str(section.preset)), encoder=stored.encoder)
+    config = changed(base, section)
+    check_fits(base, replace(base, encoder=config.encoder), folder)
+    return config
 
 
 def stored_padded(section: ModelSection) -> bool:
