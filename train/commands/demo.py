@@ -23,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in argv):
         print(HELP)
         return 0
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # two threads wait for each other idly where other programs are busy too
     words = list(argv)
     most = os.environ.get("DEMO_MINUTES")
     own = words if words and not words[0].startswith("-") else ["nano", *words]

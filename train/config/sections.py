@@ -136,7 +136,7 @@ class ModelSection:
         preset: name of a preset, such as `nano` or `qwen2-0.5b-omni`; random weights.
         init_from: a model folder to start from (configuration, weights, tokenizer, codec). What else is given here must
             fit it.
-        encoder_from: a model folder whose encoder the preset has instead of its own, with its weights.
+        encoder_from: without `init_from`, a model folder whose encoder the preset has instead of its own, with its weights.
         tokenizer: a `tokenizer.json`; by default the folder's, or one id per byte where the text stream has 256 ids.
         codec_folder: weights of the codec, where it has any; by default the folder's.
         layout, encoder, projector, decoder: fields that differ from the preset; see `omni.config.ModelConfig`.
@@ -167,10 +167,6 @@ class ModelSection:
         )
         for name in ("init_from", "encoder_from", "tokenizer", "codec_folder"):
             _need(getattr(self, name) != "", f"model.{name} is empty; give a path, or leave it out")
-        _need(
-            self.init_from is None or self.encoder_from is None,
-            f"model.encoder_from is {self.encoder_from!r}, but model.init_from brings an encoder; leave one of them out",
-        )
 
     @property
     def streams(self) -> int | None:
@@ -292,22 +288,20 @@ class BudgetConfig:
         steps: optimizer steps.
         minutes: wall-clock time, validation and saving included; the learning rate follows its share that has passed,
             so that such a run is not repeatable bit for bit.
-        until: value of `checkpoint.metric` with which a validation ends the run. `steps` are then those that this should take
-            and that the schedule runs over; the run goes on after them, until `minutes` are over.
+        until: value of `checkpoint.metric` with which a validation ends the run.
+        expected: steps that this should take. The schedule runs over them where no limit is nearer, and the run goes on at its
+            end.
     """
 
     steps: int | None = ranged(None, 1)
     minutes: float | None = ranged(None, above=0, below=math.inf)
     until: float | None = ranged(None, 0)
+    expected: int | None = ranged(None, 1)
 
     def __post_init__(self) -> None:
         _need(
             self.steps is not None or self.minutes is not None,
             "budget has neither steps nor minutes; say how long to train, such as --budget.steps 1000",
-        )
-        _need(
-            self.until is None or None not in (self.steps, self.minutes),
-            f"budget.until is {self.until}: give also the steps that this should take, and the minutes that it may take",
         )
         check_fields(self, "budget")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -39,7 +40,7 @@ def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> lis
     ]
     length = f"for {' or '.join(limits)}"
     if budget.until is not None:
-        length = f"until {config.checkpoint.metric} {budget.until:g}, for at most {limits[1]}"
+        length = f"until {config.checkpoint.metric} {budget.until:g}, {length} at most"
     start = config.model.init_from or config.model.preset
     start = f"{start} with the encoder of {config.model.encoder_from}" if config.model.encoder_from else start
     device = torch.cuda.get_device_name(fabric.device) if cuda else fabric.device.type
@@ -60,10 +61,9 @@ def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> lis
 def expectation(config: FitConfig, step: int, pace: float) -> str:
     """A line that says when an open-ended run should end, from `pace` seconds a step after `step` steps."""
     budget, goal = config.budget, f"{config.checkpoint.metric} {config.budget.until}"
-    assert budget.steps is not None and budget.minutes is not None
-    minutes = (budget.steps - step) * pace / 60
-    end = f"{goal} in about {minutes:.0f} min" if minutes <= budget.minutes else f"{budget.minutes:g} min, before {goal}"
-    return f"expected: {end}, as a step takes {pace:.2g} s here and some {budget.steps} are needed"
+    minutes, most = ((budget.expected or 0) - step) * pace / 60, budget.minutes or math.inf
+    end = f"{goal} in about {minutes:.0f} min" if minutes <= most else f"{most:g} min, before {goal}"
+    return f"expected: {end}, as a step takes {pace:.2g} s here and some {budget.expected} are needed"
 
 
 def parameters_line(label: str, parameters: Iterable[nn.Parameter]) -> str:

@@ -220,7 +220,7 @@ def build_loop(
     position = checkpointer.position
     logs = group.run_on_first(lambda: Logs(folder, position.step, config.log.wandb, plain))
     share = used(config.budget, position.step, position.seconds, config.reached(position.figures))
-    most = None if config.budget.until is None else 60 * (config.budget.minutes or 0)
+    most = None if config.budget.expected is None or config.budget.minutes is None else 60 * config.budget.minutes
     progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds), most)
     checkpointer.say = progress.say
     if checkpointer.saved is None and restarted(os.environ):

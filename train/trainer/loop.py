@@ -280,7 +280,7 @@ class Loop:
         position, (first, last) = self.position, (self.first_step + n - 1 for n in PACED)
         if position.step == first:
             self.paced = position.seconds
-        elif position.step == last and self.config.budget.until is not None:
+        elif position.step == last and None not in (self.config.budget.until, self.config.budget.expected):
             self.progress.say(expectation(self.config, last, (position.seconds - self.paced) / (last - first)))
 
     def _line_is_due(self) -> bool:
