@@ -24,7 +24,7 @@ MODEL = Path(os.environ.get("OMNI_JUDGED_MODEL", ROOT / "runs/nano/model"))
 """What is judged; by default what the demonstration left in this checkout."""
 
 GOOD = 0.9
-"""Share of right answers in the demonstration's report from which on answers are judged: it trains for ten minutes, however
+"""Share of right answers in the demonstration's report from which on answers are judged: how long it trains is capped, however
 slow the machine is."""
 
 PAGE = 8330

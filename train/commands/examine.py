@@ -35,6 +35,8 @@ from train.trainer.build import MODEL, fit
 from train.trainer.logs import VALIDATION, read_table
 
 GOAL = 0.9
+INTRODUCTION = """Training a small speech language model: spoken questions about digits in, text and speech out.
+Its voices are synthetic; it is examined on voices that it has never heard."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def demonstrate(config: FitConfig, digits: SourceConfig) -> int:
         digits: the source of the configuration whose questions are asked.
     """
     folder = Path(config.run_folder)
-    print(_introduction(config))
+    print(INTRODUCTION)
     outcome = fit(config)
     if outcome is None:
         return 0
@@ -83,15 +85,6 @@ def demonstrate(config: FitConfig, digits: SourceConfig) -> int:
     print("\n" + text)
     print(f"try: omni-infer ask your.wav --model {folder / MODEL}")
     return 0
-
-
-def _introduction(config: FitConfig) -> str:
-    return (
-        f"Training a small speech language model for {config.budget.minutes:g} minutes: spoken questions about digits in, "
-        "text and speech out.\nIts voices are synthetic; it is examined on voices that it has never heard."
-        if config.budget.minutes
-        else f"Training a small speech language model for {config.budget.steps} steps."
-    )
 
 
 # --- examination -------------------------------------------------------------------------------------------------------

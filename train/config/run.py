@@ -152,6 +152,11 @@ class FitConfig:
         if objective.turn_weight > 0 and (model.turn is False or (model.turn is None and model.init_from is None)):
             raise UserError(no_turn_head(objective.turn_weight))
 
+    def reached(self, figures: Mapping[str, float]) -> bool:
+        """Whether these figures of a validation end the run (`budget.until`)."""
+        until, value = self.budget.until, figures.get(self.checkpoint.metric)
+        return until is not None and value is not None and (value >= until if self.checkpoint.good == "max" else value <= until)
+
     @property
     def trainable_patterns(self) -> tuple[str, ...]:
         """Names of the trainable parameters, as patterns."""

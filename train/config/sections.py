@@ -136,6 +136,7 @@ class ModelSection:
         preset: name of a preset, such as `nano` or `qwen2-0.5b-omni`; random weights.
         init_from: a model folder to start from (configuration, weights, tokenizer, codec). What else is given here must
             fit it.
+        encoder_from: without `init_from`, a model folder whose encoder the preset has instead of its own, with its weights.
         tokenizer: a `tokenizer.json`; by default the folder's, or one id per byte where the text stream has 256 ids.
         codec_folder: weights of the codec, where it has any; by default the folder's.
         layout, encoder, projector, decoder: fields that differ from the preset; see `omni.config.ModelConfig`.
@@ -147,6 +148,7 @@ class ModelSection:
 
     preset: str | None = None
     init_from: str | None = None
+    encoder_from: str | None = None
     tokenizer: str | None = None
     codec_folder: str | None = None
     layout: dict[str, Any] = field(default_factory=dict)
@@ -163,7 +165,7 @@ class ModelSection:
             self.preset is not None or self.init_from is not None,
             "model has neither preset nor init_from; name a preset (such as nano) or a model folder",
         )
-        for name in ("init_from", "tokenizer", "codec_folder"):
+        for name in ("init_from", "encoder_from", "tokenizer", "codec_folder"):
             _need(getattr(self, name) != "", f"model.{name} is empty; give a path, or leave it out")
 
     @property
@@ -286,10 +288,15 @@ class BudgetConfig:
         steps: optimizer steps.
         minutes: wall-clock time, validation and saving included; the learning rate follows its share that has passed,
             so that such a run is not repeatable bit for bit.
+        until: value of `checkpoint.metric` with which a validation ends the run.
+        expected: steps that this should take. The schedule runs over them where no limit is nearer, and the run goes on at its
+            end.
     """
 
     steps: int | None = ranged(None, 1)
     minutes: float | None = ranged(None, above=0, below=math.inf)
+    until: float | None = ranged(None, 0)
+    expected: int | None = ranged(None, 1)
 
     def __post_init__(self) -> None:
         _need(

@@ -16,6 +16,9 @@ SHARES = ("exact_match", "wer", "code_accuracy", "ended")
 WAITING = 0.05
 """Share of the time of training from which the screen shows what is waited for."""
 
+OPEN = 0.999
+"""Share of an open-ended budget that counts as used from its expected end on."""
+
 LINE_SECONDS = 10.0
 """Seconds between two progress lines where there is no terminal."""
 
@@ -120,13 +123,16 @@ class TrainProgress(Screen):
     Args:
         kind: see `LogConfig.progress`.
         start: share of the budget and seconds used before this start, so that the time left is estimated from this one's pace.
+        most: seconds that an open-ended budget may take; the time left is up to its expected end, and after that up to this.
     """
 
-    def __init__(self, kind: Kind, start: tuple[float, float] = (0.0, 0.0), stream: TextIO | None = None) -> None:
+    def __init__(
+        self, kind: Kind, start: tuple[float, float] = (0.0, 0.0), most: float | None = None, stream: TextIO | None = None
+    ) -> None:
         super().__init__(
             kind, stream, total=1000, initial=round(1000 * start[0]), bar_format="{percentage:3.0f}% {bar} {desc}{postfix}"
         )
-        self.start = start
+        self.start, self.most = start, most
         self.figures = self.last = ""
 
     def show(self, step: int, used: float, seconds: float) -> None:
@@ -163,6 +169,8 @@ class TrainProgress(Screen):
         gained, spent = used - self.start[0], seconds - self.start[1]
         if gained <= 0 or spent <= 0:
             return ""
+        if self.most is not None and OPEN <= used < 1:
+            return f"at most {duration(self.most - seconds)} left"
         return f"{duration((1 - used) * spent / gained)} left"
 
 

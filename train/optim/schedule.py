@@ -6,13 +6,15 @@ import math
 
 from omni.errors import UserError
 from train.config.sections import BudgetConfig, ScheduleConfig
+from train.console.progress import OPEN
 
 
-def used(budget: BudgetConfig, step: int, seconds: float) -> float:
-    """Share of the budget, 0 to 1, that `step` steps in `seconds` have used."""
+def used(budget: BudgetConfig, step: int, seconds: float, reached: bool = False) -> float:
+    """Share of the budget, 0 to 1, that `step` steps in `seconds` have used; 1 where `budget.until` is reached."""
     by_steps = step / budget.steps if budget.steps is not None else 0.0
     by_time = seconds / (60 * budget.minutes) if budget.minutes is not None else 0.0
-    return min(1.0, max(by_steps, by_time))
+    expected = min(OPEN, step / budget.expected) if budget.expected is not None else 0.0
+    return 1.0 if reached else min(1.0, max(by_steps, by_time, expected))
 
 
 def learning_rate(schedule: ScheduleConfig, budget: BudgetConfig, step: int, seconds: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -37,20 +38,32 @@ def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> lis
         *([f"{budget.steps} step{'s' * (budget.steps != 1)}"] if budget.steps is not None else []),
         *([f"{budget.minutes:g} minute{'s' * (budget.minutes != 1)}"] if budget.minutes is not None else []),
     ]
+    length = f"for {' or '.join(limits)}"
+    if budget.until is not None:
+        length = f"until {config.checkpoint.metric} {budget.until:g}, {length} at most"
     start = config.model.init_from or config.model.preset
+    start = f"{start} with the encoder of {config.model.encoder_from}" if config.model.encoder_from else start
     device = torch.cuda.get_device_name(fabric.device) if cuda else fabric.device.type
     strategy = f", {config.fabric.strategy}" if fabric.world_size > 1 and config.fabric.strategy != "auto" else ""
     dims = ParallelDims.of(config.fabric, fabric.world_size)
     strategy += f" in {dims.replicas} replicas" * (dims.replicas > 1 and config.fabric.strategy == "fsdp")
     strategy += f", tensor_parallel {dims.tensor}" * (dims.tensor > 1)
     lines = [
-        f"training {start} in {config.run_folder} for {' or '.join(limits)}",
+        f"training {start} in {config.run_folder} {length}",
         _line("devices", f"{fabric.world_size} x {device}{strategy}, {config.fabric.precision}"),
     ]
     if profile:
         place = Path(config.run_folder) / FOLDER
         lines.append(_line("profile", f"{named_steps(profile)}: a trace for ui.perfetto.dev and a table, in {place}"))
     return lines
+
+
+def expectation(config: FitConfig, step: int, pace: float) -> str:
+    """A line that says when an open-ended run should end, from `pace` seconds a step after `step` steps."""
+    budget, goal = config.budget, f"{config.checkpoint.metric} {config.budget.until}"
+    minutes, most = ((budget.expected or 0) - step) * pace / 60, budget.minutes or math.inf
+    end = f"{goal} in about {minutes:.0f} min" if minutes <= most else f"{most:g} min, before {goal}"
+    return f"expected: {end}, as a step takes {pace:.2g} s here and some {budget.expected} are needed"
 
 
 def parameters_line(label: str, parameters: Iterable[nn.Parameter]) -> str:

@@ -219,8 +219,9 @@ def build_loop(
     resumed = checkpointer.resume()
     position = checkpointer.position
     logs = group.run_on_first(lambda: Logs(folder, position.step, config.log.wandb, plain))
-    share = used(config.budget, position.step, position.seconds)
-    progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds))
+    share = used(config.budget, position.step, position.seconds, config.reached(position.figures))
+    most = None if config.budget.expected is None or config.budget.minutes is None else 60 * config.budget.minutes
+    progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds), most)
     checkpointer.say = progress.say
     if checkpointer.saved is None and restarted(os.environ):
         progress.say("started again before there was a checkpoint: the run starts over")
@@ -234,8 +235,7 @@ def build_loop(
     calls = Callbacks(callbacks, group)
 
     def open_feed(stop: Stop, clock: Callable[[], float]) -> Feed:
-        left = used(config.budget, position.step, position.seconds) < 1
-        batches = parts.steps(shards, position.step, position.packer_shards) if left else iter(())
+        batches = parts.steps(shards, position.step, position.packer_shards) if share < 1 else iter(())
         batches = calls.checked(checkpointer.checked(batches))
         if balance is None:
             return Feed(batches, parts.targets, parts.flops, clock, len(parts.streams), group, stop)

@@ -25,7 +25,7 @@ from train.distributed.process_group import ProcessGroup
 from train.optim.ema import Average
 from train.optim.optimizer import Optimizers, set_learning_rate
 from train.optim.schedule import due, learning_rate, used
-from train.trainer.announce import end_lines, lost_line
+from train.trainer.announce import end_lines, expectation, lost_line
 from train.trainer.balanced_step import Balancing
 from train.trainer.callbacks import Callbacks
 from train.trainer.feed import Feed
@@ -45,6 +45,8 @@ GIVE_UP = 10
 USED_UP = "data.sources have given all rows that max_epochs and max_rows allow; the run ends before its budget is spent"
 SHOWN_LOSSES = ("loss/text", "loss/audio", "loss/distill")
 """Parts of a held-out loss that the screen shows."""
+PACED = (4, 12)
+"""Steps of a start whose pace says when an open-ended run is expected to end."""
 FIRST_STEPS, LINE_SECONDS = 3, 30.0
 """Steps of a start that the screen shows whatever `log.every` is, and the most seconds between two of its later lines."""
 
@@ -93,7 +95,7 @@ class Loop:
         self.first_step, self.shown, self.times = self.position.step + 1, self.before, StepTimes()
         self.stop, self.tell_skipped = Stop(self.progress.say_apart if self.group.first else None), 1
         self.begun: Callable[[], None] | None = None
-        self.used_up = False
+        self.used_up, self.paced = False, self.before
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -136,6 +138,7 @@ class Loop:
                     slow = self.times.end(position.step)
                     with self.usage.idle:
                         self._say_skipped()
+                        self._say_expectation()
                         figures = self._report(factor)
                     self.meter.pause()
                     self.profiler.end(position.step)
@@ -200,7 +203,8 @@ class Loop:
             raise
 
     def _used(self) -> float:
-        return used(self.config.budget, self.position.step, self.position.seconds)
+        position = self.position
+        return used(self.config.budget, position.step, position.seconds, self.config.reached(position.figures))
 
     def _save(self, beside: bool = False) -> None:
         """Saves the state; `beside` the steps that follow, unless a callback is to be told when it is written."""
@@ -270,6 +274,14 @@ class Loop:
                 if float(self.meter.skipped_in_a_row)
                 else f"step {self.position.step}: {counted(skipped, 'step')} left out so far: gradients not finite"
             )
+
+    def _say_expectation(self) -> None:
+        """Says after the first steps of an open-ended run, from their pace, when it should end."""
+        position, (first, last) = self.position, (self.first_step + n - 1 for n in PACED)
+        if position.step == first:
+            self.paced = position.seconds
+        elif position.step == last and None not in (self.config.budget.until, self.config.budget.expected):
+            self.progress.say(expectation(self.config, last, (position.seconds - self.paced) / (last - first)))
 
     def _line_is_due(self) -> bool:
         """True where the screen shows this step although the log has no row of it; the same in all processes."""

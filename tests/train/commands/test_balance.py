@@ -86,7 +86,7 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no answers; set validation.questions above 0"):
         answered(tmp_path)
     with pytest.raises(UserError, match="at equal steps, but the configuration has budget.minutes"):
-        main(["configs/nano.yaml"])
+        main(["configs/nano-scratch.yaml"])
     with pytest.raises(UserError, match="--seeds is 0; it must be at least 1"):
         main([RECIPE, "--seeds", "0"])
     for change in ({"at_end": False}, {"tasks": ["T1A1"]}):

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from omni.checkpoint.folder import save_folder
+from omni.checkpoint.folder import load_folder, save_folder
 from omni.config import ModelConfig, from_dict, preset, to_dict
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from omni.patterns import match_names
+from omni.pretrained import find_model
 from omni.text import Tokenizer
 from train import recipe
 from train.checkpoint.retention import clear
+from train.commands.demo import main as demo
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig, completed, plain_config
 from train.config.sections import (
@@ -30,7 +32,6 @@ from train.config.sections import (
     OptimizerConfig,
     ValidationConfig,
 )
-from train.data.build import build_alignment
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.sources.config import SpokenDigitsConfig
 from train.objective.config import ObjectiveConfig
@@ -217,11 +218,31 @@ def test_the_head_has_the_ids_that_the_data_need(model: dict[str, Any], sounds: 
 
 
 def test_what_starts_from_the_demonstrations_model_spells_as_it_does() -> None:
-    (wanted, _), (config, _) = (read_fit_config([str(CONFIGS / f"{one}.yaml")]) for one in ("nano", "nano-lora"))
+    wanted, config = (with_alignment(read_fit_config([str(CONFIGS / f"{one}.yaml")])[0]) for one in ("nano", "nano-lora"))
     assert config.model.init_from == "runs/nano/model"
-    spelt = [build_alignment(one.data, Tokenizer.bytes()) for one in (wanted, config)]
-    text = "and twice that? say it again please what is one plus two"
-    assert spelt[0].ids(text) == spelt[1].ids(text) != [] and spelt[0].size == spelt[1].size
+    assert config.model.ctc == wanted.model.ctc and config.data.alignment == wanted.data.alignment == "none"
+
+
+def test_a_preset_starts_with_a_given_encoder() -> None:
+    """Its weights are those of the folder, all others random; another shape of the encoder is refused."""
+    section = ModelSection(preset="nano", encoder_from="nano")
+    shipped, model = load_folder(find_model("nano")).model, build_initial(section, 0).model
+    assert model.config == shape_of(section) and model.config.encoder == shipped.config.encoder
+    for name, weight in shipped.state_dict().items():
+        if weight.dim() > 1 and not name.startswith("turn_head"):
+            assert torch.equal(model.state_dict()[name], weight.float()) == name.startswith("encoder."), name
+    with pytest.raises(UserError, match=r"model\.encoder\.layers is 1, but the weights in .*nano are of a model with 3"):
+        shape_of(dataclasses.replace(section, encoder={"layers": 1}))
+
+
+@pytest.mark.parametrize("most, own, minutes", [("12", [], 12), ("", [], 25), ("12", ["--budget.minutes=3"], 3)])
+def test_the_environment_caps_the_demonstration(
+    most: str, own: list[str], minutes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[FitConfig] = []
+    monkeypatch.setattr("train.commands.examine.demonstrate", lambda config, digits: found.append(config) or 0)
+    monkeypatch.setenv("DEMO_MINUTES", most)
+    assert demo(own) == 0 and found[0].budget.minutes == minutes and found[0].budget.until == 0.95
 
 
 def test_a_head_of_other_ids_is_new(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_base_that_the_first_process_alone_reads_and_quantises_learns_the_same
     given += ["--model.decoder.layers", "2", "--model.encoder.layers", "1", "--fabric.precision", "32-true"]
     for count, more in ((1, ["--fabric.devices", "1"]), (2, ["--fabric.devices", "2", "--fabric.strategy", strategy])):
         for ended in several(
-            count, "train", "fit", "configs/nano.yaml", "--run_folder", str(tmp_path / str(count)), *given, *more
+            count, "train", "fit", "configs/nano-scratch.yaml", "--run_folder", str(tmp_path / str(count)), *given, *more
         ):
             assert ended.code == 0, ended.said
     torch.testing.assert_close(losses(tmp_path / "2"), losses(tmp_path / "1"), rtol=1e-4, atol=1e-4)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from omni.errors import UserError
-from train.config.sections import BudgetConfig, ScheduleConfig
+from tests.train.toys import toy_config, toy_fit, toy_parts
+from train.config.sections import BudgetConfig, CheckpointConfig, ScheduleConfig, ValidationConfig
+from train.console.progress import OPEN
 from train.optim.schedule import due, learning_rate, used
+from train.trainer.announce import expectation
 
 STEPS = BudgetConfig(steps=100)
 
@@ -46,6 +51,48 @@ def test_the_first_budget_that_is_spent_counts() -> None:
     assert used(both, 50, 15.0) == 0.5
     assert used(both, 10, 45.0) == 0.75
     assert used(both, 10, 90.0) == 1.0
+
+
+def test_an_open_ended_budget_ends_by_its_goal_or_by_its_minutes_alone() -> None:
+    """Its steps are those that the schedule runs over; where the minutes run faster, it follows them to its end."""
+    budget = BudgetConfig(expected=100, minutes=10, until=0.95)
+    assert used(budget, 50, 60.0) == 0.5 and used(budget, 10, 450.0) == 0.75
+    assert used(budget, 100, 60.0) == used(budget, 400, 599.0 * OPEN) == OPEN
+    assert used(budget, 400, 600.0) == used(budget, 3, 1.0, reached=True) == 1.0
+    assert used(replace(budget, steps=20), 20, 1.0) == 1.0
+    schedule = ScheduleConfig(name="wsd", decay=0.5, final=0.1)
+    assert learning_rate(schedule, budget, 50, 300.0) == 1.0
+    assert learning_rate(schedule, budget, 400, 60.0) == pytest.approx(0.1, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "metric, until, value, ends", [("exact_match", 0.95, 0.95, True), ("exact_match", 0.95, 0.94, False),
+                                   ("wer", 0.05, 0.04, True),
+                                   ("wer", 0.05, 0.06, False), ("wer", None, 0.0, False)],
+)  # fmt: skip
+def test_a_validation_that_is_good_enough_ends_the_run(
+    metric: str, until: float | None, value: float, ends: bool, tmp_path: Path
+) -> None:
+    """It ends by then, before or after its expected steps, and is finished for the next start too."""
+    budget = BudgetConfig(steps=None if until else 8, expected=4, minutes=10, until=until)
+    plan = ValidationConfig(every_steps=6, at_end=False)
+    config = toy_config(tmp_path, budget=budget, validation=plan, checkpoint=CheckpointConfig(metric=metric, keep_best=0))
+    asked: list[int] = []
+
+    def validate(weights: object, step: int) -> dict[str, float]:
+        asked.append(step)
+        return {metric: value if step < 12 else float(metric != "wer")}  # perfect at last
+
+    for _ in range(2):
+        outcome, _ = toy_fit(config, toy_parts(validate=validate))
+        assert (outcome.step, asked) == ((6, [6]) if ends else (12, [6, 12]) if until else (8, [6]))
+
+
+def test_a_run_says_from_its_pace_whether_its_goal_is_near() -> None:
+    config = toy_config("", budget=BudgetConfig(expected=412, minutes=10, until=0.95))
+    near, far = (expectation(config, 12, pace) for pace in (0.6, 2.0))
+    assert near == "expected: exact_match 0.95 in about 4 min, as a step takes 0.6 s here and some 412 are needed"
+    assert far.startswith("expected: 10 min, before exact_match 0.95, as a step takes 2 s here")
 
 
 def test_due() -> None:

@@ -39,7 +39,7 @@ from train.trainer.guard import SEEN, Ends, StepGuard, Targets, shares_of
 from train.trainer.step import PlainStep
 
 SMALL = [
-    "configs/nano.yaml", "--data.packing.rows", "2", "--data.packing.buffer", "4", "--model.decoder.layers", "1",
+    "configs/nano-scratch.yaml", "--data.packing.rows", "2", "--data.packing.buffer", "4", "--model.decoder.layers", "1",
     "--model.encoder.layers", "1", "--objective.align_first", "0",
 ]  # fmt: skip
 
@@ -123,7 +123,7 @@ def test_what_is_found_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.long
 def test_the_table_of_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both phases of a recipe that aligns first, each way timed; what a ratio is, is for a quiet machine to say."""
-    data = yaml.safe_load(Path("configs/nano.yaml").read_text())
+    data = yaml.safe_load(Path("configs/nano-scratch.yaml").read_text())
     data["model"] = {"preset": "nano", "decoder": {"layers": 1}, "encoder": {"layers": 1}}
     data["data"]["packing"] = {"rows": 1, "length": 256, "buffer": 4}
     file = tmp_path / "small.yaml"
@@ -396,5 +396,5 @@ def test_ends_that_are_trained_give_no_false_alarm(name: str, tasks: list[str]) 
     [(["--steps", "0"], "--steps is 0; it must be at least 1"), (["--modle.preset", "x"], "did you mean")],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "configs/nano.yaml", *arguments]) == 2
+    assert main(["doctor", "configs/nano-scratch.yaml", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -19,7 +19,7 @@ from train.checkpoint.state import Position
 from train.cli import main
 from train.config.sections import BudgetConfig, LogConfig, ValidationConfig
 from train.console import progress as console
-from train.console.progress import TrainProgress, figures_line, losses_line, short
+from train.console.progress import OPEN, TrainProgress, figures_line, losses_line, short
 from train.trainer import announce, loop
 from train.trainer import build as fit
 from train.trainer.held_out_loss import HeldOut
@@ -79,6 +79,15 @@ def test_a_terminal_without_a_size_gets_lines(monkeypatch: pytest.MonkeyPatch) -
     assert screen.getvalue() == "step 10 (10.0%) loss 1.50 lr 1.00e-03 45s left\n"
     TrainProgress("bar", stream=(screen := Terminal(0, monkeypatch))).row(10, 0.1, 5.0, figures)
     assert "step 10 loss 1.50" in screen.getvalue()
+
+
+def test_an_open_ended_run_says_the_time_to_its_expected_end_and_then_to_its_last() -> None:
+    screen, figures = io.StringIO(), {"loss": 1.5, "lr": 1e-3}
+    progress = TrainProgress("lines", most=1500.0, stream=screen)
+    for step, used, seconds in ((50, 0.5, 60.0), (120, OPEN, 150.0)):
+        progress.row(step, used, seconds, figures)
+    left = [line.partition("1.00e-03 ")[2] for line in screen.getvalue().splitlines()]
+    assert left == ["1:00 left", "at most 22:30 left"]
 
 
 def test_what_is_said_after_a_bar_comes_below_it_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,17 +14,16 @@ from train.data.tts.voices import check_spec
 RATE = 16000
 """Sample rate of the questions."""
 _ACCENTS = ("en-us", "en-gb", "en-gb-scotland", "en-gb-x-rp")
-_VARIANTS = ("f1", "f3", "f5", "m1", "m2", "m4", "m5", "m6", "m8")
+_VARIANTS = ("f1", "f2", "f3", "f4", "f5", "m1", "m2", "m3", "m4", "m5", "m6", "m7", "m8")
 _RARE_VARIANTS = (
-    *("Alex", "Alicia", "Andrea", "Andy", "Annie", "Denis", "Gene", "Gene2", "Jacky", "Lee"),
-    *("Michael", "Mike", "Reed", "Storm", "adam", "anika", "announcer", "antonio", "aunty", "belinda"),
-    *("benjamin", "boris", "caleb", "david", "ed", "edward", "grandma", "grandpa", "ian", "iven"),
-    *("iven2", "john", "klatt", "klatt2", "klatt3", "linda", "max", "norbert", "pablo", "paul"),
-    *("quincy", "rob", "robert", "shelby", "steph", "steph2", "travis", "victor", "zac"),
+    *("Alex", "Andy", "Annie", "Denis", "Gene", "Gene2", "Jacky", "Lee", "Michael", "Storm", "adam", "anika", "announcer"),
+    *("antonio", "aunty", "belinda", "boris", "caleb", "david", "ed", "grandma", "grandpa", "ian", "iven", "iven2", "john"),
+    *("klatt", "klatt2", "klatt3", "max", "norbert", "pablo", "paul", "quincy", "rob", "shelby", "steph", "steph2", "travis"),
+    *("victor", "zac"),
 )
-_HELD_OUT = (
-    *("en-us+f2", "en-us+m3", "en-us+f4", "en-gb+m7", "en-gb+f4", "en-gb+m3"),
-    *("en-gb-scotland+f4", "en-gb-scotland+m3"),
+_HELD_OUT = (  # nor has the model that ships heard them: configs/nano-live/voices-held-out.yaml
+    *("en-us+Alicia", "en-us+Andrea", "en-us+Mike", "en-us+Reed"),
+    *("en-gb+benjamin", "en-gb+edward", "en-gb+linda", "en-gb+robert"),
 )
 
 

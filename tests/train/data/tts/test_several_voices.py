@@ -73,7 +73,7 @@ def test_rows_are_asked_by_one_voice_each_and_train(tmp_path: Path, flite: Path)
         assert 1600 + 2 * 1600 <= len(sound) <= 1600 + 2 * 3200 and int(loud.sum()) == 1600
     small = ["--data.packing.rows", "1", "--data.packing.length", "512", "--model.decoder.layers", "1", "--data.workers", "0"]
     once = ["--budget.minutes", "null", "--budget.steps", "1", "--validation.questions", "0", "--log.progress", "off"]
-    run, _ = read_fit_config(["configs/nano.yaml", *small, *once, "--run_folder", str(tmp_path / "run")])
+    run, _ = read_fit_config(["configs/nano-scratch.yaml", *small, *once, "--run_folder", str(tmp_path / "run")])
     source = SourceConfig("stored", path=str(tmp_path / "rows"), tasks={"A1A2": 1.0})
     assert (
         fit(dataclasses.replace(run, data=dataclasses.replace(run.data, sources=(source,), words=tuple(NUMBERS)))) is not None
