@@ -46,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
 
     flops_of(options.get("gpu", "H100"))  # refuses an unknown one
     try:
-        if config.model.init_from is not None:
-            _check_folder(Path(config.model.init_from))
+        if config.model.start is not None:
+            _check_folder(Path(config.model.start))
         plan = make_plan(config, **{key: value for key, value in options.items() if key != "json"})
     except UserError as error:
         error.code = 1

@@ -11,6 +11,7 @@ from omni.codec.registry import CODECS
 from omni.config import preset
 from omni.errors import UserError
 from omni.lora.config import LoRAConfig
+from omni.pretrained import find_model
 from omni.process import importing
 from omni.ranges import check_fields, ranged
 from omni.tasks import find_task
@@ -134,9 +135,8 @@ class ModelSection:
 
     Attributes:
         preset: name of a preset, such as `nano` or `qwen2-0.5b-omni`; random weights.
-        init_from: a model folder to start from (configuration, weights, tokenizer, codec). What else is given here must
-            fit it.
-        encoder_from: without `init_from`, a model folder whose encoder the preset has instead of its own, with its weights.
+        init_from: a model folder to start from (configuration, weights, tokenizer, codec), or the name of one that ships.
+            What else is given here must fit it.
         tokenizer: a `tokenizer.json`; by default the folder's, or one id per byte where the text stream has 256 ids.
         codec_folder: weights of the codec, where it has any; by default the folder's.
         layout, encoder, projector, decoder: fields that differ from the preset; see `omni.config.ModelConfig`.
@@ -148,7 +148,6 @@ class ModelSection:
 
     preset: str | None = None
     init_from: str | None = None
-    encoder_from: str | None = None
     tokenizer: str | None = None
     codec_folder: str | None = None
     layout: dict[str, Any] = field(default_factory=dict)
@@ -165,8 +164,13 @@ class ModelSection:
             self.preset is not None or self.init_from is not None,
             "model has neither preset nor init_from; name a preset (such as nano) or a model folder",
         )
-        for name in ("init_from", "encoder_from", "tokenizer", "codec_folder"):
+        for name in ("init_from", "tokenizer", "codec_folder"):
             _need(getattr(self, name) != "", f"model.{name} is empty; give a path, or leave it out")
+
+    @property
+    def start(self) -> str | None:
+        """The model folder to start from."""
+        return None if self.init_from is None else find_model(self.init_from)
 
     @property
     def streams(self) -> int | None:

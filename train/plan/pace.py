@@ -66,7 +66,7 @@ def sample(config: FitConfig, shape: ModelConfig, count: int = 2) -> tuple[list[
 
 def tools(section: ModelSection, shape: ModelConfig) -> tuple[Tokenizer, AudioCodec | None]:
     """Load the tokenizer and the codec of a run; None for one without weights here."""
-    start = local_path(section.init_from) if section.init_from else None
+    start = local_path(section.start) if section.start else None
     if start is not None and section.tokenizer is None:
         tokenizer = Tokenizer.from_file(start / TOKENIZER)
     else:

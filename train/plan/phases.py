@@ -116,7 +116,7 @@ class Outside:
 
     def files(self) -> dict[str, float]:
         """Bytes of mapped files by phase, which count as memory of a process until the system takes them back."""
-        start = self.config.model.init_from
+        start = self.config.model.start
         file = local_path(start) / WEIGHTS if start is not None else None
         weights = {START: float(file.stat().st_size)} if file is not None and file.is_file() else {}
         return {**weights, RESUME: self.stored * self.share}

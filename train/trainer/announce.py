@@ -42,7 +42,6 @@ def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> lis
     if budget.until is not None:
         length = f"until {config.checkpoint.metric} {budget.until:g}, {length} at most"
     start = config.model.init_from or config.model.preset
-    start = f"{start} with the encoder of {config.model.encoder_from}" if config.model.encoder_from else start
     device = torch.cuda.get_device_name(fabric.device) if cuda else fabric.device.type
     strategy = f", {config.fabric.strategy}" if fabric.world_size > 1 and config.fabric.strategy != "auto" else ""
     dims = ParallelDims.of(config.fabric, fabric.world_size)

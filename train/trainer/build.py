@@ -299,7 +299,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
 
     def export(weights: Mapping[str, Tensor]) -> Path:
         if lora is not None and base is not None:
-            adapter = adapters.save(folder, model, weights, base, config.model.init_from)
+            adapter = adapters.save(folder, model, weights, base, config.model.start)
             if not lora.merged:
                 return adapter
         codec, extra = initial.codec_folder, dict(initial.extra)

@@ -16,7 +16,6 @@ from omni.codec.registry import CODECS, load_if_given
 from omni.config import ModelConfig, from_dict, preset, to_dict
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
-from omni.pretrained import find_model
 from omni.stores.reading import local_path
 from omni.text import Tokenizer
 from train.checkpoint.config_diff import brief, differences
@@ -65,16 +64,14 @@ def build_initial(section: ModelSection, seed: int, weights: bool = True) -> Ini
     """
     torch.manual_seed(seed)
     codec_folder = Path(section.codec_folder) if section.codec_folder else None
-    if section.init_from is None:
-        config = shape_of(section)
+    if section.start is None:
+        config = changed(preset(str(section.preset)), section)
         model = SpeechModel(config) if weights else SpeechModel.unfilled(config)
-        if section.encoder_from is not None and weights:
-            model.encoder.load_state_dict(load_folder(find_model(section.encoder_from)).model.encoder.state_dict())
         return Initial(model, choose_tokenizer(section, config), _codec(config, codec_folder), codec_folder)
-    check_full_precision(section.init_from, "training")
-    loaded = load_folder(section.init_from, codec_folder=codec_folder, weights=weights)
+    check_full_precision(section.start, "training")
+    loaded = load_folder(section.start, codec_folder=codec_folder, weights=weights)
     config = continued(loaded.config, section)
-    own = local_path(section.init_from) / CODEC
+    own = local_path(section.start) / CODEC
     tokenizer = Tokenizer.from_file(section.tokenizer) if section.tokenizer else loaded.tokenizer
     if not weights:
         model = SpeechModel.unfilled(config)
@@ -90,22 +87,15 @@ def shape_of(section: ModelSection) -> ModelConfig:
     Raises:
         UserError: an unknown preset or key, or a configuration that does not fit the folder it starts from.
     """
-    if section.init_from is None and section.encoder_from is None:
+    if section.start is None:
         return changed(preset(str(section.preset)), section)
-    folder = section.init_from or find_model(str(section.encoder_from))
-    check_full_precision(folder, "training")
-    stored = read_config(folder)
-    if section.init_from is not None:
-        return continued(stored, section)
-    base = replace(preset(str(section.preset)), encoder=stored.encoder)
-    config = changed(base, section)
-    check_fits(base, replace(base, encoder=config.encoder), folder)
-    return config
+    check_full_precision(section.start, "training")
+    return continued(read_config(section.start), section)
 
 
 def stored_padded(section: ModelSection) -> bool:
     """True where the encoder of the folder that a run starts from hears each clip in its whole window."""
-    return section.init_from is not None and read_config(section.init_from).encoder.fixed_length
+    return section.start is not None and read_config(section.start).encoder.fixed_length
 
 
 def continued(stored: ModelConfig, section: ModelSection) -> ModelConfig:

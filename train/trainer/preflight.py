@@ -197,9 +197,9 @@ def check_devices(fabric: FabricConfig) -> None:
 
 def _check_model_files(config: FitConfig, problems: _Problems) -> None:
     section, lora = config.model, config.lora
-    if section.init_from is not None:
+    if section.start is not None:
         with problems.of("model"):
-            check_sizes(section.init_from)
+            check_sizes(section.start)
     if section.tokenizer is not None:
         with problems.of("model.tokenizer"):
             otherwise = f"tokenizer {section.tokenizer} does not exist; give the model's tokenizer.json"
@@ -257,7 +257,7 @@ def _check_tools(config: FitConfig, shape: ModelConfig, problems: _Problems) -> 
     section = config.model
     with problems.of("model.tokenizer"):
         check_tokenizer(section, shape)
-    own = section.init_from is not None and (local_path(section.init_from) / CODEC).is_dir()
+    own = section.start is not None and (local_path(section.start) / CODEC).is_dir()
     drawn = config.data.drawn if not config.objective.encoder_alone else ()
     spoken = sorted(name for name in drawn if find_task(name).audio)
     if spoken and CODECS.find(shape.codec).weights and section.codec_folder is None and not own:

@@ -223,16 +223,11 @@ def test_what_starts_from_the_demonstrations_model_spells_as_it_does() -> None:
     assert config.model.ctc == wanted.model.ctc and config.data.alignment == wanted.data.alignment == "none"
 
 
-def test_a_preset_starts_with_a_given_encoder() -> None:
-    """Its weights are those of the folder, all others random; another shape of the encoder is refused."""
-    section = ModelSection(preset="nano", encoder_from="nano")
+def test_a_run_starts_from_the_model_that_ships_by_its_name() -> None:
+    section = ModelSection(init_from="nano")
     shipped, model = load_folder(find_model("nano")).model, build_initial(section, 0).model
-    assert model.config == shape_of(section) and model.config.encoder == shipped.config.encoder
-    for name, weight in shipped.state_dict().items():
-        if weight.dim() > 1 and not name.startswith("turn_head"):
-            assert torch.equal(model.state_dict()[name], weight.float()) == name.startswith("encoder."), name
-    with pytest.raises(UserError, match=r"model\.encoder\.layers is 1, but the weights in .*nano are of a model with 3"):
-        shape_of(dataclasses.replace(section, encoder={"layers": 1}))
+    assert model.config == shape_of(section) == shipped.config
+    assert all(torch.equal(model.state_dict()[name], weight.float()) for name, weight in shipped.state_dict().items())
 
 
 @pytest.mark.parametrize("most, own, minutes", [("12", [], 12), ("", [], 25), ("12", ["--budget.minutes=3"], 3)])

@@ -191,14 +191,14 @@ def test_held_out_voices_are_strangers_to_training():
 
 
 def test_the_model_that_ships_has_not_heard_the_held_out_voices():
-    """The demonstration starts from its encoder: a voice that it was trained on would be no stranger."""
+    """The demonstration starts from it: a voice that it was trained on would be no stranger."""
     given = yaml.safe_load((ROOT / "configs/nano-live/voices.yaml").read_text())["voice"]
     voice = make_voice({one: weight for one, weight in given.items() if one.startswith("espeak")})
     heard = {voice.speaker("en", seed) for seed in range(3000)}
     assert {"espeak:en-us+f2", "espeak:en-us+Alex"} < heard and len(heard) > 100  # variants of all accents, and rare ones
     assert not {f"espeak:{one}" for one in SpokenDigitsConfig().held_out} & heard
     nano = read_fit_config([str(ROOT / "configs/nano.yaml")])[0]
-    assert nano.model.encoder_from == "nano" and nano.data.sources[0].digits.held_out == SpokenDigitsConfig().held_out
+    assert nano.model.init_from == "nano" and nano.data.sources[0].digits.held_out == SpokenDigitsConfig().held_out
 
 
 def test_the_evaluation_set_is_fixed_and_balanced():
