@@ -107,7 +107,8 @@ class Files:
 
         None where none is named or wanted, or where an optional one is missing or broken; UserError where it is required.
         """
-        if self.audio == "none" or not present(value):
+        emptied = isinstance(value, Mapping) and any(value.get(name) is not None for name in HELD[:3])
+        if self.audio == "none" or not (present(value) or emptied):
             return None
         return self.or_without(lambda: self._sound(value))
 
@@ -135,9 +136,11 @@ class Files:
             name = next((name for name in HELD if present(value.get(name))), "")
             if name == "array":
                 return _of_samples(value)
-            if not name and not any(name in value for name in HELD):
-                raise UserError(f"its recording is an object of {', '.join(value)}, which has none of {', '.join(HELD)}")
-            return (_encoded(value[name]) if name in ("bytes", "data") else self._sound(value[name])) if name else None
+            if not name:
+                raise UserError(
+                    f"its recording is an object of {', '.join(value)}, which holds none of {', '.join(HELD)}: fix the row"
+                )
+            return _encoded(value[name]) if name in ("bytes", "data") else self._sound(value[name])
         if isinstance(value, bytes) or (isinstance(value, str) and value.startswith("data:")):
             return _encoded(value)
         if not isinstance(value, str):

@@ -126,6 +126,8 @@ def test_forms_of_a_recording(tmp_path, ending, recording):
         {"data": "UklGRg==", "format": "wav"},
         {"data": "no base64!"},
         "data:audio/wav;base64,UklGRg==",
+        {"bytes": "", "path": None},
+        {"array": [], "sampling_rate": 16000},
         {"bytes": "", "path": "nowhere.wav"},
         {"name": "q.wav"},
         {"array": samples(9)},
