@@ -13,6 +13,12 @@ from omni.audio.quiet import quiet_decoder
 HEAD = 4096
 """Bytes that are examined: enough for two frames of MP3."""
 
+SUFFIXES = (
+    *(".flac", ".wav", ".ogg", ".mp3", ".opus", ".oga", ".m4a", ".mp4", ".webm", ".mka", ".aac", ".wma", ".amr"),
+    *(".aif", ".aiff", ".au", ".caf", ".w64"),
+)
+"""Endings of names of recordings."""
+
 _MARKS = {
     b"fLaC": "FLAC",
     b"OggS": "OGG",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from omni.audio.io import SAMPLE_RATE, AudioSource, shorten
 from omni.audio.level import sound_warnings
+from omni.audio.sniff import SUFFIXES
 from omni.audio.waveform import read_sound, unwrap
 from omni.config import ModelConfig
 from omni.encoder.config import PreparedSound
@@ -26,9 +27,6 @@ from omni.model.speech_model import SpeechModel
 from omni.remote import refuse_remote
 from omni.tasks import TASKS, Task, Turn, find_task, prompt
 from omni.text import Tokenizer
-
-SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".aiff", ".au", ".caf")
-"""Endings of names of sound files."""
 
 FEATURES_NOT_FINITE = (
     "the encoder makes features of the question that are not finite numbers: leave out the adapter or the edit that acts on "

@@ -14,6 +14,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
+from omni.audio.sniff import SUFFIXES
 from omni.errors import UserError
 from omni.stores.cache import own_cache
 from omni.stores.drivers import StoredObject, join
@@ -22,10 +23,7 @@ from omni.stores.tries import StoreError
 POINTERS = "pointers@1"
 """The file beside a folder in the cache that has pointer files (a name that no such folder has): its address, and their
 paths, with NUL after each."""
-POINTED = (
-    *(".parquet", ".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac", ".aif", ".aiff", ".au", ".wma", ".webm"),
-    ".mp4",
-)
+POINTED = (".parquet", *SUFFIXES)
 """Ends of the names of files that pointer files may stand for: recordings, and Parquet."""
 
 

@@ -22,12 +22,11 @@ import torch
 from torch import Generator, Tensor
 
 from omni.audio.io import SAMPLE_RATE, read_audio, resample
+from omni.audio.sniff import SUFFIXES
 from omni.errors import UserError
 from train.data.augment.config import AugmentConfig, Range
 from train.data.augment.features import add_echo, add_feature_noise, shape, warp
 from train.data.augment.pauses import gaps, insert, speech
-
-_SUFFIXES = {".wav", ".flac", ".ogg", ".mp3"}
 
 
 def augment_audio(audio: Tensor, config: AugmentConfig, generator: Generator) -> Tensor:
@@ -234,9 +233,9 @@ def noise_files(folder: str) -> tuple[str, ...]:
     """Sound files below a folder, in an order that does not depend on the file system."""
     if not os.path.isdir(folder):
         raise UserError(f"augment.noise_folder={folder!r} is not a folder: check the path")
-    files = tuple(sorted(str(path) for path in Path(folder).rglob("*") if path.suffix.lower() in _SUFFIXES))
+    files = tuple(sorted(str(path) for path in Path(folder).rglob("*") if path.suffix.lower() in SUFFIXES))
     if not files:
-        raise UserError(f"augment.noise_folder={folder!r} holds no {', '.join(sorted(_SUFFIXES))} file")
+        raise UserError(f"augment.noise_folder={folder!r} holds no {', '.join(SUFFIXES[:4])} file")
     return files
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from omni.audio.sniff import SUFFIXES
 from omni.errors import UserError
 from train.data.readers.contract import OpenedSource, ReaderOptions
 from train.data.readers.files import Files
@@ -22,8 +23,6 @@ from train.data.readers.record import Record, Records
 from train.data.readers.source import RecordSource, RowMapper, make_row, text
 from train.data.readers.text_records import JsonLines, TableRecords
 from train.data.rows.row import Row, RowTurn
-
-_ENDINGS = (".flac", ".wav", ".ogg", ".mp3")
 
 
 class CommonVoice:
@@ -99,8 +98,8 @@ def librispeech_row(data: Mapping[str, Any], where: str, files: Files, options: 
     if not said or Path(name).name != name:
         raise UserError(f"{name!r} is not followed by a text: a line is <id> <TEXT>")
     folder = files.relative(data["folder"])
-    there = [ending for ending in _ENDINGS if (Path(data["folder"]) / f"{name}{ending}").is_file()]
-    sound = files.sound(str(Path(folder) / f"{name}{there[0] if there else _ENDINGS[0]}"))
+    there = [ending for ending in SUFFIXES if (Path(data["folder"]) / f"{name}{ending}").is_file()]
+    sound = files.sound(str(Path(folder) / f"{name}{there[0] if there else SUFFIXES[0]}"))
     return make_row([RowTurn(said, sound)], options, "librispeech", where, id=name, speaker=name.split("-")[0])
 
 
@@ -108,7 +107,7 @@ class Recordings:
     """Reads a folder that holds recordings and nothing else, in folders of any depth; a row for each."""
 
     name = "recordings"
-    summary = "recordings without texts: a folder of .flac, .wav, .ogg or .mp3 and nothing else"
+    summary = "recordings without texts: a folder of .flac, .wav, .mp3, .m4a or the like and nothing else"
 
     def recognise(self, path: Path) -> bool:
         names = (entry.name for entry in walk(path, hidden=False) if is_file(entry)) if path.is_dir() else iter(())
@@ -117,7 +116,7 @@ class Recordings:
 
     def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
         if path.is_dir() and not any(is_file(entry) and _is_recording(entry.name) for entry in walk(path, hidden=False)):
-            raise UserError(f"data folder {path} holds no recording ({', '.join(_ENDINGS)})")
+            raise UserError(f"data folder {path} holds no recording ({', '.join(SUFFIXES[:4])})")
         make = partial(recording_row, files=Files.of(path, options), options=options)
         return RecordSource(self.name, [SoundFiles(path)], make)
 
@@ -145,7 +144,7 @@ def recording_row(data: Mapping[str, Any], where: str, files: Files, options: Re
 
 
 def _is_recording(name: str) -> bool:
-    return Path(name).suffix.lower() in _ENDINGS
+    return Path(name).suffix.lower() in SUFFIXES
 
 
 def _is_transcript(name: str) -> bool:
