@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
 
-from infer.serve.keys import Denied, Usage
+from infer.serve.keys import Denied, Quota
 from infer.serve.logs import LOG
 from infer.serve.realtime.bounds import POLICY
 from infer.serve.realtime.protocol import ProtocolError
@@ -29,7 +29,7 @@ PIECE, LARGEST, TURN, REST = 2**10, 2**14, 0.002, 4.0
 others have their turn, and how many times as long it then waits."""
 
 
-class Paced(asyncio.Protocol):
+class PacedReading(asyncio.Protocol):
     """Reads what came a piece at a time, so that no connection takes more than a fifth of the loop's time by bytes that make
     no messages. Mixed into a protocol of uvicorn's, which reads a piece by its `data_received`."""
 
@@ -69,7 +69,7 @@ class Paced(asyncio.Protocol):
             self.transport.resume_reading()
 
 
-class HttpConnection(Paced, H11Protocol):
+class HttpConnection(PacedReading, H11Protocol):
     """A connection with requests: it is closed where no head of one comes, and for another one where there are too many."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -114,11 +114,11 @@ class HttpConnection(Paced, H11Protocol):
         self._look()
 
 
-class SocketConnection(Paced, WebSocketsSansIOProtocol):
+class SocketConnection(PacedReading, WebSocketsSansIOProtocol):
     """A WebSocket's connection: too many frames or bytes end it, and who does not read gets no answers to his pings."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._usage = Usage(self.config.app.state.server.settings.limits)  # type: ignore[union-attr]
+        self._usage = Quota(self.config.app.state.server.settings.limits)  # type: ignore[union-attr]
         super().connection_made(transport)
 
     @property

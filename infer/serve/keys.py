@@ -79,7 +79,7 @@ class Allowance:
         self._left = max(self._left - amount, 0.0)
 
 
-class Usage:
+class Quota:
     """What one connection brings, with its session, or all of a `key`: the one place that counts it."""
 
     def __init__(self, limits: ServerLimits, key: bool = False) -> None:
@@ -143,7 +143,7 @@ class Keys:
         self._signer = URLSafeSerializer(
             b"".join(signing), salt="client secret", signer_kwargs={"digest_method": hashlib.sha256}
         )
-        self.usage = defaultdict[str, Usage](lambda: Usage(limits, key=True))
+        self.usage = defaultdict[str, Quota](lambda: Quota(limits, key=True))
         self.sessions: Counter[str] = Counter()
 
     @property

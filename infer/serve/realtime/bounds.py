@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from infer.serve.keys import Denied, Keys, Usage
+from infer.serve.keys import Denied, Keys, Quota
 from infer.serve.realtime.protocol import ProtocolError
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.settings import ServerLimits
@@ -46,7 +46,7 @@ class SessionBounds:
     ) -> None:
         self._session, self._keys, self._owner, self._limits, self._sent_at = session, keys, owner, limits, sent_at
         self._began = self.came = time.monotonic()
-        self._usage = Usage(limits)
+        self._usage = Quota(limits)
 
     def count(self) -> None:
         """Count a message that was handled by the sound that it brought, or else as an event; Closed where it is too much."""

@@ -19,7 +19,7 @@ from aiortc import RTCConfiguration, RTCDataChannel, RTCPeerConnection, RTCRtpSe
 from aiortc.rtcconfiguration import RTCBundlePolicy
 from aiortc.sdp import SessionDescription
 
-from infer.serve.keys import Denied, Usage
+from infer.serve.keys import Denied, Quota
 from infer.serve.realtime.bounds import Closed, SessionBounds
 from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
@@ -116,7 +116,7 @@ class Call:
     ) -> None:
         self.id, self.owner, self.session = new_id("rtc"), owner, session
         self._transport, self._bounds, self._most = transport, bounds, limits.unread_bytes
-        self._usage = Usage(limits)
+        self._usage = Quota(limits)
         self._pc = RTCPeerConnection(RTCConfiguration(iceServers=[], bundlePolicy=RTCBundlePolicy.MAX_BUNDLE))
         self._pc.on("connectionstatechange", self._changed)
         self._pc.on("datachannel", self._take_channel)

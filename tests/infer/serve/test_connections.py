@@ -16,7 +16,7 @@ from websockets.asyncio.client import connect
 
 from infer.serve import connections
 from infer.serve.host import EngineHost
-from infer.serve.keys import Keys, Usage, read_keys
+from infer.serve.keys import Keys, Quota, read_keys
 from infer.serve.logs import LOG
 from infer.serve.realtime.bounds import SessionBounds
 from infer.serve.realtime.calls import CONNECTING
@@ -80,7 +80,7 @@ def test_as_many_as_may_be_speak_for_ten_minutes_within_the_default_limits(
     limits = ServerLimits()
     keys = Keys((), limits)
     session: Any = SimpleNamespace(hearing=SimpleNamespace(uncounted=0.0), send=lambda event: pytest.fail(str(event)))
-    bounds, traffic = SessionBounds(session, keys, "anyone", limits, Clock()), Usage(limits)
+    bounds, traffic = SessionBounds(session, keys, "anyone", limits, Clock()), Quota(limits)
     for _ in range(600_000 // ms):
         clock.now += ms / 1000
         traffic.count(frames=1, bytes=64 * ms + 60)
