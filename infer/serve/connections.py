@@ -35,7 +35,8 @@ class PacedReading(asyncio.Protocol):
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
-    _data, _size, _next = b"", PIECE, None
+    _data, _size = b"", PIECE
+    _next: asyncio.Handle | None = None
     held, reads = False, True  # what came waits for the application; more is wanted of the client
 
     def data_received(self, data: bytes) -> None:
@@ -72,10 +73,12 @@ class PacedReading(asyncio.Protocol):
 class HttpConnection(PacedReading, H11Protocol):
     """A connection with requests: it is closed where no head of one comes, and for another one where there are too many."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         server: Any = self.config.app.state.server  # type: ignore[union-attr]
-        self._idle, self._deadline = server.idle, None
+        self._idle = server.idle
         self._look()
         if len(self.connections) > server.settings.limits.connections:
             oldest = next(iter(self._idle))
@@ -133,10 +136,10 @@ class SocketConnection(PacedReading, WebSocketsSansIOProtocol):
         if self._within(frames=len(self.conn.events)):
             super().handle_events()
 
-    def _within(self, **came: int) -> bool:
+    def _within(self, frames: int = 0, bytes: int = 0) -> bool:
         """Whether it may bring that; it is ended otherwise."""
         try:
-            self._usage.count(**came)
+            self._usage.count(frames=frames, bytes=bytes)
         except Denied as error:
             self._end(error)
         return not self.disconnected

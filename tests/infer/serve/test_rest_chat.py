@@ -293,7 +293,7 @@ def audio(**values: Any) -> list[Any]:
         ({"presence_penalty": -0.5}, "presence_penalty"),
         ({"logit_bias": {"50256": -100}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("nan")}, None),
         ({"top_p": 1.1}, "top_p"),
         ({"seed": 2**64}, "seed"),
         ({"max_tokens": 0}, "max_tokens"),
