@@ -191,7 +191,7 @@ class EngineProcess(Sessions[RemoteSession]):
 
     def close(self, drain: float = 0.0) -> None:
         """End the process and wait for that. Answers under way are cancelled, after `drain` seconds in which they may end."""
-        if self._link.forked or self._closing:
+        if self._closing:
             return
         check_number("drain", drain)
         self._closing = True
@@ -226,6 +226,16 @@ def _decoder(facts: ModelFacts) -> SoundDecoder | None:
 
 
 _OPEN: set[EngineProcess] = set()
+
+
+def _close_forked() -> None:
+    """In a process that was forked: the pipe and its reader belong to the one that started the engine."""
+    for engine in _OPEN:
+        engine._closing, engine._link.lost = True, EngineLost("this engine is another process's; start one here")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_forked)
 
 
 @atexit.register
