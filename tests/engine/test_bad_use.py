@@ -118,7 +118,7 @@ def test_numbers_that_an_engine_cannot_take(lm: SpeechLM) -> None:
     ):
         with pytest.raises(UserError, match=told):
             lm.start_engine(**options)
-    with pytest.raises(TypeError, match=r"start_engine\(\) has no keyword 'slot'; did you mean 'slots'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'slot'"):
         lm.start_engine(slot=2)
     for seconds in (-1, float("nan"), "a", None):
         with pytest.raises(UserError, match="drain is"):
