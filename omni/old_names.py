@@ -1,17 +1,14 @@
 """Maps old names in files to the present ones.
 
 A file keeps the names that it was written with: of tensors in model folders, checkpoints, PEFT folders and edits, and of keys
-in stored configurations. Whoever reads such a file passes its names through here. What a user types is not translated: it is
-refused, and the error gives the new name.
+in stored configurations. Whoever reads such a file passes its names through here. What a user types is not translated.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
-
-from omni.errors import UserError
 
 T = TypeVar("T")
 
@@ -41,18 +38,6 @@ PATTERNS = {
     "EditFitConfig.linears",
 }
 """Fields of stored configurations that hold names of parameters or modules, or patterns of such names."""
-
-OPTIONS = {
-    "eval.questions": "limit",
-    "eval.ear": "asr",
-    "eval.ear_words": "asr_words",
-    "eval.ear_longest": "asr_longest",
-    "validate.questions": "limit",
-    "convert.adapter": "projector",
-    "convert.adapter_hidden": "projector_hidden",
-    "convert.adapter_stack": "projector_stack",
-}
-"""Old `command.option`, to the new option."""
 
 _FIRST = {new: old for old, new in MODULES.items()}
 
@@ -84,15 +69,6 @@ def new_fields(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     """Renames the keys of plain data of `kind`, and the names in its patterns."""
     fields = {new_key(kind, key): value for key, value in data.items()}
     return {key: _new_patterns(value) if f"{kind.__name__}.{key}" in PATTERNS else value for key, value in fields.items()}
-
-
-def check_options(command: str, names: Iterable[str], mark: str = "") -> None:
-    """Refuse an option or key of a command by its old name: UserError with the new one; `mark` is printed before it."""
-    for name in names:
-        given = name.partition("=")[0]
-        new = OPTIONS.get(f"{command}.{given.removeprefix(mark)}") if name.startswith(mark) else None
-        if new is not None:
-            raise UserError(f"{command}: {given} is now called {mark}{new}: give that instead")
 
 
 def _new_patterns(value: Any) -> Any:

@@ -138,9 +138,6 @@ def test_an_editor_s_checkpoint_with_old_names_agrees_with_its_run() -> None:
         ("fit old.yaml", "old.yaml: unknown key model.adapter; it is now called model.projector: give that instead"),
         ("fit configs/nano.yaml --trainable [adapter.*]", "'adapter.*' matches no parameter; it is now called 'projector.*'"),
         ("fit configs/nano.yaml --data.sound_anew false", "it is now called --data.augment_cached_audio: give that instead"),
-        ("eval a b --ear sphinx", "--ear is now called --asr: give that instead"),
-        ("convert a b --adapter linear", "--adapter is now called --projector: give that instead"),
-        ("convert a b --adapter_stack=2", "--adapter_stack is now called --projector_stack: give that instead"),
     ],
 )
 def test_what_is_typed_is_refused_with_its_new_name(

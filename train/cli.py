@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from omni import old_names
 from omni.errors import LostError, UserError, in_one_line
 from omni.plugins import take_plugins
 from omni.process import BROKEN_PIPE, FAILED, INTERRUPTED, all_imported, forget, say
@@ -67,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0 if arguments else 2
         arguments = take_plugins(arguments)
         check_command(arguments[0] if arguments else "", COMMANDS)
-        old_names.check_options(arguments[0], arguments[1:], "--")
         run = importlib.import_module(COMMANDS[arguments[0]][0]).main
         all_imported()
         code: int = run(arguments[1:])

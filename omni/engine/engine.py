@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Sequence
 
 from omni.codec.base import AudioCodec
@@ -83,7 +84,6 @@ class Engine:
         check_queue(queue)
         self.model, self.context, self.queue = model, context, queue
         self._closed = self._draining = False  # guarded by the lock of the requests
-        self._process = os.getpid()
         self._known = KnownCosts(model, codec)
         self._requests, self._recorder = Requests(), Recorder(self._known)
         self._sound = SoundThread(self._requests.end, self._recorder)
@@ -92,6 +92,7 @@ class Engine:
         self._stepping = SteppingThread(
             self._requests, self._batch, self._intake, self._recorder, marks or Watermarks(), patience
         )
+        _ENGINES.add(self)
         release_threads()  # of who loaded the model
 
     @property
@@ -122,28 +123,26 @@ class Engine:
 
     def vacate(self, seat: Seat) -> None:
         """Free a conversation's slot, at the next step's boundary; what is left of its answer is cancelled."""
-        if self.forked:
-            return
         self._requests.vacate(seat)
         if not self._closed:
             self._requests.wake()
 
     def refill(self, refill: Refill) -> None:
         """Feed what stays of a conversation before its next question, in the time that nobody else needs."""
-        if not self._closed and not self.forked:
+        if not self._closed:
             self._requests.refills.put(refill)
             self._requests.wake()
 
     def listen(self, listen: Listen) -> None:
         """Listen to a conversation's next question while its sound comes, in the time that nobody else needs."""
-        if not self._closed and not self.forked:
+        if not self._closed:
             self._requests.listen(listen)
             release_threads()
             self._requests.wake()
 
     def came(self, stream: FeatureStream) -> None:
         """Note that sound came for a question that is listened to."""
-        if stream.due and not self._closed and not self.forked:
+        if stream.due and not self._closed:
             self._requests.wake()
 
     def stop_listening(self, seat: Seat, stream: FeatureStream) -> None:
@@ -197,7 +196,6 @@ class Engine:
 
     def place(self, running: Running) -> int:
         """Place of a question among those that wait, from 1; 0 for one that does not."""
-        self.check_process()
         with self._requests.lock:
             waiting = [*self._intake.waiting, *self._requests.asked]
         return waiting.index(running) + 1 if running in waiting else 0
@@ -208,8 +206,6 @@ class Engine:
 
     def stop(self, running: Running, wait: bool = True) -> None:
         """Cancel an answer, and wait (or do not) until its rows are free; `running.left` is set then."""
-        if self.forked:
-            return
         running.stop()
         if not self._requests.withdraw(running) and not running.left.is_set():
             self.leave(running)
@@ -220,7 +216,6 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What it does at present, and its newest measurements."""
-        self.check_process()
         talks, slots = [*self._batch.talks.values()], self._batch.slots
         with self._requests.lock:
             waiting = len(self._requests.asked) + len(self._intake.waiting) + len(self._intake.coming)
@@ -277,8 +272,6 @@ class Engine:
 
     def close(self) -> None:
         """End all answers, wait for the threads to end, and free the cache."""
-        if self.forked:
-            return
         with self._requests.lock:
             if self._closed:
                 return
@@ -286,17 +279,22 @@ class Engine:
         self._stepping.close()
         self._sound.stop()
 
-    @property
-    def forked(self) -> bool:
-        """Whether this process was forked from the engine's, and so has no threads of it."""
-        return os.getpid() != self._process
-
-    def check_process(self) -> None:
-        """UserError in a process that was forked."""
-        self._stepping.worker.check_process()
-
     def check(self) -> None:
-        """UserError in a process that was forked, or where the engine is closed."""
-        self.check_process()
+        """UserError where the engine is closed."""
         if self._closed or self._draining:
             raise UserError("this engine is closed; load the model again, or start another engine")
+
+
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _close_forked() -> None:
+    """Closes the engines of a process that was forked: it lacks their threads, and would wait for them."""
+    for engine in _ENGINES:
+        engine._closed = True
+        for talk in engine._batch.talks.values():
+            talk.running.left.set()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_forked)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import weakref
@@ -18,7 +17,6 @@ from omni.engine.answers import RemoteAnswer
 from omni.engine.coded import CodedSound, SoundDecoder, cannot_decode
 from omni.engine.launch import how_it_ended
 from omni.engine.wire import EngineLost, Sender, pack_request, unpack, unpack_error
-from omni.errors import UserError
 from omni.generate.results import Ended, Timings
 from omni.generate.turn_end import TurnFrames
 
@@ -50,7 +48,7 @@ class Link:
     """
 
     def __init__(self, pipe: Connection, process: Any, decoder: SoundDecoder | None = None) -> None:
-        self._pipe, self._process, self._owner = pipe, process, os.getpid()
+        self._pipe, self._process = pipe, process
         self._changed = threading.Lock()  # guards the replies, the answers and `lost`
         self._replies: dict[int, _Reply] = {}
         self._answers: weakref.WeakValueDictionary[int, RemoteAnswer] = weakref.WeakValueDictionary()
@@ -75,21 +73,8 @@ class Link:
         """CPU seconds that decoding took here."""
         return 0.0 if self._decoder is None else self._decoder.seconds
 
-    @property
-    def forked(self) -> bool:
-        """Whether this process was forked from the one that started the engine's."""
-        return os.getpid() != self._owner
-
-    def check_process(self) -> None:
-        """UserError in a process that was forked."""
-        if self.forked:
-            raise UserError(
-                f"this engine was started by process {self._owner}, and process {os.getpid()} was forked from it; start another"
-            )
-
     def check(self) -> None:
-        """UserError in a process that was forked, and EngineLost where the engine's has ended."""
-        self.check_process()
+        """EngineLost where the engine's process has ended."""
         if self.lost is not None:
             raise EngineLost(*self.lost.args)
 
@@ -126,7 +111,7 @@ class Link:
 
     def tell(self, name: str, *args: Any) -> None:
         """Send something that has no result."""
-        if self.lost is None and not self.forked:
+        if self.lost is None:
             self._sender.send(pack_request(name, (name, *args)))
 
     # --- what comes ---------------------------------------------------------------------------------------------------

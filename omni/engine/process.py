@@ -37,7 +37,7 @@ from omni.errors import UserError
 from omni.files import check_path
 from omni.generate.bounds import Bound, check_number
 from omni.generate.messages import History
-from omni.generate.options import make_options, refuse_keywords
+from omni.generate.options import make_options
 from omni.generate.sessions import Sessions
 from omni.generate.speech_lm import SpeechLM
 from omni.pretrained import find_model
@@ -83,11 +83,7 @@ class EngineProcess(Sessions[RemoteSession]):
         plugins: Sequence[str] | None = None,
         **values: Any,
     ) -> None:
-        takes = [
-            each for one in (EngineProcess, SpeechLM.from_pretrained) for each in inspect.signature(one).parameters.values()
-        ]
-        known = [each.name for each in takes if each.kind is not each.VAR_KEYWORD and each.name != "folder"]
-        refuse_keywords("EngineProcess", [name for name in values if name not in known], known)
+        inspect.signature(SpeechLM.from_pretrained).bind(folder, **values)  # before a process is started for them
         check_path(folder, "the model folder")
         folder = find_model(folder)
         check_slots(slots)
@@ -154,8 +150,6 @@ class EngineProcess(Sessions[RemoteSession]):
 
     def _session_of(
         self,
-        call: str,
-        also: Sequence[str],
         values: Any,
         *,
         context: int | None = None,
@@ -164,7 +158,7 @@ class EngineProcess(Sessions[RemoteSession]):
         when_full: WhenFull = "wait",
     ) -> RemoteSession:
         check_pace(pace, when_full)
-        stop = make_options(values, call, also).stop_when
+        stop = make_options(values).stop_when
         if stop is not None:  # it is called here
             values = {name: value for name, value in values.items() if name != "stop"}
         if isinstance(history, (str, os.PathLike)):
@@ -191,7 +185,7 @@ class EngineProcess(Sessions[RemoteSession]):
 
     def close(self, drain: float = 0.0) -> None:
         """End the process and wait for that. Answers under way are cancelled, after `drain` seconds in which they may end."""
-        if self._link.forked or self._closing:
+        if self._closing:
             return
         check_number("drain", drain)
         self._closing = True
@@ -226,6 +220,16 @@ def _decoder(facts: ModelFacts) -> SoundDecoder | None:
 
 
 _OPEN: set[EngineProcess] = set()
+
+
+def _close_forked() -> None:
+    """In a process that was forked: the pipe and its reader belong to the one that started the engine."""
+    for engine in _OPEN:
+        engine._closing, engine._link.lost = True, EngineLost("this engine is another process's; start one here")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_forked)
 
 
 @atexit.register

@@ -67,13 +67,6 @@ class RemoteSession(Conversation[RemoteAnswer]):
     def sample_rate(self) -> int:
         return self._facts.sample_rate
 
-    @property
-    def forked(self) -> bool:
-        return self._link.forked
-
-    def check_process(self) -> None:
-        self._link.check_process()
-
     def check(self) -> None:
         self._open()
         self._link.check()
@@ -167,8 +160,6 @@ class RemoteSession(Conversation[RemoteAnswer]):
             self._end(answer, "withdraw")
 
     def let_go(self, answer: RemoteAnswer) -> None:
-        if self.forked:
-            return
         with answer.changed:
             if answer.settled:
                 return
@@ -230,8 +221,6 @@ class RemoteSession(Conversation[RemoteAnswer]):
 
     def close(self) -> None:
         """End the session and free its slot; from any thread. An answer under way is cancelled."""
-        if self.forked:
-            return
         with self._lock:
             if self._closed:
                 return

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import weakref
 from collections.abc import Callable
-
-from omni.errors import UserError
 
 
 class Worker:
@@ -29,19 +26,9 @@ class Worker:
         self._signal = threading.Condition(threading.RLock())
         self._asked = self._stopping = False
         self._thread: threading.Thread | None = None
-        self._process = os.getpid()
-
-    def check_process(self) -> None:
-        """UserError in a process that was forked from the one that the thread belongs to: it has no such thread."""
-        if os.getpid() != self._process:
-            raise UserError(
-                f"this model was loaded in process {self._process}, and process {os.getpid()} was forked from it, without its "
-                "threads; load the model in the process that uses it, or start processes with 'spawn'"
-            )
 
     def wake(self) -> None:
         """Have the method called, now or as soon as its present call returns."""
-        self.check_process()
         with self._signal:
             self._asked = True
             if self._thread is None and not self._stopping:
@@ -52,8 +39,6 @@ class Worker:
 
     def stop(self) -> None:
         """End the thread after its present piece of work, and wait for that."""
-        if os.getpid() != self._process:
-            return
         self._end()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

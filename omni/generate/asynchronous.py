@@ -175,8 +175,6 @@ class AsyncAnswer:
     def _end(self) -> None:
         """Cancel what is left of the answer; waits for nobody."""
         self._over = True
-        if self._session.forked:
-            return
         with self._guard:
             self._gone, running = True, self.running
         if self._incoming is not None:

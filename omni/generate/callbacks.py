@@ -44,10 +44,9 @@ class Started:
         """Wait until the function has returned from the last event; returns the end, or None after `timeout` seconds.
 
         Raises:
-            UserError: of a question whose sound was still coming when it was asked; a process that was forked meanwhile.
+            UserError: of a question whose sound was still coming when it was asked.
             Exception: the engine failed, or the iterator of sound did.
         """
-        self._session.check_process()
         if not self._over.wait(timeout):
             return None
         if self._failure is not None:

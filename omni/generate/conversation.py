@@ -56,18 +56,9 @@ class Conversation(ABC, Faces[A], Generic[A]):
     def config(self) -> ModelConfig:
         """The model's."""
 
-    @property
-    @abstractmethod
-    def forked(self) -> bool:
-        """Whether this process was forked from the session's."""
-
-    @abstractmethod
-    def check_process(self) -> None:
-        """UserError in a process that was forked."""
-
     @abstractmethod
     def check(self) -> None:
-        """UserError where no question is taken: in a process that was forked, or where the engine or the session is closed."""
+        """UserError where no question is taken: the engine or the session is closed."""
 
     @abstractmethod
     def lay_out(self, asked: Asked, seed: int | None = None, clock: Clock | None = None) -> A:
@@ -249,16 +240,14 @@ class Conversation(ABC, Faces[A], Generic[A]):
         listener = self.listener(answer)
         try:
             while True:
-                self.check_process()
                 event = listener.take()
                 if isinstance(event, Ended):
                     break
                 yield event
         finally:
-            if not self.forked:
-                with self._lock:
-                    self._settle(answer)
-                    self._make_room()
+            with self._lock:
+                self._settle(answer)
+                self._make_room()
         yield event
 
     def cancel(self, played_seconds: float | None = None, shown_characters: int | None = None) -> None:
@@ -283,7 +272,6 @@ class Conversation(ABC, Faces[A], Generic[A]):
 
     def cancel_last(self, only: A | None, played_seconds: float | None, shown_characters: int | None) -> None:
         """`cancel`, unless the last answer is another than `only`, where that is given."""
-        self.check_process()
         if (incoming := self._incoming) is not None:
             incoming.withdraw()
             return

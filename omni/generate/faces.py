@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
@@ -13,13 +13,9 @@ from omni.generate.callbacks import Started
 from omni.generate.incoming import Withdrawn, is_coming
 from omni.generate.listener import Listened
 from omni.generate.listening import HeardSoFar, Listening
-from omni.generate.options import refuse_keywords
 from omni.generate.question import Coming, Question
 from omni.generate.results import Answer, Ended, Event, Timings
 from omni.tasks import Task
-
-_ASKS = ("sample_rate", "seed")
-
 
 A = TypeVar("A", bound=Listened)
 
@@ -54,7 +50,6 @@ class Faces(Generic[A]):
         *,
         sample_rate: int = SAMPLE_RATE,
         seed: int | None = None,
-        **more: NoReturn,
     ) -> Iterator[Event]:
         """Ask, and get the answer as events: text and sound as they come, `Ended` last. Events that were taken from the
         iterator count as delivered. Closing it, or asking before its end, cancels the answer.
@@ -71,7 +66,6 @@ class Faces(Generic[A]):
                 `AnswerOptions.overflow`), another answer being made in another thread, an adapter that was removed or
                 merged meanwhile, or a closed session.
         """
-        refuse_keywords("ask", more, _ASKS)
         try:
             running = self.read(question, task, sample_rate, seed)
         except Withdrawn:
@@ -86,12 +80,10 @@ class Faces(Generic[A]):
         *,
         sample_rate: int = SAMPLE_RATE,
         seed: int | None = None,
-        **more: NoReturn,
     ) -> AsyncAnswer:
         """`ask` for a loop of asyncio: `async for event in session.ask_async(question)`. The question is read in a thread, when
         the first event is awaited, and its errors are raised there. Sound that is still coming may also come from an
         asynchronous iterator. Cancelling the task that reads, or leaving the loop, cancels the answer; see `AsyncAnswer`."""
-        refuse_keywords("ask_async", more, _ASKS)
         return AsyncAnswer(self, question, task, sample_rate, seed)
 
     def start(
@@ -102,11 +94,9 @@ class Faces(Generic[A]):
         on_event: Callable[[Event], object],
         sample_rate: int = SAMPLE_RATE,
         seed: int | None = None,
-        **more: NoReturn,
     ) -> Started:
         """Ask, and return at once; `on_event` is called with each event in a thread of this answer, as `Started` says. Sound
         that is still coming is read in that thread too; the errors of other questions are raised here, as by `ask`."""
-        refuse_keywords("start", more, ("on_event", *_ASKS))
         if not callable(on_event) or inspect.iscoroutinefunction(on_event):
             raise UserError(
                 f"on_event is {repr(on_event)[:80]}; give a function that takes an event (ask_async is for asyncio)"
@@ -128,10 +118,8 @@ class Faces(Generic[A]):
         *,
         sample_rate: int = SAMPLE_RATE,
         seed: int | None = None,
-        **more: NoReturn,
     ) -> Answer:
         """Ask, and wait for the whole answer; `Answer.error` says so where it broke."""
-        refuse_keywords("answer", more, _ASKS)
         try:
             running = self.read(question, task, sample_rate, seed, pace="whole")
         except Withdrawn:
@@ -146,10 +134,8 @@ class Faces(Generic[A]):
         *,
         sample_rate: int = SAMPLE_RATE,
         seed: int | None = None,
-        **more: NoReturn,
     ) -> Answer:
         """`answer` for a loop of asyncio; cancelling the task cancels the answer."""
-        refuse_keywords("answer_async", more, _ASKS)
         async with AsyncAnswer(self, question, task, sample_rate, seed, "whole") as events:
             taken = [event async for event in events]
         answer: Answer = await self.aside(self.whole, taken, events.running)

@@ -126,7 +126,7 @@ class Listening:
         self._clip, self._asked = [], None
 
     def __del__(self) -> None:
-        if getattr(self, "_sound", None) is not None and self._asked is None and not self.session.forked:
+        if getattr(self, "_sound", None) is not None and self._asked is None:
             self.session.drop_sound(self._sound)  # nobody has it any more
 
     def withdraw(self) -> None:

@@ -7,14 +7,14 @@ Besides the fields of `AnswerOptions`, calls take the names that transformers an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Literal, TypedDict
 
 from omni.codec.base import AudioCodec
 from omni.edit.deltas import Edits
-from omni.errors import UserError, closest
+from omni.errors import UserError
 from omni.generate.bounds import check_number, check_switch
 from omni.generate.results import brief
 from omni.generate.sampling import GREEDY, SamplingPlan
@@ -158,41 +158,22 @@ class AnswerOptions:
         return frames, min(frames + max_delay + 1, self.max_new_tokens)
 
 
-ASKING = ("ask", "ask_async", "answer", "answer_async", "start")
-"""Calls of a session that ask."""
-
-
-def refuse_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """TypeError for keywords that a call lacks, with what to do: those of a session's options belong there."""
-    for name in given:
-        ours = call in ASKING and name in Keywords.__annotations__
-        way = "give it to session(), whose questions share it" if ours else closest(name, known)
-        raise TypeError(f"{call}() has no keyword {name!r}; {way}")
-
-
 def check_adapter(name: Any) -> None:
     """UserError for a value that cannot be the name of an adapter."""
     if name is not None and not isinstance(name, str):
         raise UserError(f"adapter is {repr(name)[:80]}; give the name of one that was loaded, or None")
 
 
-def make_options(values: Mapping[str, Any], call: str, also: Sequence[str] = ()) -> AnswerOptions:
-    """Makes the options from a call's keywords.
-
-    Args:
-        values: the keywords; None counts as not given.
-        call: name of the call, for the error.
-        also: further keywords that the call takes.
+def make_options(values: Mapping[str, Any]) -> AnswerOptions:
+    """Makes the options from a call's keywords; None counts as not given.
 
     Raises:
-        TypeError: an unknown keyword; it names the closest.
+        TypeError: an unknown keyword.
         UserError: `sampling` and a name of its fields together, `max_tokens` and `max_new_tokens` together, or a bad value.
     """
-    names = Keywords.__annotations__
-    values = {name: value for name, value in values.items() if value is not None or name not in names}
-    refuse_keywords(call, [name for name in values if name not in names], [*also, *names])
-    fields = {name: value for name, value in values.items() if name in OptionValues.__annotations__}
-    given = {name: value for name, value in values.items() if name not in fields}
+    values = {name: value for name, value in values.items() if value is not None or name not in Keywords.__annotations__}
+    given = {name: values[name] for name in SamplingNames.__annotations__ if name in values}
+    fields = {name: value for name, value in values.items() if name not in given}
     if given and "sampling" in fields:
         raise UserError(f"{next(iter(given))} and sampling were given together; write sampling=Sampling({_said(given)})")
     if "max_new_tokens" in fields and "max_tokens" in fields:

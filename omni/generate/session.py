@@ -113,13 +113,6 @@ class Session(Conversation[Running]):
     def config(self) -> ModelConfig:
         return self.model.config
 
-    @property
-    def forked(self) -> bool:
-        return self._engine.forked
-
-    def check_process(self) -> None:
-        self._engine.check_process()
-
     def check(self) -> None:
         self._engine.check()
         self._open()
@@ -275,7 +268,6 @@ class Session(Conversation[Running]):
         """
         from omni.generate.saved import save_conversation
 
-        self.check_process()
         with self._lock:
             past, asked = list(self._past), self._asked - (self._last is not None and not self._last.settled)
         return save_conversation(path, past, asked, self.model, self.tokenizer)
@@ -289,8 +281,6 @@ class Session(Conversation[Running]):
     def close(self) -> None:
         """End the session and free its slot; from any thread. An answer under way is cancelled: its iterator ends with
         `Ended("cancelled")`."""
-        if self._engine.forked:
-            return
         with self._lock:
             seat, self._seat = self._seat, None
             if seat is None:
@@ -308,8 +298,6 @@ class Session(Conversation[Running]):
     # --- one answer -----------------------------------------------------------------------------------------------
 
     def let_go(self, running: Running) -> None:
-        if self.forked:
-            return
         self._engine.stop(running, wait=False)
         if self._lock.acquire(blocking=False):
             try:

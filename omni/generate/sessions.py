@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from omni.audio.io import SAMPLE_RATE
@@ -18,9 +18,6 @@ from omni.tasks import Task
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_QUESTION = ("question", "task", "sample_rate", "context")
-
-
 S = TypeVar("S", bound=Conversation[Any])
 
 
@@ -30,8 +27,6 @@ class Sessions(ABC, Generic[S]):
     @abstractmethod
     def _session_of(
         self,
-        call: str,
-        also: Sequence[str],
         values: Any,
         *,
         context: int | None = None,
@@ -39,10 +34,10 @@ class Sessions(ABC, Generic[S]):
         pace: Pace = "read",
         when_full: WhenFull = "wait",
     ) -> S:
-        """The session of a call, whose name is for errors, and which takes keywords `also` besides those of `AnswerOptions`.
+        """A session.
 
         Args:
-            values: these keywords.
+            values: keywords of `AnswerOptions`.
             context, history, pace, when_full: as for `session`.
         """
 
@@ -72,8 +67,7 @@ class Sessions(ABC, Generic[S]):
             TypeError: an unknown keyword.
             UserError: a bad value, a history of another layout or codec, or one that finds no room.
         """
-        also = ("context", "history", "pace", "when_full")
-        return self._session_of("session", also, values, context=context, history=history, pace=pace, when_full=when_full)
+        return self._session_of(values, context=context, history=history, pace=pace, when_full=when_full)
 
     def stream(
         self,
@@ -95,7 +89,7 @@ class Sessions(ABC, Generic[S]):
             TypeError: an unknown keyword.
             UserError: a bad question, option or task, at once.
         """
-        session = self._session_of("stream", _QUESTION, options, context=options.pop("context", None))
+        session = self._session_of(options, context=options.pop("context", None))
         try:
             events = session.ask(question, task, sample_rate=sample_rate)
         except BaseException:
@@ -112,7 +106,7 @@ class Sessions(ABC, Generic[S]):
         **options: Unpack[SessionOptions],
     ) -> Answer:
         """Answer one question and return when the answer is whole; arguments as for `stream`."""
-        with self._session_of("generate", _QUESTION, options, context=options.pop("context", None)) as session:
+        with self._session_of(options, context=options.pop("context", None)) as session:
             return session.answer(question, task, sample_rate=sample_rate)
 
 

@@ -9,7 +9,6 @@ with lm.session() as session:                            # several turns over on
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import threading
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,13 +33,7 @@ from omni.generate.batch import answer_all, check_lengths, read_batch
 from omni.generate.bounds import check_number, check_switch
 from omni.generate.history import Past
 from omni.generate.messages import History, read_history
-from omni.generate.options import (
-    AnswerOptions,
-    SamplingNames,
-    Stop,
-    make_options,
-    refuse_keywords,
-)
+from omni.generate.options import AnswerOptions, SamplingNames, Stop, make_options
 from omni.generate.question import SAMPLE_RATE, Question
 from omni.generate.results import Answer
 from omni.generate.sampling import SamplingPlan
@@ -60,8 +53,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 LOG = logging.getLogger(__name__)
-
-_BATCH = ("questions", "task", "sample_rate", "batch_size", "sound")
 
 
 class SpeechLM(Sessions[Session]):
@@ -123,7 +114,6 @@ class SpeechLM(Sessions[Session]):
         graph: bool | None = None,
         compile: bool = False,
         chunk_ms: int | None = None,
-        **unknown: NoReturn,
     ) -> SpeechLM:
         """Read a model folder (see `omni.checkpoint.folder`).
 
@@ -143,11 +133,6 @@ class SpeechLM(Sessions[Session]):
         from omni.generate.loading import load_model
 
         start = time.perf_counter()
-        refuse_keywords(
-            "from_pretrained",
-            unknown,
-            ("device", "dtype", "quantize", "codec_folder", "kernels", "graph", "compile", "chunk_ms"),
-        )
         check_path(folder, "the model folder")
         folder = find_model(folder)
         local_path(folder, again=True)
@@ -219,8 +204,6 @@ class SpeechLM(Sessions[Session]):
 
     def _session_of(
         self,
-        call: str,
-        also: Sequence[str],
         values: Any,
         *,
         context: int | None = None,
@@ -228,7 +211,7 @@ class SpeechLM(Sessions[Session]):
         pace: Pace = "read",
         when_full: WhenFull = "wait",
     ) -> Session:
-        options = make_options(values, call, also)
+        options = make_options(values)
         if context is not None:
             check_number("context", context)
         length = min(context or self.engine.context or 4096, self.config.decoder.context)
@@ -314,7 +297,7 @@ class SpeechLM(Sessions[Session]):
         batch = read_batch(self.model, self.tokenizer, questions, task, sample_rate, seed, adapter, edits, system)
         said = {"sampling": sampling, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens, "stop": stop, **more}
         said |= {"max_silence": max_silence, "logprobs": logprobs}
-        options = make_options({"max_seconds": max_seconds, **said}, "generate_batch", _BATCH)
+        options = make_options({"max_seconds": max_seconds, **said})
         if options.text_assist:
             raise UserError("text_assist couples the rows of one conversation; a batch of questions goes without")
         for own in batch.edits:
@@ -370,8 +353,6 @@ class SpeechLM(Sessions[Session]):
                 raise UserError(
                     f"{before.stats().sessions} sessions are open; close them, or start the engine before the first"
                 )
-            known = [name for name in inspect.signature(Engine).parameters if name != "model"]
-            refuse_keywords("start_engine", [name for name in options if name not in known], known)
             usual = {"graph": self._graph, "compile": self._compile, "codec": self.codec}
             self._engine = Engine(self.model, **{**usual, **options})
         if before is not None:

@@ -309,9 +309,7 @@ def test_what_cannot_be_called_or_sent_is_refused(engine: EngineProcess, saved: 
     ]:
         with pytest.raises(UserError, match=words):
             engine.call(name, *args)
-    with pytest.raises(
-        TypeError, match=r"EngineProcess\(\) has no keyword 'slot'; did you mean 'slots'\? known: slots, .* device"
-    ):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'slot'"):
         EngineProcess(saved, slot=1)
 
 

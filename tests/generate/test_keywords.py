@@ -36,7 +36,7 @@ SAMPLING = {
 @pytest.mark.parametrize("name", SAMPLING)
 def test_names_of_the_sampling_are_a_sampling(name: str) -> None:
     keywords, wanted = SAMPLING[name]
-    assert make_options(keywords, "generate").sampling == wanted
+    assert make_options(keywords).sampling == wanted
 
 
 def test_every_door_takes_them(layout: Layout) -> None:
@@ -92,8 +92,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "half a seed": ({"seed": 1.5}, UserError, "seed is 1.5; give a whole number"),
     "no truth": ({"do_sample": "yes"}, UserError, "do_sample is 'yes'; give True or False"),
     "no switch": ({"text_assist": "x"}, UserError, "text_assist is 'x'; give True or False"),
-    "close": ({"temprature": 0.5}, TypeError, r"\(\) has no keyword 'temprature'; did you mean 'temperature'\?"),
-    "far": ({"xyzzy": 0.5}, TypeError, "'xyzzy'; known: .*sampling.*temperature"),
+    "unknown": ({"temprature": None}, TypeError, "unexpected keyword argument 'temprature'"),
 }
 
 
@@ -105,9 +104,6 @@ def test_mistakes_are_told(name: str) -> None:
     for call in (*calls, lambda **kw: lm.generate_batch(["hi"], "T1T2", **kw)):
         with pytest.raises(kind, match=line):
             call(**keywords)
-    if kind is TypeError:
-        with pytest.raises(TypeError, match="generate_batch"):
-            lm.generate_batch(["hi"], "T1T2", **keywords)
 
 
 def test_a_question_s_own_seed_is_checked_before_a_turn_is_forgotten() -> None:
@@ -157,20 +153,6 @@ def test_what_is_no_name_list_or_path_is_told(lm: SpeechLM) -> None:
             call()
     answers = lm.generate_batch((q for q in ("hello", "you")), "T1T2", max_tokens=5)
     assert [a.tokens for a in answers] == [lm.generate(q, "T1T2", max_tokens=5).tokens for q in ("hello", "you")]
-
-
-def test_keywords_that_a_call_lacks_are_told(lm: SpeechLM) -> None:
-    calls: list[tuple[Any, str]] = [
-        (lambda: SpeechLM.from_pretrained("x", devise="cpu"), r"from_pretrained\(\) .*'devise'; did you mean 'device'"),
-        (lambda: lm.session().ask("hi", "T1T2", sead=3), r"ask\(\) has no keyword 'sead'; did you mean 'seed'"),
-        (
-            lambda: lm.session().answer("hi", "T1T2", max_seconds=1),
-            r"answer\(\) has no keyword 'max_seconds'; give it to session",
-        ),
-    ]
-    for call, line in calls:
-        with pytest.raises(TypeError, match=line):
-            call()
 
 
 # --- stop strings -------------------------------------------------------------------------------------------------------

@@ -127,8 +127,6 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int, word: str) -> N
         (["validate", "TMP", "--limit", "0"], "error: --limit is 0; it must be at least 1"),
         (["eval", "TMP", "FILE", "--out", "FILE"], "is a file where a folder belongs; name another folder"),
         (["eval", "--compare", "TMP", "TMP"], "run holds no evaluation (it has no run.json); name the --out of one"),
-        (["validate", "TMP", "--questions", "3"], "error: validate: --questions is now called --limit: give that instead"),
-        (["eval", "TMP", "TMP", "--out", "TMP", "--questions=3"], "error: eval: --questions is now called --limit"),
         (
             ["fit", "s3://b/run.yaml"],
             "configuration 's3://b/run.yaml' is not on this machine, and s3:// is not read here",

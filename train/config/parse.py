@@ -146,7 +146,6 @@ class ConfigParser(Parser):
             data = dict(read_config(file))
             if "plugins" in typing.get_type_hints(self.kind):
                 _load_plugins(data, file)
-            old_names.check_options(self.command.partition(" ")[2], data)
             words, numbered = _numbered(words)
             for path, value in numbered:
                 _set(data, path, value, file)

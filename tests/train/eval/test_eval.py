@@ -130,10 +130,7 @@ def test_our_rows_have_code_references_and_a_text_only_score(model: Path, tmp_pa
         assert same["difference"]["value"] == same["difference"]["low"] == same["difference"]["high"] == 0
 
 
-def test_a_key_of_another_name_is_told_and_stored_settings_keep_theirs(tmp_path: Path) -> None:
-    (tmp_path / "old.yaml").write_text("questions: 3\n")
-    with pytest.raises(UserError, match="eval: questions is now called limit: give that instead"):
-        main(["m", "d", "--out", str(tmp_path / "out"), "--config", str(tmp_path / "old.yaml")])
+def test_stored_settings_keep_their_names() -> None:
     assert EvalConfig(limit=3).deciding()["questions"] == 3 and "limit" not in EvalConfig().deciding()
 
 
