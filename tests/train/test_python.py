@@ -27,7 +27,7 @@ SMALL = {
 
 @pytest.mark.untrained("*")
 def test_a_run_gives_its_figures_and_its_model(tmp_path: Path) -> None:
-    config = recipe("nano", **SMALL, run_folder=str(tmp_path / "run"))
+    config = recipe("nano-scratch", **SMALL, run_folder=str(tmp_path / "run"))
     assert isinstance(config, FitConfig) and config.budget.steps == 2 and config.budget.minutes == 10
     outcome = fit(config)
     assert outcome is not None and outcome.step == 2 and outcome.model == tmp_path / "run" / "model"

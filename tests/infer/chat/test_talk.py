@@ -337,8 +337,8 @@ def judging(tmp_path: Path) -> Path:
 
 
 def hesitant(sound: FakeSound) -> Iterator[Any]:
-    """A question with a pause of 0.3 s, and 0.7 s of silence; slowly, so that it is heard while it comes."""
-    for block in (*sound.quiet(0.5), *sound.say(0.4), *sound.quiet(0.3), *sound.say(0.4), *sound.quiet(0.7)):
+    """A question with a pause of 0.45 s, and 0.7 s of silence; slowly, so that it is heard while it comes."""
+    for block in (*sound.quiet(0.5), *sound.say(0.4), *sound.quiet(0.45), *sound.say(0.4), *sound.quiet(0.7)):
         yield block
         time.sleep(0.004)
 
@@ -353,7 +353,7 @@ def test_the_models_turn_head_ends_questions_where_it_has_one(talk: Talks, judgi
 
     assert asked() == pytest.approx([0.6, 0.6], abs=0.1)  # it ends in the pause, too
     assert asked("--eagerness", "high") == pytest.approx([0.6, 0.6], abs=0.1)
-    assert asked("--eagerness", "silence") == pytest.approx([1.3], abs=0.1)
+    assert asked("--eagerness", "silence") == pytest.approx([1.45], abs=0.1)
 
 
 def test_eagerness_needs_a_turn_head(talk: Talks) -> None:

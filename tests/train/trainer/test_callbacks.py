@@ -82,7 +82,9 @@ def test_all_are_called_in_order(tmp_path: Path) -> None:
 def test_fit_takes_them(tmp_path: Path) -> None:
     small = ["--data.packing.rows", "1", "--data.packing.length", "256", "--model.decoder.layers", "1"]
     once = ["--budget.minutes", "null", "--budget.steps", "1", "--validation.questions", "0", "--log.progress", "off"]
-    config, _ = read_fit_config(["configs/nano.yaml", *small, *once, "--run_folder", str(tmp_path), "--data.workers", "0"])
+    config, _ = read_fit_config(
+        ["configs/nano-scratch.yaml", *small, *once, "--run_folder", str(tmp_path), "--data.workers", "0"]
+    )
     notes = Notes(tmp_path)
     assert fit(config, [notes]) is not None
     assert [call[0] for call in notes.calls] == ["step", "save", "end"]

@@ -159,7 +159,7 @@ def under_guard(step: PlainStep) -> tuple[bool, bool]:
 
 def test_the_doctor_finds_nothing_wrong_with_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *SMALL, "--steps", "1", "--fabric.checkpointing", "true"]) == 0
-    assert "nano: 1 step, every operation traced: nothing found" in capsys.readouterr().out
+    assert "nano-scratch: 1 step, every operation traced: nothing found" in capsys.readouterr().out
 
 
 def test_the_doctor_names_the_line_that_cuts_the_graph(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

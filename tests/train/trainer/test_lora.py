@@ -86,7 +86,7 @@ def test_what_learns_is_said_once() -> None:
 
 SMALL = ModelConfig(
     Layout.build([512, 512, 16, 64], 256, specials=8),
-    WhisperConfig(n_mels=80, width=16, heads=2, layers=1, window_seconds=2.0, mode="variable"),
+    WhisperConfig(n_mels=80, width=16, heads=2, layers=1, window_seconds=4.0, mode="variable"),
     ProjectorConfig("linear"),
     DecoderConfig(width=64, layers=2, heads=2, kv_heads=1, mlp_width=64),
     codec="codec2",
