@@ -306,7 +306,8 @@ def _resampled(pieces: Iterator[Tensor], rate: int, sample_rate: int, name: str)
 
 
 def _not_sound(name: str, kind: str) -> UserError:
-    return UserError(f"{name} is not a sound file but {kind}: convert it to WAV, FLAC, OGG or MP3")
+    way = "" if "git lfs" in kind else ": convert it to WAV, FLAC, OGG or MP3"
+    return UserError(f"{name} is not a sound file but {kind}{way}")
 
 
 def _too_long(name: str, seconds: float, limit: float) -> UserError:

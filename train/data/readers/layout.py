@@ -17,8 +17,18 @@ from train.data.readers.source import data_files
 ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".tar")
 
 _USUAL = {
-    "question_audio": ("audio", "wav", "audio_path", "question_wav", "path", "file"),
-    "question_text": ("question", "text", "transcript", "sentence", "instruction", "prompt"),
+    "question_audio": (
+        "audio",
+        "wav",
+        "audio_path",
+        "audio_file",
+        "audio_filepath",
+        "question_wav",
+        "file_name",
+        "path",
+        "file",
+    ),
+    "question_text": ("question", "text", "transcript", "transcription", "sentence", "instruction", "prompt"),
     "answer_text": ("answer", "response", "output", "reply"),
     "answer_audio": ("answer_wav", "response_audio"),
 }
@@ -46,7 +56,8 @@ def columns_of(path: Path) -> list[str]:
 
 def columns_flag(columns: Iterable[str]) -> str:
     """Suggest the option that maps columns like these, for the command line."""
-    found = {field: name for field, usual in _USUAL.items() for name in reversed(list(columns)) if name in usual}
+    plain = {name: name.lower().replace(" ", "_") for name in reversed(list(columns))}
+    found = {field: name for field, usual in _USUAL.items() for name, known in plain.items() if known in usual}
     maps = ", ".join(f"{field}: {name}" for field, name in found.items()) or "question_text: COLUMN"
     return f"--read.columns '{{{maps}}}'"
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from omni.audio.sniff import SUFFIXES
 from omni.errors import UserError
 
 _SOUND, _HELD = r"(?:audio|sound|speech|wav|recording)(?:e?s)?", r"(?:_?(?:path|file|filepath|filename|url|uri|bytes|data)s?)?"
@@ -47,6 +48,13 @@ def present(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(present, value.values()))
     return any(map(present, value)) if isinstance(value, list) else value is not None and value != ""
+
+
+def is_recording(name: str, value: Any) -> bool:
+    """True where a field holds a recording, by its name or by the ending of its value."""
+    if isinstance(value, str) and value.lower().endswith(SUFFIXES):
+        return True
+    return RECORDING_OF.fullmatch(name.replace(" ", "_")) is not None and present(value)
 
 
 def tags(text: str) -> int:

@@ -21,7 +21,7 @@ from omni.stores.tries import StoreError
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
 from train.data.readers.files import Files
 from train.data.readers.listing import entries, is_file, is_folder, sorted_walk
-from train.data.readers.media import RECORDING_OF, TAG, present, refuse_pictures, tags, without_tags
+from train.data.readers.media import TAG, is_recording, refuse_pictures, tags, without_tags
 from train.data.readers.order import ROWS, check_order
 from train.data.readers.record import Record, Records
 from train.data.readers.records import open_records
@@ -76,7 +76,7 @@ class RowMapper:
         row = self.row(fields, where, files=self.files, options=self.options)
         if self.files.audio != "none" and not any(turn.question_audio or turn.answer_audio for turn in row.turns):
             for name in data.keys() - fields.asked:
-                if RECORDING_OF.fullmatch(name) and present(data[name]):
+                if is_recording(name, data[name]):
                     raise UserError(
                         f"has {name!r}, a recording that is not read there: call it question_audio (in a table, with "
                         f"--read.columns '{{question_audio: {name}}}'), or leave recordings out with --read.audio none"

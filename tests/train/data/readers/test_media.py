@@ -237,3 +237,12 @@ def test_columns_that_nothing_takes_are_named_and_rows_are_counted(tmp_path):
     assert (report["items"], report["rows"], report["broken"], report["note"]) == (2, 1, 1, told)
     mapped = open_source(table, ReaderOptions(columns={"question_text": "question_txt", "id": "colour"}))
     assert mapped.note == ""
+
+
+@pytest.mark.parametrize("column", ["question_adio", "Audio File", "file_name", "clip"])
+def test_a_recording_in_a_column_that_nothing_takes_is_never_dropped(tmp_path, column):
+    write_tone(tmp_path / "q.wav", 0.2, 300)
+    table = [{"question_audio": "q.wav", "question_text": "a"}, {column: "q.wav", "question_text": "b"}]
+    broken = only_broken(write_lines(tmp_path / "a.jsonl", table))
+    assert broken.where.endswith("line 2") and f"--read.columns '{{question_audio: {column}}}'" in broken.why
+    assert len(rows(tmp_path / "a.jsonl", audio="none")) == 2
