@@ -75,8 +75,8 @@ class RowMapper:
         refuse_pictures(data)
         row = self.row(fields, where, files=self.files, options=self.options)
         if self.files.audio != "none" and not any(turn.question_audio or turn.answer_audio for turn in row.turns):
-            for name in data.keys() - fields.asked:
-                if is_recording(name, data[name]):
+            for name in data:
+                if name not in fields.asked and is_recording(name, data[name]):
                     raise UserError(
                         f"has {name!r}, a recording that is not read there: call it question_audio (in a table, with "
                         f"--read.columns '{{question_audio: {name}}}'), or leave recordings out with --read.audio none"
