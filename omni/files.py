@@ -50,14 +50,6 @@ def cache_folder() -> Path:
     return Path(os.path.abspath(os.environ.get("XDG_CACHE_HOME") or Path("~", usual).expanduser())) / "omni-speech"
 
 
-def check_path(path: object, what: str) -> None:
-    """UserError for a value that is neither a string nor path-like, or empty; `what` names it in the message."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise UserError(f"{what} is {repr(path)[:80]}; give a path")
-    if not os.fspath(path):
-        raise UserError(f"{what} is empty; give a path")
-
-
 def replaceable(path: str | os.PathLike[str]) -> Path:
     """Resolves the path of a file that is to be written or replaced, links followed (a link keeps pointing at its file).
 

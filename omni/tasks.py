@@ -84,8 +84,6 @@ def register_task(task: Task, offset: int | None = None) -> Task:
         UserError: the name is taken, the marker is new and has no offset, or another marker has that offset.
     """
     markers = SPECIALS["text"]
-    if not isinstance(task, Task):
-        raise UserError(f"register_task was given {task!r:.80}; give it a Task")
     if task.marker not in markers:
         if offset is None or offset < 5:
             raise UserError(f"task {task.name}: its marker {task.marker!r} is new; give an offset of it, from 5")

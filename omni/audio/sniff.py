@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import io
+from functools import lru_cache
 
 from omni.audio.quiet import quiet_decoder
 
@@ -70,6 +71,7 @@ def container(head: bytes) -> str | None:
     return "MP3" if _is_mp3(head) else None
 
 
+@lru_cache(8)
 def _is_mp3(head: bytes) -> bool:
     import soundfile
 

@@ -20,7 +20,7 @@ from omni.checkpoint.tensors import read_json, write_file
 from omni.edit.deltas import Delta, Edits
 from omni.edit.linears import whole
 from omni.errors import UserError
-from omni.files import check_path, replacing_folder
+from omni.files import replacing_folder
 from omni.old_names import new_names
 from omni.remote import refuse_remote
 
@@ -48,7 +48,6 @@ def read_tensors(folder: Place, kind: str) -> tuple[dict[str, Tensor], dict[str,
     Raises:
         UserError: no such folder, another kind or version, or a file that was cut or altered.
     """
-    check_path(folder, f"the folder of {kind}")
     place = Path(folder)
     if not (place / f"{kind}.json").is_file():
         refuse_remote(place, f"folder of {kind}")

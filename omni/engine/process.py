@@ -34,7 +34,6 @@ from omni.engine.remote import RemoteSession
 from omni.engine.slots import check_queue, check_slots
 from omni.engine.wire import EngineLost, ModelFacts, pack_request
 from omni.errors import UserError
-from omni.files import check_path
 from omni.generate.bounds import Bound, check_number
 from omni.generate.messages import History
 from omni.generate.options import make_options
@@ -84,7 +83,6 @@ class EngineProcess(Sessions[RemoteSession]):
         **values: Any,
     ) -> None:
         inspect.signature(SpeechLM.from_pretrained).bind(folder, **values)  # before a process is started for them
-        check_path(folder, "the model folder")
         folder = find_model(folder)
         check_slots(slots)
         check_patience(patience)

@@ -13,7 +13,6 @@ from omni import compiled
 from omni.checkpoint.folder import LoadedFolder, load_folder
 from omni.checkpoint.places import find_adapter
 from omni.errors import UserError
-from omni.files import check_path
 from omni.hardware import check_kernels, check_quantize, find_device, find_dtype
 from omni.kernels import serve_measured
 from omni.lora.attach import activate, active_names, attach
@@ -38,8 +37,6 @@ def load_model(
     chunk_ms: int | None = None,
 ) -> LoadedFolder:
     """The parts of a model folder, ready to answer; arguments and errors are those of `SpeechLM.from_pretrained`."""
-    if codec_folder is not None:
-        check_path(codec_folder, "codec_folder")
     place, numbers = find_device(device, quantize), find_dtype(dtype)
     check_quantize(quantize, str(place))
     check_kernels(kernels)
@@ -64,7 +61,6 @@ def load_beside(
     model: SpeechModel, folder: str | os.PathLike[str], name: str | None, own: str | os.PathLike[str] | None = None
 ) -> str:
     """Attaches an adapter to a model of the folder `own`, and leaves the selection as it was; see `SpeechLM.load_adapter`."""
-    check_path(folder, "the adapter's folder")
     folder = find_adapter(folder, own)
     weights, name = load_adapter(folder), name or Path(folder).resolve().name.replace(".", "-")
     whole = [n for n in weights.whole if n not in weights.copies or not has_weight(model, n, weights.whole[n])]

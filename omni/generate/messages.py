@@ -24,7 +24,6 @@ from omni.audio.io import SAMPLE_RATE
 from omni.audio.waveform import read_sound, unwrap
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
-from omni.files import check_path
 from omni.generate.history import Exchange, Past
 from omni.generate.question import Asked, read_question
 from omni.generate.results import brief
@@ -103,7 +102,6 @@ def read_history(history: History | None, model: SpeechModel, tokenizer: Tokeniz
     if isinstance(history, (str, os.PathLike)):
         from omni.generate.saved import load_conversation
 
-        check_path(history, "the history's file")
         return load_conversation(Path(history), model, tokenizer)
     if not isinstance(history, Iterable):
         raise UserError(f"history is {repr(history)[:60]}; give messages, a session's .history, or the path of a saved one")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from omni.audio.wav import write_audio
 from omni.errors import UserError
-from omni.files import check_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -176,7 +175,6 @@ class Answer:
         Raises:
             UserError: there is no sound, or it cannot be written there.
         """
-        check_path(path, "the answer's file")
         if self.audio is None:
             why = (
                 "its task only writes"

@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from omni.errors import UserError
-from omni.files import check_path, write_whole
+from omni.files import write_whole
 from omni.generate.history import Exchange, Past
 from omni.generate.question import read_question
 from omni.model.speech_model import SpeechModel
@@ -41,7 +41,6 @@ def save_conversation(
     Raises:
         UserError: the place cannot be written; what was there before stays.
     """
-    check_path(path, "the conversation's file")
     tensors: dict[str, Tensor] = {}
     turns = []
     for number, exchange in enumerate(past):

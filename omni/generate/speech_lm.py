@@ -28,7 +28,6 @@ from omni.edit.deltas import Edits
 from omni.engine.client import Pace, Running, WhenFull
 from omni.engine.engine import Engine
 from omni.errors import UserError
-from omni.files import check_path
 from omni.generate.batch import answer_all, check_lengths, read_batch
 from omni.generate.bounds import check_number, check_switch
 from omni.generate.history import Past
@@ -133,7 +132,6 @@ class SpeechLM(Sessions[Session]):
         from omni.generate.loading import load_model
 
         start = time.perf_counter()
-        check_path(folder, "the model folder")
         folder = find_model(folder)
         local_path(folder, again=True)
         loaded = load_model(folder, device, dtype, quantize, codec_folder, kernels, chunk_ms)

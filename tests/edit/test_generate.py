@@ -191,8 +191,6 @@ def test_mistakes_are_told_and_leave_nothing(layout, lm):
     ):
         with pytest.raises(UserError, match=r"other weights"):
             refused()
-    with pytest.raises(UserError, match=r"edits are 'runs/x'; give what load_edits"):
-        lm.session(edits="runs/x")  # type: ignore[arg-type]
     bad = edits.map(lambda t: t * float("nan"))
     with pytest.raises(UserError, match=r"not finite"):
         lm.session(edits=bad)

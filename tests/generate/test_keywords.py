@@ -133,20 +133,11 @@ def test_what_is_no_name_list_or_path_is_told(lm: SpeechLM) -> None:
         (lambda: lm.generate_batch(["hi"], "T1T2", adapter=[["m"]]), r"adapter is \['m'\]; give the name"),  # type: ignore[list-item]
         (lambda: lm.generate_batch(None), "questions is None; give a list"),  # type: ignore[arg-type]
         (lambda: lm.generate_batch("a.wav"), "questions is 'a.wav'; give a list"),
-        (lambda: SpeechLM.from_pretrained(None), "the model folder is None; give a path"),  # type: ignore[arg-type]
-        (lambda: SpeechLM.from_pretrained(""), "the model folder is empty; give a path"),
-        (lambda: SpeechLM.from_pretrained(".", codec_folder=""), "codec_folder is empty; give a path"),
-        (lambda: lm.load_adapter(""), "the adapter's folder is empty"),
         (lambda: lm.load_adapter("nowhere"), "adapter nowhere does not exist; give a folder that PEFT or"),
-        (lambda: load_edits(""), "the folder of edits is empty"),
         (lambda: load_edits("nowhere"), "nowhere does not exist; give the folder of edits"),
-        (lambda: lm.session(history=""), "the history's file is empty; give a path"),
         (lambda: lm.generate_batch(["hi", None], "T1T2"), "question 2 of 2: task T1T2 asks in writing, but"),  # type: ignore[list-item]
         (lambda: lm.generate_batch([torch.zeros(0)], "A1T2"), "question 1 of 1: the question has no samples"),
         (lambda: lm.generate_batch(["hi"], "T1T2", overflow="forget"), "overflow has no effect on independent questions"),  # type: ignore[call-arg]
-        (lambda: lm.load_adapter(None), "the adapter's folder is None"),  # type: ignore[arg-type]
-        (lambda: lm.generate("hi", "T1A2", max_seconds=0.1).save(None), "the answer's file is None"),  # type: ignore[arg-type]
-        (lambda: lm.session().save(None), "the conversation's file is None"),  # type: ignore[arg-type]
     ]
     for call, line in calls:
         with pytest.raises(UserError, match=line):

@@ -10,7 +10,6 @@ from pathlib import Path
 from omni.checkpoint.folder import check_whole, listed_names
 from omni.checkpoint.places import ADAPTER_CONFIG, ADAPTERS, CONFIG, WEIGHTS, adapters_in, check_folder
 from omni.errors import UserError
-from omni.files import check_path
 from omni.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
 from omni.lora.peft import check_folder as check_adapter
 from omni.lora.peft import load_adapter
@@ -93,7 +92,6 @@ def find_folder(given: Path) -> Path:
 
 def hub_address(given: str) -> HubAddress:
     """The repository that an address names; UserError where it names none that can be written to."""
-    check_path(given, "the address")
     at = parse_hub(find_address(given) or given)
     if at is None or at.inner:
         raise UserError(f"{given!r:.200} is no repository at the hub; give hf://owner/name, or hf://owner/name@branch")

@@ -41,9 +41,9 @@ def turns_of(
         sides: list[Any] = [question.text, files.sound(recordings.get((index, 0)))]
         if answer is not None:
             sides += [answer.text, files.sound(recordings.get((index, 1))), next(coded)]
-        for side, found in (("question", sides[:2]), ("answer", sides[2:])):
-            if found and not any(found):
-                raise UserError(f"{side} {index} has no text, and there is no recording of it: drop the row")
+        if not any(sides[:2]) or (answer is not None and not any(sides[2:])):
+            side = "answer" if any(sides[:2]) else "question"
+            raise UserError(f"{side} {index} has no text, and there is no recording of it: drop the row")
         turns.append(RowTurn(*sides))
     return turns
 
@@ -88,6 +88,8 @@ def _assigned(value: Any, asked: Sequence[tuple[Said, Said | None]]) -> dict[tup
     """The recording of each question (0) and answer (1) by its turn's index; UserError where they are not as many as belong
     there."""
     sides = {(i, side): said for i, pair in enumerate(asked) for side, said in enumerate(pair) if said is not None}
+    if value is None and not any(said.recordings or "<" in said.text for said in sides.values()):
+        return {}
     out = {place: list(said.recordings) for place, said in sides.items()}
     wanted = {place: tags(said.text) for place, said in sides.items() if not said.recordings}
     given = listed(value)

@@ -71,14 +71,15 @@ class Files:
 
     def file(self, name: str, what: str = "audio") -> Path:
         """The file at a path in the data; UserError where it leaves the folder or is missing. `what` names it in messages."""
-        return self._present(name, what)[1]
+        full = self._present(name, what)[1]
+        refuse_pointer(full)
+        return full
 
     def _present(self, name: str, what: str = "audio") -> tuple[str, Path]:
         relative, full = self._locate(name, what)
         if not full.is_file():
             pointed_at(full)  # it may have been removed from the cache
             raise UserError(f"{name!r} is not there: {full} does not exist or is no file")
-        refuse_pointer(full)
         return relative, full
 
     def _locate(self, name: str, what: str = "audio") -> tuple[str, Path]:
@@ -107,7 +108,9 @@ class Files:
 
         None where none is named or wanted, or where an optional one is missing or broken; UserError where it is required.
         """
-        emptied = isinstance(value, Mapping) and any(value.get(name) is not None for name in HELD[:3])
+        if value is None:
+            return None
+        emptied = isinstance(value, dict) and any(value.get(name) is not None for name in HELD[:3])
         if self.audio == "none" or not (present(value) or emptied):
             return None
         return self.or_without(lambda: self._sound(value))

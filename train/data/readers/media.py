@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from omni.audio.sniff import SUFFIXES
@@ -43,22 +44,30 @@ class Said(NamedTuple):
     message: Mapping[str, Any]
 
 
+@lru_cache(1 << 12)
+def named(pattern: re.Pattern[str], *names: str) -> list[str]:
+    """Those of the names of fields, or types, that a pattern describes."""
+    return [name for name in names if pattern.fullmatch(name.replace(" ", "_"))]
+
+
 def present(value: Any) -> bool:
     """True where a field holds something: no null, empty text or list, nor an object of nulls."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return any(map(present, value.values()))
     return any(map(present, value)) if isinstance(value, list) else value is not None and value != ""
 
 
 def is_recording(name: str, value: Any) -> bool:
     """True where a field holds a recording, by its name or by the ending of its value."""
-    if isinstance(value, str) and value.lower().endswith(SUFFIXES):
+    if isinstance(value, str) and value[-6:].lower().endswith(SUFFIXES):
         return True
-    return RECORDING_OF.fullmatch(name.replace(" ", "_")) is not None and present(value)
+    return bool(named(RECORDING_OF, name)) and present(value)
 
 
 def tags(text: str) -> int:
     """Number of recordings that a text has tags of; UserError for a tag of a picture."""
+    if "<" not in text:
+        return 0
     picture = _PICTURE_TAG.search(text)
     if picture is not None:
         raise UserError(f"a text has {picture[0]}, and pictures are not read: drop the row")
@@ -71,14 +80,14 @@ def without_tags(text: str) -> str:
 
 def refuse_pictures(data: Mapping[str, Any]) -> None:
     """UserError where a record, message or part has a picture or video."""
-    for name in data:
-        if PICTURE.fullmatch(name) and present(data[name]):
+    for name in named(PICTURE, *data):
+        if present(data[name]):
             raise UserError(f"has {name!r}, and pictures and videos are not read: drop the row, or the field")
 
 
 def recordings_of(data: Mapping[str, Any]) -> Any:
     """The recording, or list of them, that a record names in a field; None for none. UserError where two fields do."""
-    found = [name for name in data if RECORDING.fullmatch(name) and present(data[name])]
+    found = [name for name in named(RECORDING, *data) if present(data[name])]
     if len(found) > 1:
         raise UserError(f"has recordings in {' and in '.join(map(repr, found))}: keep one of these fields")
     return data[found[0]] if found else None
@@ -99,11 +108,13 @@ def read_said(message: Mapping[str, Any]) -> Said:
     refuse_pictures(message)
     kind, own = message.get("type") or "text", recordings_of(message)
     held = next((message[name] for name in ("content", "value", "text") if present(message.get(name))), "")
-    if not isinstance(kind, str) or PICTURE.fullmatch(kind):
+    if not isinstance(kind, str) or named(PICTURE, kind):
         raise UserError(f"has a part of type {kind!r}, and only text and recordings are read: drop the row")
-    if RECORDING.fullmatch(kind):
+    if named(RECORDING, kind):
         rest = {name: value for name, value in message.items() if name not in _ABOUT and present(value)}
         return Said("<audio>", listed(own) or listed(held) or listed(rest), message)
+    if isinstance(held, str) and "<" not in held:
+        return Said(held.strip(), listed(own), message)
     parts = [_read_part(part) for part in (held if isinstance(held, list) else [held])]
     text = "\n".join(filter(None, (part.text.strip() for part in parts)))
     recordings = [one for part in parts for one in part.recordings]
@@ -117,6 +128,6 @@ def _read_part(part: Any) -> Said:
     if isinstance(part, str | int | float) and not isinstance(part, bool):
         return Said(str(part), [], {})
     kind = part.get("type") or "text" if isinstance(part, Mapping) else type(part).__name__
-    if kind not in _TEXTS and not (isinstance(kind, str) and RECORDING.fullmatch(kind)):
+    if kind not in _TEXTS and not (isinstance(kind, str) and named(RECORDING, kind)):
         raise UserError(f"has a part of type {kind!r}, and only parts of type 'text' and 'audio' are read: drop the row")
     return read_said(part)

@@ -71,26 +71,32 @@ class RowMapper:
 
     def __call__(self, data: Mapping[str, Any], where: str) -> Row:
         """UserError also where the record has pictures, or recordings of which none was looked for."""
-        fields = Fields(data)
         refuse_pictures(data)
-        row = self.row(fields, where, files=self.files, options=self.options)
+        row = self.row(data, where, files=self.files, options=self.options)
         if self.files.audio != "none" and not any(turn.question_audio or turn.answer_audio for turn in row.turns):
-            for name in data:
-                if name not in fields.asked and is_recording(name, data[name]):
+            found = [name for name, value in data.items() if is_recording(name, value)]
+            asked = self._asked(data, where, replace(self.files, audio="none")) if found else set()  # what lacks is counted
+            for name in found:
+                if name not in asked:
                     raise UserError(
                         f"has {name!r}, a recording that is not read there: call it question_audio (in a table, with "
                         f"--read.columns '{{question_audio: {name}}}'), or leave recordings out with --read.audio none"
                     )
         return row
 
+    def _asked(self, data: Mapping[str, Any], where: str, files: Files) -> set[str]:
+        """Names of the fields that `row` looks for in a record."""
+        fields = Fields(data)
+        self.row(fields, where, files=files, options=self.options)
+        return fields.asked
+
     def untaken(self, records: Iterable[Record]) -> str:
         """Names the fields of these records that no row has taken, with the closest of those that would be; "" for none."""
         names, asked = dict[str, None](), set[str]()
         for record in records:
-            fields = Fields(finite(record.data))
+            data = finite(record.data)
             with suppress(*_BAD):
-                self.row(fields, record.where, files=self.files, options=self.options)
-                names, asked = names | dict.fromkeys(fields), asked | fields.asked
+                names, asked = names | dict.fromkeys(data), asked | self._asked(data, record.where, self.files)
         near = {name: get_close_matches(name, asked - names.keys(), 1) for name in names if name and name not in asked}
         told = [f"{name} (did you mean {close[0]}?)" if close else name for name, close in near.items()]
         return f"{UNTAKEN} {', '.join(told[:_TOLD])}{', ...' * (len(told) > _TOLD)}" if told else ""
@@ -101,8 +107,9 @@ def finite(value: Any) -> Any:
 
     Numbers of a list, such as samples, stay as they are.
     """
-    if isinstance(value, Mapping):
-        return {name: finite(one) for name, one in value.items() if not _lacks(one)}
+    if isinstance(value, dict):
+        texts = {name: one for name, one in value.items() if isinstance(one, str)}  # of most records all there is
+        return texts if len(texts) == len(value) else {name: finite(one) for name, one in value.items() if not _lacks(one)}
     if isinstance(value, list) and (not value or not isinstance(value[0], int | float) or all(map(_lacks, value))):
         return [finite(one) for one in value if not _lacks(one)]
     return value
@@ -341,7 +348,7 @@ def make_row(turns: Sequence[RowTurn], options: ReaderOptions, format: str, wher
 
     `fields` are further fields of `Row` from the data; an empty `language` becomes that of the options.
     """
-    turns = [_untagged(turn) for turn in turns]
+    turns = [_untagged(turn) if "<" in turn.question_text or "<" in turn.answer_text else turn for turn in turns]
     for index, turn in enumerate(turns):
         if not (turn.question_text or turn.answer_text or turn.question_audio or turn.answer_audio or turn.answer_codes):
             raise UserError(f"turn {index} holds neither text, recording nor codes: drop the row")

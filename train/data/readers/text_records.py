@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from omni.errors import UserError
 from omni.files import refuse_pointer
@@ -30,6 +30,7 @@ _CHUNK = 1 << 20
 _LONGEST = 64 << 20  # characters of one element of a JSON array, or of a line; beyond it the file is taken to be damaged
 _LONGEST_QUOTE, _SURE = 1 << 17, 8  # characters of quotes over several lines, and rows within them that leave no doubt
 _SEPARATOR, _QUOTED = re.compile(r'"?sep=([,;\t|])"?', re.IGNORECASE), re.compile(r'"[^"]*"')
+_UNDECODED = re.compile("[\udc80-\udcff]")
 csv.field_size_limit(_LONGEST)
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
 
@@ -176,9 +177,10 @@ class TableLayout(NamedTuple):
 
     def values(self, line: str) -> list[str] | csv.Error:
         """The values of a row, or why it is none."""
-        quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if self.quoted else csv.QUOTE_NONE
+        if not self.quoted or '"' not in line:
+            return line.split(self.delimiter) if line else []
         try:
-            return next(csv.reader([line], delimiter=self.delimiter, quoting=quoting, strict=True), [])
+            return next(csv.reader([line], delimiter=self.delimiter, strict=True), [])
         except csv.Error as error:
             return error
 
@@ -272,7 +274,7 @@ class TableRecords(TextRecords):
         if len(values) != len(names):
             advice = "quote or fix it" if self.layout.quoted else "fix it (tabs part values, which are not quoted here)"
             return Record(where, {}, f"has {len(values)} values, the first line names {len(names)} columns: {advice}")
-        if any("\udc80" <= character <= "\udcff" for value in values for character in value):
+        if not raw.isascii() and _UNDECODED.search(raw):
             return Record(where, {}, "is not UTF-8: convert the file")
         return Record(where, dict(zip(names, values, strict=True)))
 
