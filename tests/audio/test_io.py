@@ -83,17 +83,22 @@ def test_long_sound_is_resampled_in_parts_without_a_seam(monkeypatch: pytest.Mon
     torch.testing.assert_close(resample(audio, 24000, 16000), whole, rtol=1e-6, atol=1e-6)
 
 
+def read_by_pipe(folder: Path, data: bytes) -> torch.Tensor:
+    pipe = folder / "pipe"
+    os.mkfifo(pipe)
+    feeder = threading.Thread(target=pipe.write_bytes, args=(data,))
+    feeder.start()
+    samples = read_audio(pipe)
+    feeder.join()
+    return samples
+
+
 def test_path_bytes_file_and_pipe_are_the_same(tmp_path: Path) -> None:
     path = tmp_path / "a.wav"
     write_wav(path, sine(0.1, 16000), 16000)
     from_path = read_audio(path)
     data = path.read_bytes()
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    feeder = threading.Thread(target=pipe.write_bytes, args=(data,))
-    feeder.start()
-    assert torch.equal(read_audio(pipe), from_path)
-    feeder.join()
+    assert torch.equal(read_by_pipe(tmp_path, data), from_path)
     assert torch.equal(read_audio(str(path)), from_path)
     assert torch.equal(read_audio(data), from_path)
     assert torch.equal(read_audio(io.BytesIO(data)), from_path)
@@ -312,12 +317,7 @@ def test_what_libsndfile_does_not_read_ffmpeg_does(form: str, codec: str, tmp_pa
     heard = read_audio(data)
     assert 15600 < len(heard) < 17700 and abs(audio_info(data).seconds - 1) < 0.1
     assert 0.3 < heard[4000:12000].square().mean().sqrt() < 0.4
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    feeder = threading.Thread(target=pipe.write_bytes, args=(data,))
-    feeder.start()
-    assert torch.equal(read_audio(pipe), heard)
-    feeder.join()
+    assert torch.equal(read_by_pipe(tmp_path, data), heard)
     if form == "ipod":
         ahead = by_ffmpeg(tone.numpy(), form, codec, rate, movflags="faststart")
         assert "cut short after 0.4" in refusal(ahead[: len(ahead) // 2])

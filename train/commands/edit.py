@@ -11,7 +11,7 @@ from omni.process import importing, say
 from omni.remote import check_there
 from train.config.parse import ConfigParser, file_first
 from train.console.command import check_command
-from train.console.options import given_path
+from train.console.options import given_model, given_path
 from train.console.progress import counted
 from train.console.tables import print_table
 from train.edit.config import ApplyConfig, EditEvalConfig, EditFitConfig
@@ -52,7 +52,7 @@ def read_command(
     """
     parser = ConfigParser(prog=f"omni-train edit {name}", description=what)
     for place, text in places.items():
-        parser.add_argument(place, type=given_path, help=text)
+        parser.add_argument(place, type=given_model if place == "model" else given_path, help=text)
     if kind is not None:
         parser.add_config(kind)
     else:

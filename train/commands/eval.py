@@ -14,7 +14,7 @@ from omni.errors import UserError
 from omni.process import importing
 from train.config.parse import ConfigParser, read_fit_config
 from train.console.command import check_folder_to_be
-from train.console.options import Listing, Parser, add_progress, check_least, given_path
+from train.console.options import Listing, Parser, add_progress, check_least, given_model, given_path
 from train.console.progress import counted
 from train.console.tables import print_table
 from train.data.config import SourceConfig
@@ -63,7 +63,7 @@ def _parser() -> ConfigParser:
         f"formats:\n{formats}",
         formatter_class=Listing,
     )
-    parser.add_argument("model", type=given_path, help="a model folder")
+    parser.add_argument("model", type=given_model, help="a model folder")
     parser.add_argument("data", type=given_path, help="file or folder of the questions")
     parser.add_argument("--out", type=given_path, required=True, help="folder for the report and the answers")
     parser.add_config(EvalConfig, skip={"text"})
@@ -76,7 +76,7 @@ def _parser() -> ConfigParser:
     )
     parser.add_argument(
         "--teacher",
-        type=given_path,
+        type=given_model,
         metavar="MODEL",
         help="ask nothing: measure how far the encoder's frames are from those of this model's, which hears recordings whole",
     )
@@ -126,7 +126,7 @@ def _evaluate_turn_ends(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="omni-train eval", description="Evaluate where a model hears questions end, on spoken digits with pauses."
     )
-    parser.add_argument("--turn_ends", type=given_path, metavar="MODEL", help="a model folder with a turn head", required=True)
+    parser.add_argument("--turn_ends", type=given_model, metavar="MODEL", help="a model folder with a turn head", required=True)
     parser.add_argument("--out", type=given_path, required=True, help="folder for table, figures and picture")
     parser.add_argument(
         "--config", type=given_path, help="YAML file of its run, whose spoken digits are asked (default: beside it)"

@@ -12,14 +12,14 @@ from omni.hardware import check_device, check_quantize
 from omni.process import importing, say
 from omni.tasks import find_task
 from train.config.parse import read_fit_config
-from train.console.options import Parser, check_least, given_path
+from train.console.options import Parser, check_least, given_model, given_path
 from train.console.progress import shown
 
 
 def main(argv: Sequence[str]) -> int:
     """Asks a finished model the validation questions of its run, whose `config.yaml` is beside the model folder."""
     parser = Parser(prog="omni-train validate", description=main.__doc__)
-    parser.add_argument("model", type=given_path, help="a model folder")
+    parser.add_argument("model", type=given_model, help="a model folder")
     parser.add_argument("--config", type=given_path, help="YAML file of the run whose held-out questions are asked")
     parser.add_argument("--limit", type=int, help="how many questions (default: as the configuration says)")
     parser.add_argument("--tasks", type=str, nargs="+", help="what they are asked as, such as A1A2 A1T1")

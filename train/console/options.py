@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import yaml
 
 from omni.arguments import StrictParser
 from omni.errors import UserError
+from omni.pretrained import find_model
 
 
 class Parser(StrictParser, jsonargparse.ArgumentParser):
@@ -23,16 +24,19 @@ class Parser(StrictParser, jsonargparse.ArgumentParser):
 class _GivenPath:
     """Type of an option that names a file or folder: refuses an empty text, which `Path` takes for the current folder."""
 
+    def __init__(self, find: Callable[[str], str] = str) -> None:
+        self._find = find
+
     def __call__(self, text: str) -> Path:
         if not text:
             raise argparse.ArgumentTypeError("it is empty; give a path")
-        return Path(text)
+        return Path(self._find(text))
 
     def __repr__(self) -> str:  # the parser's help prints it
         return "path"
 
 
-given_path = _GivenPath()
+given_path, given_model = _GivenPath(), _GivenPath(find_model)
 yaml.SafeDumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))  # for --print_config
 
 

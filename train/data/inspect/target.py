@@ -11,7 +11,7 @@ from omni.checkpoint.places import CODEC, TOKENIZER, check_folder
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
 from omni.process import importing
-from train.console.options import Parser, given_path
+from train.console.options import Parser, given_model, given_path
 
 if TYPE_CHECKING:
     from omni.text import Tokenizer
@@ -30,7 +30,7 @@ class Target:
 
 def add_options(parser: Parser) -> None:
     """Add the options that name a model."""
-    parser.add_argument("--model", type=given_path, help="the model folder that the rows are for")
+    parser.add_argument("--model", type=given_model, help="the model folder that the rows are for")
     parser.add_argument("--preset", type=str, help="or the preset of the model, such as nano")
     parser.add_argument("--tokenizer", type=given_path, help="tokenizer.json of a preset that does not read bytes")
 
