@@ -145,7 +145,6 @@ def test_a_task_with_a_marker_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("from omni import register_codec as r\nr('a', sample_rate=0, frame_rate=1, codebook_sizes=[2])(print)", ["rates"]),
         ("from omni import register_codec as r\nr('a', sample_rate=1, frame_rate=1, codebook_sizes=())(print)", ["codes"]),
-        ("from omni import register_task as r\nr('A1A9')", ["'A1A9'", "Task"]),
         ("from train import register_voice as r\nr('a')(3)", ["voice 'a' is 3", "function"]),
         ("from train import register_reader as r\n@r\nclass A: name = 'a'", ["format 'a'", "recognise"]),
         ("from train import register_callback as r\nr('a')(print)", ["callback 'a'", "Callback"]),

@@ -22,7 +22,7 @@ from train.data.readers.shards import read_shard
 from train.data.rows.parquet import StoredRows
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "a" * 64 + "\nsize 12345\n"
-TOLD = "is a pointer of Git LFS: `git lfs pull`"
+TOLD = "a pointer of Git LFS: `git lfs pull`"
 
 
 def pointer(path: Path) -> Path:

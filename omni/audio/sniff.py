@@ -93,7 +93,7 @@ def foreign(head: bytes) -> str | None:
         return None
     start = text.lstrip("\ufeff" + _LAYOUT + " ").lower()
     if start.startswith("version https://git-lfs"):
-        return "a pointer of Git LFS (git lfs pull fetches what it stands for)"
+        return "a pointer of Git LFS: `git lfs pull` there fetches what it stands for"
     if start.startswith(("<!doctype html", "<html")):
         return "HTML, a web page"
     if start.startswith("<?xml"):

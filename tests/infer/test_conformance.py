@@ -93,7 +93,7 @@ def test_whatever_a_server_sends_ends_a_point_and_not_the_examination(sent):
 def test_an_answer_that_never_ends_ends_a_point(monkeypatch):
     monkeypatch.setattr("infer.conformance.kit.PATIENCE", 1)
     endless = [{"type": "rate_limits.updated", "rate_limits": []}]
-    monkeypatch.setattr("tests.infer.fake_realtime.SAYS", ("more",) * 1000)
+    monkeypatch.setattr("tests.infer.fake_realtime.SAYS", ("more",) * 20_000)
     (found,) = examine(["written-turn"], 0.3, out=lambda event: [event, *endless])
     assert found.result == "fail" and "did not end within 0.3 s" in found.reason
 

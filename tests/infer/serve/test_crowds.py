@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import io
 import json
 import resource
 import signal
@@ -14,11 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
+import soundfile
 
 from tests.infer.serve.conftest import MANUAL
 from tests.infer.serve.test_connections import CONTINUED, PING, TEXT, dial, frame, rest_of, upgraded
@@ -129,6 +133,26 @@ def test_a_large_body_of_small_values_silences_nobody(start: Any) -> None:
             assert b"413" in sock.recv(100)
 
     assert asyncio.run(longest_gap(place, process, post))[0] <= LONGEST_GAP
+
+
+@pytest.mark.parametrize(("rate", "status"), [(192_000, 200), (655_350, 400)])
+def test_uploads_at_once_take_the_memory_of_two(start: Any, rate: int, status: int) -> None:
+    place, process = start()
+    sound = io.BytesIO()
+    soundfile.write(sound, np.zeros((29 * rate, 2), np.float32), rate, format="FLAC")
+
+    def upload(_: int) -> int:
+        files = {"file": ("a.flac", sound.getvalue())}
+        return httpx.post(f"http://{place}/v1/audio/transcriptions", files=files, timeout=120).status_code
+
+    rest = peak = process.memory_info().rss
+    with ThreadPoolExecutor(24) as pool:
+        asked = [pool.submit(upload, number) for number in range(24)]
+        while not all(one.done() for one in asked):
+            peak = max(peak, process.memory_info().rss)
+            time.sleep(0.005)
+    assert [one.result() for one in asked] == [status] * 24
+    assert peak - rest <= 600 * 2**20, (peak - rest) / 2**20
 
 
 @pytest.mark.parametrize(("files", "count"), [(None, 3000), (256, 400)])
