@@ -203,7 +203,7 @@ def repeat(device: torch.device, real: bool) -> Iterator[tuple[str, bool]]:
     words = ["--budget.minutes=null", "--validation.questions=0", "--checkpoint.every_steps=10", "--log.progress=off"]
     words += [f"--budget.steps={20 if real else 2}", f"--fabric.accelerator={'gpu' if device.type == 'cuda' else 'cpu'}"]
     with tempfile.TemporaryDirectory() as place:
-        fit = partial(_weights_of_run, "nano", Path(place), words)
+        fit = partial(_weights_of_run, "nano-scratch", Path(place), words)
 
         def stopped() -> bytes:
             fit("killed", limit=25 if real else 6)

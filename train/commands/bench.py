@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--positions", type=int, default=2048, help="positions of the objective's table")
     parser.add_argument(
-        "--config", type=str, default="nano", help="recipe of the tables of data, balance, guard, precision and checkpoint"
+        "--config", type=str, default="nano-scratch", help="recipe of the tables of data, balance, guard, precision, checkpoint"
     )
     parser.add_argument(
         "--methods", type=list[str], default=list(BALANCED), help="of the balance's table: METHOD or METHOD:LEVEL each"

@@ -32,6 +32,7 @@ from tests.infer.serve.test_server import event, opened
 pytestmark = pytest.mark.long
 
 LONGEST_GAP = 0.08
+"""Seconds beyond those that nobody causes, on a machine where other programs run."""
 ATTACK_SECONDS = 6.0
 
 
@@ -61,7 +62,7 @@ def test_nobody_is_closed_who_speaks(start: Any, people: int, ms: int, seconds: 
     append = json.dumps({"type": "input_audio_buffer.append", "audio": silence})
 
     async def speak() -> None:
-        async with opened(place) as ws:
+        async with opened(place, ping_interval=None) as ws:  # where others use the cores, a client may have to wait
             await ws.send(json.dumps({"type": "session.update", "session": MANUAL}))
             began = time.monotonic()
             for number in range(seconds * 1000 // ms):
@@ -69,7 +70,7 @@ def test_nobody_is_closed_who_speaks(start: Any, people: int, ms: int, seconds: 
                 await ws.send(append)
                 if number % (10_000 // ms) == 0:
                     await ws.send(json.dumps({"type": "input_audio_buffer.clear"}))
-                    await event(ws, "input_audio_buffer.cleared")
+                    await event(ws, "input_audio_buffer.cleared", 120)
 
     async def body() -> None:
         await asyncio.gather(*(speak() for _ in range(people)))
@@ -117,8 +118,9 @@ async def longest_gap(place: str, process: psutil.Process, attack: Callable[[], 
 @pytest.mark.parametrize("name", FLOODS)
 def test_one_sockets_flood_silences_nobody(start: Any, name: str) -> None:
     place, process = start()
+    alone, _ = asyncio.run(longest_gap(place, process, lambda: time.sleep(ATTACK_SECONDS)))
     gap, grew = asyncio.run(longest_gap(place, process, lambda: flood(place, *FLOODS[name])))
-    assert gap <= LONGEST_GAP and grew <= 5 * 2**20, (gap, grew)
+    assert gap - alone <= LONGEST_GAP and grew <= 5 * 2**20, (gap, grew)
 
 
 def test_a_large_body_of_small_values_silences_nobody(start: Any) -> None:
@@ -132,7 +134,8 @@ def test_a_large_body_of_small_values_silences_nobody(start: Any) -> None:
                 sock.sendall(body[at : at + 2**18])
             assert b"413" in sock.recv(100)
 
-    assert asyncio.run(longest_gap(place, process, post))[0] <= LONGEST_GAP
+    alone, _ = asyncio.run(longest_gap(place, process, lambda: time.sleep(ATTACK_SECONDS)))
+    assert asyncio.run(longest_gap(place, process, post))[0] - alone <= LONGEST_GAP
 
 
 @pytest.mark.parametrize(("rate", "status"), [(192_000, 200), (655_350, 400)])

@@ -81,7 +81,7 @@ def test_a_command_that_fails_gives_no_figure():
 
 @pytest.mark.long
 def test_the_table_of_checkpoints_has_what_steps_lose_and_what_saves_take():
-    found = values(checkpoint("nano", torch.device("cpu"), {"layers": 1, "width": 64, "heads": 4}, 1, 1))
+    found = values(checkpoint("nano-scratch", torch.device("cpu"), {"layers": 1, "width": 64, "heads": 4}, 1, 1))
     lost, saved = found["steps longer with an asynchronous save"], found["synchronous save"]
     assert found["asynchronous / synchronous save"] == pytest.approx(100 * lost / saved)
     assert found["state"] > 0 and found["1 steps"] > 0 and saved > 0 < found["safetensors' save_file, synced"]
