@@ -88,8 +88,6 @@ def _assigned(value: Any, asked: Sequence[tuple[Said, Said | None]]) -> dict[tup
     """The recording of each question (0) and answer (1) by its turn's index; UserError where they are not as many as belong
     there."""
     sides = {(i, side): said for i, pair in enumerate(asked) for side, said in enumerate(pair) if said is not None}
-    if value is None and not any(said.recordings or "<" in said.text for said in sides.values()):
-        return {}
     out = {place: list(said.recordings) for place, said in sides.items()}
     wanted = {place: tags(said.text) for place, said in sides.items() if not said.recordings}
     given = listed(value)

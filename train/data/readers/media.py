@@ -44,10 +44,10 @@ class Said(NamedTuple):
     message: Mapping[str, Any]
 
 
-@lru_cache(1 << 12)
-def named(pattern: re.Pattern[str], *names: str) -> list[str]:
+@lru_cache(256)
+def named(pattern: re.Pattern[str], *names: str) -> tuple[str, ...]:
     """Those of the names of fields, or types, that a pattern describes."""
-    return [name for name in names if pattern.fullmatch(name.replace(" ", "_"))]
+    return tuple(name for name in names if pattern.fullmatch(name.replace(" ", "_")))
 
 
 def present(value: Any) -> bool:
@@ -113,8 +113,6 @@ def read_said(message: Mapping[str, Any]) -> Said:
     if named(RECORDING, kind):
         rest = {name: value for name, value in message.items() if name not in _ABOUT and present(value)}
         return Said("<audio>", listed(own) or listed(held) or listed(rest), message)
-    if isinstance(held, str) and "<" not in held:
-        return Said(held.strip(), listed(own), message)
     parts = [_read_part(part) for part in (held if isinstance(held, list) else [held])]
     text = "\n".join(filter(None, (part.text.strip() for part in parts)))
     recordings = [one for part in parts for one in part.recordings]

@@ -348,7 +348,7 @@ def make_row(turns: Sequence[RowTurn], options: ReaderOptions, format: str, wher
 
     `fields` are further fields of `Row` from the data; an empty `language` becomes that of the options.
     """
-    turns = [_untagged(turn) if "<" in turn.question_text or "<" in turn.answer_text else turn for turn in turns]
+    turns = [_untagged(turn) for turn in turns]
     for index, turn in enumerate(turns):
         if not (turn.question_text or turn.answer_text or turn.question_audio or turn.answer_audio or turn.answer_codes):
             raise UserError(f"turn {index} holds neither text, recording nor codes: drop the row")
