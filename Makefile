@@ -25,8 +25,11 @@ demo: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 
+# Those against the clock run alone.
+CLOCKED := tests/infer/serve/test_crowds.py tests/infer/serve/test_soak.py
 test-long: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder -m long
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder -m long $(CLOCKED:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 0 -m long $(CLOCKED)
 
 test-gpu: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m cuda -rs

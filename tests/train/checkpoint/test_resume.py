@@ -235,6 +235,13 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, undisturbed: dict[str, Pa
         toy_fit(config)
 
 
+def test_a_pointer_of_git_lfs_in_a_checkpoint_is_told(tmp_path: Path, undisturbed: dict[str, Path]) -> None:
+    folder = shutil.copytree(undisturbed["adamw"] / "checkpoints" / "step-00000008", tmp_path / "checkpoints" / "step-00000008")
+    (folder / "tensors" / "state.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 12345\n")
+    with pytest.raises(UserError, match="state.safetensors.*a pointer of Git LFS: `git lfs pull`"):
+        toy_fit(toy_config(tmp_path))
+
+
 def test_differences_name_the_place() -> None:
     old = {"a": {"b": [{"c": 1}, {"c": 2}]}, "log": {"every": 1}, "d": [1, 2]}
     new = {"a": {"b": [{"c": 1}, {"c": 3}]}, "log": {"every": 2}, "d": [1]}

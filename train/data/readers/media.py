@@ -33,6 +33,7 @@ TAG = re.compile(
 """A placeholder of a recording in a text; such as have `no` or `end` only frame one."""
 _PICTURE_TAG = re.compile(r"<\|?(?:image|video|picture)(?:_?\d+|_(?:pad|token|placeholder))?\|?>", re.IGNORECASE)
 
+_PLAIN = {("role", "content"): "content", ("from", "value"): "value"}
 _TEXTS, _ABOUT = ("text", "input_text", "output_text"), ("type", "role", "from", "duration")
 
 
@@ -105,6 +106,9 @@ def read_said(message: Mapping[str, Any]) -> Said:
 
     A text beside a recording has a tag for it where that is a part of the content, and none where it is a field of the message.
     """
+    plain = message[_PLAIN[names]] if (names := tuple(message)) in _PLAIN else None
+    if isinstance(plain, str) and "<" not in plain:
+        return Said(plain.strip(), [], message)
     refuse_pictures(message)
     kind, own = message.get("type") or "text", recordings_of(message)
     held = next((message[name] for name in ("content", "value", "text") if present(message.get(name))), "")
