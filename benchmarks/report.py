@@ -1,0 +1,70 @@
+"""Runs checks by name, prints figures as they come, and collects them in one JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omni.kernels import machine
+
+Figures = Iterator[tuple[str, dict[str, float]]]
+Check = Callable[[torch.device, bool], Figures]
+"""Measures on a device and yields names and figures; True: a rehearsal at small size."""
+
+
+def run_checks(checks: Mapping[str, Check], description: str) -> int:
+    """Runs the checks that the command line names, all by default; one that raises does not stop the others.
+
+    Returns:
+        Exit code: 1 where a check raised.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"of {', '.join(checks)}; all by default")
+    parser.add_argument("--out", type=Path, help="JSON file; what other scripts wrote to it stays")
+    parser.add_argument("--small", action="store_true", help="rehearse at small size, on a CPU too")
+    options = parser.parse_args()
+    if unknown := [name for name in options.checks if name not in checks]:
+        parser.error(f"no check is called {unknown[0]!r}; there are {', '.join(checks)}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    failed = [name for name in options.checks or checks if not _run(name, checks[name], device, options)]
+    return bool(failed)
+
+
+def _run(name: str, check: Check, device: torch.device, options: argparse.Namespace) -> bool:
+    start, figures, error = time.perf_counter(), dict[str, dict[str, float]](), None
+    try:
+        for title, values in check(device, options.small):
+            figures[title] = values
+            print(f"{name}: {title}: {', '.join(f'{key} {value:.4g}' for key, value in values.items())}", flush=True)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+        traceback.print_exc()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if options.out is not None:
+        found = {"seconds": round(time.perf_counter() - start, 1), "error": error, "figures": figures}
+        _merge(options.out, device, name, found)
+    return error is None
+
+
+def _merge(path: Path, device: torch.device, name: str, found: dict[str, Any]) -> None:
+    """Adds what a check found to the file."""
+    whole = json.loads(path.read_text()) if path.is_file() else {"machine": describe(device), "checks": {}}
+    whole["checks"][name] = found
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Processor, GPU, and versions of torch and of its CUDA."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"gpu": gpu, "processor": machine()["processor"], "torch": torch.__version__, "cuda": torch.version.cuda}
