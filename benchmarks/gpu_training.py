@@ -59,7 +59,7 @@ PRODUCTS = {
 
 def recipe(small: bool) -> tuple[FitConfig, ModelConfig, int]:
     """Run, model and row length that are measured."""
-    config, *_ = read_fit_config(["mini-omni/stage3"])
+    config, *_ = read_fit_config(["mini-omni/stage3", *["--fabric.precision=32-true"] * small])
     return config, preset("nano" if small else "qwen2-0.5b-omni"), 256 if small else 2048
 
 

@@ -40,19 +40,24 @@ def run_checks(checks: Mapping[str, Check], description: str) -> int:
 
 def _run(name: str, check: Check, device: torch.device, options: argparse.Namespace) -> bool:
     start, figures, error = time.perf_counter(), dict[str, dict[str, float]](), None
+
+    def keep() -> None:
+        if options.out is not None:
+            spent = round(time.perf_counter() - start, 1)
+            _merge(options.out, device, name, {"seconds": spent, "error": error, "figures": figures})
+
     try:
         for title, values in check(device, options.small):
             figures[title] = values
             print(f"{name}: {title}: {', '.join(f'{key} {value:.4g}' for key, value in values.items())}", flush=True)
+            keep()  # a check may be ended at its time limit
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
         traceback.print_exc()
+        keep()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    if options.out is not None:
-        found = {"seconds": round(time.perf_counter() - start, 1), "error": error, "figures": figures}
-        _merge(options.out, device, name, found)
     return error is None
 
 
