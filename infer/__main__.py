@@ -90,7 +90,7 @@ def run(words: Sequence[str]) -> bool:
         return True
     if isinstance(options, ConformanceOptions):
         check_conformance(options)
-        from infer.conformance.conformance import conformance
+        from tests.realtime.conformance import conformance
 
         all_imported()
         return conformance(options)

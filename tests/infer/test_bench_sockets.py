@@ -19,7 +19,7 @@ from websockets.asyncio.server import serve
 
 from infer.bench.sockets import Noted, SocketPerson
 from tests.infer.conftest import write_question
-from tests.infer.fake_realtime import FakeServer
+from tests.realtime.fake_server import FakeServer
 
 
 @contextlib.contextmanager

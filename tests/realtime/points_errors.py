@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from infer.conformance.connection import RealtimeClient, written
-from infer.conformance.kit import LONG, Kit
-from infer.conformance.points import PointFailed, PointSkipped, ServerEvent, Topic, equal, error_code, field
+from tests.realtime.connection import RealtimeClient, written
+from tests.realtime.kit import LONG, Kit
+from tests.realtime.points import PointFailed, PointSkipped, ServerEvent, Topic, equal, error_code, field
 
 ERRORS = Topic("errors")
 

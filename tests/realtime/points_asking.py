@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from infer.conformance.connection import written
-from infer.conformance.kit import LONG, SHORT, Kit
-from infer.conformance.points import PointFailed, PointSkipped, ServerEvent, Topic, equal, field
-from infer.conformance.points_answers import DELTAS, in_order
+from tests.realtime.connection import written
+from tests.realtime.kit import LONG, SHORT, Kit
+from tests.realtime.points import PointFailed, PointSkipped, ServerEvent, Topic, equal, field
+from tests.realtime.points_answers import DELTAS, in_order
 
 ASKING = Topic("asking")
 

@@ -6,23 +6,23 @@ import asyncio
 import json
 from pathlib import Path
 
-from infer.conformance.connection import address_of
-from infer.conformance.kit import CheckedPoint, Kit
-from infer.conformance.points import Point, PointFailed
-from infer.conformance.points_answers import ANSWERS
-from infer.conformance.points_asking import ASKING
-from infer.conformance.points_errors import ERRORS
-from infer.conformance.points_items import ITEMS
-from infer.conformance.points_session import SESSION
-from infer.conformance.points_sound import SOUND
-from infer.conformance.points_turns import TURNS
-from infer.conformance.points_wire import WIRE
-from infer.conformance.report import plain, show
-from infer.conformance.sounds import read_question
 from infer.options import ConformanceOptions
 from infer.progress import WorkBar
 from infer.tls import trusting
 from omni.errors import UserError, closest
+from tests.realtime.connection import address_of
+from tests.realtime.kit import CheckedPoint, Kit
+from tests.realtime.points import Point, PointFailed
+from tests.realtime.points_answers import ANSWERS
+from tests.realtime.points_asking import ASKING
+from tests.realtime.points_errors import ERRORS
+from tests.realtime.points_items import ITEMS
+from tests.realtime.points_session import SESSION
+from tests.realtime.points_sound import SOUND
+from tests.realtime.points_turns import TURNS
+from tests.realtime.points_wire import WIRE
+from tests.realtime.report import plain, show
+from tests.realtime.sounds import read_question
 
 POINTS = {
     point.name: point for topic in (SESSION, ERRORS, ITEMS, ANSWERS, ASKING, SOUND, TURNS, WIRE) for point in topic.points

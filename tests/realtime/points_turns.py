@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from infer.conformance.connection import RealtimeClient
-from infer.conformance.kit import LONG, Kit
-from infer.conformance.points import PointFailed, PointSkipped, ServerEvent, Topic, equal, field
-from infer.conformance.points_answers import DELTAS, in_order
-from infer.conformance.points_asking import cancelled_by
-from infer.conformance.sounds import Microphone, without_silence
+from tests.realtime.connection import RealtimeClient
+from tests.realtime.kit import LONG, Kit
+from tests.realtime.points import PointFailed, PointSkipped, ServerEvent, Topic, equal, field
+from tests.realtime.points_answers import DELTAS, in_order
+from tests.realtime.points_asking import cancelled_by
+from tests.realtime.sounds import Microphone, without_silence
 
 TURNS = Topic("turns")
 

@@ -14,8 +14,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
-from infer.conformance.points import PointFailed, ServerEvent, field
 from omni.errors import UserError
+from tests.realtime.points import PointFailed, ServerEvent, field
 
 SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 

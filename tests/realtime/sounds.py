@@ -9,7 +9,7 @@ import types
 import numpy as np
 import soundfile
 
-from infer.conformance.connection import RealtimeClient
+from tests.realtime.connection import RealtimeClient
 
 RATE, G711_RATE = 24_000, 8_000
 """Samples per second of `audio/pcm`, and of `audio/pcmu` and `audio/pcma`."""

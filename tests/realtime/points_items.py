@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 
-from infer.conformance.connection import Played, RealtimeClient, written
-from infer.conformance.kit import LONG, SHORT, WORDS, Kit, say
-from infer.conformance.points import PointFailed, PointSkipped, ServerEvent, Topic, equal, field
-from infer.conformance.sounds import RATE
+from tests.realtime.connection import Played, RealtimeClient, written
+from tests.realtime.kit import LONG, SHORT, WORDS, Kit, say
+from tests.realtime.points import PointFailed, PointSkipped, ServerEvent, Topic, equal, field
+from tests.realtime.sounds import RATE
 
 ITEMS = Topic("items")
 

@@ -14,11 +14,11 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 from websockets.typing import Subprotocol
 
-from infer.conformance.connection import Came, Played, RealtimeClient
-from infer.conformance.points import NEEDS_SPEECH, Point, PointEnded, PointFailed, Result, ServerEvent, field
-from infer.conformance.sounds import made_question
 from infer.tls import connection_error
 from omni.errors import in_one_line
+from tests.realtime.connection import Came, Played, RealtimeClient
+from tests.realtime.points import NEEDS_SPEECH, Point, PointEnded, PointFailed, Result, ServerEvent, field
+from tests.realtime.sounds import made_question
 
 SHORT, WORDS, LONG = (
     "What is two plus three?",

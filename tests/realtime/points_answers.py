@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from infer.conformance.connection import Came, Played
-from infer.conformance.kit import Kit, ManualTurn
-from infer.conformance.points import PointFailed, PointNoted, PointSkipped, Topic, equal, field, shortened
-from infer.conformance.sounds import RATE
+from tests.realtime.connection import Came, Played
+from tests.realtime.kit import Kit, ManualTurn
+from tests.realtime.points import PointFailed, PointNoted, PointSkipped, Topic, equal, field, shortened
+from tests.realtime.sounds import RATE
 
 ANSWERS = Topic("answers")
 

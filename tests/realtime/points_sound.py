@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from infer.conformance.connection import RealtimeClient
-from infer.conformance.kit import SHORT, Kit, say
-from infer.conformance.points import NEEDS_SPEECH, PointFailed, PointSkipped, ServerEvent, Topic, equal, error_code, field
-from infer.conformance.points_items import retrieved
-from infer.conformance.sounds import G711_RATE, RATE, SUBTYPES, g711
+from tests.realtime.connection import RealtimeClient
+from tests.realtime.kit import SHORT, Kit, say
+from tests.realtime.points import NEEDS_SPEECH, PointFailed, PointSkipped, ServerEvent, Topic, equal, error_code, field
+from tests.realtime.points_items import retrieved
+from tests.realtime.sounds import G711_RATE, RATE, SUBTYPES, g711
 
 SOUND = Topic("sound")
 

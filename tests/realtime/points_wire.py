@@ -6,10 +6,10 @@ import importlib
 import typing
 from typing import Any
 
-from infer.conformance.connection import Came
-from infer.conformance.kit import Kit
-from infer.conformance.points import PointFailed, PointSkipped, ServerEvent, Topic
-from infer.conformance.points_answers import leaves
+from tests.realtime.connection import Came
+from tests.realtime.kit import Kit
+from tests.realtime.points import PointFailed, PointSkipped, ServerEvent, Topic
+from tests.realtime.points_answers import leaves
 
 WIRE = Topic("all events")
 

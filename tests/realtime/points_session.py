@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from infer.conformance.connection import written
-from infer.conformance.kit import SHORT, Kit
-from infer.conformance.points import PointFailed, ServerEvent, Topic, equal, field
+from tests.realtime.connection import written
+from tests.realtime.kit import SHORT, Kit
+from tests.realtime.points import PointFailed, ServerEvent, Topic, equal, field
 
 SESSION = Topic("session")
 

@@ -11,16 +11,19 @@ import threading
 import numpy as np
 import pytest
 
-from infer.conformance.conformance import POINTS
-from infer.conformance.connection import address_of
-from infer.conformance.kit import CheckedPoint, Kit
-from infer.conformance.points import shortened
-from infer.conformance.points_wire import WIRE
-from infer.conformance.report import summary
 from omni.errors import UserError
+from tests.infer import conftest
 from tests.infer.conftest import write_question
-from tests.infer.fake_realtime import FakeServer
-from tests.infer.realtime_faults import FAULTS, before, put
+from tests.realtime.conformance import POINTS
+from tests.realtime.connection import address_of
+from tests.realtime.fake_server import FakeServer
+from tests.realtime.faults import FAULTS, before, put
+from tests.realtime.kit import CheckedPoint, Kit
+from tests.realtime.points import shortened
+from tests.realtime.points_wire import WIRE
+from tests.realtime.report import summary
+
+folder, run = conftest.folder, conftest.run
 
 SPEECH = np.random.default_rng(0).normal(0, 8000, 4800).astype("<i2")
 """A fifth of a second that the fake server takes for speech."""
@@ -91,9 +94,9 @@ def test_whatever_a_server_sends_ends_a_point_and_not_the_examination(sent):
 
 
 def test_an_answer_that_never_ends_ends_a_point(monkeypatch):
-    monkeypatch.setattr("infer.conformance.kit.PATIENCE", 1)
+    monkeypatch.setattr("tests.realtime.kit.PATIENCE", 1)
     endless = [{"type": "rate_limits.updated", "rate_limits": []}]
-    monkeypatch.setattr("tests.infer.fake_realtime.SAYS", ("more",) * 20_000)
+    monkeypatch.setattr("tests.realtime.fake_server.SAYS", ("more",) * 20_000)
     (found,) = examine(["written-turn"], 0.3, out=lambda event: [event, *endless])
     assert found.result == "fail" and "did not end within 0.3 s" in found.reason
 

@@ -6,8 +6,8 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from infer.conformance.kit import CheckedPoint
-from infer.conformance.points import NEEDS_SPEECH, shortened
+from tests.realtime.kit import CheckedPoint
+from tests.realtime.points import NEEDS_SPEECH, shortened
 
 SHOWN = {"pass": ("kept", "green"), "fail": ("BROKEN", "bold red"), "skipped": ("skipped", "yellow"), "note": ("note", "cyan")}
 """Word and colour of each result."""
