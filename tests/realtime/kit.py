@@ -16,9 +16,8 @@ from websockets.typing import Subprotocol
 
 from infer.tls import connection_error
 from omni.errors import in_one_line
-from tests.realtime.connection import Came, Played, RealtimeClient
+from tests.realtime.client import Came, Played, RealtimeClient, made_question
 from tests.realtime.points import NEEDS_SPEECH, Point, PointEnded, PointFailed, Result, ServerEvent, field
-from tests.realtime.sounds import made_question
 
 SHORT, WORDS, LONG = (
     "What is two plus three?",
