@@ -1,9 +1,9 @@
-"""`omni-infer` and `python -m infer`: ask a model on the command line, talk with it, serve it, examine any server, measure
-how fast a model answers, or quantise its weights.
+"""`omni-infer` and `python -m infer`: ask a model on the command line, talk with it, serve it, measure how fast a model
+answers, or quantise its weights.
 
-Exit codes: 0; 1 where an answer broke (`Ended.error`) or a server breaks a point, and for an error that is not the user's (a
-full disk, a fault of this program: one line, no traceback without `--debug`); 2 for a mistake of the user's (one line too); 130
-after Ctrl-C; 141 where the reader of a pipe went away; 129 and 143 after SIGHUP and SIGTERM.
+Exit codes: 0; 1 where an answer broke (`Ended.error`) and for an error that is not the user's (a full disk, a fault of this
+program: one line, no traceback without `--debug`); 2 for a mistake of the user's (one line too); 130 after Ctrl-C; 141 where
+the reader of a pipe went away; 129 and 143 after SIGHUP and SIGTERM.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(words: Sequence[str]) -> bool:
-    """Parse the words, import the modules of the command, and run it; returns whether no answer broke, and no check failed."""
+    """Parse the words, import the modules of the command, and run it; returns whether no answer broke."""
     from infer.chat.checks import check_chat
-    from infer.checks import check_ask, check_bench, check_conformance, check_quantizing, check_serve
+    from infer.checks import check_ask, check_bench, check_quantizing, check_serve
     from infer.cli import parse
-    from infer.options import AskOptions, ChatOptions, ConformanceOptions, QuantizeOptions, ServeOptions
+    from infer.options import AskOptions, ChatOptions, QuantizeOptions, ServeOptions
     from infer.places import choose_model, choose_questions
 
     options = parse(take_plugins(words))
@@ -88,12 +88,6 @@ def run(words: Sequence[str]) -> bool:
         all_imported()
         serve(options)
         return True
-    if isinstance(options, ConformanceOptions):
-        check_conformance(options)
-        from infer.conformance.conformance import conformance
-
-        all_imported()
-        return conformance(options)
     check_bench(options)
     from infer.bench.bench import bench
 

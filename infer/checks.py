@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from infer.given import SOUND
-from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions, ConformanceOptions, QuantizeOptions, ServeOptions
+from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions, QuantizeOptions, ServeOptions
 from infer.places import PIPE, choose_tasks, places
 from infer.tls import trusting
 from omni.checkpoint.places import CONFIG, adapters_in, check_folder
@@ -125,22 +125,6 @@ def check_serve(options: ServeOptions) -> None:
             f"--host {options.host}: whoever reaches it could use it; give keys (--key_file FILE), or listen on 127.0.0.1"
         )
     check_model(options.model or DEFAULT_MODEL, "name one: omni-infer serve FOLDER")
-
-
-TIMEOUT = Bound(0.05, 600, "20 is the default", whole=False)
-"""Seconds that an event of a server under examination is waited for."""
-
-
-def check_conformance(options: ConformanceOptions) -> None:
-    """Checks the options of `conformance`. UserError for the first bad option."""
-    if importlib.util.find_spec("websockets") is None:
-        raise UserError('conformance needs websockets; install it: pip install "omni-speech[serve]"')
-    check_number("timeout", options.timeout, TIMEOUT, "--timeout")
-    if options.key is not None and options.key_file is not None:
-        raise UserError("--key and --key_file were given together; leave one of them out")
-    _check_trust(options.certificate, options.url)
-    if options.sound is not None:
-        check_file(options.sound)
 
 
 def _check_trust(certificate: str | None, address: str) -> None:

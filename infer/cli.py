@@ -10,7 +10,7 @@ from typing import Any
 import jsonargparse
 
 from infer.given import take_questions
-from infer.options import AskOptions, BenchOptions, ChatOptions, ConformanceOptions, QuantizeOptions, ServeOptions
+from infer.options import AskOptions, BenchOptions, ChatOptions, QuantizeOptions, ServeOptions
 from omni.arguments import StrictParser
 from omni.errors import UserError, closest
 
@@ -18,12 +18,11 @@ COMMANDS: dict[str, type[Any]] = {
     "ask": AskOptions,
     "chat": ChatOptions,
     "serve": ServeOptions,
-    "conformance": ConformanceOptions,
     "bench": BenchOptions,
     "quantize": QuantizeOptions,
 }
 
-Command = AskOptions | ChatOptions | ServeOptions | ConformanceOptions | BenchOptions | QuantizeOptions
+Command = AskOptions | ChatOptions | ServeOptions | BenchOptions | QuantizeOptions
 
 DESCRIPTION = (
     "Talk to a speech language model. With any command, --plugin NAME imports a module of one's own, such as "

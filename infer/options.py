@@ -270,23 +270,3 @@ class ServeOptions:
     )
     log: str = option("info", "least important lines of the log: debug, info, warning or error")
     debug: bool = option(False, "show the traceback of an error")
-
-
-@dataclass(frozen=True)
-class ConformanceOptions:
-    """Examine any server of OpenAI's Realtime API: which points of it does it keep that clients rely on?
-
-    Plays traces of events against it, one session at a time, for a minute or two. With a recording of a spoken question
-    (--sound) also turns that the server ends, and interruptions.
-    """
-
-    url: str = option("ws://127.0.0.1:8000/v1", "address of the server, such as ws://127.0.0.1:8000/v1", positional=True)
-    key: str | None = option(None, "key to connect with")
-    key_file: str | None = option(None, "file with the key instead, in its first line")
-    certificate: str | None = option(None, "of a wss server: certificate to trust, where it is no public one (PEM)")
-    sound: str | None = option(None, "sound file with a spoken question")
-    only: str | None = option(None, "names of points to look at, with commas between them")
-    model: str = option("gpt-realtime", "name of the model to ask for")
-    timeout: float = option(20.0, "seconds that an event is waited for")
-    json: bool = option(False, "one JSON object on standard output instead of the table")
-    debug: bool = option(False, "show the traceback of an error")

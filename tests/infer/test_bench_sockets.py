@@ -5,11 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import shutil
-import ssl
-import subprocess
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +14,7 @@ from websockets.asyncio.server import serve
 
 from infer.bench.sockets import Noted, SocketPerson
 from tests.infer.conftest import write_question
-from tests.infer.fake_realtime import FakeServer
-
-
-@contextlib.contextmanager
-def running(server: Any) -> Iterator[Any]:
-    """A server in a thread, and what it gives."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        yield asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
-        asyncio.run_coroutine_threadsafe(server.__aexit__(None, None, None), loop).result()
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+from tests.realtime.fake_server import FakeServer, own_certificate, running
 
 
 @contextlib.asynccontextmanager
@@ -66,36 +46,20 @@ def test_noise_ends_no_turn(run, turns):
     assert done.code == 2 and f"--turns {turns} needs speech" in done.err and "--question FILE" in done.err
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 def test_a_certificate_that_is_no_public_one_can_be_trusted(run, tmp_path: Path):
-    names = ("-subj", "/CN=omni", "-addext", "subjectAltName=IP:127.0.0.1")
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", "key.pem", "-out", "own.pem"]
-    subprocess.run([*made, *names], cwd=tmp_path, check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "own.pem", tmp_path / "key.pem")
-
-    class Guarded(FakeServer):
-        async def __aenter__(self) -> str:
-            self._server = await serve(self._talk, "127.0.0.1", 0, ssl=context)
-            return f"wss://127.0.0.1:{next(iter(self._server.sockets)).getsockname()[1]}"
-
+    certificate = own_certificate(tmp_path)
     write_question(tmp_path / "question.wav", 0.2)
-    with running(Guarded()) as url:
-        check = ("conformance", url, "--only", "created", "--timeout", "4")
-        done = run(*check)
-        assert done.code == 2 and "its certificate is not trusted" in done.err and "--certificate FILE" in done.err
-        assert run(*check, "--certificate", "own.pem").code == 0
+    with running(FakeServer(certificate=certificate)) as url:
         talk = ("bench", "--server", f"{url}/v1", "--sessions", "1", "--play_seconds", "0.2", "--question", "question.wav")
         done = run(*talk)
         assert done.code == 2 and "its certificate is not trusted" in done.err and "is a server there" not in done.err
-        assert "not trusted" not in run(*talk, "--certificate", "own.pem").err
+        assert "not trusted" not in run(*talk, "--certificate", certificate).err
 
 
 MISTAKES = {
-    "no file": (["conformance", "wss://a", "--certificate", "none.pem"], "--certificate 'none.pem' cannot be read"),
-    "no certificate": (["conformance", "wss://a", "--certificate", "text"], "give a PEM file"),
-    "no TLS": (["conformance", "ws://a", "--certificate", "text"], "begins with wss://"),
-    "bench without TLS": (["bench", "--server", "ws://a/v1", "--certificate", "text"], "begins with wss://"),
+    "no file": (["bench", "--server", "wss://a", "--certificate", "none.pem"], "--certificate 'none.pem' cannot be read"),
+    "no certificate": (["bench", "--server", "wss://a", "--certificate", "text"], "give a PEM file"),
+    "no TLS": (["bench", "--server", "ws://a/v1", "--certificate", "text"], "begins with wss://"),
     "no server": (["bench", "--certificate", "text"], "are for a server"),
 }
 

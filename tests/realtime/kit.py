@@ -14,11 +14,10 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 from websockets.typing import Subprotocol
 
-from infer.conformance.connection import Came, Played, RealtimeClient
-from infer.conformance.points import NEEDS_SPEECH, Point, PointEnded, PointFailed, Result, ServerEvent, field
-from infer.conformance.sounds import made_question
 from infer.tls import connection_error
 from omni.errors import in_one_line
+from tests.realtime.client import Came, Played, RealtimeClient, made_question
+from tests.realtime.points import NEEDS_SPEECH, Point, PointEnded, PointFailed, Result, ServerEvent, field
 
 SHORT, WORDS, LONG = (
     "What is two plus three?",

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import sys
-import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from infer.conformance.conformance import POINTS
-from infer.conformance.connection import address_of
-from infer.conformance.kit import CheckedPoint, Kit
-from infer.conformance.points import shortened
-from infer.conformance.points_wire import WIRE
-from infer.conformance.report import summary
 from omni.errors import UserError
 from tests.infer.conftest import write_question
-from tests.infer.fake_realtime import FakeServer
-from tests.infer.realtime_faults import FAULTS, before, put
+from tests.realtime.__main__ import POINTS, main, summary
+from tests.realtime.answer_points import WIRE
+from tests.realtime.client import address_of
+from tests.realtime.fake_server import FakeServer, own_certificate, running
+from tests.realtime.faults import FAULTS, before, put
+from tests.realtime.kit import CheckedPoint, Kit
+from tests.realtime.points import shortened
 
 SPEECH = np.random.default_rng(0).normal(0, 8000, 4800).astype("<i2")
 """A fifth of a second that the fake server takes for speech."""
@@ -91,9 +89,9 @@ def test_whatever_a_server_sends_ends_a_point_and_not_the_examination(sent):
 
 
 def test_an_answer_that_never_ends_ends_a_point(monkeypatch):
-    monkeypatch.setattr("infer.conformance.kit.PATIENCE", 1)
+    monkeypatch.setattr("tests.realtime.kit.PATIENCE", 1)
     endless = [{"type": "rate_limits.updated", "rate_limits": []}]
-    monkeypatch.setattr("tests.infer.fake_realtime.SAYS", ("more",) * 20_000)
+    monkeypatch.setattr("tests.realtime.fake_server.SAYS", ("more",) * 20_000)
     (found,) = examine(["written-turn"], 0.3, out=lambda event: [event, *endless])
     assert found.result == "fail" and "did not end within 0.3 s" in found.reason
 
@@ -107,41 +105,39 @@ def test_events_need_the_openai_package_to_be_validated(monkeypatch):
 # --- the command ------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def serving(**bent):
-    """A fake server in a thread; its address."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    server = FakeServer(**bent)
-    try:
-        yield asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
-        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result()
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command: its exit code, and what it printed on standard output and on standard error."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return code, *capsys.readouterr()
+
+    return call
 
 
 def test_a_server_that_is_right_gives_a_table_and_code_0(run, tmp_path):
     sound = write_question(tmp_path / "question.wav", 0.2)
-    with serving() as url:
-        done = run("conformance", f"{url}/v1/", "--sound", sound, "--timeout", 4, "--only", "usage, created,vad-turn")
-    assert done.code == 0, done
-    assert [line.split()[:2] for line in done.text.splitlines() if " kept " in line] == [
+    with running(FakeServer()) as url:
+        code, out, err = run(f"{url}/v1/", "--sound", sound, "--timeout", 4, "--only", "usage, created,vad-turn")
+    assert code == 0, err
+    assert [line.split()[:2] for line in out.splitlines() if " kept " in line] == [
         ["created", "kept"], ["usage", "kept"], ["vad-turn", "kept"],
     ]  # fmt: skip
-    assert done.text.rstrip().endswith("3 points: 3 kept, 0 broken")
+    assert out.rstrip().endswith("3 points: 3 kept, 0 broken")
 
 
 def test_a_broken_point_is_told_with_its_event_and_gives_code_1(run):
-    with serving(**put("error", "error.code", "nothing_there")) as url:
-        done = run("conformance", url, "--timeout", 4, "--only", "cancel-code,created")
-        plain = run("conformance", url, "--timeout", 4, "--only", "cancel-code,created,vad-turn", "--json")
-    assert done.code == plain.code == 1
-    assert "error.code is \"nothing_there\", not 'response_cancel_not_active'" in done.text
-    assert "why it matters: clients cancel" in done.text and '"code": "nothing_there"' in done.text
-    found = json.loads(plain.text)
+    with running(FakeServer(**put("error", "error.code", "nothing_there"))) as url:
+        code, table, _ = run(url, "--timeout", 4, "--only", "cancel-code,created")
+        plain_code, plain, _ = run(url, "--timeout", 4, "--only", "cancel-code,created,vad-turn", "--json")
+    assert code == plain_code == 1
+    assert "error.code is \"nothing_there\", not 'response_cancel_not_active'" in table
+    assert "why it matters: clients cancel" in table and '"code": "nothing_there"' in table
+    found = json.loads(plain)
     assert found["counts"] == {"pass": 1, "fail": 1, "skipped": 1, "note": 0}
     assert [one["point"] for one in found["points"]] == ["created", "cancel-code", "vad-turn"]
     assert found["points"][1]["event"]["error"]["code"] == "nothing_there"
@@ -164,23 +160,31 @@ def test_a_key_is_brought_in_the_header_and_by_browsers_in_a_subprotocol(tmp_pat
     assert seen == [("Bearer secret", None), (None, "realtime, openai-insecure-api-key.secret")]
 
 
-def test_mistakes_are_one_line(run, tmp_path):
+def test_mistakes_are_told_with_code_2(run, tmp_path):
     key = tmp_path / "keys"
     key.write_text("# none\n")
     refusing = before("session.created", {"type": "error", "error": {"message": "this key is not known"}})
-    with serving() as url, serving(**refusing) as closed:
+    with running(FakeServer()) as url, running(FakeServer(**refusing)) as closed:
         for words, said in (
             ([url, "--only", "creatd"], "there is no point 'creatd'; did you mean 'created'?"),
-            ([url, "--timeout", "0"], "--timeout"),
+            ([url, "--timeout", "soon"], "--timeout"),
             ([url, "--sound", "none.wav"], "none.wav"),
-            ([url, "--key", "a", "--key_file", key], "given together"),
+            ([url, "--key", "a", "--key_file", key], "not allowed with"),
             ([url, "--key_file", key], "has no key"),
             (["127.0.0.1:8000"], "is no address of a server"),
             (["ws://127.0.0.1:1"], "cannot be reached"),
             ([closed], "takes no session (this key is not known)"),
         ):
-            done = run("conformance", *words)
-            assert done.code == 2 and said in done.err and done.err.count("\n") == 1, (words, done)
+            code, _, err = run(*words)
+            assert code == 2 and said in err, (words, err)
+
+
+def test_a_certificate_that_is_no_public_one_can_be_trusted(run, tmp_path):
+    certificate = own_certificate(tmp_path)
+    with running(FakeServer(certificate=certificate)) as url:
+        code, _, err = run(url, "--only", "created", "--timeout", 4)
+        assert code == 2 and "its certificate is not trusted" in err and "--certificate FILE" in err
+        assert run(url, "--only", "created", "--timeout", 4, "--certificate", certificate)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 
-from tests.infer.fake_realtime import Event, HangUp, Wrong
+from tests.realtime.fake_server import Event, HangUp, Wrong
 
 
 def drop(kind: str) -> dict:
