@@ -32,6 +32,6 @@ def main(argv: Sequence[str]) -> int:
     if digits is None:
         raise UserError("the demonstration asks about spoken digits, but no source of the configuration is of that kind")
     with importing():
-        from train.commands.examine import demonstrate
+        from train.recipes.digits.exam import demonstrate
 
     return demonstrate(config, digits)

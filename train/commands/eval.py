@@ -161,8 +161,8 @@ def _evaluate_turn_ends(argv: Sequence[str]) -> int:
         from omni.codec.registry import load_if_given
         from omni.generate.turn_end import TurnListener
         from train.data.build import build_source
-        from train.data.sources.spoken_digits import SpokenDigits
         from train.eval.turn_ends import JSON, PICTURE, TABLE, evaluate_turn_ends
+        from train.recipes.digits.spoken import SpokenDigits
 
     config, listener = read_config(model), TurnListener.from_folder(model)
     if listener is None:

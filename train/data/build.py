@@ -20,9 +20,9 @@ from train.data.rows.row import Row
 from train.data.seeding import key
 from train.data.sources.base import Source, StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
-from train.data.sources.recorded_digits import RecordedDigits, speak_ahead
-from train.data.sources.spoken_digits import SpokenDigits, vocabulary
 from train.data.sources.stream_source import StreamSource
+from train.recipes.digits.recorded import RecordedDigits, speak_ahead
+from train.recipes.digits.spoken import SpokenDigits, vocabulary
 
 
 def build_alignment(config: DataConfig, tokenizer: Tokenizer) -> Alignment:

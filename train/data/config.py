@@ -11,9 +11,9 @@ from omni.ranges import check_fields, ranged
 from omni.tasks import TASKS, Task, find_task
 from train.data.augment.config import AugmentConfig
 from train.data.readers.contract import ReaderOptions
-from train.data.sources.config import WORDY, RecordedDigitsConfig, SpokenDigitsConfig
 from train.data.sources.mixture import Stage, TaskMixture
 from train.data.sources.spans import Weight, check_schedule
+from train.recipes.digits.options import WORDY, RecordedDigitsConfig, SpokenDigitsConfig
 
 MOST_COLUMNS = 1 << 22
 """Largest micro-batch, in columns: no device holds the activations of more."""

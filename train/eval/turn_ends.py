@@ -26,7 +26,7 @@ from omni.files import write_json, write_whole
 from omni.generate.turn_end import RULES, EndRule, TurnListener, ended
 from train.data.number_words import NUMBERS
 from train.data.seeding import dice
-from train.data.sources.spoken_digits import SpokenDigits, draw_question, in_parts, whole_question
+from train.recipes.digits.spoken import SpokenDigits, draw_question, in_parts, whole_question
 
 SILENCE = 4.0
 """Seconds of silence behind a question; an end that is not noticed in it is missed, and counts as noticed with its end: the

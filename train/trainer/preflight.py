@@ -40,10 +40,10 @@ from train.data.build import sources_held_out
 from train.data.config import DataConfig
 from train.data.rows.parquet_files import files_of
 from train.data.rows.samples import ROWS, missing_parts, sample_rows
-from train.data.sources.recorded_digits import find_recordings
 from train.data.sources.stream_source import StreamSource
 from train.distributed.sharding import check_divides
 from train.objective.config import no_teacher
+from train.recipes.digits.recorded import find_recordings
 from train.trainer.callbacks import CALLBACKS, check_made
 from train.trainer.initial_model import check_tokenizer, shape_of
 

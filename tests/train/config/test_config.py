@@ -33,11 +33,11 @@ from train.config.sections import (
     ValidationConfig,
 )
 from train.data.config import DataConfig, PackingConfig, SourceConfig
-from train.data.sources.config import SpokenDigitsConfig
 from train.objective.config import ObjectiveConfig
 from train.optim.optimizer import parameter_groups, set_trainable
 from train.plan.parameters import count_parameters, meta_model
 from train.plan.quantized import adapt
+from train.recipes.digits.options import SpokenDigitsConfig
 from train.trainer.build import with_alignment
 from train.trainer.initial_model import build_initial, changed, check_fits, choose_tokenizer, shape_of
 
@@ -235,7 +235,7 @@ def test_the_environment_caps_the_demonstration(
     most: str, own: list[str], minutes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[FitConfig] = []
-    monkeypatch.setattr("train.commands.examine.demonstrate", lambda config, digits: found.append(config) or 0)
+    monkeypatch.setattr("train.recipes.digits.exam.demonstrate", lambda config, digits: found.append(config) or 0)
     monkeypatch.setenv("DEMO_MINUTES", most)
     assert demo(own) == 0 and found[0].budget.minutes == minutes and found[0].budget.until == 0.95
 

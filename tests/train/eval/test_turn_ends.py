@@ -19,9 +19,9 @@ from omni.generate.turn_end import EndRule, TurnListener
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.train.eval.test_eval import run
-from train.data.sources.config import SpokenDigitsConfig
-from train.data.sources.spoken_digits import SpokenDigits, whole_question
 from train.eval.turn_ends import SILENCE, PausedQuestion, decided, figures_of, paused_questions
+from train.recipes.digits.options import SpokenDigitsConfig
+from train.recipes.digits.spoken import SpokenDigits, whole_question
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 

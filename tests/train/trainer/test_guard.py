@@ -30,10 +30,10 @@ from train.config.parse import read_fit_config
 from train.config.sections import LogConfig
 from train.data.batching.batch import Batch, assemble
 from train.data.config import DataConfig, SourceConfig, tasks_of
-from train.data.sources.config import RecordedDigitsConfig
 from train.data.sources.mixture import Stage
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective
+from train.recipes.digits.options import RecordedDigitsConfig
 from train.trainer.feed import StepBatches
 from train.trainer.guard import SEEN, Ends, StepGuard, Targets, shares_of
 from train.trainer.step import PlainStep

@@ -22,7 +22,7 @@ from train.data.build import build_alignment, build_pipeline, held_out_rows
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.row import Row, RowTurn, Sound
-from train.data.sources.config import SpokenDigitsConfig
+from train.recipes.digits.options import SpokenDigitsConfig
 
 AUGMENT = AugmentConfig(speed=(0.9, 1.1), noise_snr_db=(5, 20), freq_masks=1, time_masks=1)
 

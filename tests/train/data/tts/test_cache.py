@@ -14,10 +14,10 @@ from omni.audio.io import resample
 from omni.errors import UserError
 from tests.train.data.toys import ToyCodec
 from train.data.number_words import NUMBERS
-from train.data.sources.config import RecordedDigitsConfig, SpokenDigitsConfig
-from train.data.sources.recorded_digits import RecordedDigits, speak_ahead
 from train.data.tts.cache import keep_words, say_word
 from train.data.tts.voices import make_voice
+from train.recipes.digits.options import RecordedDigitsConfig, SpokenDigitsConfig
+from train.recipes.digits.recorded import RecordedDigits, speak_ahead
 
 
 @pytest.fixture

@@ -28,10 +28,10 @@ from train.data.augment.audio import coloured_noise
 from train.data.number_words import NUMBERS
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 from train.data.seeding import dice
-from train.data.sources.config import RATE, WORDY, RecordedDigitsConfig, SpokenDigitsConfig
-from train.data.sources.spoken_digits import SpokenDigits
 from train.data.tts.cache import keep_words, say_word
 from train.data.tts.espeak import SAMPLE_RATE, check_voice, synthesise
+from train.recipes.digits.options import RATE, WORDY, RecordedDigitsConfig, SpokenDigitsConfig
+from train.recipes.digits.spoken import SpokenDigits
 
 NAME = re.compile(r"(?P<digit>\d)_(?P<speaker>[^_]+)_(?P<index>\d+)\.(wav|flac)")
 

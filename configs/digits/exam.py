@@ -26,9 +26,9 @@ from train.config.run import FitConfig
 from train.console.progress import percent
 from train.data.build import build_source
 from train.data.config import SourceConfig
-from train.data.sources.spoken_digits import SpokenDigits
-from train.eval.conversations import Conversed, examine_conversations
 from train.eval.held_out import HeldOutReport, Judged, evaluate, items_of, write_answers
+from train.recipes.digits.conversations import Conversed, examine_conversations
+from train.recipes.digits.spoken import SpokenDigits
 from train.scoring.asr import Sphinx
 from train.scoring.similarity import describe, nearest
 from train.trainer.build import MODEL, fit

@@ -11,9 +11,9 @@ from torch import Tensor
 from omni.generate.results import Answer, Timings
 from tests.train.data.toys import ToyCodec
 from train.data.rows.row import RowTurn
-from train.data.sources.config import SpokenDigitsConfig
-from train.data.sources.spoken_digits import SpokenDigits
-from train.eval.conversations import examine_conversations
+from train.recipes.digits.conversations import examine_conversations
+from train.recipes.digits.options import SpokenDigitsConfig
+from train.recipes.digits.spoken import SpokenDigits
 
 CODEC = ToyCodec((12, 12, 6, 8))
 SOURCE = SpokenDigits(SpokenDigitsConfig(turns=(0, 0, 0, 1), follow_ups=0.5), CODEC)

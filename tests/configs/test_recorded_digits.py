@@ -19,9 +19,9 @@ from tests.train.data.toys import ToyCodec
 from train.data.build import build_alignment, held_out_rows
 from train.data.config import DataConfig, SourceConfig
 from train.data.number_words import NUMBERS
-from train.data.sources.config import RecordedDigitsConfig, SpokenDigitsConfig
-from train.data.sources.recorded_digits import RecordedDigits, find_recordings, trimmed
 from train.data.tts.espeak import synthesise
+from train.recipes.digits.options import RecordedDigitsConfig, SpokenDigitsConfig
+from train.recipes.digits.recorded import RecordedDigits, find_recordings, trimmed
 
 CODEC = ToyCodec((12, 12, 6, 8))
 RATE = 8000
@@ -171,7 +171,7 @@ def test_a_share_of_strings_is_said_by_synthetic_voices_digit_by_digit(folder):
 
 
 def test_voices_of_other_languages_read_what_they_are_given(folder, monkeypatch):
-    from train.data.sources import recorded_digits as recorded
+    from train.recipes.digits import recorded
 
     asked = []
     monkeypatch.setattr(
@@ -193,7 +193,7 @@ def test_voices_of_other_languages_read_what_they_are_given(folder, monkeypatch)
 
 
 def test_words_are_also_said_otherwise(folder, monkeypatch):
-    from train.data.sources import recorded_digits as recorded
+    from train.recipes.digits import recorded
 
     asked = []
 
@@ -261,7 +261,7 @@ def test_voices_of_other_programs_say_their_share(folder, tmp_path):
 
 @pytest.mark.long
 def test_synthetic_voices_also_say_other_words(folder, tmp_path, monkeypatch):
-    from train.data.sources import recorded_digits as recorded
+    from train.recipes.digits import recorded
 
     asked = []
 
@@ -372,7 +372,7 @@ def test_mistakes_are_named(folder, tmp_path):
 
 
 def test_questions_of_a_telephone_lack_its_missing_half():
-    from train.data.sources.spoken_digits import SpokenDigits
+    from train.recipes.digits.spoken import SpokenDigits
 
     above = []
     for rate in (8000, 16000):

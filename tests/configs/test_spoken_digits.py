@@ -18,12 +18,12 @@ from tests.train.data.toys import ToyCodec
 from train.config.parse import read_fit_config
 from train.data.number_words import NUMBERS, spoken_number
 from train.data.seeding import dice
-from train.data.sources.config import SpokenDigitsConfig
-from train.data.sources.spoken_digits import SpokenDigits, draw_question, draw_questions, vocabulary
 from train.data.tts.espeak import synthesise
 from train.data.tts.voices import make_voice
+from train.recipes.digits.options import SpokenDigitsConfig
+from train.recipes.digits.spoken import SpokenDigits, draw_question, draw_questions, vocabulary
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[2]
 CODEC = ToyCodec((12, 12, 6, 8))
 
 

@@ -15,8 +15,8 @@ from omni.generate.speech_lm import SpeechLM
 from train.console.progress import Display
 from train.data.rows.row import Row
 from train.data.seeding import dice
-from train.data.sources.spoken_digits import SpokenDigits
 from train.eval.held_out import SAMPLE_RATE, evaluate, items_of
+from train.recipes.digits.spoken import SpokenDigits
 from train.scoring.text import normalise
 
 TASKS = ("A1A2", "T1A2")
