@@ -3,6 +3,7 @@
     @register_codec("mine", sample_rate=16000, ...)      # in my_package/my_module.py
     omni-train fit nano --plugin my_package.my_module    # or `plugins: [my_package.my_module]` in the configuration
 
+A module that is not installed may also be named by its file or folder: `./mine.py`, in a configuration seen from its file.
 A plug-in is imported because the user named it: nothing that is stored (model folders, checkpoints, prepared rows) names one.
 """
 
@@ -14,7 +15,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
 from omni.errors import UserError, closest
@@ -102,14 +104,21 @@ def named(what: str) -> Iterator[None]:
         raise UserError(f"{what} failed with {type(error).__name__}: {text}") from error
 
 
-def load_plugins(names: Sequence[str], where: str = "--plugin") -> None:
+def load_plugins(names: Sequence[str], where: str = "--plugin", folder: str | Path = "") -> list[str]:
     """Imports plug-ins, from the installed packages or the present folder; those that are loaded already are left alone.
+
+    Args:
+        folder: where paths (`./mine.py`) start.
+
+    Returns:
+        Their names, by which any process finds them: paths are absolute.
 
     Raises:
         UserError: a name is given twice, names no module, or the module cannot be imported (its file and line are named).
     """
+    names = [str(Path(folder, name).resolve()) if _is_path(name) else name for name in names]
     for i, name in enumerate(names):
-        parts = name.split(".") if isinstance(name, str) else [""]
+        parts = [Path(name).stem] if _is_path(name) else name.split(".") if isinstance(name, str) else [""]
         if parts[-1] == "py" or not all(part.isidentifier() for part in parts):
             hint = str(name).removeprefix("./").removesuffix(".py").replace("/", ".")
             good = hint if all(part.isidentifier() for part in hint.split(".")) else "my_package.my_module"
@@ -126,6 +135,7 @@ def load_plugins(names: Sequence[str], where: str = "--plugin") -> None:
                 problems.append(error)
     if problems:
         raise UserError("\n".join(map(str, problems))) from problems[0]
+    return list(names)
 
 
 def loaded() -> tuple[str, ...]:
@@ -157,18 +167,28 @@ def take_plugins(words: Sequence[str]) -> list[str]:
     return rest
 
 
+def _is_path(name: object) -> bool:
+    """Whether a plug-in is named by its file or folder."""
+    return isinstance(name, str) and name.startswith(("./", "../", "/"))
+
+
 def _load(name: str, where: str) -> None:
     here, ours = os.getcwd(), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if here not in sys.path and "" not in sys.path:
+    module = name
+    if _is_path(name):
+        here, module = os.path.dirname(name), Path(name).stem
+    if here not in sys.path and ("" not in sys.path or module != name):
         # It stays there: the module may import others later, also in other processes. Those find the package first, whatever
         # lies in the folder.
         sys.path += [*([] if ours in sys.path else [ours]), here]
     importlib.invalidate_caches()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what it prints must not come into an answer
-            importlib.import_module(name)
+            found = importlib.import_module(module)
+        if module != name and name not in _places(found):
+            raise UserError(f"there is another module {module}, {_places(found)[0]}: give one of them another name")
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise UserError(_broken(name, where, error)) from error
         raise UserError(
             f"{where} {name}: there is no module {error.name}, neither in {here} nor among the installed packages"
@@ -179,6 +199,12 @@ def _load(name: str, where: str) -> None:
         raise
     except BaseException as error:
         raise UserError(_broken(name, where, error)) from error
+
+
+def _places(module: ModuleType) -> list[str]:
+    """The file of a module, and its folder where it is a package."""
+    file = Path(module.__file__ or str(module)).resolve()
+    return [str(file), str(file.parent)] if file.stem == "__init__" else [str(file)]
 
 
 def _broken(name: str, where: str, error: BaseException) -> str:

@@ -142,7 +142,7 @@ def test_the_table_of_bf16(tmp_path: Path) -> None:
     data["model"].update(decoder={"layers": 1})
     data["data"].update(alignment="letters", sounds=False, packing={"rows": 1, "length": 256, "buffer": 4})
     data["data"]["sources"] = data["data"]["sources"][1:]
-    data["data"]["sources"][0]["digits"]["examined"] = True
+    data["data"]["sources"][0]["options"]["examined"] = True
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(data))
     rows = precision(str(file), torch.device("cpu"), steps=1, rounds=1)

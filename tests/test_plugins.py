@@ -86,6 +86,21 @@ def test_a_new_process_finds_the_package_before_the_folder(folder: Path, monkeyp
     assert sys.path.index(ours) < sys.path.index(str(folder))
 
 
+def test_a_path_names_a_file_or_a_package_from_the_folder_of_who_names_it(folder: Path) -> None:
+    (folder / "far/pack").mkdir(parents=True)
+    write(folder / "far", "single", "from pack import inner")
+    write(folder / "far/pack", "__init__", "from . import inner")
+    write(folder / "far/pack", "inner", "")
+    names = load_plugins(["./single.py", "./pack"], folder=folder / "far")
+    assert names == [str(folder / "far/single.py"), str(folder / "far/pack")] == list(plugins.loaded())
+    assert load_plugins(["./far/pack"]) == names[1:] and sys.modules["pack"].__path__ == names[1:]
+    write(folder, "single", "")
+    with pytest.raises(UserError, match=r"another module single, .*/far/single.py: give one of them another name"):
+        load_plugins(["./single.py"])
+    with pytest.raises(UserError, match=r"absent.py: there is no module absent, neither in .*/far"):
+        load_plugins(["./far/absent.py"])
+
+
 def test_a_decorator_without_a_name_is_refused() -> None:
     for decorator in (register_callback, register_voice):
         with pytest.raises(UserError, match="give the decorator a name"):
@@ -150,6 +165,8 @@ def test_a_task_with_a_marker_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         ("from train import register_callback as r\nr('a')(print)", ["callback 'a'", "Callback"]),
         ("from train import register_method as r\nr('a', 'everywhere')(print)", ["balance method 'a'", "loss, features"]),
         ("from train import register_metric as r\nr('a', what='', better='best')(print)", ["measure 'a'", "lower or higher"]),
+        ("from train import register_source as r\n@r('a')\nclass A: ...", ["source 'a'", "SourceOptions"]),
+        ("from train import *\n@register_source('stored')\nclass A(SourceOptions): ...", ["source 'stored'", "twice"]),
         ("from train import register_voice as r\nr('')(print)", ["voice ''", "name"]),
         ("from train import register_voice as r\nr('espeak')(print)", ["voice 'espeak'", "taken"]),
         ("from train import register_voice as r\n@r\ndef say(text): ...", ["voice <function say", "give the decorator a name"]),

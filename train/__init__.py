@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from train.config.parse import recipe as recipe
     from train.config.run import FitConfig as FitConfig
     from train.data.readers import register_reader as register_reader
+    from train.data.sources import SourceOptions as SourceOptions
+    from train.data.sources import register_source as register_source
     from train.data.tts.voices import register_voice as register_voice
     from train.eval.metrics import register_metric as register_metric
     from train.trainer.build import fit as fit
@@ -29,18 +31,20 @@ _MODULES = {
     "Callback": "trainer.callbacks",
     "FitConfig": "config.run",
     "Outcome": "trainer.parts",
+    "SourceOptions": "data.sources",
     "fit": "trainer.build",
     "recipe": "config.parse",
     "register_callback": "trainer.callbacks",
     "register_method": "balance.registry",
     "register_metric": "eval.metrics",
     "register_reader": "data.readers",
+    "register_source": "data.sources",
     "register_voice": "data.tts.voices",
 }
 
 __all__ = [
-    "Callback", "FitConfig", "Outcome", "fit", "recipe", "register_callback", "register_method", "register_metric",
-    "register_reader", "register_voice",
+    "Callback", "FitConfig", "Outcome", "SourceOptions", "fit", "recipe", "register_callback", "register_method",
+    "register_metric", "register_reader", "register_source", "register_voice",
 ]  # fmt: skip
 
 

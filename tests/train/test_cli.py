@@ -25,7 +25,7 @@ budget: {steps: 2}
 model: {preset: nano}
 data:
   sources:
-    - {kind: spoken-digits, digits: {arithmetic: 0.5}}
+    - {kind: spoken-digits, options: {arithmetic: 0.5}}
 """
 
 
@@ -159,7 +159,7 @@ def test_mistakes(arguments: list[str], line: str, file: str, tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        (YAML.replace("arithmetic", "arithmatic"), r"unknown key data\.sources\[0\]\.digits\.arithmatic; did you mean"),
+        (YAML.replace("arithmetic", "arithmatic"), r"unknown key data\.sources\[0\]\.options\.arithmatic; did you mean"),
         (YAML.replace("preset", "presett"), r"unknown key model\.presett; did you mean model\.preset"),
         (YAML + "optimiser: {lr: 1}\n", r"unknown key optimiser; did you mean"),
         (YAML + "clip: [\n", "tiny.yaml cannot be read .*give a YAML file"),
@@ -176,9 +176,9 @@ def test_mistakes(arguments: list[str], line: str, file: str, tmp_path: Path, ca
         ),
         (
             YAML.replace("spoken-digits", "web"),
-            r"tiny\.yaml: data\.sources\[0\]\.kind is 'web'; give .*spoken-digits",
+            r"tiny\.yaml: data\.sources\[0\]\.kind: source 'web' is unknown; .*spoken-digits",
         ),
-        (YAML.replace("digits: {arithmetic: 0.5}", "tasks: {A9: 1}"), "the source spoken-digits: task 'A9' is unknown"),
+        (YAML.replace("options: {arithmetic: 0.5}", "tasks: {A9: 1}"), "the source spoken-digits: task 'A9' is unknown"),
         (YAML + "validation:\n", r"tiny\.yaml: validation is empty: give keys of it, or leave it out"),
         (YAML + "  packing:\n", r"tiny\.yaml: data\.packing is empty"),
         (YAML.replace("{steps: 2}", ""), "budget"),

@@ -38,7 +38,7 @@ def data(file: str, device: torch.device, steps: int = 26, rounds: int = 4) -> l
     """Times a recipe's training steps with data made while it trains, and the same steps with their batches made beforehand.
 
     The two alternate, so that changes of a machine's speed affect both; during the second, the loader's workers fill their
-    queue and then wait. Where utterances are reused (`digits.reuse`), only some steps make new ones: 16 of 124 with the recipe
+    queue and then wait. Where utterances are reused (`options.reuse`), only some steps make new ones: 16 of 124 with the recipe
     of `make demo`; the measured steps have that share.
     """
     config = with_alignment(read_fit_config([file])[0])

@@ -28,10 +28,10 @@ def main(argv: Sequence[str]) -> int:
     most = os.environ.get("DEMO_MINUTES")
     own = words if words and not words[0].startswith("-") else ["nano", *words]
     config = read_run([own[0], *([f"--budget.minutes={most}"] if most else []), *own[1:]])
-    digits = next((s for s in config.data.sources if s.kind == "spoken-digits"), None)
-    if digits is None:
+    demonstrate = next((s.made.demonstrate for s in config.data.sources if hasattr(s.made, "demonstrate")), None)
+    if demonstrate is None:
         raise UserError("the demonstration asks about spoken digits, but no source of the configuration is of that kind")
     with importing():
-        from train.commands.examine import demonstrate
+        import train.trainer.build  # noqa: F401
 
-    return demonstrate(config, digits)
+    return int(demonstrate(config))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from omni.checkpoint.places import check_folder
@@ -27,6 +26,10 @@ if TYPE_CHECKING:
     from train.eval.compare import Comparison
     from train.eval.measures import Figure
     from train.eval.report import Run, ScoreChange
+
+
+DIGITS = "spoken-digits"
+"""The kind of source that `--turn_ends` asks."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -134,7 +137,7 @@ def _evaluate_turn_ends(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--voices",
         metavar="VOICE,VOICE,...",
-        help="voices of espeak-ng that ask, unheard in training (default: digits.held_out of its run)",
+        help="voices of espeak-ng that ask, unheard in training (default: options.held_out of its run)",
     )
     parser.add_argument("--limit", type=int, default=400, help="how many questions")
     parser.add_argument("--chunk_ms", type=int, help="how much the encoder hears at once (default: as stored)")
@@ -148,20 +151,14 @@ def _evaluate_turn_ends(argv: Sequence[str]) -> int:
         if not file.is_file():
             raise UserError(f"{file} does not exist; give the run's configuration with --config, or name --voices")
         data = read_fit_config([str(file)])[0].data
-        digits = next((one for one in data.sources if one.kind == "spoken-digits"), None)
+        digits = next((source.made for source in data.sources if hasattr(source.made, "paused_questions")), None)
         if digits is None and voices is None:
-            raise UserError(f"{file} has no source of kind spoken-digits: name --voices that training did not have")
-    digits = digits or SourceConfig()
-    if voices:
-        asking = tuple(voice.strip() for voice in voices.split(","))
-        others = tuple(each for each in digits.digits.variants if all(voice.partition("+")[2] != each for voice in asking))
-        digits = replace(digits, digits=replace(digits.digits, held_out=asking, variants=others, rare_variants=(), rare=0.0))
+            raise UserError(f"{file} has no source of kind {DIGITS}: name --voices that training did not have")
+    digits = digits or SourceConfig(DIGITS).made
     with importing():
         from omni.checkpoint.folder import read_config
         from omni.codec.registry import load_if_given
         from omni.generate.turn_end import TurnListener
-        from train.data.build import build_source
-        from train.data.sources.spoken_digits import SpokenDigits
         from train.eval.turn_ends import JSON, PICTURE, TABLE, evaluate_turn_ends
 
     config, listener = read_config(model), TurnListener.from_folder(model)
@@ -169,9 +166,9 @@ def _evaluate_turn_ends(argv: Sequence[str]) -> int:
         raise UserError(f"{model} has no turn head: train one with model.turn (and encoder.mode chunked)")
     if chosen["chunk_ms"] is not None:
         listener.encoder.config = config.encoder.with_chunk(chosen["chunk_ms"])
-    source = build_source(digits, load_if_given(config.codec, None), 0)
-    assert isinstance(source, SpokenDigits)
-    found = evaluate_turn_ends(listener, source, chosen["out"], chosen["limit"])
+    asking = tuple(voice.strip() for voice in voices.split(",")) if voices else ()
+    questions = digits.paused_questions(load_if_given(config.codec, None), chosen["limit"], asking)
+    found = evaluate_turn_ends(listener, questions, chosen["out"])
     print_table(f"ends of {chosen['limit']} questions with a pause", *found["table"])
     print(f"table, figures and picture: {', '.join(str(chosen['out'] / name) for name in (TABLE, JSON, PICTURE))}")
     return 0

@@ -8,7 +8,7 @@ import math
 import types
 import typing
 from argparse import SUPPRESS
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -19,9 +19,10 @@ from omni.arguments import meant
 from omni.errors import UserError
 from omni.plugins import load_plugins, loaded
 from train.config.run import FitConfig
-from train.console.command import GIVE, find_config, load_yaml, read_config
+from train.console.command import GIVE, RECIPES, find_config, load_yaml, read_config
 from train.console.options import Parser
-from train.data.config import DataConfig
+from train.data.config import SourceConfig
+from train.data.sources import SOURCES, find_source
 
 
 def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
@@ -66,12 +67,18 @@ def read_with_options(
     return config, parser.file.stem if parser.file else "run", given
 
 
-def _load_plugins(data: Mapping[str, Any], file: Path) -> None:
-    """Loads the plug-ins that a file names under `plugins`, before its other keys are read."""
+def _load_plugins(data: dict[str, Any], file: Path) -> None:
+    """Loads the plug-ins that a file names under `plugins`, before its other keys are read; paths there start at the file."""
     names = data.get("plugins") or ()
     if not isinstance(names, (list, tuple)):
         raise UserError(f"{file}: plugins is {names!r}; it must be a list of modules' names")
-    load_plugins(names, f"{file}: plugins:")
+    if names:
+        data["plugins"] = _not_shipped(load_plugins(names, f"{file}: plugins:", file.parent))
+
+
+def _not_shipped(plugins: Iterable[str]) -> list[str]:
+    """Plug-ins without those beside recipes of the package, which are found without being named."""
+    return [name for name in plugins if not name.startswith(str(RECIPES.resolve()))]
 
 
 def read_run(argv: Sequence[str]) -> FitConfig:
@@ -108,8 +115,8 @@ def fit_parser(command: str = "fit") -> ConfigParser:
         "(docs/training.md).",
     )
     parser.add_config(FitConfig, "the YAML file (also as the first argument)")
-    if loaded():  # by --plugin, so that --print_config names them
-        parser.set_defaults({"plugins": list(loaded())})
+    if named := _not_shipped(loaded()):  # by --plugin, so that --print_config names them
+        parser.set_defaults({"plugins": named})
     parser.may_be_empty = False
     return parser
 
@@ -135,8 +142,6 @@ class ConfigParser(Parser):
         self.kind = kind
         self.add_argument("--config", action="config", help=help)
         self.add_class_arguments(kind, None, **more)
-        if self.get_defaults().get("data.sources") is not None:  # as plain data, which `--print_config` can write
-            self.set_defaults({"data.sources": [dataclasses.asdict(source) for source in DataConfig().sources]})
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
         """Values by name; UserError also for a key of the file that is unknown, or there twice."""
@@ -146,6 +151,11 @@ class ConfigParser(Parser):
             data = dict(read_config(file))
             if "plugins" in typing.get_type_hints(self.kind):
                 _load_plugins(data, file)
+                self.epilog = "\n".join(
+                    f"options of the source {kind}: {', '.join(field.name for field in dataclasses.fields(options))}."
+                    for kind, options in SOURCES.items()
+                    if dataclasses.fields(options)
+                )
             words, numbered = _numbered(words)
             for path, value in numbered:
                 _set(data, path, value, file)
@@ -180,9 +190,12 @@ class ConfigParser(Parser):
             if data is None and optional is kind:
                 raise UserError(f"{where}: {path} is empty: give keys of it, or leave it out for what it is by default")
             if data is not None and not isinstance(data, Mapping):
-                names = list(hints)
-                raise UserError(f"{where}: {path} is {data!r}; give it keys, such as {path}.{names[0]}: {', '.join(names)}")
-            for key in data or {}:
+                first = next(iter(hints), "none")
+                raise UserError(f"{where}: {path} is {data!r}; give it keys, such as {path}.{first}: {', '.join(hints)}")
+            data = data or {}
+            if kind is SourceConfig:
+                hints["options"] = find_source(str(data.get("kind", "stored")), f"{where}: {_dotted(path, 'kind')}")
+            for key in data:
                 if key not in hints:
                     raise UserError(f"{where}: unknown key {_dotted(path, key)}; {self._hint(path, str(key), kind)}")
                 self._check_keys(hints[key], _as_text(hints[key], data, key), where, _dotted(path, key))

@@ -20,15 +20,12 @@ from train.data.rows.row import Row
 from train.data.seeding import key
 from train.data.sources.base import Source, StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
-from train.data.sources.recorded_digits import RecordedDigits, speak_ahead
-from train.data.sources.spoken_digits import SpokenDigits, vocabulary
 from train.data.sources.stream_source import StreamSource
 
 
 def build_alignment(config: DataConfig, tokenizer: Tokenizer) -> Alignment:
     """Build the spelling of transcripts for the alignment loss; its `size` must be `model.ctc`."""
-    made = [source.digits for source in config.sources if source.path is None]
-    words = {*config.words, *(word for digits in made for word in vocabulary(digits))}
+    words = {*config.words, *(word for source in config.sources for word in source.made.vocabulary)}
     return Alignment(config.alignment, words, tokenizer, config.sounds)
 
 
@@ -45,11 +42,7 @@ def build_source(
     if config.path is not None:
         held_out = config.held_out if isinstance(config.held_out, int) else 0
         return StoredSource(config.path, cache, held_out, needed, config.window if config.order == "sequential" else None)
-    if codec is None:
-        raise UserError(f"the source {config.kind!r} answers in speech and needs a codec; set model.codec")
-    if config.kind == "recorded-digits":
-        return RecordedDigits(config.recorded, config.digits, codec, seed)
-    return SpokenDigits(config.digits, codec, seed)
+    return config.made.build(codec, seed)
 
 
 def build_pipeline(
@@ -133,7 +126,7 @@ def held_out_by_source(
 
 def sources_held_out(config: DataConfig) -> list[SourceConfig]:
     """The sources with rows for validation; UserError where none has any."""
-    sources = [source for source in config.sources if has_held_out(source)]
+    sources = [source for source in config.sources if source.has_held_out]
     if not sources:
         raise UserError(
             "no source has held-out rows; name a file or a number of them as data.sources[...].held_out, or ask no questions"
@@ -161,11 +154,11 @@ def held_out_of(
         stored = StoredRows(source.held_out, cache)
         asked = min(count, len(stored))
         numbers = [k * len(stored) // asked for k in range(asked)]
+    elif source.held_out is None:
+        return source.made.build(codec, 0).held_out(count, seed)
     else:
         made = build_source(replace(source, order="random", window=WINDOW), codec, 0, cache)
-        if not isinstance(made, StoredSource):
-            assert isinstance(made, (SpokenDigits, RecordedDigits))
-            return made.held_out(count, seed)
+        assert isinstance(made, StoredSource)
         stored, numbers = made.rows, made.held_out_indices(count)
     rows = []
     for number in numbers:
@@ -178,15 +171,7 @@ def held_out_of(
     return rows
 
 
-def synthesise_ahead(config: DataConfig, progress: Kind) -> None:
-    """Synthesises now the questions that training would otherwise wait for."""
+def prepare_sources(config: DataConfig, progress: Kind) -> None:
+    """Makes now what training would otherwise wait for."""
     for source in config.sources:
-        if source.kind == "recorded-digits":
-            speak_ahead(source.recorded, source.digits.question_rate, progress)
-
-
-def has_held_out(source: SourceConfig) -> bool:
-    """True where a source has rows for validation."""
-    if source.kind == "recorded-digits":
-        return bool(source.recorded.held_out)
-    return source.digits.examined if source.kind == "spoken-digits" else source.held_out is not None
+        source.made.prepare(progress)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal
 
+from omni.config import from_dict
 from omni.errors import UserError
 from omni.ranges import check_fields, ranged
 from omni.tasks import TASKS, Task, find_task
 from train.data.augment.config import AugmentConfig
 from train.data.readers.contract import ReaderOptions
-from train.data.sources.config import WORDY, RecordedDigitsConfig, SpokenDigitsConfig
+from train.data.sources import SourceOptions, find_source
 from train.data.sources.mixture import Stage, TaskMixture
 from train.data.sources.spans import Weight, check_schedule
 
@@ -55,8 +57,8 @@ class SourceConfig:
 
     Attributes:
         kind: `stored`: the Parquet file or folder at `path`. `stream`: the WebDataset or Parquet shards at `path`, of a
-            format of `data prepare`, read and encoded while training. `spoken-digits`: made while training, as `digits` says.
-            `recorded-digits`: people's digits joined while training, as `recorded` says, answered as `digits` says.
+            format of `data prepare`, read and encoded while training. Others are made while training, by plug-ins:
+            `spoken-digits` and `recorded-digits` ship with the package (`recipes/digits`).
         weight: share of the draws, relative to the other sources: a number, or points [draw, weight] of one that changes, with
             straight lines between them, counted over all sources and processes; with `data.draws` [share of these, weight].
         max_epochs: how often the rows of the source are drawn at most (on average, such as 1.5); the other sources then share
@@ -72,9 +74,10 @@ class SourceConfig:
         window: row groups from which each packer draws, and which it keeps in memory, where the order is sequential.
         shuffle: of a stream, rows that each packer reads ahead and shuffles, in memory as they are stored.
         read: of a stream, how its records become rows, as `data prepare` takes it; null recognises the format.
+        options: of a kind that a plug-in makes, its own settings.
     """
 
-    kind: Literal["spoken-digits", "recorded-digits", "stored", "stream"] = "spoken-digits"
+    kind: str = "stored"
     weight: float | tuple[tuple[float, float], ...] = 1.0
     max_epochs: float | None = ranged(None, above=0, most=1_000_000, way=", or null for any number")
     max_rows: int | None = ranged(None, 1, way=", or null for any number")
@@ -86,10 +89,10 @@ class SourceConfig:
     window: int = ranged(WINDOW, 1)
     shuffle: int = ranged(SHUFFLE, 1)
     read: ReaderOptions | None = None
-    digits: SpokenDigitsConfig = field(default_factory=SpokenDigitsConfig)
-    recorded: RecordedDigitsConfig = field(default_factory=RecordedDigitsConfig)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "options", asdict(self.made))  # with what is not given, so that a stored run is complete
         check_fields(self, "source")
         if self.kind == "stored" and not self.path:
             raise UserError("a source of kind 'stored' has no path; name its Parquet file or folder")
@@ -141,11 +144,15 @@ class SourceConfig:
             )
         return rows if self.max_rows is None else min(rows, self.max_rows)
 
+    @cached_property
+    def made(self) -> SourceOptions:
+        """The options as those of the kind."""
+        return from_dict(find_source(self.kind), self.options, f"the source {self.kind}: options")
+
     @property
-    def own_tasks(self) -> dict[str, float]:
-        """Tasks that rows name themselves, and the share of the source's draws that do; of stored rows nothing is known."""
-        share = self.recorded.wordy * (self.recorded.voices + self.recorded.more)
-        return {WORDY: share} if self.kind == "recorded-digits" and share > 0 else {}
+    def has_held_out(self) -> bool:
+        """True where there are rows for validation."""
+        return self.held_out is not None or self.made.has_held_out
 
     @property
     def drawn(self) -> set[str]:
@@ -155,7 +162,8 @@ class SourceConfig:
     @property
     def mixtures(self) -> list[dict[str, float]]:
         """Weights of tasks: of the source, of each stage, and of rows that name their own."""
-        return [self.tasks, *(stage.tasks for stage in self.stages), *([self.own_tasks] if self.own_tasks else [])]
+        own = self.made.own_tasks
+        return [self.tasks, *(stage.tasks for stage in self.stages), *([own] if own else [])]
 
 
 @dataclass(frozen=True)
@@ -169,11 +177,11 @@ class DataConfig:
         micro_batches: micro-batches of a step over all processes; each process takes as many.
         packing: shape of a micro-batch.
         alignment: how questions are spelt for the encoder's alignment head, see `Alignment`; `none` without one.
-        words: of the alignment `words`, besides those of the synthetic sources.
+        words: of the alignment `words`, besides those of sources that are made while training.
         sounds: questions are also spelt by the sounds of English, for the alignment head's second half: sounds are trained on
             any words, and stay the same when other people say them.
         augment: changes to what is heard; null for none.
-        augment_cached_audio: augment the sound of cached utterances (`digits.reuse`) again on every draw; otherwise only their
+        augment_cached_audio: augment the sound of cached utterances (`options.reuse`) again on every draw; otherwise only their
             features are augmented, which costs a third.
         cut: share of the answers within conversations, other than the last, that are cut at a random place, as listeners cut
             them who interrupt; the turns after it are trained to go on from what was heard.
@@ -188,7 +196,7 @@ class DataConfig:
             `datasets`.
     """
 
-    sources: tuple[SourceConfig, ...] = (SourceConfig(),)
+    sources: tuple[SourceConfig, ...] = ()
     draws: int | None = ranged(None, 1, way=", or null where points of weights name draws")
     seed: int = ranged(0, 0, 2**63 - 1)
     micro_batches: int = ranged(1, 1)

@@ -182,7 +182,7 @@ class EditFitConfig:
 
     model: str
     out: str
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig
     mend: MendConfig = field(default_factory=MendConfig)
     linears: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ("A1A2",)

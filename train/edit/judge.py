@@ -32,7 +32,7 @@ from omni.edit.storage import load_edits
 from omni.errors import UserError
 from omni.generate.results import Answer
 from omni.generate.speech_lm import SpeechLM
-from train.data.build import has_held_out, held_out_of
+from train.data.build import held_out_of
 from train.data.rows.row import Row
 from train.edit.apply import check_out, draw_untouched
 from train.edit.config import EditEvalConfig
@@ -155,7 +155,7 @@ def _once(rows: Sequence[Row]) -> list[Row]:
 def _held_out(lm: SpeechLM, facts: Facts, config: EditEvalConfig) -> list[Row]:
     if config.untouched is None:
         return []
-    if config.untouched.kind != "spoken-digits" and not has_held_out(config.untouched):
+    if not config.untouched.has_held_out:
         return draw_untouched(config.untouched, lm, facts, config.untouched_count, config.seed)
     asked = facts.asked()
     rows = held_out_of(config.untouched, lm.codec, config.untouched_count, seed=config.seed)

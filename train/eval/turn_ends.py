@@ -18,15 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from omni.audio.io import SAMPLE_RATE, resample
+from omni.audio.io import SAMPLE_RATE
 from omni.files import write_json, write_whole
 from omni.generate.turn_end import RULES, EndRule, TurnListener, ended
-from train.data.number_words import NUMBERS
-from train.data.seeding import dice
-from train.data.sources.spoken_digits import SpokenDigits, draw_question, in_parts, whole_question
 
 SILENCE = 4.0
 """Seconds of silence behind a question; an end that is not noticed in it is missed, and counts as noticed with its end: the
@@ -84,31 +80,6 @@ class TurnFigures:
     missed: float
 
 
-def paused_questions(source: SpokenDigits, count: int, seed: int = 3) -> list[PausedQuestion]:
-    """Questions in held-out voices in turn, arithmetic and digits alternately, each with a pause at a drawn place."""
-    config, found = source.config, list[PausedQuestion]()
-    for number in range(count):
-        rng = dice(seed, "paused", number)
-        question = draw_question(config, rng, "digits" if number % 2 else "arithmetic")
-        voice = config.held_out[number // 2 % len(config.held_out)]
-        manner = rng.randint(*config.rate), rng.randint(*config.pitch), rng.randint(*config.pitch_range)
-        words, seconds, before = question.text.split(), rng.uniform(*PAUSE), rng.uniform(0.1, 0.5)
-        at = rng.randrange(1, len(words))
-        first, rest = " ".join(words[:at]), " ".join(words[at:])
-        spoken = [in_parts([part], 0.0, voice, manner, config.question_rate) for part in (first, rest)]
-        scale = config.peak / max(float(part.abs().max()) for part in spoken)
-        parts = [resample(part, config.question_rate, SAMPLE_RATE) * scale for part in spoken]
-        silences = [torch.zeros(round(s * SAMPLE_RATE)) for s in (before, seconds, SILENCE)]
-        pieces = [silences[0], parts[0], silences[1], parts[1], silences[2]]
-        times = np.cumsum([len(piece) for piece in pieces]) / SAMPLE_RATE
-        goes_on = whole_question(config, f"{question.text} {NUMBERS[0]}")
-        kinds: tuple[str, ...] = ("whole" if whole_question(config, first) else "more", "open" if goes_on else "closed")
-        kinds += ("clear",) if kinds == ("more", "closed") else ()
-        pause = float(times[1]), float(times[2])
-        found.append(PausedQuestion(question.text, voice, kinds, torch.cat(pieces), pause, float(times[3])))
-    return found
-
-
 def listen(listener: TurnListener, questions: Sequence[PausedQuestion]) -> list[Tensor]:
     """Probabilities [T, 2] for each question, as `TurnListener.stream` gives them."""
     found: list[Tensor] = []
@@ -145,14 +116,13 @@ def figures_of(
     return out
 
 
-def evaluate_turn_ends(listener: TurnListener, source: SpokenDigits, out: Path, count: int = 400) -> dict[str, Any]:
+def evaluate_turn_ends(listener: TurnListener, questions: Sequence[PausedQuestion], out: Path) -> dict[str, Any]:
     """Evaluates a turn head at each eagerness and over the threshold; writes a table, JSON and a picture."""
-    questions = paused_questions(source, count)
     found = listen(listener, questions)
     by_rule = {name: figures_of(listener, questions, found, rule) for name, rule in RULES.items() if name != "auto"}
     curve = {t: figures_of(listener, questions, found, replace(RULES["medium"], threshold=t)) for t in THRESHOLDS}
     report = {
-        "questions": count,
+        "questions": len(questions),
         "chunk_ms": getattr(listener.encoder.config, "chunk_ms", None),
         "rules": {name: asdict(rule) for name, rule in RULES.items()},
         "eagerness": {name: {kind: asdict(one) for kind, one in own.items()} for name, own in by_rule.items()},

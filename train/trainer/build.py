@@ -32,7 +32,7 @@ from train.console.progress import TrainProgress
 from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader, process_shards
 from train.data.batching.pipeline import Pipeline
-from train.data.build import build_alignment, build_pipeline, held_out_by_source, synthesise_ahead
+from train.data.build import build_alignment, build_pipeline, held_out_by_source, prepare_sources
 from train.data.speech_time import estimate_speech_time
 from train.distributed.deterministic import deterministic
 from train.distributed.fabric import build_fabric, compile_blocks, count_processes, leave, restarted, setup
@@ -128,7 +128,7 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
             for note in notes:
                 say(note)
             loop = prepare(config, fabric, folder, group, callbacks, steps)
-            group.run_on_first(lambda: synthesise_ahead(config.data, config.log.progress))
+            group.run_on_first(lambda: prepare_sources(config.data, config.log.progress))
             outcome = loop.run()
         return outcome if group.first else None
     except (RuntimeError, MemoryError) as error:

@@ -207,9 +207,10 @@ def shares_of(data: DataConfig | None) -> Tensor:
         if source.max_epochs is not None or source.max_rows is not None:
             continue
         stages = [_shares(weights) for weights in (source.tasks, *(stage.tasks for stage in source.stages))]
-        mixed = 1 - sum(source.own_tasks.values())
+        own_tasks = source.made.own_tasks
+        mixed = 1 - sum(own_tasks.values())
         shares += share * mixed * torch.stack(stages).amin(0)
-        for name, own in source.own_tasks.items():
+        for name, own in own_tasks.items():
             shares[list(TASKS).index(name)] += share * own
     return shares
 

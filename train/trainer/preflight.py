@@ -40,7 +40,6 @@ from train.data.build import sources_held_out
 from train.data.config import DataConfig
 from train.data.rows.parquet_files import files_of
 from train.data.rows.samples import ROWS, missing_parts, sample_rows
-from train.data.sources.recorded_digits import find_recordings
 from train.data.sources.stream_source import StreamSource
 from train.distributed.sharding import check_divides
 from train.objective.config import no_teacher
@@ -219,9 +218,8 @@ def _check_data_files(data: DataConfig, problems: _Problems) -> None:
             if isinstance(place, str) and not (source.kind == "stream" and name == "path"):
                 with problems.of(f"data.sources.{i}.{name}"):
                     files_of(place)
-        if source.kind == "recorded-digits":
-            with problems.of(f"data.sources.{i}"):
-                find_recordings(source.recorded.folder)
+        with problems.of(f"data.sources.{i}"):
+            source.made.check()
     augment = data.augment
     if augment is not None and augment.noise_snr_db is not None and augment.noise_folder is not None:
         with problems.of("data.augment.noise_folder"):

@@ -33,8 +33,8 @@ def test_a_recipe_and_its_overrides() -> None:
 def test_tasks_are_those_of_all_sources_and_stages() -> None:
     data = DataConfig(
         sources=(
-            SourceConfig(tasks={"A1T1": 1.0, "T1A1": 0.0}),
-            SourceConfig(tasks={"T1T2": 1.0}, stages=(Stage(10, {"A1T2": 1.0}),)),
+            SourceConfig("spoken-digits", tasks={"A1T1": 1.0, "T1A1": 0.0}),
+            SourceConfig("spoken-digits", tasks={"T1T2": 1.0}, stages=(Stage(10, {"A1T2": 1.0}),)),
         )
     )
     assert balanced_tasks(BalanceSection(), data) == ["A1T1", "A1T2", "T1T2"]
@@ -97,12 +97,12 @@ def test_streams_are_known_of_presets_only() -> None:
 
 
 def test_data_without_two_tasks_that_ask_by_speech() -> None:
-    data = DataConfig(sources=(SourceConfig(tasks={"A1T1": 1.0, "T1A2": 1.0}),))
+    data = DataConfig(sources=(SourceConfig("spoken-digits", tasks={"A1T1": 1.0, "T1A2": 1.0}),))
     with pytest.raises(UserError, match=r"features.*\b1 task.*\(A1T1\)"):
         balanced_tasks(BalanceSection("mgda"), data)
 
 
-TWICE = DataConfig(sources=(SourceConfig(tasks={"A1T1": 1.0, "A1A2": 1.0}),), micro_batches=2)
+TWICE = DataConfig(sources=(SourceConfig("spoken-digits", tasks={"A1T1": 1.0, "A1A2": 1.0}),), micro_batches=2)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_the_model_does_not_fit(tmp_path: Path, section: BalanceSection, ch
 
 
 def test_two_levels_need_held_out_rows(tmp_path: Path) -> None:
-    data = DataConfig(sources=(SourceConfig(tasks={"A1T1": 1.0, "A1A2": 1.0}),))
+    data = DataConfig(sources=(SourceConfig("spoken-digits", tasks={"A1T1": 1.0, "A1A2": 1.0}),))
     config = balanced_config(tmp_path, BalanceSection("moml"), data=data)
     with pytest.raises(UserError, match="judges by held-out rows, and the run has none"):
         balanced_fit(config, balanced_parts(config, outers=0))

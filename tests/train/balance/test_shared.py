@@ -58,7 +58,7 @@ def test_features_of_a_packed_batch_have_the_tasks_of_their_examples() -> None:
 def test_a_task_without_a_part_is_refused(tmp_path: Path) -> None:
     config = balanced_config(
         tmp_path, None, model=ModelSection(preset="nano", projector={"kind": "mmoe", "tasks": ["A1T1"], "stack": 2}),
-        data=DataConfig(sources=(SourceConfig(tasks=dict(MIX)),), workers=0), budget=BudgetConfig(steps=1),
+        data=DataConfig(sources=(SourceConfig("spoken-digits", tasks=dict(MIX)),), workers=0), budget=BudgetConfig(steps=1),
     )  # fmt: skip
     for run in (fit, dry_run):
         with pytest.raises(UserError, match="data.sources have the task A1A2, but model.projector.tasks are A1T1"):

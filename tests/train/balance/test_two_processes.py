@@ -96,7 +96,7 @@ def test_two_processes_are_one_replicated_and_sharded(tmp_path: Path, others: Pa
 def assert_one(tmp_path: Path, together: Path, name: str, strategy: str) -> None:
     """The one process has both's micro-batches as one: at level features it must see all rows at once, as the two do."""
     count = 3 if name in THREE else 1
-    data = DataConfig(sources=(SourceConfig(tasks=dict(MIX)),), micro_batches=count)
+    data = DataConfig(sources=(SourceConfig("spoken-digits", tasks=dict(MIX)),), micro_batches=count)
     config = balanced_config(tmp_path, BalanceSection(**RUNS[name]), True, data=data, **LINES)
     balanced_fit(config, replace(balanced_parts(config, join=2, outers=1), micro_batches=count))
     ours, wanted = read_table(together / strategy / name / BALANCE), read_table(tmp_path / BALANCE)

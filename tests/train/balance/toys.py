@@ -74,7 +74,7 @@ def balanced_config(folder: Path | str, section: BalanceSection | None, ctc: boo
     base: dict[str, Any] = {
         "balance": section,
         "budget": BudgetConfig(steps=3),
-        "data": DataConfig(sources=(SourceConfig(tasks=dict(MIX)),), micro_batches=count),
+        "data": DataConfig(sources=(SourceConfig("spoken-digits", tasks=dict(MIX)),), micro_batches=count),
         "objective": ObjectiveConfig(ctc_weight=0.2 if ctc else 0.0),
         "optimizer": OptimizerConfig(lr=3e-3, weight_decay=0.0),
         "schedule": ScheduleConfig("constant"),
@@ -209,7 +209,7 @@ def main(options: dict[str, Any]) -> None:
             if run.get("lora")
             else None
         )
-        data = DataConfig(sources=(SourceConfig(tasks=dict(MIX)),), micro_batches=run.get("micro", 2))
+        data = DataConfig(sources=(SourceConfig("spoken-digits", tasks=dict(MIX)),), micro_batches=run.get("micro", 2))
         config = balanced_config(
             run["folder"], BalanceSection(**run["balance"]) if run["balance"] else None, run.get("ctc", False), data=data,
             fabric=FabricConfig(**{"accelerator": "cpu", **run.get("fabric", {})}), lora=lora,

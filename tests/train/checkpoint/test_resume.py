@@ -33,7 +33,7 @@ from train.config.sections import (
     ScheduleConfig,
     ValidationConfig,
 )
-from train.data.config import DataConfig
+from train.data.config import DataConfig, SourceConfig
 from train.optim.optimizer import build_optimizer
 from train.trainer.build import fit
 from train.trainer.logs import METRICS, read_table
@@ -279,7 +279,7 @@ def test_a_restart_that_cannot_begin_keeps_the_old_run(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=line):
             toy_fit(wrong)
     with pytest.raises(UserError, match="preset 'nona' is unknown"):
-        fit(replace(again, data=DataConfig(), model=ModelSection(preset="nona")))
+        fit(replace(again, data=DataConfig((SourceConfig("spoken-digits"),)), model=ModelSection(preset="nona")))
     assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == kept
     toy_fit(replace(again, budget=replace(config.budget, steps=4)))
     assert [p.name for p in retention.checkpoints(tmp_path / "checkpoints")] == ["step-00000003", "step-00000004"]

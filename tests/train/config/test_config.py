@@ -33,7 +33,6 @@ from train.config.sections import (
     ValidationConfig,
 )
 from train.data.config import DataConfig, PackingConfig, SourceConfig
-from train.data.sources.config import SpokenDigitsConfig
 from train.objective.config import ObjectiveConfig
 from train.optim.optimizer import parameter_groups, set_trainable
 from train.plan.parameters import count_parameters, meta_model
@@ -177,10 +176,10 @@ def test_a_written_configuration_reads_back(recipe: Path, tmp_path: Path) -> Non
     assert read_fit_config([str(file)])[0] == config
 
 
-@pytest.mark.parametrize("data", ["", "data: {seed: 3}\n"])
+@pytest.mark.parametrize("data", ["", ", seed: 3"])
 def test_a_printed_configuration_reads_back(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(f"budget: {{steps: 3}}\nmodel: {{preset: nano}}\n{data or 'data: {}'}\n")
+    file.write_text(f"budget: {{steps: 3}}\nmodel: {{preset: nano}}\ndata: {{sources: [{{kind: spoken-digits}}]{data}}}\n")
     with pytest.raises(SystemExit):
         read_fit_config([str(file), "--seed", "7", "--print_config"])
     printed = tmp_path / "printed.yaml"
@@ -190,7 +189,7 @@ def test_a_printed_configuration_reads_back(data: str, tmp_path: Path, capsys: p
 
 def test_yaml_that_overrides_what_it_merges_has_no_key_twice(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    merged = "model: &it {preset: nano, ctc: 3}\nbudget: {steps: 3}\ndata: {packing: {rows: 2}}\n"
+    merged = "model: &it {preset: nano, ctc: 3}\nbudget: {steps: 3}\ndata: {sources: [{kind: spoken-digits}]}\n"
     file.write_text(merged + "optimizer: {<<: &b {lr: 1}, lr: 2}\nschedule: {warmup_steps: 1}\n")
     assert read_fit_config([str(file)])[0].optimizer.lr == 2
 
@@ -209,8 +208,8 @@ def test_a_stored_configuration_is_completed_with_what_is_newer() -> None:
     [({}, True, 13, 46), ({}, False, 13, 0), ({"ctc": 40}, True, 40, 46), ({"ctc": 40, "ctc_sounds": 50}, True, 40, 50)],
 )
 def test_the_head_has_the_ids_that_the_data_need(model: dict[str, Any], sounds: bool, ctc: int, ctc_sounds: int) -> None:
-    digits = SpokenDigitsConfig(digit_phrases=("{}",), arithmetic_phrases=("{}",))
-    data = DataConfig((SourceConfig(digits=digits),), alignment="words", sounds=sounds)
+    digits = {"digit_phrases": ("{}",), "arithmetic_phrases": ("{}",)}
+    data = DataConfig((SourceConfig("spoken-digits", options=digits),), alignment="words", sounds=sounds)
     config = with_alignment(FitConfig(budget=BudgetConfig(steps=1), model=ModelSection(preset="nano", **model), data=data))
     assert (config.model.ctc, config.model.ctc_sounds) == (ctc, ctc_sounds)
     shape = changed(preset("nano"), config.model)
@@ -235,7 +234,7 @@ def test_the_environment_caps_the_demonstration(
     most: str, own: list[str], minutes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[FitConfig] = []
-    monkeypatch.setattr("train.commands.examine.demonstrate", lambda config, digits: found.append(config) or 0)
+    monkeypatch.setattr("digits.exam.demonstrate", lambda config, digits: found.append(config) or 0)
     monkeypatch.setenv("DEMO_MINUTES", most)
     assert demo(own) == 0 and found[0].budget.minutes == minutes and found[0].budget.until == 0.95
 
@@ -297,7 +296,9 @@ def test_a_run_keeps_the_folders_alignment_head_and_a_plan_knows_it(
     section = small(**start) if with_preset else ModelSection(**start)
     model, shape = build_initial(section, 0).model, shape_of(section)
     assert shape == model.config and (shape.ctc, shape.ctc_sounds) == head
-    counts = count_parameters(meta_model(FitConfig(BudgetConfig(steps=1), section, DataConfig()), shape))
+    counts = count_parameters(
+        meta_model(FitConfig(BudgetConfig(steps=1), section, DataConfig((SourceConfig("spoken-digits"),))), shape)
+    )
     assert sum(count.total for count in counts) == sum(p.numel() for p in model.parameters())
     assert any(count.part == "alignment head" for count in counts) == (head[0] > 0)
 
@@ -319,7 +320,7 @@ def test_a_tokenizer_is_needed_where_bytes_do_not_fit() -> None:
 
 
 def nano(**given: Any) -> FitConfig:
-    return FitConfig(BudgetConfig(steps=1), ModelSection(preset="nano"), DataConfig(), **given)
+    return FitConfig(BudgetConfig(steps=1), ModelSection(preset="nano"), DataConfig((SourceConfig("spoken-digits"),)), **given)
 
 
 @pytest.mark.parametrize(
@@ -367,15 +368,15 @@ def test_restarting_deletes_what_a_run_wrote_and_nothing_else(tmp_path: Path) ->
 
 def test_overrides_reach_into_lists(tmp_path):
     file = tmp_path / "run.yaml"
-    sources = "sources: [{weight: 1}, {weight: 2, digits: {arithmetic: 0.5}}]"
+    sources = "sources: [{kind: recorded-digits, weight: 1}, {kind: spoken-digits, weight: 2, options: {arithmetic: 0.5}}]"
     file.write_text(f"budget: {{steps: 3}}\nmodel: {{preset: nano}}\ndata: {{{sources}}}\n")
     config, name = read_fit_config([
         *(str(file), "--data.sources.1.weight", "5", "--seed", "4"),
-        *("--data.sources.1.digits.lengths=[1, 2]", "--data.sources.0.recorded.held_out", "[anna]"),
+        *("--data.sources.1.options.lengths=[1, 2]", "--data.sources.0.options.held_out", "[anna]"),
     ])  # fmt: skip
     first, second = config.data.sources
     assert (first.weight, second.weight, config.seed, name) == (1, 5, 4, "run")
-    assert second.digits.arithmetic == 0.5 and second.digits.lengths == (1, 2) and first.recorded.held_out == ("anna",)
+    assert second.made.arithmetic == 0.5 and second.made.lengths == (1, 2) and first.made.held_out == ("anna",)
     for option, text in (
         ("--data.sources.2.weight", "data.sources of .*run.yaml has 2 entries, counted from 0; 2 is none"),
         ("--data.sources.x.weight", "x"),

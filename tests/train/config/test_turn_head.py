@@ -13,7 +13,7 @@ from omni.text import Tokenizer
 from tests.train.config.test_config import SMALL, folder, small
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig, ModelSection
-from train.data.config import DataConfig
+from train.data.config import DataConfig, SourceConfig
 from train.objective.config import ObjectiveConfig
 from train.plan.parameters import count_parameters, meta_model
 from train.trainer.initial_model import build_initial, shape_of
@@ -37,7 +37,9 @@ def test_a_run_may_add_a_turn_head_to_a_folder_and_keeps_one(folder: str, with_p
     assert all(t.equal(state[name]) for name, t in again.state_dict().items())
     dropped = build_initial(dataclasses.replace(section, init_from=str(tmp_path / "turns"), turn=False), 1).model
     assert dropped.turn_head is None and dropped.state_dict().keys() == stored.keys()
-    counts = count_parameters(meta_model(FitConfig(BudgetConfig(steps=1), section, DataConfig()), model.config))
+    counts = count_parameters(
+        meta_model(FitConfig(BudgetConfig(steps=1), section, DataConfig((SourceConfig("spoken-digits"),))), model.config)
+    )
     assert sum(count.total for count in counts) == sum(p.numel() for p in model.parameters())
     with pytest.raises(UserError, match="turn is true, but the encoder's frames hear what comes after them"):
         build_initial(ModelSection(init_from=folder, turn=True), 0)
@@ -45,4 +47,9 @@ def test_a_run_may_add_a_turn_head_to_a_folder_and_keeps_one(folder: str, with_p
 
 def test_a_loss_of_turns_without_the_head_is_refused_before_anything_is_read() -> None:
     with pytest.raises(UserError, match=r"objective.turn_weight is 1.0, but the model has no turn head: set model.turn"):
-        FitConfig(BudgetConfig(steps=1), small(), DataConfig(), objective=ObjectiveConfig(turn_weight=1.0)).check_head()
+        FitConfig(
+            BudgetConfig(steps=1),
+            small(),
+            DataConfig((SourceConfig("spoken-digits"),)),
+            objective=ObjectiveConfig(turn_weight=1.0),
+        ).check_head()

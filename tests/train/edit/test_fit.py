@@ -39,7 +39,7 @@ def place(tmp_path_factory) -> Path:
     config = {
         "model": str(folder / "model"),
         "out": str(folder / "run"),
-        "data": {"sources": [{"kind": "spoken-digits", "digits": digits}]},
+        "data": {"sources": [{"kind": "spoken-digits", "options": digits}]},
         "mend": {"transform": {"rank": 4}, "edit_lr": 0.01},
         "linears": ["decoder.blocks.1.mlp.up"],
         "tasks": ["T1T2"],

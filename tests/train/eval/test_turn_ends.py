@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from digits.asking import paused_questions
+from digits.options import SpokenDigitsConfig
+from digits.spoken import SpokenDigits, whole_question
 from torch import Tensor
 
 from omni.checkpoint.folder import save_folder
@@ -19,9 +22,7 @@ from omni.generate.turn_end import EndRule, TurnListener
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.train.eval.test_eval import run
-from train.data.sources.config import SpokenDigitsConfig
-from train.data.sources.spoken_digits import SpokenDigits, whole_question
-from train.eval.turn_ends import SILENCE, PausedQuestion, decided, figures_of, paused_questions
+from train.eval.turn_ends import SILENCE, PausedQuestion, decided, figures_of
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 

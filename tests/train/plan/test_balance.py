@@ -35,7 +35,7 @@ MIX = {"A1T1": 1.0, "A1A2": 1.0, "A1T2": 1.0}
 def balanced(method: str, level: str | None = None, micro: int = 1, settings: Any = None, **more: Any) -> FitConfig:
     config = run(micro=micro, **more)
     section = BalanceSection(method, level, settings or {})
-    return replace(config, data=replace(config.data, sources=(SourceConfig(tasks=MIX),)), balance=section)
+    return replace(config, data=replace(config.data, sources=(SourceConfig("spoken-digits", tasks=MIX),)), balance=section)
 
 
 @pytest.mark.long
@@ -130,4 +130,6 @@ def test_knobs_leave_out_what_a_balance_cannot_have(monkeypatch: pytest.MonkeyPa
     alone, row = try_knobs(config, model, 0.0, cuda=True)
     assert len(alone) > 3 and all(one.knob.config.data.micro_batches % 3 == 0 for one in [*alone, *row])
     with pytest.raises(UserError, match="one micro-batch|to balance"):
-        estimate(replace(config, data=replace(config.data, sources=(SourceConfig(tasks={"A1A2": 1.0}),))), model)
+        estimate(
+            replace(config, data=replace(config.data, sources=(SourceConfig("spoken-digits", tasks={"A1A2": 1.0}),))), model
+        )

@@ -52,7 +52,7 @@ def run(rows: int = 2, length: int = 64, micro: int = 1, optimizer: str = "adamw
     return FitConfig(
         budget=BudgetConfig(steps=100),
         model=ModelSection(preset="nano"),
-        data=DataConfig(micro_batches=micro, packing=PackingConfig(rows=rows, length=length)),
+        data=DataConfig((SourceConfig("spoken-digits"),), micro_batches=micro, packing=PackingConfig(rows=rows, length=length)),
         optimizer=OptimizerConfig(name=optimizer),  # type: ignore[arg-type]
         fabric=FabricConfig(**{"accelerator": "cpu", "devices": 1, **fabric}),
         validation=ValidationConfig(questions=0),
@@ -204,7 +204,7 @@ def test_worst_batch_is_spelt_in_every_way() -> None:
     ("tasks", "heard", "spoken"), [({"A1A2": 1.0}, True, True), ({"T1T2": 1.0, "A1T1": 0.0}, False, False)]
 )
 def test_worst_batch_is_full(tasks: dict[str, float], heard: bool, spoken: bool) -> None:
-    data = replace(run(rows=3, length=100).data, sources=(SourceConfig(tasks=tasks),))
+    data = replace(run(rows=3, length=100).data, sources=(SourceConfig("spoken-digits", tasks=tasks),))
     batch, model = worst_batch(data, shape()), shape()
     assert batch.padding == 0 and len(tasks_of(data)) == 1
     assert (batch.feature_index >= 0).sum() == sum(-(-n // model.projector.stack) for n in batch.frames)

@@ -38,7 +38,9 @@ def data(tmp_path: Path, order: Any = "random", rows: int = 40) -> DataConfig:
     made = [Row((RowTurn(question_text=f"what is {i}", answer_text="a number"),), id=str(i)) for i in range(rows)]
     for name in ("a", "b"):
         write_rows(tmp_path / f"{name}.parquet", made, 10)
-    return DataConfig((SourceConfig(), SourceConfig("stored", tasks={"T1T2": 1.0}, path=str(tmp_path), order=order)))
+    return DataConfig(
+        (SourceConfig("spoken-digits"), SourceConfig("stored", tasks={"T1T2": 1.0}, path=str(tmp_path), order=order))
+    )
 
 
 def test_it_advises_whole_groups_where_opening_them_takes_long(tmp_path: Path, clock: list[float]) -> None:

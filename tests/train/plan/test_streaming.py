@@ -29,7 +29,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FitConfig:
     monkeypatch.setattr(StreamSource, "row", slow)
     monkeypatch.setattr("train.plan.streaming.time.perf_counter", lambda: now[0])
     stream = SourceConfig("stream", path=str(tmp_path), tasks={"T1T2": 1.0})
-    data = DataConfig((SourceConfig(weight=3.0), stream), workers=2)
+    data = DataConfig((SourceConfig("spoken-digits", weight=3.0), stream), workers=2)
     return FitConfig(BudgetConfig(steps=1), model=ModelSection(preset="nano"), data=data)
 
 

@@ -30,7 +30,6 @@ from train.config.parse import read_fit_config
 from train.config.sections import LogConfig
 from train.data.batching.batch import Batch, assemble
 from train.data.config import DataConfig, SourceConfig, tasks_of
-from train.data.sources.config import RecordedDigitsConfig
 from train.data.sources.mixture import Stage
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective
@@ -264,7 +263,7 @@ def model() -> SpeechModel:
 
 
 def mixture(**tasks: float) -> DataConfig:
-    return DataConfig(sources=(SourceConfig(tasks=tasks),))
+    return DataConfig(sources=(SourceConfig("spoken-digits", tasks=tasks),))
 
 
 def test_a_task_that_no_batch_has_is_missed_once(model: SpeechModel) -> None:
@@ -291,15 +290,15 @@ def test_what_is_rare_or_of_another_stage_is_not_missed(model: SpeechModel) -> N
     batch = some_batch(model, "T1T2", "A1T2")
     rare = mixture(T1T2=1.0, A1T2=1.0, A1A2=0.001, T1A1=0.0)
     assert looks(Targets(model.layout, data=rare), batch, 1000) == []
-    stages = SourceConfig(tasks={"A1A2": 1.0}, stages=(Stage(10000, {"T1T2": 1.0, "A1T2": 1.0}),))
+    stages = SourceConfig("spoken-digits", tasks={"A1A2": 1.0}, stages=(Stage(10000, {"T1T2": 1.0, "A1T2": 1.0}),))
     assert looks(Targets(model.layout, data=DataConfig(sources=(stages,))), batch, 100) == []
     own = mixture(A1A2=1.0)  # the rows name tasks of their own
     assert looks(Targets(model.layout, data=own), batch, 100) == []
 
 
 def test_rows_that_name_their_own_task_are_of_the_mixture() -> None:
-    recorded = RecordedDigitsConfig(voices=0.25, more=0.25, more_voices={"en": ("espeak",)}, words="dog", wordy=0.4)
-    data = DataConfig((SourceConfig("recorded-digits", tasks={"A1A2": 1.0}, recorded=recorded),))
+    recorded = {"voices": 0.25, "more": 0.25, "more_voices": {"en": ("espeak",)}, "words": "dog", "wordy": 0.4}
+    data = DataConfig((SourceConfig("recorded-digits", tasks={"A1A2": 1.0}, options=recorded),))
     assert data.drawn == {"A1A2", "A1T1"} and [task.name for task in tasks_of(data)] == ["A1T1", "A1A2"]
     shares = dict(zip(TASKS, shares_of(data).tolist(), strict=True))
     assert (

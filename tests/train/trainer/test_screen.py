@@ -199,7 +199,7 @@ def recipe(tmp_path: Path) -> Path:
     digits = {"arithmetic": 1.0, "rare": 0.0, "answer_rate": 400, "rate": [400, 400]}
     config = {
         "run_folder": str(tmp_path / "run"), "budget": {"steps": 1}, "model": {"init_from": str(tmp_path / "model")},
-        "data": {"packing": {"rows": 1, "length": 256, "buffer": 2}, "sources": [{"kind": "spoken-digits", "digits": digits}]},
+        "data": {"packing": {"rows": 1, "length": 256, "buffer": 2}, "sources": [{"kind": "spoken-digits", "options": digits}]},
         "fabric": {"accelerator": "cpu", "devices": 1}, "trainable": ["decoder.*"],
         "validation": {"questions": 2, "max_seconds": 0.2},
     }  # fmt: skip

@@ -1,0 +1,86 @@
+"""Sources of rows, and their kinds: `stored` and `stream` read files; others are made while training, by plug-ins.
+
+@register_source("tones")    # in mine.py
+@dataclass(frozen=True)
+class Tones(SourceOptions):
+    pitch: float = 440.0
+
+    def build(self, codec, seed): ...
+
+sources: [{kind: tones, options: {pitch: 220}}]    # in the configuration of a run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
+from typing import TYPE_CHECKING
+
+from omni.plugins import Registry, load_plugins
+
+if TYPE_CHECKING:
+    from omni.codec.base import AudioCodec
+    from train.console.progress import Kind
+    from train.data.sources.base import MadeSource
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """What a kind of source has under `options`; a plug-in's kind is a frozen dataclass with fields of its own.
+
+    Its module is imported whenever the kind is named: heavy libraries are better imported by `build`. It may also have
+    `demonstrate(config)`, what `omni-train demo` does with such a run, and `paused_questions(codec, count, voices)`, what
+    `omni-train eval --turn_ends` asks.
+
+    Attributes:
+        vocabulary: words that questions may have, for the alignment `words`.
+        own_tasks: tasks that rows name themselves, and the share of the draws that do.
+        has_held_out: there are rows for validation.
+    """
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def own_tasks(self) -> dict[str, float]:
+        return {}
+
+    @property
+    def has_held_out(self) -> bool:
+        return False
+
+    def build(self, codec: AudioCodec | None, seed: int) -> MadeSource:
+        """Makes the source; UserError where it cannot be made, as without a codec where answers are spoken."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Refuses (UserError) files that are not there, before a run starts."""
+
+    def prepare(self, progress: Kind) -> None:
+        """Makes what training would otherwise wait for, once before it starts."""
+
+
+SOURCES: Registry[type[SourceOptions]] = Registry(
+    "source", "a dataclass of train.SourceOptions", lambda entry: issubclass(entry, SourceOptions) and is_dataclass(entry)
+)
+for _kind in ("stored", "stream"):
+    SOURCES.add(_kind, SourceOptions)
+
+
+def register_source(kind: str) -> Callable[[type[SourceOptions]], type[SourceOptions]]:
+    """A decorator for the options of a kind of source (`SourceOptions`), which make it."""
+    return SOURCES.register(kind)
+
+
+def find_source(kind: str, where: str = "source.kind") -> type[SourceOptions]:
+    """The options of a kind of source, perhaps of a plug-in that ships with the package.
+
+    Raises:
+        UserError: there is none; the closest name is given, after the key `where` it came from.
+    """
+    if kind not in SOURCES:
+        from train.console.command import RECIPES
+
+        load_plugins([str(file.parent) for file in sorted(RECIPES.glob("*/__init__.py"))])
+    return SOURCES.find(kind, where)

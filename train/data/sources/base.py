@@ -43,6 +43,14 @@ class Source(Protocol):
         ...
 
 
+class MadeSource(Source, Protocol):
+    """A source whose rows are made while training. Its `name` is that of its kind."""
+
+    def held_out(self, count: int, seed: int) -> list[Row]:
+        """Makes rows for validation; asked where `SourceOptions.has_held_out`."""
+        ...
+
+
 class StoredSource:
     """A source of the rows of Parquet files, see `StoredRows`.
 

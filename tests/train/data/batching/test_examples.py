@@ -22,7 +22,6 @@ from train.data.build import build_alignment, build_pipeline, held_out_rows
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.row import Row, RowTurn, Sound
-from train.data.sources.config import SpokenDigitsConfig
 
 AUGMENT = AugmentConfig(speed=(0.9, 1.1), noise_snr_db=(5, 20), freq_masks=1, time_masks=1)
 
@@ -248,7 +247,7 @@ def test_a_run_is_built_from_plain_data(tmp_path):
         "sources": [
             {
                 "kind": "spoken-digits", "weight": 2, "tasks": {"A1T1": 1, "A1A2": 1},
-                "digits": {"reuse": 2, "reuse_distance": 4},
+                "options": {"reuse": 2, "reuse_distance": 4},
             },
             {
                 "kind": "stored", "path": str(tmp_path / "train.parquet"), "held_out": str(tmp_path / "test.parquet"),
@@ -304,18 +303,21 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path):
         replace(source, held_out=0)
 
 
+DIGITS = SourceConfig("spoken-digits")
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: DataConfig(cut=1.5), "data.cut is 1.5"),
-        (lambda: SourceConfig(kind="web"), "source.kind 'web' is unknown"),
+        (lambda: DataConfig((DIGITS,), cut=1.5), "data.cut is 1.5"),
+        (lambda: SourceConfig(kind="web"), "source.kind: source 'web' is unknown"),
         (lambda: SourceConfig(kind="stored"), "a source of kind 'stored' has no path"),
-        (lambda: SourceConfig(path="a.parquet"), "leave out path 'a.parquet'"),
-        (lambda: SourceConfig(tasks={"A9": 1.0}), "task 'A9' is unknown"),
+        (lambda: SourceConfig("spoken-digits", path="a.parquet"), "leave out path 'a.parquet'"),
+        (lambda: SourceConfig("spoken-digits", tasks={"A9": 1.0}), "task 'A9' is unknown"),
         (lambda: DataConfig(sources=()), "data.sources is empty"),
-        (lambda: DataConfig(micro_batches=0), "data.micro_batches is 0"),
-        (lambda: DataConfig(workers=-2), "data.workers is -2"),
-        (lambda: DataConfig(prefetch=-1), "^data.prefetch is -1; it must be at least 1"),
+        (lambda: DataConfig((DIGITS,), micro_batches=0), "data.micro_batches is 0"),
+        (lambda: DataConfig((DIGITS,), workers=-2), "data.workers is -2"),
+        (lambda: DataConfig((DIGITS,), prefetch=-1), "^data.prefetch is -1; it must be at least 1"),
         (lambda: from_dict(DataConfig, {"souces": []}, "data"), "unknown key 'souces'; did you mean 'sources'"),
         (lambda: held_out_rows(DataConfig((SourceConfig(kind="stored", path="a"),)), None, 4), "no source has held-out rows"),
     ],
@@ -327,7 +329,7 @@ def test_configurations_that_cannot_be_are_refused(make, named):
 
 def test_a_packed_mixture_of_the_nano_data_has_under_five_percent_padding():
     config = DataConfig(
-        sources=(SourceConfig(tasks={"A1T1": 0.4, "A1A2": 0.4, "T1A2": 0.2}, digits=SpokenDigitsConfig(turns=(0.8, 0.2))),),
+        sources=(SourceConfig("spoken-digits", tasks={"A1T1": 0.4, "A1A2": 0.4, "T1A2": 0.2}, options={"turns": (0.8, 0.2)}),),
         packing=PackingConfig(rows=4, length=512),
     )
     model = replace(MODELS["codec2"], encoder=replace(ENCODER, window_seconds=10.0))

@@ -17,7 +17,7 @@ from tests.train.trainer.test_preflight import read as read_recipe
 from train.data.batching.packer import PackerShard
 from train.data.batching.pipeline import Pipeline
 from train.data.batching.unused import COLUMNS, ENOUGH, Counts, Unused
-from train.data.config import DataConfig, PackingConfig
+from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.rows.parquet import write_rows
 from train.data.sources.mixture import Mixture, TaskMixture
 from train.trainer.logs import METRICS, UNUSED, read_table
@@ -75,7 +75,7 @@ def test_a_task_that_no_row_is_for_stops_the_run_with_the_reason(tmp_path: Path)
     for _ in range(3):
         shard.batch()
     assert shard.counts.total("data.sources[0] (chats)", "T1A2") == shard.broken > 0
-    config = toy_config(tmp_path, data=DataConfig(broken="skip", broken_limit=0.5))
+    config = toy_config(tmp_path, data=DataConfig((SourceConfig("spoken-digits"),), broken="skip", broken_limit=0.5))
     with pytest.raises(
         UserError, match=r"chats as T1A2: 100 of 100 rows \(100.0%\) left out: no answer_text .* or raise the limit"
     ):

@@ -176,7 +176,7 @@ def test_all_rows_are_trained_where_one_packer_has_them_all():
 
 
 def config(*sources, **data) -> DataConfig:
-    return DataConfig(tuple(SourceConfig(**source) for source in sources), **data)
+    return DataConfig(tuple(SourceConfig(**{"kind": "spoken-digits", **source}) for source in sources), **data)
 
 
 def test_points_may_be_shares_of_the_draws_of_a_run():
@@ -190,9 +190,15 @@ def test_limits_come_from_epochs_and_rows():
     assert [one.limit(source.size) for one, source in zip(given.sources, sources, strict=True)] == [25, 20, 9, None]
     assert build_mixture(given, sources, 0).total is None
     with pytest.raises(UserError, match=r"data.sources.2.max_epochs is 2, but rows are made without end: give max_rows"):
-        build_mixture(replace(given, sources=(*given.sources[:2], SourceConfig(max_epochs=2), SourceConfig())), sources, 0)
+        build_mixture(
+            replace(
+                given, sources=(*given.sources[:2], SourceConfig("spoken-digits", max_epochs=2), SourceConfig("spoken-digits"))
+            ),
+            sources,
+            0,
+        )
     with pytest.raises(UserError, match=r"data.sources.0.max_epochs is 0.01: of 10 rows it leaves none"):
-        build_mixture(replace(given, sources=(SourceConfig(max_epochs=0.01), *given.sources[1:])), sources, 0)
+        build_mixture(replace(given, sources=(SourceConfig("spoken-digits", max_epochs=0.01), *given.sources[1:])), sources, 0)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from digits.options import RecordedDigitsConfig
+from digits.recorded import RecordedDigits, speak_ahead
 
 from omni.audio.io import resample
 from omni.errors import UserError
 from tests.train.data.toys import ToyCodec
 from train.data.number_words import NUMBERS
-from train.data.sources.config import RecordedDigitsConfig, SpokenDigitsConfig
-from train.data.sources.recorded_digits import RecordedDigits, speak_ahead
 from train.data.tts.cache import keep_words, say_word
 from train.data.tts.voices import make_voice
 
@@ -109,9 +109,9 @@ def test_a_source_speaks_before_training_all_that_it_may_ask_for(voice, calls, t
         wordy=0.5,
         voice_folder=str(tmp_path / "kept"),
     )
-    assert speak_ahead(config, 16000, "off") == 10 + 2 + 11
+    assert speak_ahead(config, "off") == 10 + 2 + 11
     said = sorted(calls.read_text().split())
     assert said == sorted([*NUMBERS[:10], "window", "dog", "eins", *german.split()])
-    source = RecordedDigits(config, SpokenDigitsConfig(), ToyCodec((12, 12, 6, 8)))
+    source = RecordedDigits(config, ToyCodec((12, 12, 6, 8)))
     assert {source.row(i).speaker for i in range(40)} == {voice, voice + " foreign"}
     assert sorted(calls.read_text().split()) == said  # nothing was asked for again

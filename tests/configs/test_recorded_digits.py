@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from digits.options import RecordedDigitsConfig, SpokenDigitsConfig
+from digits.recorded import RecordedDigits, find_recordings, trimmed
 
 from omni.errors import UserError
 from omni.tasks import find_task
@@ -19,8 +21,6 @@ from tests.train.data.toys import ToyCodec
 from train.data.build import build_alignment, held_out_rows
 from train.data.config import DataConfig, SourceConfig
 from train.data.number_words import NUMBERS
-from train.data.sources.config import RecordedDigitsConfig, SpokenDigitsConfig
-from train.data.sources.recorded_digits import RecordedDigits, find_recordings, trimmed
 from train.data.tts.espeak import synthesise
 
 CODEC = ToyCodec((12, 12, 6, 8))
@@ -60,7 +60,7 @@ def test_a_string_sounds_as_it_reads(folder, pause):
     config = RecordedDigitsConfig(
         str(folder), ("berta",), pause=(pause, pause), silence=(0.0, 0.0), speed=(1.0, 1.0), level_db=(-6.0, 6.0)
     )
-    source = RecordedDigits(config, SpokenDigitsConfig(), CODEC)
+    source = RecordedDigits(config, CODEC)
     spoken: set[str] = set()
     for row in [*(source.row(i) for i in range(30)), *source.held_out(8)]:
         turn = row.turns[0]
@@ -74,14 +74,14 @@ def test_a_string_sounds_as_it_reads(folder, pause):
 
 
 def test_a_held_out_speaker_is_only_examined(folder):
-    source = RecordedDigits(RecordedDigitsConfig(str(folder), ("berta", "anna")), SpokenDigitsConfig(), CODEC)
+    source = RecordedDigits(RecordedDigitsConfig(str(folder), ("berta", "anna")), CODEC)
     assert {source.row(i).speaker for i in range(40)} == {"clara"}
     assert [row.speaker for row in source.held_out(4)] == ["berta", "anna", "berta", "anna"]
 
 
 def test_an_utterance_is_the_same_whenever_it_is_made(folder):
-    make = lambda: RecordedDigits(RecordedDigitsConfig(str(folder), ("berta",)), SpokenDigitsConfig(reuse=2), CODEC, seed=3)  # noqa: E731
-    first, second = make(), make()
+    config = RecordedDigitsConfig(str(folder), ("berta",), answers=SpokenDigitsConfig(reuse=2))
+    first, second = RecordedDigits(config, CODEC, seed=3), RecordedDigits(config, CODEC, seed=3)
     rows = [first.row(i) for i in range(5)]
     for i in (4, 0, 2):
         again = second.row(i)
@@ -92,8 +92,7 @@ def test_an_utterance_is_the_same_whenever_it_is_made(folder):
 
 def test_speed_changes_length_and_pitch(folder):
     slow, fast = (
-        RecordedDigits(RecordedDigitsConfig(str(folder), (), speed=(s, s), silence=(0, 0)), SpokenDigitsConfig(), CODEC).row(5)
-        for s in (0.8, 1.25)
+        RecordedDigits(RecordedDigitsConfig(str(folder), (), speed=(s, s), silence=(0, 0)), CODEC).row(5) for s in (0.8, 1.25)
     )
     lengths = [len(row.turns[0].question_audio.load(16000)) for row in (slow, fast)]
     assert lengths[0] / lengths[1] == pytest.approx(1.25 / 0.8, rel=0.01)
@@ -107,7 +106,6 @@ def test_quiet_edges_are_cut_at_the_level_that_is_asked(folder):
     plain, cut = (
         RecordedDigits(
             RecordedDigitsConfig(str(folder), ("anna",), pause=(0, 0), silence=(0, 0), speed=(1, 1), trim_db=trim),
-            SpokenDigitsConfig(),
             CODEC,
         )
         for trim in (None, (-0.01, 0.0))
@@ -131,7 +129,9 @@ def test_a_recorders_noise_lies_under_the_digits_and_not_in_the_pauses(folder):
         str(folder), ("anna",), pause=(0.3, 0.3), silence=(0.1, 0.1), floor_db=(-120, -120), speed=(1, 1), level_db=(0, 0)
     )
     noisy, some = (
-        RecordedDigits(replace(clean, noise_db=(-30.0, -30.0), noisy=share), SpokenDigitsConfig(question_rate=8000), CODEC)
+        RecordedDigits(
+            replace(clean, noise_db=(-30.0, -30.0), noisy=share, answers=SpokenDigitsConfig(question_rate=8000)), CODEC
+        )
         for share in (1.0, 0.4)
     )
     for i in range(6):
@@ -155,7 +155,7 @@ def test_a_share_of_strings_is_said_by_synthetic_voices_digit_by_digit(folder):
     config = RecordedDigitsConfig(
         str(folder), ("anna",), pause=(0.3, 0.3), silence=(0.1, 0.1), floor_db=(-90, -90), speed=(1, 1), voices=0.5
     )
-    source = RecordedDigits(config, SpokenDigitsConfig(variants=("f1", "m1"), rare=0.0), CODEC)
+    source = RecordedDigits(replace(config, answers=SpokenDigitsConfig(variants=("f1", "m1"), rare=0.0)), CODEC)
     rows = [source.row(i) for i in range(60)]
     spoken = [row for row in rows if row.speaker not in BASE]
     assert 15 < len(spoken) < 45 and {row.speaker.partition("+")[2] for row in spoken} == {"f1", "m1"}
@@ -165,13 +165,13 @@ def test_a_share_of_strings_is_said_by_synthetic_voices_digit_by_digit(folder):
         gaps = "".join("x" if frame else "." for frame in loud.tolist()).strip(".")
         assert gaps.count("." * 25) >= len(row.turns[0].answer_text.split()) - 1
         assert row.source == f"recorded-digits/{row.speaker}"
-    again = RecordedDigits(config, SpokenDigitsConfig(variants=("f1", "m1"), rare=0.0), CODEC)
+    again = RecordedDigits(replace(config, answers=SpokenDigitsConfig(variants=("f1", "m1"), rare=0.0)), CODEC)
     for i in (7, 3):
         assert torch.equal(again.row(i).turns[0].question_audio.samples, rows[i].turns[0].question_audio.samples)
 
 
 def test_voices_of_other_languages_read_what_they_are_given(folder, monkeypatch):
-    from train.data.sources import recorded_digits as recorded
+    from digits import recorded
 
     asked = []
     monkeypatch.setattr(
@@ -179,7 +179,7 @@ def test_voices_of_other_languages_read_what_they_are_given(folder, monkeypatch)
     )
     spelled = "siro uan tu tri for faif siks seven eit nain"
     config = RecordedDigitsConfig(str(folder), ("anna",), voices=1.0, accents={"es": spelled}, accented=0.5)
-    source = RecordedDigits(config, SpokenDigitsConfig(variants=("f1", "m1"), rare=0.0), CODEC)
+    source = RecordedDigits(replace(config, answers=SpokenDigitsConfig(variants=("f1", "m1"), rare=0.0)), CODEC)
     accented = 0
     for i in range(40):
         row = source.row(i)
@@ -193,7 +193,7 @@ def test_voices_of_other_languages_read_what_they_are_given(folder, monkeypatch)
 
 
 def test_words_are_also_said_otherwise(folder, monkeypatch):
-    from train.data.sources import recorded_digits as recorded
+    from digits import recorded
 
     asked = []
 
@@ -210,7 +210,7 @@ def test_words_are_also_said_otherwise(folder, monkeypatch):
         english="zero one|un two three four five six|icks|ick seven eight nine",
         otherwise=0.5,
     )
-    source = RecordedDigits(config, SpokenDigitsConfig(variants=("f1",), rare=0.0), CODEC)
+    source = RecordedDigits(replace(config, answers=SpokenDigitsConfig(variants=("f1",), rare=0.0)), CODEC)
     written = [word for i in range(100) for word in source.row(i).turns[0].question_text.split()]
     said = {word: asked.count(word) for word in ("one", "un", "six", "icks", "ick")}
     ones, sixes = written.count("one"), written.count("six")
@@ -241,7 +241,7 @@ def test_voices_of_other_programs_say_their_share(folder, tmp_path):
         more_voices={"en": (program,)},
         more=0.5,
     )
-    source = RecordedDigits(config, SpokenDigitsConfig(), CODEC)
+    source = RecordedDigits(config, CODEC)
     rows = [source.row(i) for i in range(80)]
     theirs = [row for row in rows if row.speaker == program]
     assert 25 < len(theirs) < 55 and 8 < sum(row.speaker in BASE for row in rows) < 35
@@ -255,13 +255,13 @@ def test_voices_of_other_programs_say_their_share(folder, tmp_path):
     calls.unlink()
     spelled = "null ains zwo droi fier fumf segs sibn agt noin"
     foreign = replace(config, accents={"de": spelled}, more_voices={"de": (program + " foreign",)}, voices=0, more=1.0)
-    row = RecordedDigits(foreign, SpokenDigitsConfig(), CODEC).row(0)
+    row = RecordedDigits(foreign, CODEC).row(0)
     assert calls.read_text().split()[0] == spelled.split()[NUMBERS.index(row.turns[0].answer_text.split()[0])]
 
 
 @pytest.mark.long
 def test_synthetic_voices_also_say_other_words(folder, tmp_path, monkeypatch):
-    from train.data.sources import recorded_digits as recorded
+    from digits import recorded
 
     asked = []
 
@@ -285,7 +285,7 @@ def test_synthetic_voices_also_say_other_words(folder, tmp_path, monkeypatch):
         accents={"de": "null ains zwo droi fier fumf segs sibn agt noin"},
         more_voices={"en": (english,), "de": (foreign,)},
     )
-    source = RecordedDigits(replace(plain, words="window dog", wordy=0.5), SpokenDigitsConfig(), CODEC)
+    source = RecordedDigits(replace(plain, words="window dog", wordy=0.5), CODEC)
     rows = [source.row(i) for i in range(120)]
     wordy = [row for row in rows if row.task]
     assert 25 <= len(wordy) <= 60 and {row.task for row in wordy} == {"A1T1"}
@@ -297,7 +297,7 @@ def test_synthetic_voices_also_say_other_words(folder, tmp_path, monkeypatch):
     assert [text for text, _ in asked if text in ("window", "dog")] == said
     for row in (row for row in rows if not row.task):
         assert set(row.turns[0].question_text.split()) <= set(NUMBERS)
-    without = RecordedDigits(replace(plain, words="window dog"), SpokenDigitsConfig(), CODEC)
+    without = RecordedDigits(replace(plain, words="window dog"), CODEC)
     assert not any(without.row(i).task for i in range(40))
 
 
@@ -307,12 +307,12 @@ def test_a_voice_that_keeps_silent_is_named(folder, tmp_path):
     program = f"command:{sys.executable} {script} {{text}} {{out}}"
     config = RecordedDigitsConfig(str(folder), more_voices={"en": (program,)}, more=1.0)
     with pytest.raises(UserError, match=rf"say.py .* is silent where '({'|'.join(NUMBERS[:10])})' is to be said"):
-        RecordedDigits(config, SpokenDigitsConfig(), CODEC).row(0)
+        RecordedDigits(config, CODEC).row(0)
 
 
 def test_validation_asks_the_held_out_speaker_alone(folder):
-    people = SourceConfig("recorded-digits", recorded=RecordedDigitsConfig(str(folder), ("anna",)))
-    voices = SourceConfig("spoken-digits", digits=SpokenDigitsConfig(arithmetic=0.0, examined=False))
+    people = SourceConfig("recorded-digits", options={"folder": str(folder), "held_out": ("anna",)})
+    voices = SourceConfig("spoken-digits", options={"arithmetic": 0.0, "examined": False})
     config = DataConfig((people, voices), alignment="words")
     rows = held_out_rows(config, CODEC, 6)
     assert {row.source for row in rows} == {"recorded-digits/anna"} and len(rows) == 6
@@ -327,39 +327,39 @@ def test_the_numbers_order_the_recordings(folder):
 
 def test_mistakes_are_named(folder, tmp_path):
     def build(**changes):
-        return RecordedDigits(RecordedDigitsConfig(**{"folder": str(folder), **changes}), SpokenDigitsConfig(), CODEC)
+        return RecordedDigits(RecordedDigitsConfig(**{"folder": str(folder), **changes}), CODEC)
 
     german, words = {"de": ("espeak",)}, {"de": "a b c d e f g h i j"}
     for changes, text in (
-        ({"folder": ""}, "recorded.folder is empty"),
+        ({"folder": ""}, "options.folder is empty"),
         ({"folder": str(tmp_path / "nowhere")}, "does not exist: git clone"),
         ({"folder": str(tmp_path)}, "holds no files such as 7_jackson_12.wav"),
         ({"held_out": ("dora",)}, "'dora', but .* has anna, berta, clara"),
         ({"held_out": ("anna", "berta", "clara")}, "keeps every speaker"),
-        ({"pause": (0.3, 0.1)}, "recorded.pause is 0.3 to 0.1"),
-        ({"lengths": ()}, "recorded.lengths"),
-        ({"trim_db": (-10.0, 3.0)}, "recorded.trim_db is -10.0 to 3.0"),
-        ({"noise_db": (-10.0, -30.0)}, "recorded.noise_db is -10.0 to -30.0"),
-        ({"noisy": 2.0}, "recorded.noisy is 2.0"),
-        ({"wordy": 1.5}, "recorded.wordy is 1.5"),
-        ({"wordy": 0.5, "words": "  ", "voices": 0.5}, "recorded.words has none"),
-        ({"words": "dog ca|t"}, r"recorded.words has 'ca\|t': write words of letters"),
-        ({"words": "dog -"}, "recorded.words has '-': write words of letters"),
-        ({"wordy": 0.5, "words": "dog"}, "synthetic voices say nothing: raise recorded.voices or more"),
+        ({"pause": (0.3, 0.1)}, "options.pause is 0.3 to 0.1"),
+        ({"lengths": ()}, "options.lengths"),
+        ({"trim_db": (-10.0, 3.0)}, "options.trim_db is -10.0 to 3.0"),
+        ({"noise_db": (-10.0, -30.0)}, "options.noise_db is -10.0 to -30.0"),
+        ({"noisy": 2.0}, "options.noisy is 2.0"),
+        ({"wordy": 1.5}, "options.wordy is 1.5"),
+        ({"wordy": 0.5, "words": "  ", "voices": 0.5}, "options.words has none"),
+        ({"words": "dog ca|t"}, r"options.words has 'ca\|t': write words of letters"),
+        ({"words": "dog -"}, "options.words has '-': write words of letters"),
+        ({"wordy": 0.5, "words": "dog"}, "synthetic voices say nothing: raise options.voices or more"),
         ({"accents": words, "more_voices": {"en": ("espeak",), "de": ("espeak",)}}, "'espeak', which is there already"),
         ({"wordy": 0.5, "words": "dog", "more": 0.5, "more_voices": german, "accents": words}, "more_voices.en names no voice"),
-        ({"voices": 1.5}, "recorded.voices is 1.5"),
-        ({"voices": 0.6, "more": 0.5, "more_voices": {"en": ("espeak",)}}, "0.6 and recorded.more 0.5 are shares of one whole"),
-        ({"accented": 0.5}, "recorded.accents has no language"),
-        ({"accents": {"es": "uno dos"}}, "recorded.accents.es has 2 words: write zero to nine"),
-        ({"accents": {"es": "a b|| c d e f g h i j"}}, r"recorded.accents.es has 'b\|\|': write a word before, between"),
-        ({"english": "zero one"}, "recorded.english has 2 words"),
-        ({"digit_weights": (1.0,) * 9}, "recorded.digit_weights .* give ten weights"),
-        ({"otherwise": -0.1}, "recorded.otherwise is -0.1; it must be at least 0 and at most 1"),
+        ({"voices": 1.5}, "options.voices is 1.5"),
+        ({"voices": 0.6, "more": 0.5, "more_voices": {"en": ("espeak",)}}, "0.6 and options.more 0.5 are shares of one whole"),
+        ({"accented": 0.5}, "options.accents has no language"),
+        ({"accents": {"es": "uno dos"}}, "options.accents.es has 2 words: write zero to nine"),
+        ({"accents": {"es": "a b|| c d e f g h i j"}}, r"options.accents.es has 'b\|\|': write a word before, between"),
+        ({"english": "zero one"}, "options.english has 2 words"),
+        ({"digit_weights": (1.0,) * 9}, "options.digit_weights .* give ten weights"),
+        ({"otherwise": -0.1}, "options.otherwise is -0.1; it must be at least 0 and at most 1"),
         ({"accents": {"xx": "a b c d e f g h i j"}}, "xx"),
-        ({"more": 0.5}, "recorded.more_voices names no voice"),
-        ({"more": 0.5, "more_voices": {"en": ()}}, "recorded.more_voices names no voice"),
-        ({"more_voices": {"de": ("espeak",)}}, "recorded.more_voices.de: write zero to nine .* as recorded.accents.de"),
+        ({"more": 0.5}, "options.more_voices names no voice"),
+        ({"more": 0.5, "more_voices": {"en": ()}}, "options.more_voices names no voice"),
+        ({"more_voices": {"de": ("espeak",)}}, "options.more_voices.de: write zero to nine .* as options.accents.de"),
         ({"more_voices": {"en": ("flute",)}}, "voice 'flute' is unknown"),
     ):
         with pytest.raises(UserError, match=text):
@@ -372,7 +372,7 @@ def test_mistakes_are_named(folder, tmp_path):
 
 
 def test_questions_of_a_telephone_lack_its_missing_half():
-    from train.data.sources.spoken_digits import SpokenDigits
+    from digits.spoken import SpokenDigits
 
     above = []
     for rate in (8000, 16000):

@@ -2,7 +2,7 @@
 
 The recordings are a folder such as the Free Spoken Digit Dataset's (Zohar Jackson and others, CC BY-SA 4.0,
 https://github.com/Jakobovski/free-spoken-digit-dataset, `recordings/`): files named `{digit}_{speaker}_{index}.wav`. A string
-is of one speaker. The answers are spoken by the synthetic voice of `spoken_digits`. Utterance u is a pure function of
+is of one speaker. The answers are spoken by the synthetic voice of `spoken`. Utterance u is a pure function of
 (seed, u).
 
 S samples.
@@ -28,10 +28,11 @@ from train.data.augment.audio import coloured_noise
 from train.data.number_words import NUMBERS
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 from train.data.seeding import dice
-from train.data.sources.config import RATE, WORDY, RecordedDigitsConfig, SpokenDigitsConfig
-from train.data.sources.spoken_digits import SpokenDigits
 from train.data.tts.cache import keep_words, say_word
 from train.data.tts.espeak import SAMPLE_RATE, check_voice, synthesise
+
+from .options import RATE, WORDY, RecordedDigitsConfig
+from .spoken import SpokenDigits
 
 NAME = re.compile(r"(?P<digit>\d)_(?P<speaker>[^_]+)_(?P<index>\d+)\.(wav|flac)")
 
@@ -45,9 +46,6 @@ WHERE = "git clone https://github.com/Jakobovski/free-spoken-digit-dataset fetch
 class RecordedDigits:
     """Source of recorded digit strings; see the module. `row(index)` is a pure function of (seed, index).
 
-    Args:
-        answers: settings of the answering voice and of the answers' form.
-
     Raises:
         UserError: no folder or no such files in it, a held-out speaker without recordings, or no speaker left to train on.
     """
@@ -55,26 +53,26 @@ class RecordedDigits:
     size = None
     name = "recorded-digits"
 
-    def __init__(self, config: RecordedDigitsConfig, answers: SpokenDigitsConfig, codec: AudioCodec, seed: int = 0) -> None:
+    def __init__(self, config: RecordedDigitsConfig, codec: AudioCodec, seed: int = 0) -> None:
         self.config = config
         self.seed = seed
         self.codec = codec
-        self.answers = SpokenDigits(answers, codec, seed)
+        self.answers = SpokenDigits(config.answers, codec, seed)
         self.files = find_recordings(config.folder)
         missing = [speaker for speaker in config.held_out if speaker not in self.files]
         if missing:
             known = ", ".join(sorted(self.files))
-            raise UserError(f"recorded.held_out names {missing[0]!r}, but {config.folder} has {known}: name one of them")
+            raise UserError(f"options.held_out names {missing[0]!r}, but {config.folder} has {known}: name one of them")
         for language in config.accents:
             check_voice(language)
         self.programs = {spec: language for language, specs in config.more_voices.items() for spec in specs}
         self.speakers = tuple(sorted(set(self.files) - set(config.held_out)))
         if not self.speakers:
-            raise UserError(f"recorded.held_out keeps every speaker of {config.folder}: leave at least one to train on")
+            raise UserError(f"options.held_out keeps every speaker of {config.folder}: leave at least one to train on")
 
     @property
     def repeats(self) -> bool:
-        """True where utterances are drawn several times, by `digits.reuse`."""
+        """True where utterances are drawn several times, by `options.answers.reuse`."""
         return self.answers.repeats
 
     def identity(self, index: int) -> int:
@@ -102,7 +100,7 @@ class RecordedDigits:
     def held_out(self, count: int = 200, seed: int = 1) -> list[Row]:
         """Make the evaluation set: strings of the held-out speakers in turn, at own speed. `source` ends in the speaker."""
         if not self.config.held_out:
-            raise UserError("recorded.held_out names no speaker; name those to evaluate on")
+            raise UserError("options.held_out names no speaker; name those to evaluate on")
         rows = []
         for i in range(count):
             speaker = self.config.held_out[i % len(self.config.held_out)]
@@ -205,8 +203,8 @@ class RecordedDigits:
         return read(usual)
 
 
-def speak_ahead(config: RecordedDigitsConfig, rate: int, progress: Kind = "auto") -> int:
-    """Speak and cache, at `rate`, all words that other programs' voices may be asked for; returns the number of new words.
+def speak_ahead(config: RecordedDigitsConfig, progress: Kind = "auto") -> int:
+    """Speak and cache all words that other programs' voices may be asked for; returns the number of new words.
 
     Raises:
         UserError: a voice cannot say a word.
@@ -221,7 +219,7 @@ def speak_ahead(config: RecordedDigitsConfig, rate: int, progress: Kind = "auto"
         for language, voices in config.more_voices.items()
         for voice in voices
     }
-    return keep_words(wanted, rate, config.voice_folder, progress)
+    return keep_words(wanted, config.answers.question_rate, config.voice_folder, progress)
 
 
 def _spelled(config: RecordedDigitsConfig, language: str, others: Sequence[str] = ()) -> list[list[str]]:
@@ -250,20 +248,20 @@ def find_recordings(folder: str) -> dict[str, dict[int, list[Path]]]:
         UserError: the folder is missing or holds none, or a speaker lacks a digit.
     """
     if not folder:
-        raise UserError(f"recorded.folder is empty: name the folder of files such as 7_jackson_12.wav ({WHERE})")
+        raise UserError(f"options.folder is empty: name the folder of files such as 7_jackson_12.wav ({WHERE})")
     root = Path(folder)
     if not root.is_dir():
-        raise UserError(f"recorded.folder {folder} does not exist: {WHERE}")
+        raise UserError(f"options.folder {folder} does not exist: {WHERE}")
     found: dict[str, dict[int, list[tuple[int, Path]]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(root.iterdir()):
         if match := NAME.fullmatch(path.name):
             found[match["speaker"]][int(match["digit"])].append((int(match["index"]), path))
     if not found:
-        raise UserError(f"recorded.folder {folder} holds no files such as 7_jackson_12.wav: {WHERE}")
+        raise UserError(f"options.folder {folder} holds no files such as 7_jackson_12.wav: {WHERE}")
     for speaker, digits in found.items():
         lacking = sorted(set(range(10)) - set(digits))
         if lacking:
-            raise UserError(f"recorded.folder {folder}: {speaker} never says {NUMBERS[lacking[0]]}; add it, or take them out")
+            raise UserError(f"options.folder {folder}: {speaker} never says {NUMBERS[lacking[0]]}; add it, or take them out")
     return {
         speaker: {digit: [path for _, path in sorted(paths)] for digit, paths in sorted(digits.items())}
         for speaker, digits in found.items()

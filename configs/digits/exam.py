@@ -24,15 +24,15 @@ from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
 from train.config.run import FitConfig
 from train.console.progress import percent
-from train.data.build import build_source
-from train.data.config import SourceConfig
-from train.data.sources.spoken_digits import SpokenDigits
-from train.eval.conversations import Conversed, examine_conversations
 from train.eval.held_out import HeldOutReport, Judged, evaluate, items_of, write_answers
 from train.scoring.asr import Sphinx
 from train.scoring.similarity import describe, nearest
 from train.trainer.build import MODEL, fit
 from train.trainer.logs import VALIDATION, read_table
+
+from .asking import Conversed, examine_conversations
+from .options import SpokenDigitsConfig
+from .spoken import SpokenDigits
 
 GOAL = 0.9
 INTRODUCTION = """Training a small speech language model: spoken questions about digits in, text and speech out.
@@ -58,11 +58,11 @@ class Examination:
     conversed: Conversed | None = None
 
 
-def demonstrate(config: FitConfig, digits: SourceConfig) -> int:
+def demonstrate(config: FitConfig, digits: SpokenDigitsConfig) -> int:
     """Trains a model, examines it, and asks it one question aloud; returns the exit code.
 
     Args:
-        digits: the source of the configuration whose questions are asked.
+        digits: of the configuration's source whose questions are asked.
     """
     folder = Path(config.run_folder)
     print(INTRODUCTION)
@@ -74,10 +74,9 @@ def demonstrate(config: FitConfig, digits: SourceConfig) -> int:
     lm = SpeechLM.from_pretrained(folder / MODEL, kernels="reference")
     if lm.codec is None:
         raise UserError(f"{folder / MODEL} has no codec, and the demonstration speaks; see model.codec_folder")
-    if digits.digits.answer_text != "words":
-        raise UserError("the demonstration compares what is written with what is spoken: set digits.answer_text to words")
-    source = build_source(digits, lm.codec, seed=0)
-    assert isinstance(source, SpokenDigits)
+    if digits.answer_text != "words":
+        raise UserError("the demonstration compares what is written with what is spoken: set options.answer_text to words")
+    source = digits.build(lm.codec, seed=0)
     examined = examine(lm, lm.codec, source)
     write_answers(examined.report, folder / "examination.jsonl")
     talk = converse(lm, source, folder)

@@ -23,8 +23,9 @@ from omni.codec.base import AudioCodec
 from train.data.number_words import NUMBERS, spoken_number
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word
 from train.data.seeding import dice
-from train.data.sources.config import SpokenDigitsConfig
 from train.data.tts.espeak import SAMPLE_RATE, check_voice, synthesise
+
+from .options import SpokenDigitsConfig
 
 RESULTS = range(-9, 19)
 """Results of sums and differences, which are also the numbers that can be doubled."""

@@ -1,4 +1,5 @@
-"""Evaluates conversations: held-out questions asked one after another in a session, with and without interruptions.
+"""Evaluates conversations: held-out questions asked one after another in a session, with and without interruptions. And makes
+questions with pauses, on which a turn head is evaluated (`train.eval.turn_ends`).
 
 Each conversation is held twice, once with whole answers, once with every answer but the last cut while it plays; its questions
 are also asked by themselves. Conversations are alternately spoken (A1A2) and written (T1A2).
@@ -11,13 +12,20 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
+
+from omni.audio.io import resample
 from omni.generate.speech_lm import SpeechLM
 from train.console.progress import Display
+from train.data.number_words import NUMBERS
 from train.data.rows.row import Row
 from train.data.seeding import dice
-from train.data.sources.spoken_digits import SpokenDigits
 from train.eval.held_out import SAMPLE_RATE, evaluate, items_of
+from train.eval.turn_ends import PAUSE, SILENCE, PausedQuestion
 from train.scoring.text import normalise
+
+from .spoken import SpokenDigits, draw_question, in_parts, whole_question
 
 TASKS = ("A1A2", "T1A2")
 MAX_SECONDS = 6.0
@@ -97,3 +105,28 @@ def _alone(lm: SpeechLM, source: SpokenDigits, rows: list[Row]) -> float | None:
 def _share(right: Iterable[bool]) -> float | None:
     given = list(right)
     return statistics.fmean(given) if given else None
+
+
+def paused_questions(source: SpokenDigits, count: int, seed: int = 3) -> list[PausedQuestion]:
+    """Questions in held-out voices in turn, arithmetic and digits alternately, each with a pause at a drawn place."""
+    config, found = source.config, list[PausedQuestion]()
+    for number in range(count):
+        rng = dice(seed, "paused", number)
+        question = draw_question(config, rng, "digits" if number % 2 else "arithmetic")
+        voice = config.held_out[number // 2 % len(config.held_out)]
+        manner = rng.randint(*config.rate), rng.randint(*config.pitch), rng.randint(*config.pitch_range)
+        words, seconds, before = question.text.split(), rng.uniform(*PAUSE), rng.uniform(0.1, 0.5)
+        at = rng.randrange(1, len(words))
+        first, rest = " ".join(words[:at]), " ".join(words[at:])
+        spoken = [in_parts([part], 0.0, voice, manner, config.question_rate) for part in (first, rest)]
+        scale = config.peak / max(float(part.abs().max()) for part in spoken)
+        parts = [resample(part, config.question_rate, SAMPLE_RATE) * scale for part in spoken]
+        silences = [torch.zeros(round(s * SAMPLE_RATE)) for s in (before, seconds, SILENCE)]
+        pieces = [silences[0], parts[0], silences[1], parts[1], silences[2]]
+        times = np.cumsum([len(piece) for piece in pieces]) / SAMPLE_RATE
+        goes_on = whole_question(config, f"{question.text} {NUMBERS[0]}")
+        kinds: tuple[str, ...] = ("whole" if whole_question(config, first) else "more", "open" if goes_on else "closed")
+        kinds += ("clear",) if kinds == ("more", "closed") else ()
+        pause = float(times[1]), float(times[2])
+        found.append(PausedQuestion(question.text, voice, kinds, torch.cat(pieces), pause, float(times[3])))
+    return found

@@ -1,15 +1,25 @@
-"""Configuration of the digit sources; `spoken_digits` and `recorded_digits` make their rows."""
+"""Options of the sources `spoken-digits` and `recorded-digits`; the modules beside this one make their rows, and ask them."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 from omni.errors import UserError
 from omni.ranges import check_fields, ranged
+from train import SourceOptions, register_source
 from train.data.tts.espeak import SAMPLE_RATE
 from train.data.tts.voices import check_spec
+
+if TYPE_CHECKING:
+    from omni.codec.base import AudioCodec
+    from train.config.run import FitConfig
+    from train.console.progress import Kind
+    from train.eval.turn_ends import PausedQuestion
+
+    from .recorded import RecordedDigits
+    from .spoken import SpokenDigits
 
 RATE = 16000
 """Sample rate of the questions."""
@@ -27,8 +37,9 @@ _HELD_OUT = (  # nor has the model that ships heard them: configs/nano-live/voic
 )
 
 
+@register_source("spoken-digits")
 @dataclass(frozen=True)
-class SpokenDigitsConfig:
+class SpokenDigitsConfig(SourceOptions):
     """Settings of the spoken questions and of their answers.
 
     Attributes:
@@ -91,29 +102,59 @@ class SpokenDigitsConfig:
         for name in ("lengths", "turns"):
             weights = getattr(self, name)
             if not weights or min(weights) < 0 or sum(weights) <= 0:
-                raise UserError(f"digits.{name} {list(weights)}: give weights of at least 0, one of them above")
-        check_fields(self, "digits")
+                raise UserError(f"options.{name} {list(weights)}: give weights of at least 0, one of them above")
+        check_fields(self, "options")
         for name in ("arithmetic_phrases", "digit_phrases"):
             for phrase in getattr(self, name) or ("",):
                 if phrase.count("{}") != 1:
-                    raise UserError(f"digits.{name}: {phrase!r} must hold {{}} once, in the place of the numbers")
+                    raise UserError(f"options.{name}: {phrase!r} must hold {{}} once, in the place of the numbers")
         for name in ("accents", "variants", "held_out", "twice_phrases", "again_phrases"):
             if not getattr(self, name):
-                raise UserError(f"digits.{name} is empty; name at least one")
+                raise UserError(f"options.{name} is empty; name at least one")
         taught = {*self.variants, *self.rare_variants}
         for voice in self.held_out:
             if voice.partition("+")[2] in taught:
                 raise UserError(
-                    f"digits.held_out names {voice!r}, but its variant speaks in training: take it out of one of them"
+                    f"options.held_out names {voice!r}, but its variant speaks in training: take it out of one of them"
                 )
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        from .spoken import vocabulary
+
+        return vocabulary(self)
+
+    @property
+    def has_held_out(self) -> bool:
+        return self.examined
+
+    def build(self, codec: AudioCodec | None, seed: int) -> SpokenDigits:
+        from .spoken import SpokenDigits
+
+        return SpokenDigits(self, _there(codec), seed)
+
+    def paused_questions(self, codec: AudioCodec | None, count: int, voices: tuple[str, ...] = ()) -> list[PausedQuestion]:
+        """Questions for `omni-train eval --turn_ends`, in the voices of `held_out` or in others."""
+        from .asking import paused_questions
+
+        others = tuple(each for each in self.variants if all(voice.partition("+")[2] != each for voice in voices))
+        asked = replace(self, held_out=voices, variants=others, rare_variants=(), rare=0.0) if voices else self
+        return paused_questions(asked.build(codec, 0), count)
+
+    def demonstrate(self, config: FitConfig) -> int:
+        """Trains as `omni-train demo` does, examines the model, and asks it one question aloud; returns the exit code."""
+        from .exam import demonstrate
+
+        return demonstrate(config, self)
 
 
 WORDY = "A1T1"
 """The task of strings of other words."""
 
 
+@register_source("recorded-digits")
 @dataclass(frozen=True)
-class RecordedDigitsConfig:
+class RecordedDigitsConfig(SourceOptions):
     """Settings of the digit strings that are joined from recordings.
 
     Attributes:
@@ -127,7 +168,7 @@ class RecordedDigitsConfig:
         floor_db: level of the noise under everything, relative to the loudest sample, from and to.
         trim_db: what is softer than this at a digit's edges, relative to its loudest moment, is cut off; drawn for each digit,
             from and to; null for nothing. Recordings are cut so, more or less: a "six" may be its vowel alone.
-        voices: share of strings that synthetic voices say, digit by digit, with the settings of `digits`.
+        voices: share of strings that synthetic voices say, digit by digit, with the settings of `answers`.
         noise_db: level of a recorder's noise under the digits of a string, white to pink, relative to its loudest sample,
             from and to; the pauses have none of it. null for none.
         noisy: share of strings that have it.
@@ -147,6 +188,7 @@ class RecordedDigitsConfig:
         words: other English words, apart by spaces, that synthetic voices say as well; the model writes them down (task A1T1).
             Training on many words teaches the model sounds rather than ten words, and so to recognise other speakers' digits.
         wordy: share of the synthetic voices' strings that are of such words.
+        answers: how they are answered and how often they are drawn, and the synthetic voices that ask.
     """
 
     folder: str = ""
@@ -171,45 +213,80 @@ class RecordedDigitsConfig:
     voice_folder: str | None = None
     words: str = ""
     wordy: float = ranged(0.0, 0, 1)
+    answers: SpokenDigitsConfig = field(default_factory=SpokenDigitsConfig)
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 0 or sum(self.lengths) <= 0:
-            raise UserError(f"recorded.lengths {list(self.lengths)}: give weights of at least 0, one of them above")
-        check_fields(self, "recorded")
+            raise UserError(f"options.lengths {list(self.lengths)}: give weights of at least 0, one of them above")
+        check_fields(self, "options")
         weights = self.digit_weights
         if weights and not (len(weights) == 10 and min(weights) >= 0 and 0 < sum(weights) < float("inf")):
-            raise UserError(f"recorded.digit_weights {list(weights)}: give ten weights of at least 0, one of them above")
+            raise UserError(f"options.digit_weights {list(weights)}: give ten weights of at least 0, one of them above")
         if self.voices + self.more > 1:
-            raise UserError(f"recorded.voices {self.voices} and recorded.more {self.more} are shares of one whole: lower one")
+            raise UserError(f"options.voices {self.voices} and options.more {self.more} are shares of one whole: lower one")
         if self.more and not any(self.more_voices.values()):
-            raise UserError(f"recorded.more is {self.more}, but recorded.more_voices names no voice: name one or more")
+            raise UserError(f"options.more is {self.more}, but options.more_voices names no voice: name one or more")
         if self.accented and not self.accents:
-            raise UserError(f"recorded.accented is {self.accented}, but recorded.accents has no language: give at least one")
+            raise UserError(f"options.accented is {self.accented}, but options.accents has no language: give at least one")
         for word in self.words.split():
             if "|" in word or not re.search(r"[^\W\d_]", word):
-                raise UserError(f"recorded.words has {word!r}: write words of letters, apart by spaces, without bars")
+                raise UserError(f"options.words has {word!r}: write words of letters, apart by spaces, without bars")
         if self.wordy and self.voices + self.more == 0:
-            raise UserError(f"recorded.wordy is {self.wordy}, but synthetic voices say nothing: raise recorded.voices or more")
+            raise UserError(f"options.wordy is {self.wordy}, but synthetic voices say nothing: raise options.voices or more")
         if self.wordy and not self.words.split():
-            raise UserError(f"recorded.wordy is {self.wordy}, but recorded.words has none: write some, apart by spaces")
+            raise UserError(f"options.wordy is {self.wordy}, but options.words has none: write some, apart by spaces")
         if self.wordy and self.more and not self.more_voices.get("en"):
-            raise UserError(f"recorded.wordy is {self.wordy}, but recorded.more_voices.en names no voice: name one or more")
+            raise UserError(f"options.wordy is {self.wordy}, but options.more_voices.en names no voice: name one or more")
         spelled = {f"accents.{language}": words for language, words in self.accents.items()}
         for name, words in {**spelled, **({"english": self.english} if self.english else {})}.items():
             if len(words.split()) != 10:
-                raise UserError(f"recorded.{name} has {len(words.split())} words: write zero to nine, apart by spaces")
+                raise UserError(f"options.{name} has {len(words.split())} words: write zero to nine, apart by spaces")
             for word in words.split():
                 if not all(word.split("|")):
-                    raise UserError(f"recorded.{name} has {word!r}: write a word before, between and behind bars")
+                    raise UserError(f"options.{name} has {word!r}: write a word before, between and behind bars")
         known: set[str] = set()
         for language, specs in self.more_voices.items():
             if language != "en" and language not in self.accents:
                 raise UserError(
-                    f"recorded.more_voices.{language}: write zero to nine as these voices must read them as "
-                    f"recorded.accents.{language}"
+                    f"options.more_voices.{language}: write zero to nine as these voices must read them as "
+                    f"options.accents.{language}"
                 )
             for spec in specs:
                 check_spec(spec)
                 if spec in known:
-                    raise UserError(f"recorded.more_voices.{language} names {spec!r}, which is there already: name it once")
+                    raise UserError(f"options.more_voices.{language} names {spec!r}, which is there already: name it once")
                 known.add(spec)
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        return self.answers.vocabulary
+
+    @property
+    def own_tasks(self) -> dict[str, float]:
+        share = self.wordy * (self.voices + self.more)
+        return {WORDY: share} if share > 0 else {}
+
+    @property
+    def has_held_out(self) -> bool:
+        return bool(self.held_out)
+
+    def build(self, codec: AudioCodec | None, seed: int) -> RecordedDigits:
+        from .recorded import RecordedDigits
+
+        return RecordedDigits(self, _there(codec), seed)
+
+    def check(self) -> None:
+        from .recorded import find_recordings
+
+        find_recordings(self.folder)
+
+    def prepare(self, progress: Kind) -> None:
+        from .recorded import speak_ahead
+
+        speak_ahead(self, progress)
+
+
+def _there(codec: AudioCodec | None) -> AudioCodec:
+    if codec is None:
+        raise UserError("spoken and recorded digits are answered in speech and need a codec; set model.codec")
+    return codec

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from digits.asking import examine_conversations
+from digits.options import SpokenDigitsConfig
+from digits.spoken import SpokenDigits
 from torch import Tensor
 
 from omni.generate.results import Answer, Timings
 from tests.train.data.toys import ToyCodec
 from train.data.rows.row import RowTurn
-from train.data.sources.config import SpokenDigitsConfig
-from train.data.sources.spoken_digits import SpokenDigits
-from train.eval.conversations import examine_conversations
 
 CODEC = ToyCodec((12, 12, 6, 8))
 SOURCE = SpokenDigits(SpokenDigitsConfig(turns=(0, 0, 0, 1), follow_ups=0.5), CODEC)

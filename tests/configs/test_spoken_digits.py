@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from digits.options import SpokenDigitsConfig
+from digits.spoken import SpokenDigits, draw_question, draw_questions, vocabulary
 
 from omni.audio.io import resample
 from omni.errors import UserError
@@ -18,12 +20,10 @@ from tests.train.data.toys import ToyCodec
 from train.config.parse import read_fit_config
 from train.data.number_words import NUMBERS, spoken_number
 from train.data.seeding import dice
-from train.data.sources.config import SpokenDigitsConfig
-from train.data.sources.spoken_digits import SpokenDigits, draw_question, draw_questions, vocabulary
 from train.data.tts.espeak import synthesise
 from train.data.tts.voices import make_voice
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[2]
 CODEC = ToyCodec((12, 12, 6, 8))
 
 
@@ -198,7 +198,7 @@ def test_the_model_that_ships_has_not_heard_the_held_out_voices():
     assert {"espeak:en-us+f2", "espeak:en-us+Alex"} < heard and len(heard) > 100  # variants of all accents, and rare ones
     assert not {f"espeak:{one}" for one in SpokenDigitsConfig().held_out} & heard
     nano = read_fit_config([str(ROOT / "configs/nano.yaml")])[0]
-    assert nano.model.init_from == "nano" and nano.data.sources[0].digits.held_out == SpokenDigitsConfig().held_out
+    assert nano.model.init_from == "nano" and nano.data.sources[0].made.held_out == SpokenDigitsConfig().held_out
 
 
 def test_the_evaluation_set_is_fixed_and_balanced():
@@ -236,20 +236,20 @@ def test_utterances_return_after_a_distance_and_to_the_same_shard(reuse, distanc
     ("wrong", "named"),
     [
         (dict(held_out=("en-us+f1",)), "held_out names 'en-us\\+f1', but its variant speaks in training"),
-        (dict(held_out=()), "digits.held_out is empty"),
-        (dict(arithmetic=1.5), "digits.arithmetic is 1.5"),
-        (dict(lengths=()), "digits.lengths"),
-        (dict(turns=(0.0,)), "digits.turns"),
-        (dict(follow_ups=-0.1), "digits.follow_ups is -0.1"),
-        (dict(again_phrases=()), "digits.again_phrases is empty"),
+        (dict(held_out=()), "options.held_out is empty"),
+        (dict(arithmetic=1.5), "options.arithmetic is 1.5"),
+        (dict(lengths=()), "options.lengths"),
+        (dict(turns=(0.0,)), "options.turns"),
+        (dict(follow_ups=-0.1), "options.follow_ups is -0.1"),
+        (dict(again_phrases=()), "options.again_phrases is empty"),
         (dict(arithmetic_phrases=("what is",)), "'what is' must hold {} once"),
-        (dict(digit_phrases=()), "digits.digit_phrases"),
-        (dict(rate=(200, 100)), "digits.rate is 200 to 100"),
-        (dict(silence=(-1.0, 0.0)), "digits.silence is -1.0"),
-        (dict(peak=0.0), "digits.peak is 0.0"),
-        (dict(answer_text="roman"), "digits.answer_text 'roman'"),
-        (dict(answer_speech="sung"), "digits.answer_speech 'sung'"),
-        (dict(reuse=0), "digits.reuse is 0"),
+        (dict(digit_phrases=()), "options.digit_phrases"),
+        (dict(rate=(200, 100)), "options.rate is 200 to 100"),
+        (dict(silence=(-1.0, 0.0)), "options.silence is -1.0"),
+        (dict(peak=0.0), "options.peak is 0.0"),
+        (dict(answer_text="roman"), "options.answer_text 'roman'"),
+        (dict(answer_speech="sung"), "options.answer_speech 'sung'"),
+        (dict(reuse=0), "options.reuse is 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(wrong, named):

@@ -1,0 +1,65 @@
+"""The toy data as a plug-in: found by the names it registers, named by its recipes, and its options are keys of a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from omni.errors import UserError
+from train.config.parse import read_fit_config
+from train.config.run import plain_config
+from train.data.config import SourceConfig
+from train.data.sources import SOURCES, SourceOptions
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RUN = "budget: {steps: 1}\nmodel: {preset: nano}\ndata: {sources: [{kind: spoken-digits, options: {%s}}]}\n"
+
+
+def test_it_is_found_by_name_in_a_new_process_and_not_before(tmp_path: Path) -> None:
+    code = (
+        "import sys; from train.data.config import SourceConfig; from train.data.sources import SOURCES\n"
+        "assert 'digits' not in sys.modules and list(SOURCES) == ['stored', 'stream']\n"
+        "made = SourceConfig('spoken-digits', options={'reuse': 3}).made\n"
+        "assert made.reuse == 3 and 'torch' not in sys.modules; print(sys.modules['digits'].__file__, *SOURCES)"
+    )
+    environment = {"PYTHONPATH": str(CONFIGS.parent), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.stdout.split() == [
+        *(str(CONFIGS / "digits/__init__.py"), "stored", "stream", "spoken-digits", "recorded-digits")
+    ], done.stderr
+
+
+def test_a_run_names_it_nowhere_and_holds_all_of_its_options() -> None:
+    config, _ = read_fit_config([str(CONFIGS / "nano.yaml"), "--data.sources.0.options.reuse", "4"])
+    (source,) = plain_config(config)["data"]["sources"]
+    assert config.plugins == () and source["options"]["reuse"] == 4 and source["options"]["peak"] == 0.5
+    assert source["options"].keys() == SOURCES["spoken-digits"].__dataclass_fields__.keys()
+
+
+def test_its_options_are_checked_as_other_keys_are(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    for options, said in (
+        ("arithmatic: 1", r"unknown key data.sources\[0\].options.arithmatic; did you mean .*arithmetic"),
+        ("arithmetic: many", r"data.sources\[0\].options.arithmetic is 'many'; give a number"),
+        ("arithmetic: 2", "options.arithmetic is 2.0; it must be at least 0 and at most 1"),
+    ):
+        file.write_text(RUN % options)
+        with pytest.raises(UserError, match=said):
+            read_fit_config([str(file)])
+    with pytest.raises(UserError, match="the source stored: options: unknown key 'pitch'"):
+        SourceConfig("stored", path="rows", options={"pitch": 3})
+
+
+def test_help_lists_them_where_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, there in ((["--help"], False), ([str(CONFIGS / "nano.yaml"), "--help"], True)):
+        with pytest.raises(SystemExit):
+            read_fit_config(words)
+        assert ("options of the source recorded-digits: folder, held_out" in " ".join(capsys.readouterr().out.split())) == there
+
+
+def test_a_kind_that_says_nothing_holds_nothing_out() -> None:
+    options = SourceOptions()
+    assert (options.vocabulary, options.own_tasks, options.has_held_out) == ((), {}, False)
