@@ -323,8 +323,6 @@ REFUSED = {
     "train data validate ROWS --examples some": "examples",
     "train data listen ROWS 1 --codek x": "codek",
     "train data listen missing 1": "missing",
-    "train data index FACTS": "is no folder",
-    "train data index missing --codek x": "codek",
     "train data filter ROWS out --rules missing.yaml": "missing.yaml",
     "train data filter ROWS out --rules UNKNOWN_KEY": "unknown",
     **{f"train edit {name} MODEL FACTS FACTS out --nonsense 1": "nonsense" for name in OF_EDITS},

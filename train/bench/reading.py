@@ -26,7 +26,6 @@ from train.data.batching.examples import ExampleMaker
 from train.data.batching.loader import StepLoader
 from train.data.batching.pipeline import Pipeline
 from train.data.config import WINDOW, PackingConfig
-from train.data.rows.indexing import write_index
 from train.data.rows.parquet import write_rows
 from train.data.rows.parts import Needed
 from train.data.rows.row import Codes, RowTurn, Sound
@@ -41,17 +40,17 @@ NEEDED = Needed(frozenset(TASKS))
 
 
 def reading(
-    counts: Sequence[int] = (1000, 400_000), shard: int = 4000, steps: int = 4, repeat: int = 3,
+    counts: Sequence[int] = (1000, 400_000), shard: int = 256, steps: int = 4, repeat: int = 3,
     packing: PackingConfig | None = None,
 ) -> list[TimingRow]:  # fmt: skip
     """Measures on one core, with batches made in this process, for the `nano` preset; files are just written, hence cached.
 
     The first batch is timed from where a run opens its data; resumed, with the state of a run that has made `steps` batches.
-    Of the last number of rows, both orders follow, with the files' index.
+    Of the last number of rows, both orders follow.
 
     Args:
         counts: numbers of rows.
-        shard: rows of a file, in the groups that `data prepare` makes.
+        shard: rows of a file, in groups, both as `data prepare` makes them.
         steps: batches whose rate is taken, after a first one.
     """
     packing = packing or PackingConfig()
@@ -88,7 +87,6 @@ def reading(
 
 def _orders(data: Path, packing: PackingConfig, batches: int) -> list[TimingRow]:
     """Measures rates in both orders, and the bytes that are read over those of the columns that examples need."""
-    write_index(data)
     file = pq.read_metadata(next(data.glob("*.parquet")))
     needed = set(NEEDED.first.paths(file))
     groups = [file.row_group(number) for number in range(file.num_row_groups)]
@@ -103,10 +101,10 @@ def _orders(data: Path, packing: PackingConfig, batches: int) -> list[TimingRow]
         examples = sum(batch.examples for _ in range(batches) for batch in next(loader))
         seconds = time.perf_counter() - start
         (state,) = loader.states.values()
-        out.append(TimingRow(f"order {name}, with an index: rows packed a minute", 60 * examples / seconds))
+        out.append(TimingRow(f"order {name}: rows packed a minute", 60 * examples / seconds))
         if read is not None:
             share = (_read_bytes() - read) / used / (state["next"] - rows)
-            out.append(TimingRow(f"order {name}, with an index: bytes read / bytes needed", share, "x"))
+            out.append(TimingRow(f"order {name}: bytes read / bytes needed", share, "x"))
     return out
 
 
@@ -130,7 +128,7 @@ def _open(
 def write_shards(folder: Path, count: int, shard: int) -> int:
     """Writes `count` short rows: half a second asked, a sentence and a second of Codec2 answered. Returns the number of files.
 
-    Equal files are hard links to one file, where the disk has these.
+    Equal files are hard links to one file, where the disk has these. Beside them is a report with their sizes.
     """
     g = torch.Generator().manual_seed(0)
     rows = [
@@ -157,4 +155,7 @@ def write_shards(folder: Path, count: int, shard: int) -> int:
             os.link(first, file)
         except OSError:
             shutil.copy(first, file)
+    files = enumerate(sorted(folder.glob("*.parquet")))
+    shards = [{"file": path.name, "rows": sizes[i], "bytes": path.stat().st_size} for i, path in files]
+    (folder / "report.json").write_text(json.dumps({"shards": shards}))
     return len(sizes)

@@ -13,7 +13,6 @@ SUBCOMMANDS = {
     "validate": ("train.commands.data_validate", "find what is wrong with rows: validate DATA"),
     "stats": ("train.commands.data_stats", "lengths, speakers, texts in tables and plots: stats DATA"),
     "listen": ("train.commands.data_listen", "one row as sound and text: listen DATA ROW"),
-    "index": ("train.commands.data_index", "make again what finds rows fast, after files have changed: index FOLDER"),
     "filter": ("train.commands.data_filter", "keep the rows that rules allow: filter DATA OUT --rules FILE"),
 }
 """Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""

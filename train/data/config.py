@@ -19,8 +19,8 @@ from train.data.sources.spans import Weight, check_schedule
 
 MOST_COLUMNS = 1 << 22
 """Largest micro-batch, in columns: no device holds the activations of more."""
-WINDOW = 16
-"""Row groups of a window, unless `SourceConfig.window` says otherwise."""
+WINDOW = 256
+"""Rows of a window, unless `SourceConfig.window` says otherwise."""
 SHUFFLE = 256
 """Rows of a stream that are shuffled, unless `SourceConfig.shuffle` says otherwise."""
 AlignmentKind = Literal["none", "letters", "words", "tokens"]
@@ -69,9 +69,9 @@ class SourceConfig:
         held_out: of a source that is stored or a stream, rows for validation: a Parquet file or folder of them; or of a
             stored one a number of its own rows, evenly spaced, which are then not trained on; null for none. Sources that read
             the same path hold out alike.
-        order: of a stored source: `random`, any row may follow any other; `sequential`, row groups are shuffled, each is read
-            once an epoch and as a whole, and rows are drawn from a window of groups: for buckets and slow disks.
-        window: row groups from which each packer draws, and which it keeps in memory, where the order is sequential.
+        order: of a stored source: `random`, any row may follow any other; `sequential`, pieces of 32 rows are shuffled, each is
+            read once an epoch and as a whole, and rows are drawn from a window of pieces: for buckets and slow disks.
+        window: rows from which each packer draws, and which it keeps in memory, where the order is sequential.
         shuffle: of a stream, rows that each packer reads ahead and shuffles, in memory as they are stored.
         read: of a stream, how its records become rows, as `data prepare` takes it; null recognises the format.
         options: of a kind that a plug-in makes, its own settings.
@@ -103,7 +103,7 @@ class SourceConfig:
         if self.kind not in ("stored", "stream") and (self.path or self.held_out):
             raise UserError(f"a source of kind {self.kind!r} reads no files; leave out path {self.path or self.held_out!r}")
         if self.kind != "stored" and self.order != "random":
-            raise UserError(f"a source of kind {self.kind!r} reads no row groups: leave out order {self.order!r}")
+            raise UserError(f"a source of kind {self.kind!r} reads no files in pieces: leave out order {self.order!r}")
         if self.order == "random" and self.window != WINDOW:
             raise UserError(f"source.window is {self.window}, but order is random, which has none: set order to sequential")
         if isinstance(self.held_out, int) and self.held_out < 1:

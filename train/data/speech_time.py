@@ -31,7 +31,7 @@ def _spoken(mixture: Mixture, codec: AudioCodec) -> Iterator[tuple[str, float]]:
             continue
         seen.add(where)
         try:
-            for turn in drawn_row(source, draw.index, draw.group).turns:
+            for turn in drawn_row(source, draw.index, draw.place).turns:
                 if turn.answer_codes is not None and turn.answer_codes.codec == codec.name:
                     yield turn.answer_text, turn.answer_codes.frames.shape[-1] / codec.frame_rate
                 elif turn.answer_audio is not None and turn.answer_text.strip():

@@ -10,7 +10,7 @@ from functools import partial
 
 from omni.errors import UserError
 from train.data.config import DataConfig, SourceConfig
-from train.data.rows.parquet import GroupTables, StoredRows
+from train.data.rows.parquet import KeptGroup, StoredRows
 from train.data.rows.parts import Needed
 
 SECONDS = 2.0
@@ -77,14 +77,14 @@ def measure(source: SourceConfig, needed: Needed | None, cache: str | None, seco
     end = time.perf_counter() + seconds
     while len(alone) < MOST and (time.perf_counter() < end or not (alone and grouped)):
         first = _timed(lambda: rows[dice.randrange(len(rows))])
-        kept: GroupTables = {}
+        kept: list[KeptGroup] = []
         second = _timed(partial(_read_group, rows, dice.randrange(len(rows)), kept))
         if first is None or second is None:  # a broken row
             if time.perf_counter() >= end:
                 break
             continue
         alone.append(first)
-        grouped.append((second, _count(kept)))
+        grouped.append((second, len(kept[0].table)))
     if not alone:
         return None
     count = sum(n for _, n in grouped)
@@ -92,17 +92,13 @@ def measure(source: SourceConfig, needed: Needed | None, cache: str | None, seco
     return ReadingTimes(1e3 * sum(alone) / len(alone), 1e3 * per_row, count / len(grouped))
 
 
-def _read_group(rows: StoredRows, index: int, kept: GroupTables) -> None:
+def _read_group(rows: StoredRows, index: int, kept: list[KeptGroup]) -> None:
     """Read a row and all others of its group."""
     rows.read(index, kept)
-    first = rows.first_of(index, kept)
-    for other in range(first, first + _count(kept)):
+    first = index - rows.place(index)[1] + kept[0].first
+    for other in range(first, first + len(kept[0].table)):
         if other != index:
             rows.read(other, kept)
-
-
-def _count(kept: GroupTables) -> int:
-    return next(len(table) for _, table in kept.values())
 
 
 def _timed(work: Callable[[], object]) -> float | None:

@@ -38,7 +38,7 @@ from train.console.command import check_folder_to_be
 from train.data.augment.audio import noise_files
 from train.data.build import sources_held_out
 from train.data.config import DataConfig
-from train.data.rows.parquet_files import files_of
+from train.data.rows.places import find_files
 from train.data.rows.samples import ROWS, missing_parts, sample_rows
 from train.data.sources.stream_source import StreamSource
 from train.distributed.sharding import check_divides
@@ -217,7 +217,7 @@ def _check_data_files(data: DataConfig, problems: _Problems) -> None:
         for name, place in (("path", source.path), ("held_out", source.held_out)):
             if isinstance(place, str) and not (source.kind == "stream" and name == "path"):
                 with problems.of(f"data.sources.{i}.{name}"):
-                    files_of(place)
+                    find_files(place)
         with problems.of(f"data.sources.{i}"):
             source.made.check()
     augment = data.augment

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
 from dataclasses import replace
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -120,3 +124,11 @@ def pipeline_of(
         seed,
         kept,
     )
+
+
+def report(folder: Path) -> None:
+    """Write what the report of `data prepare` would say of a folder's files."""
+    files = sorted(folder.glob("*.parquet"))
+    counts = [pq.read_metadata(io.BytesIO(file.read_bytes())).num_rows for file in files]
+    shards = [{"file": f.name, "rows": n, "bytes": f.stat().st_size} for f, n in zip(files, counts, strict=True)]
+    (folder / "report.json").write_text(json.dumps({"shards": shards}))

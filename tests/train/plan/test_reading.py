@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from train.data.config import DataConfig, SourceConfig
-from train.data.rows.parquet import GroupTables, StoredRows, write_rows
+from train.data.rows.parquet import KeptGroup, StoredRows, write_rows
 from train.data.rows.row import Row, RowTurn
 from train.plan import reading
 from train.plan.reading import ReadingTimes, advise
@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         times[2] += times[0] + times[1]
         return item(self, index)
 
-    def grouped(self: StoredRows, index: int, kept: GroupTables) -> Row:
+    def grouped(self: StoredRows, index: int, kept: list[KeptGroup]) -> Row:
         times[2] += times[0] * (not kept) + times[1]
         return read(self, index, kept)
 

@@ -68,8 +68,8 @@ class Pipeline:
             return {}
         lowest: dict[int, int] = {}
         for draw in (self.mixture.draw(number, packers) for number in draws):
-            if isinstance(draw.group, StreamDraw):
-                lowest[draw.source] = min(draw.group.number, lowest.get(draw.source, draw.group.number))
+            if isinstance(draw.place, StreamDraw):
+                lowest[draw.source] = min(draw.place.number, lowest.get(draw.source, draw.place.number))
         return {str(i): stream.marks(packer, packers, lowest.get(i)) for i, stream in self.streams()}
 
     def restore(self, packer: int, packers: int, marks: Mapping[str, Sequence[Sequence[int]]]) -> None:
@@ -101,7 +101,7 @@ class Pipeline:
     def _prepare(self, draw: Draw) -> Prepared:
         origin = self.mixture.sources[draw.source]
         if not origin.repeats:
-            return Prepared(drawn_row(origin, draw.index, draw.group))
+            return Prepared(drawn_row(origin, draw.index, draw.place))
         where = (draw.source, origin.identity(draw.index))
         if where not in self._kept:
             self._kept[where] = Prepared(origin.row(draw.index), where)

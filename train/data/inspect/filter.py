@@ -28,7 +28,6 @@ from train.data.prepare.report import REPORT
 from train.data.prepare.rows import PrepareTally
 from train.data.prepare.shards import ShardWriter, notes
 from train.data.prepare.worker import BLOCK, PreparedBlock
-from train.data.rows.indexing import index_whole
 from train.data.rows.row import Row, Sound, features
 
 if TYPE_CHECKING:
@@ -199,7 +198,6 @@ def write_kept(
         try:
             report = _fill(scan, work, judge, rules, shard_mb, progress)
             shutil.rmtree(work / "notes")
-            index_whole(work)
             (work / LOCK).unlink()
             os.rename(work, out)
         except BaseException:

@@ -18,9 +18,8 @@ from typing import Any
 from omni.errors import UserError
 from train.console.progress import Display, Kind
 from train.data.readers.records import plain_rows
-from train.data.rows.index import RowIndex, has_index
 from train.data.rows.parquet_files import one_line
-from train.data.rows.places import DataFile, DataFiles, find_files, looked_at, opened, reading
+from train.data.rows.places import DataFile, find_files, looked_at, opened, reading
 from train.data.rows.row import OPTIONAL, ROW_VERSION, Row, features, from_plain
 
 MANY = 500
@@ -69,7 +68,7 @@ class UnreadableRows:
 class Scan:
     """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names, here or in a store.
 
-    A store's files are read by ranges, from the first row group that is asked for on. Where an index or a report tells how many
+    A store's files are read by ranges, from the first row group that is asked for on. Where a report tells how many
     rows each file has, none is opened before its rows are asked for.
 
     Attributes:
@@ -87,7 +86,7 @@ class Scan:
         found = find_files(path)
         self.path, self.folder, self.files, self.report = found.path, found.folder, found.files, found.described
         self._schema = features().arrow_schema
-        counts = _counts(found)
+        counts = found.counts()
         self._whys: list[str | None] = [None] * len(self.files)
         if counts is None:
             display = Display(len(self.files), kind=progress if len(self.files) > MANY else "off")
@@ -166,7 +165,7 @@ class Scan:
             rows, why = self._head(self.files[number])
             known = self._ends[number] - self._first(number)
             if not why and rows != known:
-                why = f"has {rows} rows, and {known} by its index or report: prepare it again, or run `omni-train data index`"
+                why = f"has {rows} rows, and {known} by its report: prepare it again"
             self._whys[number] = why
         return why
 
@@ -233,14 +232,3 @@ class Scan:
             return FoundRow(index, where, plain, from_plain(plain, self.folder, where))
         except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:  # the last is torch's
             return FoundRow(index, where, plain, None, one_line(error).removeprefix(where).lstrip(": "))
-
-
-def _counts(found: DataFiles) -> list[int] | None:
-    """Numbers of rows of the files, by their index or, in a store, their report; None where there is none that fits."""
-    here = found.folder
-    if len(found.files) == 1 or (found.index is None if here is None else not has_index(here)):
-        return found.counts()
-    try:
-        return RowIndex(found if here is None else here).counts()
-    except UserError:
-        return None

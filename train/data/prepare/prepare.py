@@ -24,7 +24,6 @@ from train.data.prepare.settings import check_settings, discard, settings_of
 from train.data.prepare.shards import ShardWriter, stored
 from train.data.prepare.worker import BLOCK, codec_of, voice_of
 from train.data.readers import OpenedSource, data_path, open_source
-from train.data.rows.indexing import index_whole
 
 if TYPE_CHECKING:
     from omni.codec.base import AudioCodec
@@ -40,7 +39,7 @@ def prepare(
     progress: Kind = "off",
     opener: Callable[[Path], OpenedSource] | None = None,
 ) -> PrepareTally:
-    """Convert a data set to Parquet shards of rows, and their index, in the folder `out`, which appears when it is complete.
+    """Convert a data set to Parquet shards of rows in the folder `out`, which appears when it is complete.
 
     The same call goes on after an interruption, at the last finished shard (a failure before the first leaves nothing), and
     leaves a finished output as it is. Items that make no row are counted and listed in `out`'s `report.json` and `broken.csv`.
@@ -115,8 +114,6 @@ def _prepare(
 
 def complete(work: Path, out: Path, settings: dict[str, Any], note: str) -> PrepareTally:
     """Make an output, or a part, of a working folder with all its shards; returns its counts. `note` is the source's."""
-    if any(work.glob("rows-*.parquet")):  # a part may have none
-        index_whole(work)
     write_report(work, settings, note)
     os.rename(work, out)
     flush(out.parent)

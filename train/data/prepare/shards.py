@@ -23,7 +23,7 @@ from omni.errors import UserError
 from omni.files import part_of, publish, read_json, write_json, writing
 from train.data.prepare.rows import PrepareTally
 from train.data.prepare.worker import BLOCK, BrokenItem, PreparedBlock
-from train.data.rows.parquet import ROW_GROUP
+from train.data.rows.parquet import ROW_GROUP, written_as
 from train.data.rows.parquet_files import readable
 from train.data.rows.reference import checksum
 from train.data.rows.row import features
@@ -35,8 +35,8 @@ AGAIN = "remove its folder and prepare the data again"
 """Advice in messages about a damaged file of a preparation."""
 _GROUP_BYTES = 16 << 20
 
-SHARD_GROUPS = 512
-"""Largest number of row groups of a shard: the writer keeps a kilobyte per group and column until the shard ends."""
+SHARD_GROUPS = 16
+"""Largest number of row groups of a shard: to read any row of a file that is not open, its footer is read, which lists them."""
 
 SEGMENT = SHARD_GROUPS * ROW_GROUP // BLOCK * BLOCK
 """Number of items of a segment. Another number makes other shards."""
@@ -134,7 +134,7 @@ class ShardWriter:
             return
         with writing(self.file):
             if self._writer is None:
-                self._writer = pq.ParquetWriter(str(part_of(self.file)), features().arrow_schema, write_page_checksum=True)
+                self._writer = pq.ParquetWriter(str(part_of(self.file)), features().arrow_schema, **written_as())
             self._writer.write_table(pa.concat_tables(self._group).combine_chunks(), row_group_size=ROW_GROUP)
         self._groups += -(-self._group_rows // ROW_GROUP)
         self._group, self._group_rows, self._group_bytes = [], 0, 0

@@ -1,8 +1,8 @@
 """Rows in Parquet files: written under another name and renamed, read by index.
 
 A file is read in place, a row group at a time, so that the first row of any data is available at once; this requires small
-groups, which `write_rows` and `data prepare` make. A file of large groups is read through Hugging Face `datasets`, which keeps
-an Arrow copy of it in its cache folder (`HF_HOME`) and maps that into memory.
+groups and short footers, which `write_rows` and `data prepare` make. A file of large groups is read through Hugging Face
+`datasets`, which keeps an Arrow copy of it in its cache folder (`HF_HOME`) and maps that into memory.
 """
 
 from __future__ import annotations
@@ -14,18 +14,14 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.errors import UserError
 from omni.files import replacing, writing
-from omni.remote import find_address
-from train.data.rows.index import RowIndex, has_index
-from train.data.rows.open_file import OpenFile, WholeFile
-from train.data.rows.parquet_files import LARGE_BYTES, LARGE_ROWS, are_large, groups_of, look, one_line
+from train.data.rows.parquet_files import check_columns, has_large_groups, look, one_line, readable, whole
 from train.data.rows.parts import EVERYTHING, PARTS, LeafColumns, Needed
-from train.data.rows.places import DataFile, DataFiles, brought, find_files, looked_at
+from train.data.rows.places import DataFile, brought, find_files, how, looked_at, opened
 from train.data.rows.reference import Reference
 from train.data.rows.row import OPTIONAL, Row, features, from_plain, to_plain
 
@@ -33,23 +29,24 @@ if TYPE_CHECKING:
     import datasets
     import numpy as np
     import pyarrow as pa
-    import pyarrow.parquet as pq
-
-
-GroupTables: TypeAlias = "dict[LeafColumns, tuple[int, pa.Table]]"
-"""Decoded columns of a row group: the number of its first row in its file, and the table."""
 
 ROW_GROUP = 16
 """Rows of a row group: to read one row, its group is decoded."""
 
-KEPT_FILES = 16
-"""Number of open files that a process keeps of a stored source, those read last."""
+PIECE = 32
+"""Rows, one after another in a file, that are read together in the order `sequential`: whole row groups."""
 
-KEPT_CHUNKS = 600_000
-"""Column chunks whose metadata is kept of a stored source, a kilobyte each: those of 450,000 rows in groups of 16.
+KEPT_FILES, KEPT_CHUNKS = 64, 50_000
+"""Open files that a process keeps of a source, those read last, and column chunks in their footers, a kilobyte each."""
 
-They are read anyway when the source is opened, and rows in shuffled order come from one file after another: to read a file's
-metadata again takes several times as long as to read a row. Forked workers share them."""
+KEPT_GROUPS = 4
+"""Decoded row groups that a process keeps of a source whose rows are read alone, those decoded last."""
+
+
+def written_as() -> dict[str, Any]:
+    """How `pyarrow.parquet.ParquetWriter` writes rows: a footer without what nobody asks it is read in half the time."""
+    codes = "turns.list.element.answer_codes.frames.list.element.list.element"
+    return {"write_page_checksum": True, "write_statistics": False, "use_dictionary": [codes]}
 
 
 def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int = ROW_GROUP) -> int:
@@ -69,7 +66,7 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
     schema = features().arrow_schema
     count = 0
     target.parent.mkdir(parents=True, exist_ok=True)
-    with writing(target), replacing(target) as part, pq.ParquetWriter(part, schema, write_page_checksum=True) as writer:
+    with writing(target), replacing(target) as part, pq.ParquetWriter(part, schema, **written_as()) as writer:
         iterator = iter(rows)
         while group := list(itertools.islice(iterator, row_group)):
             plain = []
@@ -87,207 +84,170 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
     return count
 
 
-class Footers:
-    """Parquet files whose footers have been read: as `RowIndex`, without an index.
+class KeptGroup(NamedTuple):
+    """Columns of a row group: the number of its file, which columns, its first row in the file, and the table."""
 
-    Files of a store are opened when their first row is read, where a report of `data prepare` beside them says how many rows
-    each has, unless the numbers of rows of their groups are asked for.
+    file: int
+    leaves: LeafColumns
+    first: int
+    table: pa.Table
 
-    Args:
-        by_group: read the numbers of rows of all groups.
-    """
 
-    def __init__(self, found: DataFiles, by_group: bool = False) -> None:
-        self.files, known = found.files, None if by_group else found.counts()
-        self._sizes: list[int] = []
-        self._metadata: dict[int, pq.FileMetaData] = {}
-        self._chunks = 0
-        self.absent: list[set[str]] = []
-        self.large, counts = False, []
-        for number, (metadata, schema) in enumerate(looked_at(look, self.files if known is None else self.files[:1])):
-            counts.append(metadata.num_rows)
-            self.absent.append({name for name in OPTIONAL if name not in schema.names})
-            self.large = self.large or are_large(groups_of(metadata))
-            if by_group:
-                self._sizes += (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-            self._keep(number, metadata)
-        self._ends = list(itertools.accumulate(counts if known is None else known))
-        if not self._ends[-1]:
-            raise UserError(f"data {found.path} has no rows: prepare the data again")
-        if self.large:
-            self._metadata = {}
+class OpenFile:
+    """An open file, whose footer has been read; UserError where it is none, or has not `count` rows."""
 
-    def _keep(self, number: int, metadata: pq.FileMetaData) -> None:
-        """Keep a file's metadata, up to `KEPT_CHUNKS` in all."""
-        chunks = metadata.num_row_groups * metadata.num_columns
-        if number not in self._metadata and self._chunks + chunks <= KEPT_CHUNKS:
-            self._metadata[number] = metadata
-            self._chunks += chunks
+    def __init__(self, file: DataFile, count: int) -> None:
+        import pyarrow.parquet as pq
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_metadata": {}, "_chunks": 0}
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def group_sizes(self) -> np.ndarray:
-        """Number of rows of each group, int64 [G]; only once, after which they are forgotten."""
-        import numpy as np
-
-        sizes, self._sizes = np.array(self._sizes, np.int64), []
-        return sizes
-
-    def place(self, row: int) -> tuple[int, int]:
-        """Number of a row's file, and of the row in it."""
-        file = bisect.bisect_right(self._ends, row)
-        return file, row - (self._ends[file - 1] if file else 0)
-
-    def file(self, number: int) -> DataFile:
-        """A file."""
-        return self.files[number]
-
-    def open(self, number: int) -> OpenFile:
-        """Open a file, and keep its metadata where there is room; UserError where it has another number of rows by now."""
-        file = WholeFile(self.files[number], self._metadata.get(number))
-        count = self._ends[number] - (self._ends[number - 1] if number else 0)
-        if file.metadata.num_rows != count:
+        self.file = file
+        with whole(file):
+            self.parquet = pq.ParquetFile(opened(file), page_checksum_verification=True, **how(file))
+        check_columns(file, self.parquet.schema_arrow)
+        metadata = self.parquet.metadata
+        if metadata.num_rows != count:
             raise UserError(
-                f"data file {self.files[number]} has {file.metadata.num_rows} rows, and {count} when the run started, or by "
-                "its report: copy it there again, with the report.json that was made with it"
+                f"data file {file} has {metadata.num_rows} rows, and {count} when the run started, or by its report: copy it "
+                "there again, with the report.json that was made with it"
             )
-        self._keep(number, file.metadata)
-        return file
+        self.chunks = metadata.num_row_groups * metadata.num_columns
+        self.ends = list(itertools.accumulate(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)))
+
+    def read(self, row: int, leaves: LeafColumns) -> tuple[int, pa.Table]:
+        """Decode the selected columns of a row's group: its first row, and the table; UserError where they cannot be read."""
+        group = bisect.bisect_right(self.ends, row)
+        first = self.ends[group - 1] if group else 0
+        with readable(self.file, f" (rows {first} to {self.ends[group] - 1})"):
+            paths = leaves.paths(self.parquet.metadata)
+            return first, self.parquet.read_row_group(group, columns=paths, use_threads=False)
 
 
 class StoredRows:
     """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names.
 
-    Files of a store are read by ranges.
+    Where a report of `data prepare` or `data filter` beside them says how many rows each file has, a file is opened when its
+    first row is read; otherwise the footers of all are read now. Files of a store are read by ranges.
 
     Args:
-        path: the file or folder, or its address. A folder's index is used where it is here, see `train.data.rows.index`.
+        path: the file or folder, or its address.
         cache: folder for Arrow copies, where one is needed; None for that of `datasets`.
         needed: parts of rows that are read, others come as if they were not there; None for all.
-        by_group: rows will be read with their groups (`read`), of which the numbers of rows are needed.
 
     Raises:
-        UserError: nothing there, a file that is no Parquet or of another format, no rows, or an index of other files; with
-            `by_group`, large groups.
+        UserError: nothing there, a file that is no Parquet or of another format, or no rows.
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        cache: str | os.PathLike[str] | None = None,
-        needed: Needed | None = None,
-        by_group: bool = False,
+        self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None, needed: Needed | None = None
     ) -> None:
         self.needed = needed
-        self._files: RowIndex | Footers
-        self._copied: datasets.Dataset | None = None
-        if find_address(path) is None and has_index(Path(path)):
-            self._files = RowIndex(Path(path))
-            self._folder: Path | None = Path(path)
-        else:
-            found = find_files(path)
-            self._folder = found.folder
-            if found.index is not None:
-                self._files = RowIndex(found)
-                self._begin()
-                return
-            self._files = footers = Footers(found, by_group)
-            if by_group and footers.large:
-                raise UserError(
-                    f"data {found.path} has row groups of more than {LARGE_ROWS} rows or {LARGE_BYTES >> 20} MiB, too large to "
-                    "keep several of them: prepare the data, which makes small ones, or set order to random, which copies them"
-                )
-            self._copied = _open(footers.files, footers.absent, cache) if footers.large else None
+        found = find_files(path)
+        self._folder, self._files, counts = found.folder, found.files, found.counts()
+        large, absent, seen = False, list[set[str]](), list[int]()
+        for metadata, schema in looked_at(look, self._files if counts is None else self._files[:1]):
+            seen.append(metadata.num_rows)
+            absent.append({name for name in OPTIONAL if name not in schema.names})
+            large = large or has_large_groups(metadata)
+        self._ends = list(itertools.accumulate(seen if counts is None else counts))
+        if not self._ends[-1]:
+            raise UserError(f"data {found.path} has no rows: prepare the data again")
+        self._copied = _arrow_copy(self._files, absent, cache) if large else None
         self._begin()
 
     def _begin(self) -> None:
         self._process = os.getpid()
         self._open_files: OrderedDict[int, OpenFile] = OrderedDict()
+        self._recent: list[KeptGroup] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open_files": OrderedDict()}
+        return {**self.__dict__, "_open_files": OrderedDict(), "_recent": []}
 
     def whole(self) -> StoredRows:
         """The same rows, with all their parts."""
         out = copy.copy(self)
         out.needed = None
+        out._begin()
         return out
 
     def __len__(self) -> int:
-        return len(self._files)
+        return self._ends[-1]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Number of a row's file, and of the row in it."""
+        file = bisect.bisect_right(self._ends, index)
+        return file, index - (self._ends[file - 1] if file else 0)
+
+    def pieces(self) -> np.ndarray:
+        """Where pieces of `PIECE` rows of a file, or of what is left at its end, start, and the number of all rows, int64."""
+        import numpy as np
+
+        starts = [range(first, end, PIECE) for first, end in itertools.pairwise([0, *self._ends])]
+        return np.fromiter(itertools.chain(*starts, self._ends[-1:]), np.int64)
 
     def where(self, index: int) -> str:
         """File and row number within it, for errors."""
-        file, row = self._files.place(index)
-        return f"{self._files.file(file)} row {row}"
+        file, row = self.place(index)
+        return f"{self._files[file]} row {row}"
 
     def __getitem__(self, index: int) -> Row:
         """Row `index`; UserError where it breaks the format, or cannot be read."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        return from_plain(self._plain(index), self._folder, self.where(index))
-
-    def group_sizes(self) -> np.ndarray:
-        """Number of rows of each row group, in the order of the rows, [G]."""
-        return self._files.group_sizes()
+        row = from_plain(self._plain(index, self._recent), self._folder, self.where(index))
+        del self._recent[:-KEPT_GROUPS]
+        return row
 
     @property
     def copied(self) -> bool:
         """True where rows are read from an Arrow copy, not from row groups."""
         return self._copied is not None
 
-    def first_of(self, index: int, kept: GroupTables) -> int:
-        """Number of the first row of the group that row `index` was read with."""
-        first, _ = next(iter(kept.values()))
-        return index - self._files.place(index)[1] + first
-
-    def read(self, index: int, kept: GroupTables) -> Row:
-        """As `self[index]`, with the row's group, whose tables are in `kept` or are added there."""
+    def read(self, index: int, kept: list[KeptGroup]) -> Row:
+        """As `self[index]`, with the row's group, which is in `kept` or is added there."""
         return from_plain(self._plain(index, kept), self._folder, self.where(index))
 
-    def _plain(self, index: int, kept: GroupTables | None = None) -> dict[str, Any]:
+    def _plain(self, index: int, kept: list[KeptGroup]) -> dict[str, Any]:
         """Read the needed parts of a row as plain data; others are null. An Arrow copy gives all parts."""
         if self._copied is not None:
             return self._copied[index]
-        number, row = self._files.place(index)
-        read = self._open(number).row if kept is None else partial(self._row_of, kept, number)
+        number, row = self.place(index)
         if self.needed is None:
-            return read(row, EVERYTHING)
-        plain = read(row, self.needed.first)
+            return self._columns(number, row, EVERYTHING, kept)
+        plain = self._columns(number, row, self.needed.first, kept)
         turns = plain["turns"] or ()
         while leaves := self.needed.next(plain):
-            for turn, more in zip(turns, read(row, leaves)["turns"], strict=True):
+            for turn, more in zip(turns, self._columns(number, row, leaves, kept)["turns"], strict=True):
                 turn.update(more)
         for turn in turns:
             turn.update({part: None for part in PARTS if part not in turn})
         return plain
 
-    def _row_of(self, kept: GroupTables, number: int, row: int, leaves: LeafColumns) -> dict[str, Any]:
-        """Columns of a row in file `number`, of its group's tables; a file is opened only for those that are not there."""
-        if leaves not in kept:
-            kept[leaves] = self._open(number).table(row, leaves)
-        first, table = kept[leaves]
-        return table.slice(row - first, 1).to_pylist()[0]
+    def _columns(self, number: int, row: int, leaves: LeafColumns, kept: list[KeptGroup]) -> dict[str, Any]:
+        """Columns of a row in file `number`, of its group; a file is opened only for groups that are not kept."""
+        for group in kept:
+            if group.file == number and 0 <= row - group.first < len(group.table) and group.leaves == leaves:
+                break
+        else:
+            group = KeptGroup(number, leaves, *self._open(number).read(row, leaves))
+            kept.append(group)
+        return group.table.slice(row - group.first, 1).to_pylist()[0]
 
     def _open(self, number: int) -> OpenFile:
         if self._process != os.getpid():  # after a fork: open files are not shared
             self._begin()
-        if number not in self._open_files:
-            self._open_files[number] = self._files.open(number)
-            if len(self._open_files) > KEPT_FILES:
-                self._open_files.popitem(last=False)
-        self._open_files.move_to_end(number)
-        return self._open_files[number]
+        files = self._open_files
+        if number not in files:
+            files[number] = OpenFile(self._files[number], self._ends[number] - (self._ends[number - 1] if number else 0))
+            chunks = sum(file.chunks for file in files.values())
+            while len(files) > 1 and (len(files) > KEPT_FILES or chunks > KEPT_CHUNKS):
+                chunks -= files.popitem(last=False)[1].chunks
+        files.move_to_end(number)
+        return files[number]
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
 
 
-def _open(files: list[DataFile], absent: list[set[str]], cache: str | os.PathLike[str] | None) -> datasets.Dataset:
+def _arrow_copy(files: list[DataFile], absent: list[set[str]], cache: str | os.PathLike[str] | None) -> datasets.Dataset:
     """Open the files as Arrow copies; `absent` are the columns that each of them lacks, the same ones in all."""
     import datasets
     from datasets.exceptions import DatasetGenerationError

@@ -1,14 +1,14 @@
-"""Parquet files of rows: which there are, whether their columns are those of rows, and whether their groups are large."""
+"""Parquet files of rows: whether they are whole, their columns those of rows, and their groups small."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from train.data.rows.places import DataFile, find_files, how, opened
+from train.data.rows.places import DataFile, how, opened
 from train.data.rows.row import OPTIONAL, features
 
 if TYPE_CHECKING:
@@ -22,14 +22,6 @@ JUDGED_GROUPS = 4
 """Number of groups, the first of a file, by which it is judged whether its groups are large."""
 
 
-def files_of(path: str | os.PathLike[str]) -> list[DataFile]:
-    """List the Parquet file at `path`, or those of the folder there, sorted by name, without opening any.
-
-    UserError where there is none.
-    """
-    return find_files(path).files
-
-
 def look(file: DataFile) -> tuple[pq.FileMetaData, pa.Schema]:
     """Read the metadata and the schema of a file, and check its columns."""
     import pyarrow.parquet as pq
@@ -41,9 +33,14 @@ def look(file: DataFile) -> tuple[pq.FileMetaData, pa.Schema]:
     return metadata, schema
 
 
+@cache
+def _row_schema() -> pa.Schema:
+    return features().arrow_schema
+
+
 def check_columns(file: DataFile, schema: pa.Schema) -> None:
     """UserError where a file lacks a column of rows, or has one of another type."""
-    for field in features().arrow_schema:
+    for field in _row_schema():
         if field.name not in schema.names and field.name in OPTIONAL:
             continue
         if field.name not in schema.names:
@@ -68,15 +65,10 @@ def first_rows(file: DataFile, group: int, count: int) -> list[dict[str, Any]]:
         return [] if batch is None else batch.to_pylist()
 
 
-def groups_of(metadata: pq.FileMetaData) -> Iterator[tuple[int, int]]:
-    """Number of rows, and bytes before compression, of the groups that a file is judged by."""
+def has_large_groups(metadata: pq.FileMetaData) -> bool:
+    """True where the first groups of a file are too large to decode one for a single row."""
     groups = (metadata.row_group(i) for i in range(min(metadata.num_row_groups, JUDGED_GROUPS)))
-    return ((group.num_rows, group.total_byte_size) for group in groups)
-
-
-def are_large(groups: Iterable[tuple[int, int]]) -> bool:
-    """True where groups, each given by its rows and bytes, are too large to decode one for a single row."""
-    return any(rows > LARGE_ROWS or size > LARGE_BYTES for rows, size in groups)
+    return any(group.num_rows > LARGE_ROWS or group.total_byte_size > LARGE_BYTES for group in groups)
 
 
 @contextmanager

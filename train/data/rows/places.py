@@ -17,7 +17,7 @@ from omni.remote import check_there, find_address, shown
 from omni.stores.drivers import StoredObject, bare, read_range
 from omni.stores.reading import PIECE, ObjectReader, listed, local_file, looked_up
 
-SUFFIX, REPORT, INDEX = ".parquet", "report.json", "rows.index"
+SUFFIX, REPORT = ".parquet", "report.json"
 AT_ONCE = 16
 """Files of a store that are looked at side by side."""
 
@@ -34,14 +34,13 @@ class DataFiles:
     Attributes:
         path: the file or folder, or its address, for messages.
         folder: that references in rows are relative to; None in a store.
-        report, index: what `data prepare` says of the files of a store, and their index, where they are beside them.
+        report: what `data prepare` says of the files of a store, where it is beside them.
     """
 
     path: str
     files: list[DataFile]
     folder: Path | None
     report: StoredObject | None = None
-    index: StoredObject | None = None
 
     def described(self) -> dict[str, Any]:
         """What the report of `data prepare` beside the files says; empty where there is none that can be read."""
@@ -56,14 +55,12 @@ class DataFiles:
 
     def counts(self) -> list[int] | None:
         """Numbers of rows of each file by the report, so that none need be opened; None where it does not fit the files."""
-        if self.report is None:
-            return None
         try:
             known = {shard["file"]: (int(shard["rows"]), int(shard["bytes"])) for shard in self.described()["shards"]}
             counts = [known[file.name] for file in self.files]
-        except (ValueError, KeyError, TypeError):
+            alike = all(size_of(file) == size for file, (_, size) in zip(self.files, counts, strict=True))
+        except (OSError, ValueError, KeyError, TypeError):
             return None
-        alike = all(isinstance(f, StoredObject) and f.size == size for f, (_, size) in zip(self.files, counts, strict=True))
         return [rows for rows, _ in counts] if alike else None
 
 
@@ -92,7 +89,7 @@ def _in_store(address: str) -> DataFiles:
     if not files:
         raise UserError(f"data folder {shown(address)} holds no {SUFFIX} file: prepare the data first")
     beside = {one.name: one for one in found}
-    return DataFiles(shown(address), files, None, beside.get(REPORT), beside.get(INDEX))
+    return DataFiles(shown(address), files, None, beside.get(REPORT))
 
 
 def opened(file: DataFile) -> Any:

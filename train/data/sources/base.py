@@ -8,12 +8,12 @@ from bisect import bisect_right
 from typing import Any, Protocol
 
 from omni.errors import UserError
-from train.data.rows.parquet import GroupTables, StoredRows
+from train.data.rows.parquet import PIECE, KeptGroup, StoredRows
 from train.data.rows.parts import Needed
 from train.data.rows.row import Row
 from train.data.sources.stream_source import StreamSource
 from train.data.sources.streams import StreamDraw
-from train.data.sources.windows import GroupDraw, GroupSizes, GroupWindows
+from train.data.sources.windows import WindowDraw, Windows
 
 
 class Source(Protocol):
@@ -57,10 +57,10 @@ class StoredSource:
     Args:
         held_out: number of rows that are left out, evenly spaced, the first of as many equal parts: `held_out_indices`.
         needed: parts of the rows that are read; None for all.
-        window: rows are read by whole groups, so many of which are kept; None where they are read one by one.
+        window: rows are read in pieces (`PIECE`), and each packer keeps about so many; None where they are read one by one.
 
     Attributes:
-        windows: the order of the rows where they are read by whole groups, else None.
+        windows: the order of the rows where they are read in pieces, else None.
 
     Raises:
         UserError: no row would be left; see also `StoredRows`.
@@ -76,17 +76,19 @@ class StoredSource:
         needed: Needed | None = None,
         window: int | None = None,
     ) -> None:
-        self.rows = StoredRows(path, cache, needed, by_group=window is not None)
+        self.rows = StoredRows(path, cache, needed)
         self.name = str(path)
         if held_out >= len(self.rows):
             raise UserError(f"held_out is {held_out}, but {path} has {len(self.rows)} rows: hold out fewer, none would be left")
         self._held_out = range(held_out)
         self.size = len(self.rows) - held_out
-        self.windows: GroupWindows | None = None
+        self.windows: Windows | None = None
         if window is not None:
-            held = [self._place(k) for k in self._held_out]
-            self.windows = GroupWindows(GroupSizes.of(self.rows.group_sizes()).without(held), window)
-        self._read: dict[int, tuple[tuple[int, int], dict[int, GroupTables]]] = {}  # by packer: its window, and groups in it
+            import numpy as np
+
+            pieces, held = self.rows.pieces(), np.array([self._place(k) for k in self._held_out], np.int64)
+            self.windows = Windows(pieces - held.searchsorted(pieces), -(-window // PIECE))
+        self._read: dict[int, tuple[tuple[int, int], list[KeptGroup]]] = {}  # by packer: its window, and groups in it
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_read": {}}
@@ -100,17 +102,15 @@ class StoredSource:
     def identity(self, index: int) -> int:
         return index
 
-    def row(self, index: int, group: GroupDraw | None = None) -> Row:
-        """Read row `index`; with its group, which is kept until its packer's window ends, where that is given."""
+    def row(self, index: int, draw: WindowDraw | None = None) -> Row:
+        """Read row `index`; its group is kept until the window of the draw ends, where that is given."""
         # Held-out row k is at place(k), after place(k) - k other rows: the index skips all held-out rows before this one.
         number = index + bisect_right(self._held_out, index, key=lambda k: self._place(k) - k)
-        if group is None:
+        if draw is None:
             return self.rows[number]
-        window, kept = self._read.get(group.packer, (None, {}))
-        if window != group.window:
-            kept = {}
-            self._read[group.packer] = group.window, kept
-        return self.rows.read(number, kept.setdefault(group.group, {}))
+        if draw.packer not in self._read or self._read[draw.packer][0] != draw.window:
+            self._read[draw.packer] = draw.window, []
+        return self.rows.read(number, self._read[draw.packer][1])
 
     def held_out_indices(self, count: int) -> list[int]:
         """Numbers of `count` of the held-out rows, evenly spaced, or of all where there are fewer."""
@@ -122,12 +122,12 @@ class StoredSource:
         return k * len(self.rows) // len(self._held_out)
 
 
-def drawn_row(source: Source, index: int, group: GroupDraw | StreamDraw | None = None) -> Row:
-    """Row `index` of a source; with its row group, or from its place in a stream, where it has been drawn with one."""
-    if group is None:
+def drawn_row(source: Source, index: int, place: WindowDraw | StreamDraw | None = None) -> Row:
+    """Row `index` of a source; of a window, or from its place in a stream, where it has been drawn so."""
+    if place is None:
         return source.row(index)
-    if isinstance(group, StreamDraw):
+    if isinstance(place, StreamDraw):
         assert isinstance(source, StreamSource)
-        return source.row(index, group)
+        return source.row(index, place)
     assert isinstance(source, StoredSource)
-    return source.row(index, group)
+    return source.row(index, place)

@@ -5,7 +5,7 @@ The shares may change with n, and a source may end after a number of rows (`trai
 drawn in epochs, each a full permutation of its rows; an endless one gives row n. Tasks are drawn by weight, and the weights may
 change with n (a curriculum).
 
-Where rows of a source are read by whole groups (`windows`), the row also depends on the number of packers P, of which packer l
+Where rows of a source are read in pieces (`windows`), the row also depends on the number of packers P, of which packer l
 makes the draws l + P k: each mixes the sources of its own draws, and draw number m of a source there is the source's draw
 l + P m. Epochs and limits are as exact as without; shares are, within the draws of each packer. So it is where a source is
 a stream (`streams`), of which each packer has rows of its own, one after another.
@@ -23,10 +23,10 @@ from omni.tasks import find_task
 from train.data.seeding import dice, shuffled
 from train.data.sources.spans import Spans, Weight, check_schedule
 from train.data.sources.streams import StreamDraw
+from train.data.sources.windows import WindowDraw, Windows
 
 if TYPE_CHECKING:
     from train.data.sources.base import Source
-    from train.data.sources.windows import GroupDraw, GroupWindows
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class Draw:
     """A draw: number `number`, which is row `index` of source `source`.
 
     Attributes:
-        group: the row group that the row is read with, or the row's place in a stream; None where rows are read one by one.
+        place: the window that the row is read with, or the row's place in a stream; None where rows are read one by one.
     """
 
     number: int
     source: int
     index: int
-    group: GroupDraw | StreamDraw | None = None
+    place: WindowDraw | StreamDraw | None = None
 
 
 class Mixture:
@@ -97,7 +97,7 @@ class Mixture:
     Args:
         weights: of the sources; places of points are numbers of draws.
         limits: most rows that each source gives, however often it is read to its end; None for any number.
-        windows: by the number of a source, the order of its rows where they are read by whole groups.
+        windows: by the number of a source, the order of its rows where they are read in pieces.
         streams: numbers of the sources that are streams.
     """
 
@@ -107,7 +107,7 @@ class Mixture:
         weights: Sequence[Weight],
         seed: int = 0,
         limits: Sequence[int | None] | None = None,
-        windows: Mapping[int, GroupWindows] | None = None,
+        windows: Mapping[int, Windows] | None = None,
         streams: Collection[int] = (),
     ) -> None:
         if len(sources) != len(weights) or not sources:
@@ -138,7 +138,7 @@ class Mixture:
         """Source and row of draw `number`, counted from 0 over all processes; UsedUp where no source has rows left.
 
         Args:
-            packers: number of packers, which take draws in turn; it matters where rows are read by groups or streamed.
+            packers: number of packers, which take draws in turn; it matters where rows are read in pieces or streamed.
         """
         self.check(number, packers)
         if not self.by_packer:
@@ -154,8 +154,8 @@ class Mixture:
             return Draw(number, source, self._index(source, number, count))
         windows = self.windows[source]
         epoch, place = divmod(count, windows.rows)
-        found = windows.find(place, packers, self.seed, "epoch", source, epoch)
-        return Draw(number, source, found.row, found.drawn(packer, epoch))
+        row, start = windows.find(place, packers, self.seed, "epoch", source, epoch)
+        return Draw(number, source, row, WindowDraw(packer, (epoch, start)))
 
     def _spans_of(self, packer: int, packers: int) -> Spans:
         """Spans of the draws of one packer, in which each source's row number m is row packer + packers * m."""

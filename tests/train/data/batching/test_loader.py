@@ -78,7 +78,7 @@ def test_stopped_after_any_step_it_goes_on_as_if_it_had_not(name, options):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("room", [0, parquet.KEPT_CHUNKS])
+@pytest.mark.parametrize("room", [1, parquet.KEPT_FILES])
 def test_stored_rows_of_many_files_go_on_as_if_they_had_not_stopped(room, tmp_path, monkeypatch):
     """Also where nothing of the files was kept when it stopped, and where there is no room to keep it."""
     model = MODELS["codec2"]
@@ -95,7 +95,7 @@ def test_stored_rows_of_many_files_go_on_as_if_they_had_not_stopped(room, tmp_pa
     next(whole)
     states = plainly_stored(whole.states)
     wanted = take(whole, 3)
-    monkeypatch.setattr(parquet, "KEPT_CHUNKS", room)
+    monkeypatch.setattr(parquet, "KEPT_FILES", room)
     same_steps(take(stored(start_step=1, states=states), 3), wanted)
     same_steps(take(stored(start_step=1, states=states, workers=1), 3), wanted)
 

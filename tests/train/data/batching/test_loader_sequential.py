@@ -1,4 +1,4 @@
-"""The loader where rows are read by whole groups: each group once, exact over stops, the same for any number of workers."""
+"""The loader where rows are read in pieces: each group once, exact over stops, the same for any number of workers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from train.data.batching.packer import PackerShard, merge
 from train.data.batching.pipeline import Pipeline
 from train.data.build import build_pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
-from train.data.rows import open_file
-from train.data.rows.index import INDEX
-from train.data.rows.indexing import write_index
+from train.data.rows import parquet
 from train.data.rows.parquet import StoredRows, write_rows
-from train.data.rows.parts import Needed
+from train.data.rows.parts import LeafColumns, Needed
 from train.data.rows.row import Row, RowTurn
+from train.data.sources import base
 from train.data.sources.base import StoredSource
 from train.data.sources.mixture import Draw, Mixture, TaskMixture
 
@@ -34,20 +33,24 @@ FILES, GROUP = (11, 14, 0, 6), 3
 ROWS, GROUPS = sum(FILES), 4 + 5 + 0 + 2
 
 
-@pytest.fixture(scope="module", params=["index", "footers"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four files, one of them empty, in groups of 3 rows and fewer at their ends, with and without an index."""
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "PIECE", GROUP)
+    monkeypatch.setattr(base, "PIECE", GROUP)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four files, one of them empty, in groups of 3 rows and fewer at their ends."""
     folder, first = tmp_path_factory.mktemp("rows"), 0
     source = ToySource("toy", None, codec_of(MODEL))
     for number, count in enumerate(FILES):
         write_rows(folder / f"rows-{number:05d}.parquet", map(source.row, range(first, first + count)), GROUP)
         first += count
-    if request.param == "index":
-        write_index(folder)
     return folder
 
 
-def mixture(folder: Path, window: int = 3, held_out: int = 0, **options: Any) -> Mixture:
+def mixture(folder: Path, window: int = 3 * GROUP, held_out: int = 0, **options: Any) -> Mixture:
     source = StoredSource(folder, held_out=held_out, window=window, **options)
     assert source.windows is not None
     return Mixture([source], [1.0], 3, windows={0: source.windows})
@@ -66,7 +69,7 @@ def pipeline(folder: Path, mixed: bool = False) -> Pipeline:
 def rows_of(mix: Mixture, draws: Iterator[Draw]) -> list[Row]:
     source = mix.sources[0]
     assert isinstance(source, StoredSource)
-    return [source.row(draw.index, draw.group) for draw in draws]
+    return [source.row(draw.index, draw.place) for draw in draws]
 
 
 def test_rows_are_those_that_are_read_one_by_one(folder: Path) -> None:
@@ -82,14 +85,14 @@ def test_rows_are_those_that_are_read_one_by_one(folder: Path) -> None:
 def test_a_group_is_opened_once_an_epoch(folder: Path, packers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By one packer each, but for those that the ends of their runs cut; and no more than a window of each is kept."""
     opened: Counter[str] = Counter()
-    decode = open_file._decode
+    read = parquet.OpenFile.read
 
-    def counted(group: open_file.OpenGroup, leaves: open_file.LeafColumns) -> Any:
-        table = decode(group, leaves)
+    def counted(file: parquet.OpenFile, row: int, leaves: LeafColumns) -> Any:
+        first, table = read(file, row, leaves)
         opened[str(table.column("turns")[0])] += 1
-        return table
+        return first, table
 
-    monkeypatch.setattr(open_file, "_decode", counted)
+    monkeypatch.setattr(parquet.OpenFile, "read", counted)
     mix = mixture(folder, needed=Needed(frozenset({"T1T2"})))
     for epoch in (1, 2):
         for number in range((epoch - 1) * ROWS, epoch * ROWS):
@@ -113,9 +116,7 @@ class CountingFile(io.FileIO):
 
 @pytest.mark.parametrize("tasks", [{"T1T2"}, {"A1A2"}])
 def test_bytes_that_are_read_are_those_that_are_used(folder: Path, tasks: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    if (folder / INDEX).exists():
-        pytest.skip("an indexed file is mapped")
-    monkeypatch.setattr(open_file, "opened", lambda file: CountingFile(file))
+    monkeypatch.setattr(parquet, "opened", lambda file: CountingFile(file))
     monkeypatch.setattr(CountingFile, "read_bytes", 0)
     needed = Needed(frozenset(tasks))
     mix, used = mixture(folder, needed=needed), 0
@@ -124,12 +125,15 @@ def test_bytes_that_are_read_are_those_that_are_used(folder: Path, tasks: set[st
         paths = needed.first.paths(metadata)
         columns = [metadata.row_group(g).column(c) for g in range(metadata.num_row_groups) for c in range(metadata.num_columns)]
         used += sum(column.total_compressed_size for column in columns if column.path_in_schema in paths)
+    for number in mix.sources[0].rows.pieces()[:-1]:
+        mix.sources[0].row(int(number))  # so that footers have been read
+    CountingFile.read_bytes = 0
     rows_of(mix, (mix.draw(number) for number in range(ROWS)))
     assert used <= CountingFile.read_bytes <= 1.2 * used
     CountingFile.read_bytes = 0
-    monkeypatch.setattr(open_file, "KEPT_GROUPS", 0)
+    monkeypatch.setattr(parquet, "KEPT_GROUPS", 1)
     alone = StoredSource(folder, needed=needed)
-    for number in range(ROWS):
+    for number in sorted(range(ROWS), key=lambda number: number % 7):
         alone.row(number)
     assert CountingFile.read_bytes > 2 * used  # each row with its whole group
 
@@ -192,7 +196,7 @@ def test_the_configuration_chooses(folder: Path) -> None:
         return build_pipeline(DataConfig((source,), packing=PackingConfig(length=160)), MODEL, TOKENIZER, codec_of(MODEL))
 
     assert not made().mixture.windows
-    found = made(order="sequential", window=4, held_out=3).mixture.windows[0]
+    found = made(order="sequential", window=4 * GROUP - 1, held_out=3).mixture.windows[0]
     assert (found.width, found.rows) == (4, ROWS - 3)
     wide = made(order="sequential", window=1000)
     assert len({wide.fetch(number).where for number in range(ROWS)}) == ROWS
@@ -204,7 +208,7 @@ def test_the_configuration_chooses(folder: Path) -> None:
         ({"order": "sequental"}, r"source.order 'sequental' is unknown; .*sequential"),
         ({"order": "sequential", "window": 0}, "source.window is 0; it must be at least 1"),
         ({"window": 4}, "source.window is 4, but order is random, which has none: set order to sequential"),
-        ({"order": "sequential", "kind": "spoken-digits", "path": None}, "'spoken-digits' reads no row groups"),
+        ({"order": "sequential", "kind": "spoken-digits", "path": None}, "'spoken-digits' reads no files in pieces"),
     ],
 )
 def test_values_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
@@ -212,8 +216,8 @@ def test_values_that_cannot_be_are_refused(options: dict[str, Any], message: str
         SourceConfig(**{"kind": "stored", "path": "rows", **options})
 
 
-def test_large_groups_are_refused(tmp_path: Path) -> None:
+def test_rows_of_large_groups_come_from_their_copy(tmp_path: Path) -> None:
     rows = [Row((RowTurn(question_text="q", answer_text="a"),), id=str(i)) for i in range(100)]
     write_rows(tmp_path / "rows.parquet", rows, 100)
-    with pytest.raises(UserError, match=r"row groups of more than 64 rows .*prepare the data.* or set order to random"):
-        StoredSource(tmp_path, window=4)
+    mix = mixture(tmp_path, cache=tmp_path / "cache")
+    assert sorted(int(row.id) for row in rows_of(mix, map(mix.draw, range(100)))) == list(range(100))

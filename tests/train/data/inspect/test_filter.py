@@ -26,7 +26,6 @@ from train.data.inspect.rules import Range, Rules, WerRule, broken_rules, read_r
 from train.data.inspect.scan import FoundRow, Scan
 from train.data.prepare.codecs import Codecs
 from train.data.prepare.shards import checksum
-from train.data.rows.index import INDEX
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Codes, Sound, to_plain
 from train.scoring.asr import WhisperTranscriber, error_rate
@@ -81,7 +80,7 @@ def test_a_rule_drops_its_row_and_no_other(rule: str, tmp_path: Path, capsys: py
     assert report["rows"] == 11 and report["dropped"] == 1 and report["rules"] == {name: 1}
     assert [shard["crc32"] for shard in report["shards"]] == [checksum(out / "rows-00000.parquet")]
     assert "11 of 12 rows kept" in capsys.readouterr().out
-    assert {path.name for path in out.iterdir()} == {"rows-00000.parquet", INDEX, "report.json", DROPPED}
+    assert {path.name for path in out.iterdir()} == {"rows-00000.parquet", "report.json", DROPPED}
 
 
 def test_broken_rows_can_be_kept_but_not_unreadable_ones(tmp_path: Path) -> None:

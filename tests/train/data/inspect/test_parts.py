@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shlex
@@ -17,6 +16,7 @@ import pytest
 from omni.errors import UserError
 from tests.train.data.inspect.toys import noise, row, stored, wav
 from tests.train.data.prepare.test_prepare import files_of
+from tests.train.data.toys import report
 from train.cli import main
 from train.data.inspect import collect
 from train.data.inspect import digests as module
@@ -24,7 +24,6 @@ from train.data.inspect.digests import KnownDigests
 from train.data.inspect.scan import Scan, UnreadableRows
 from train.data.inspect.validate import open_scans
 from train.data.prepare.report import REPORT
-from train.data.rows.indexing import write_index
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Sound
 
@@ -95,8 +94,8 @@ def test_a_part_reads_its_own_rows_of_a_bucket(bucket: Any, tmp_path: Path) -> N
     for number in range(4):
         assert [item.index for item in scan.part(number, 4)] == [*range(8 * number, 8 * number + 8)]
         assert bucket.server.seen["GET"] == 5 + number
-    write_index(tmp_path)
-    again = Scan(bucket.put_all(tmp_path, "indexed"))
+    report(tmp_path)
+    again = Scan(bucket.put_all(tmp_path, "reported"))
     bucket.server.seen.clear()
     assert [item.index for item in again.part(3, 4)] == [*range(24, 32)]
     assert bucket.server.seen["GET"] <= 2  # the end of the file, and its rows
@@ -106,22 +105,22 @@ def looked_at(scan: Scan) -> list[tuple[int, str, Any]]:
     return [(item.index, item.where, item.why if isinstance(item, UnreadableRows) else item.plain) for item in scan]
 
 
-def test_an_index_changes_nothing_of_what_is_found(tmp_path: Path) -> None:
+def test_a_report_changes_nothing_of_what_is_found(tmp_path: Path) -> None:
     """Damage that it does not show is found where the file is opened."""
     folder = stored(tmp_path, list(map(row, range(COUNT))), per_file=20)
     plain = looked_at(Scan(folder))
-    write_index(folder)
+    report(folder)
     assert looked_at(Scan(folder)) == plain
-    file, status = folder / "rows-00001.parquet", (folder / "rows-00001.parquet").stat()
+    file = folder / "rows-00001.parquet"
     content = file.read_bytes()
     file.write_bytes(content[:-3] + b"XXX")
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     found = looked_at(Scan(folder))
     assert found == [*plain[:20], (20, str(file), found[20][2]), *plain[40:]] and "is not a whole" in found[20][2]
+    file.write_bytes(content)
     short = Scan(folder)
     write_rows(file, [row(1)])
     (lost,) = [item for item in short if isinstance(item, UnreadableRows)]
-    assert lost.count == 20 and "has 1 rows, and 20 by its index or report" in lost.why
+    assert lost.count == 20 and "has 1 rows, and 20 by its report" in lost.why
 
 
 RULES = [

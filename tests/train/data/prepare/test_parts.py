@@ -25,7 +25,6 @@ from train.data.prepare.config import DataPart, PrepareConfig
 from train.data.prepare.join import join
 from train.data.prepare.parts import items_of
 from train.data.prepare.prepare import prepare
-from train.data.rows.index import INDEX, RowIndex
 from train.data.rows.parquet import StoredRows
 
 
@@ -67,7 +66,7 @@ def test_parts_give_the_bytes_of_one_preparation(count, segment, tmp_path, monke
     assert sum(rows) == 196 and (0 in rows) == (count > 7)
     assert join(tmp_path / "out") == made(tmp_path / "whole", Plain(), codec="")
     assert files_of(tmp_path / "out") == wanted
-    assert len(RowIndex(tmp_path / "out")) == 196 and not (tmp_path / "out.preparing").exists()
+    assert len(StoredRows(tmp_path / "out")) == 196 and not (tmp_path / "out.preparing").exists()
     linked = [file for file in (tmp_path / "out").glob("*.parquet") if file.stat().st_nlink > 1]
     assert bool(linked) == (segment < 200)
     assert join(tmp_path / "out").rows == part(tmp_path / "out", f"0/{count}").rows == 196  # whole already
@@ -89,7 +88,7 @@ def test_a_part_is_read_before_the_others_are_there(tmp_path):
     place = tmp_path / "out.parts" / "00001-of-00002"
     texts = [row.turns[0].question_text for row in StoredRows(place, tmp_path / "cache")]
     assert texts == [f"what is {i}" for i in range(96, 200) if i != 130]
-    assert (place / INDEX).is_file() and len(RowIndex(place)) == 103
+    assert len(StoredRows(place)) == 103
     assert (place / "broken.csv").read_text().splitlines()[1].startswith("130,toy.jsonl row 130,")
 
 

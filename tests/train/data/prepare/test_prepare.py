@@ -23,7 +23,6 @@ from train.data.prepare import worker as blocks
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
 from train.data.prepare.rows import PrepareTally
-from train.data.rows.index import INDEX, RowIndex
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Codes
 
@@ -38,7 +37,7 @@ def made(out: Path, source: ToySource | None = None, **options) -> PrepareTally:
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """All files but the index, which holds the times of the others."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != INDEX]
+    files = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -52,7 +51,7 @@ def test_the_number_of_processes_changes_no_byte(kind, workers, tmp_path):
     assert few == many and few.rows == 107 and few.broken == 3
     assert files_of(tmp_path / str(workers[0])) == files_of(tmp_path / str(workers[1]))
     assert len(list((tmp_path / str(workers[0])).glob("*.parquet"))) > (kind == "sound")
-    assert not list(tmp_path.glob("*.preparing")) and len(RowIndex(tmp_path / str(workers[0]))) == few.rows
+    assert not list(tmp_path.glob("*.preparing")) and len(StoredRows(tmp_path / str(workers[0]))) == few.rows
 
 
 @pytest.mark.long

@@ -18,7 +18,6 @@ from train.data.batching.examples import Example
 from train.data.batching.pipeline import Pipeline
 from train.data.batching.unused import Unused
 from train.data.config import PackingConfig
-from train.data.rows.indexing import write_index
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.parts import PARTS, LeafColumns, Needed
 from train.data.rows.row import Row, Sound, Word, features, to_plain
@@ -41,16 +40,14 @@ def made(count: int, task: str = "", codes: bool = True) -> list[Row]:
     return out
 
 
-@pytest.fixture(scope="module", params=["index", "footers"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of no task, of each task, of an unknown one, and without codes; with and without an index."""
-    folder = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of no task, of each task, of an unknown one, and without codes."""
+    folder = tmp_path_factory.mktemp("rows")
     write_rows(folder / "a.parquet", made(7), row_group=3)
     tasks = [*TASKS, "T9"]
     write_rows(folder / "b.parquet", [replace(r, task=t) for r, t in zip(made(7), tasks, strict=True)], row_group=4)
     write_rows(folder / "c.parquet", made(4, codes=False), row_group=3)
-    if request.param == "index":
-        write_index(folder)
     return folder
 
 

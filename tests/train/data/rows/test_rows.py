@@ -17,7 +17,6 @@ from omni.errors import UserError
 from omni.tasks import TASKS
 from tests.train.data.toys import ToyCodec, ToySource
 from train.data.inspect.scan import Scan
-from train.data.rows import open_file, parquet
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.parquet_files import LARGE_ROWS
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word, inside
@@ -332,29 +331,3 @@ def test_a_damaged_page_is_named_and_the_rest_is_read(tmp_path):
     assert stored[15].id == "15" and stored[32].id == "32"
     with pytest.raises(UserError, match=r"data.parquet \(rows 16 to 31\) cannot be read .*prepare it again"):
         stored[20]
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("kept", [20, 5, 0])
-def test_what_is_known_of_a_file_is_read_once_while_there_is_room(kept, tmp_path, monkeypatch):
-    """In shuffled order, over more files than stay open: rows are the same whatever is kept, also of a copy with nothing."""
-    wanted = rows(40, turns=1)
-    for number in range(20):
-        write_rows(tmp_path / f"{number:02}.parquet", wanted[2 * number : 2 * number + 2], row_group=1)
-    chunks = 2 * pq.read_metadata(tmp_path / "00.parquet").num_columns
-    monkeypatch.setattr(parquet, "KEPT_CHUNKS", kept * chunks)
-    opened, real = [], pq.ParquetFile
-    monkeypatch.setattr(open_file, "opened", str)
-
-    def watched(file, metadata=None, **more):
-        opened.extend([file] * (metadata is None))
-        return real(file, metadata=metadata, **more)
-
-    monkeypatch.setattr(pq, "ParquetFile", watched)
-    stored = StoredRows(tmp_path)
-    for source, before in ((stored, kept), (pickle.loads(pickle.dumps(stored)), 0)):
-        opened.clear()
-        for k in range(80):
-            same(source[7 * k % 40], wanted[7 * k % 40])
-        assert len(set(opened)) == 20 - before
-        assert (len(opened) == len(set(opened))) == (kept == 20)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,13 @@ import pytest
 from omni.errors import UserError
 from omni.stores.tries import ChangedError
 from tests.train.data.batching.test_loader import same_steps, take
-from tests.train.data.toys import MODELS, TASKS, ToySource, codec_of, maker_of
+from tests.train.data.toys import MODELS, TASKS, ToySource, codec_of, maker_of, report
 from train.data.batching.loader import StepLoader
 from train.data.batching.pipeline import Pipeline
 from train.data.config import PackingConfig
 from train.data.inspect.scan import Scan
-from train.data.rows.index import RowIndex
-from train.data.rows.indexing import write_index
 from train.data.rows.parquet import StoredRows, write_rows
-from train.data.rows.parquet_files import files_of
+from train.data.rows.places import find_files
 from train.data.rows.row import Row, RowTurn
 from train.data.rows.samples import sample_rows
 from train.data.sources.base import StoredSource
@@ -34,14 +31,13 @@ MODEL = MODELS["codec2"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three shards of 5, 7 and 4 rows in groups of 3, and the report that `data prepare` would write of them."""
-    folder, first, shards = tmp_path_factory.mktemp("rows"), 0, []
+    folder, first = tmp_path_factory.mktemp("rows"), 0
     source = ToySource("toy", None, codec_of(MODEL))
     for number, count in enumerate((5, 7, 4)):
         file = folder / f"rows-{number:05d}.parquet"
         write_rows(file, map(source.row, range(first, first + count)), 3)
-        shards.append({"file": file.name, "rows": count, "bytes": file.stat().st_size})
         first += count
-    (folder / "report.json").write_text(json.dumps({"shards": shards}))
+    report(folder)
     return folder
 
 
@@ -87,41 +83,17 @@ def test_without_a_report_that_fits_files_are_looked_at(bucket: Any, folder: Pat
     assert rows.where(6) == f"{address}/rows-00001.parquet row 1"
 
 
-def test_with_an_index_no_footer_is_read(bucket: Any, folder: Path, tmp_path: Path) -> None:
-    """Also where rows are read by whole groups; and an index of other files is refused."""
-    indexed = Path(shutil.copytree(folder, tmp_path / "indexed"))
-    write_index(indexed)
-    address = bucket.put_all(indexed, "indexed")
+def test_rows_are_read_in_pieces_from_where_they_are(bucket: Any, folder: Path) -> None:
+    address = bucket.put_all(folder, "rows")
     bucket.server.seen.clear()
     source = StoredSource(address, window=2)
-    assert bucket.server.seen == {"LIST": 1, "GET": 1} and source.size == 16
+    assert bucket.server.seen == {"LIST": 1, "GET": 2} and source.size == 16
     rows, same = pickle.loads(pickle.dumps(source.rows)), StoredRows(folder)
     assert [row.id for row in rows] == [row.id for row in same] and rows.where(6) == f"{address}/rows-00001.parquet row 1"
     assert source.windows is not None
     sources = Mixture([source], [1.0], 3, windows={0: source.windows})
-    drawn = [source.row(draw.index, draw.group).where for draw in map(sources.draw, range(16))]
+    drawn = [source.row(draw.index, draw.place).where for draw in map(sources.draw, range(16))]
     assert sorted(drawn) == sorted(map(rows.where, range(16))) != drawn
-    same_steps(batches(address), batches(folder))
-    bucket.put("other/rows.index", (indexed / "rows.index").read_bytes())
-    bucket.put("other/rows-00000.parquet", b"PAR1")
-    other = bucket.address("other")
-    with pytest.raises(UserError, match=rf"index {other}/rows.index is of other files: .*rows-00001.parquet is not there"):
-        StoredRows(other)
-
-
-def test_an_index_is_read_without_the_cache_too(
-    bucket: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    indexed = shutil.copytree(folder, tmp_path / "indexed")
-    write_index(indexed)
-    address = bucket.put_all(indexed, "indexed")
-    monkeypatch.setenv("OMNI_CACHE_GB", "0.0000001")
-    rows = StoredRows(address)
-    assert isinstance(rows._files, RowIndex) and [row.id for row in rows] == [row.id for row in StoredRows(folder)]
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("OMNI_CACHE_GB", "1")
-    monkeypatch.setenv("OMNI_CACHE", str(tmp_path / "file" / "cache"))
-    assert [row.id for row in StoredRows(address)] == [row.id for row in rows]
 
 
 def test_one_file_and_samples(bucket: Any, folder: Path) -> None:
@@ -129,7 +101,7 @@ def test_one_file_and_samples(bucket: Any, folder: Path) -> None:
     one = f"{address}/rows-00002.parquet"
     assert [row.id for row in StoredRows(one)] == [row.id for row in StoredRows(folder / "rows-00002.parquet")]
     assert [row.id for row in sample_rows(address)] == [row.id for row in sample_rows(str(folder))]
-    assert [file.name for file in files_of(address)] == [file.name for file in files_of(folder)]
+    assert [file.name for file in find_files(address).files] == [file.name for file in find_files(folder).files]
     assert len(Scan(address)) == 16
 
 

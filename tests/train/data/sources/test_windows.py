@@ -1,4 +1,4 @@
-"""Rows by whole groups: the order is that of lists made by hand, and an epoch has each row once, by any number of packers."""
+"""Rows in pieces: the order is that of lists made by hand, and an epoch has each row once, by any number of packers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.data.seeding import shuffled, shuffled_all
 from train.data.sources import spans
 from train.data.sources.mixture import Draw, Mixture
 from train.data.sources.spans import UsedUp
-from train.data.sources.windows import GroupSizes, GroupWindows
+from train.data.sources.windows import Windows
 
 CODEC = codec_of(MODELS["codec2"])
 SIZES = {
@@ -24,40 +24,29 @@ SIZES = {
     "ends of files": [4, 4, 4, 1, 4, 4, 3, 4, 4, 4, 4, 2],
     "all sorts": [1, 7, 2, 2, 5, 3, 1, 9, 2],
     "empty ones": [0, 0, 3, 0, 3, 0, 0, 0, 2, 3, 0],
-    "most empty": [0, 0, 0, 5],
 }
 
 
-def windows(sizes: list[int], width: int) -> GroupWindows:
-    return GroupWindows(GroupSizes.of(np.array(sizes, np.uint32)), width)
+def windows(sizes: list[int], width: int) -> Windows:
+    return Windows(np.cumsum([0, *sizes]), width)
+
+
+def piece_of(sizes: list[int], row: int) -> int:
+    return next(piece for piece in range(len(sizes)) if row < sum(sizes[: piece + 1]))
 
 
 def listed(sizes: list[int], width: int, packers: int, epoch: tuple[int | str, ...]) -> list[list[tuple[int, int]]]:
-    """Row and group of each draw of an epoch, by packer: all groups in a list, cut into runs, and those into windows."""
-    groups, first = [], 0
-    for number, size in enumerate(sizes):
-        groups.append([(first + i, number) for i in range(size)])
-        first += size
-    common = Counter(size for size in sizes if size).most_common(1)[0][0]
-    same = [group for group in groups if len(group) == common]
-    others = [group for group in groups if len(group) != common]
-    same = [same[shuffled(i, len(same), *epoch, "groups")] for i in range(len(same))]
-    others = [others[shuffled(i, len(others), *epoch, "odd")] for i in range(len(others))]
-    order: list[list[tuple[int, int]]] = []
-    for slot in range(len(sizes)):
-        due = (slot + 1) * len(others) // len(sizes) > len(order) - sum(len(group) == common for group in order)
-        order.append(others[slot * len(others) // len(sizes)] if due else same.pop(0))
-    slots = [slot for slot, group in enumerate(order) for _ in group]
-    rows = [row for group in order for row in group]
+    """Row and window of each draw of an epoch, by packer: all pieces in a list, cut into windows, and those into runs."""
+    order = [shuffled(i, len(sizes), *epoch, "pieces") for i in range(len(sizes))]
+    rows = [(sum(sizes[:piece]) + i, slot // width) for slot, piece in enumerate(order) for i in range(sizes[piece])]
     runs, start = [], 0
     for packer in range(packers):
         end = start + (len(rows) - packer + packers - 1) // packers
         run = []
         while start < end:
-            origin = slots[end - (len(rows) - packer + packers - 1) // packers]
-            window = [p for p in range(start, end) if (slots[p] - origin) // width == (slots[start] - origin) // width]
-            run += [rows[window[0] + shuffled(i, len(window), *epoch, "window", window[0])] for i in range(len(window))]
-            start = window[-1] + 1
+            size = sum(window == rows[start][1] for _, window in rows[start:end])
+            run += [(rows[start + shuffled(i, size, *epoch, "window", start)][0], start) for i in range(size)]
+            start += size
         runs.append(run)
     return runs
 
@@ -70,8 +59,8 @@ def test_rows_are_those_of_lists_and_each_comes_once(sizes: list[int], packers: 
     for epoch in ((3, "epoch", 0), (3, "epoch", 1)):
         wanted = listed(sizes, width, packers, epoch)
         found = [order.find(place, packers, *epoch) for place in range(count)]
-        assert [[(one.row, one.group) for one in found[packer::packers]] for packer in range(packers)] == wanted
-        assert sorted(one.row for one in found) == list(range(count))
+        assert [found[packer::packers] for packer in range(packers)] == wanted
+        assert sorted(row for row, _ in found) == list(range(count))
         anyhow = random.Random(0).sample(range(count), count)
         assert [windows(sizes, width).find(place, packers, *epoch) for place in anyhow[:9]] == [found[p] for p in anyhow[:9]]
     if count > 9:
@@ -79,32 +68,19 @@ def test_rows_are_those_of_lists_and_each_comes_once(sizes: list[int], packers: 
 
 
 @pytest.mark.parametrize("packers", [1, 3])
-def test_a_window_has_so_many_groups_which_no_other_has(packers: int) -> None:
-    order = windows(SIZES["ends of files"] * 5, 4)
+def test_a_window_has_so_many_pieces_which_no_other_has(packers: int) -> None:
+    sizes = SIZES["ends of files"] * 5
+    order = windows(sizes, 4)
     found = [order.find(place, packers, 0) for place in range(order.rows)]
     seen = Counter()
     for packer in range(packers):
         run = found[packer::packers]
-        starts = list(dict.fromkeys(one.start for one in run))
-        assert [one.start for one in run] == sorted(one.start for one in run)
-        of = [{one.group for one in run if one.start == start} for start in starts]
-        assert max(map(len, of)) == 4 and all(len(groups) == 4 for groups in of[:-1])
-        seen.update(group for groups in of for group in groups)
-    assert len(seen) == 60 and seen.total() <= 60 + packers - 1
-    assert len({one.group for one in found[:8]}) > 2  # rows of a window are mixed
-
-
-def test_rows_that_are_left_out_leave_the_others_in_their_groups() -> None:
-    for sizes in SIZES.values():
-        rows = [group for group, size in enumerate(sizes) for _ in range(size)]
-        for held in ([], [0], [len(rows) - 1], random.Random(1).sample(range(len(rows)), (len(rows) + 1) // 2)):
-            kept = [group for row, group in enumerate(rows) if row not in held]
-            left = GroupSizes.of(np.array(sizes)).without(sorted(held))
-            order = GroupWindows(left, 2)
-            assert order.rows == len(kept)
-            found = [order.find(place, 1, 0) for place in range(len(kept))]
-            assert sorted(one.row for one in found) == list(range(len(kept)))
-            assert all(kept[one.row] == one.group for one in found)
+        assert [start for _, start in run] == sorted(start for _, start in run)
+        of = [{piece_of(sizes, row) for row, start in run if start == one} for one in dict.fromkeys(start for _, start in run)]
+        assert max(map(len, of)) == 4 and all(len(pieces) == 4 for pieces in of[1:-1])
+        seen.update(piece for pieces in of for piece in pieces)
+    assert len(seen) == 60 and seen.total() <= 60 + 4 * (packers - 1)
+    assert len({piece_of(sizes, row) for row, _ in found[:8]}) > 2  # rows of a window are mixed
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16, 17, 1023, 70_000])
@@ -120,7 +96,7 @@ def test_all_at_once_are_shuffled_as_one_by_one(size: int) -> None:
 
 
 def mixture(weights: tuple[float, ...], size: int = 31, seed: int = 5) -> Mixture:
-    """Sources of which the last is read by groups, the first is endless, and those between have 9 rows."""
+    """Sources of which the last is read in pieces, the first is endless, and those between have 9 rows."""
     sizes = [None, 9][: len(weights) - 1]
     sources = [ToySource(f"toy{i}", n, CODEC) for i, n in enumerate((*sizes, size))]
     return Mixture(sources, weights, seed, windows={len(weights) - 1: windows([4] * (size // 4) + [size % 4], 3)})
@@ -146,7 +122,7 @@ def test_epochs_and_shares_of_a_mixture_are_exact(
         for first in range(0, len(dealt) - size, size):
             assert sorted(draw.index for draw in dealt[first : first + size]) == list(range(size))
     for packer in range(packers):
-        seen = [draw.group.window for draw in draws[packer::packers] if draw.source == groups]
+        seen = [draw.place.window for draw in draws[packer::packers] if draw.source == groups]
         assert seen == sorted(seen)  # a window does not come again
     assert all(draw.index == draw.number for draw in draws if draw.source == 0 and groups)
 
