@@ -15,7 +15,7 @@ from train.data.augment.config import AugmentConfig
 from train.data.readers.contract import ReaderOptions
 from train.data.sources import SourceOptions, find_source
 from train.data.sources.mixture import Stage, TaskMixture
-from train.data.sources.spans import Weight, check_schedule
+from train.data.sources.shares import Weight, check_schedule
 
 MOST_COLUMNS = 1 << 22
 """Largest micro-batch, in columns: no device holds the activations of more."""

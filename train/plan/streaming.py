@@ -10,7 +10,7 @@ from omni.config import ModelConfig
 from omni.errors import UserError
 from train.config.run import FitConfig
 from train.data.build import build_pipeline
-from train.data.sources.spans import weight_at
+from train.data.sources.shares import weight_at
 from train.plan.pace import tools
 
 SECONDS, MOST = 2.0, 200

@@ -165,7 +165,7 @@ def test_the_table_of_reading_has_rates_and_first_batches_of_each_size():
     names = ("rows packed a minute", "first batch", "first batch, resumed")
     sizes = ("10 rows in 1 file", "70 rows in 3 files")
     kinds = ("rows packed a minute", "bytes read / bytes needed")
-    orders = [f"order {order}, with an index: {name}" for order in ("random", "sequential") for name in kinds]
+    orders = [f"order {order}: {name}" for order in ("random", "sequential") for name in kinds]
     assert list(found) == [f"{size}: {name}" for size in sizes for name in names] + ["first batch, 70 / 10 rows", *orders]
     first = [found[f"{size}: first batch"] for size in sizes]
     assert found["first batch, 70 / 10 rows"] == pytest.approx(first[1] / first[0])

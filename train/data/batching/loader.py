@@ -26,7 +26,7 @@ from omni.process import ENDING
 from train.data.batching.batch import Batch
 from train.data.batching.packer import PackerShard, States, shard_key, update_states
 from train.data.batching.pipeline import Pipeline
-from train.data.sources.spans import UsedUp
+from train.data.sources.shares import UsedUp
 
 
 @dataclass(frozen=True)

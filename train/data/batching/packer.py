@@ -25,7 +25,7 @@ from train.data.batching.batch import Batch, assemble
 from train.data.batching.examples import Example
 from train.data.batching.pipeline import Pipeline
 from train.data.batching.unused import TOO_LONG, Counts, Trained, Unused
-from train.data.sources.spans import UsedUp
+from train.data.sources.shares import UsedUp
 
 _CHOICE = 1.25
 """Least total length of the examples in a buffer, in rows: with less than a row and a quarter there is little choice."""

@@ -36,7 +36,7 @@ ROW_GROUP = 16
 PIECE = 32
 """Rows, one after another in a file, that are read together in the order `sequential`: whole row groups."""
 
-KEPT_FILES, KEPT_CHUNKS = 64, 50_000
+KEPT_FILES, KEPT_CHUNKS = 32, 20_000
 """Open files that a process keeps of a source, those read last, and column chunks in their footers, a kilobyte each."""
 
 KEPT_GROUPS = 4

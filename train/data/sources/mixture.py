@@ -1,7 +1,7 @@
 """Maps the number n of a draw to its row and its tasks, as pure functions of (seed, n).
 
 Sources are mixed in exact proportion: over any sequence of blocks of draws each source has its share, up to one row per source.
-The shares may change with n, and a source may end after a number of rows (`train.data.sources.spans`). A finite source is
+The shares may change with n, and a source may end after a number of rows (`train.data.sources.shares`). A finite source is
 drawn in epochs, each a full permutation of its rows; an endless one gives row n. Tasks are drawn by weight, and the weights may
 change with n (a curriculum).
 
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from omni.errors import UserError
 from omni.tasks import find_task
-from train.data.seeding import dice, shuffled
-from train.data.sources.spans import Spans, Weight, check_schedule
+from train.data.seeding import dice, shuffled, shuffled_all
+from train.data.sources.shares import Shares, Weight, check_schedule
 from train.data.sources.streams import StreamDraw
 from train.data.sources.windows import WindowDraw, Windows
 
@@ -118,21 +118,18 @@ class Mixture:
         self.weights, self.limits = list(weights), [None] * len(sources) if limits is None else list(limits)
         self.windows, self.streams = dict(windows or {}), sorted(streams)
         self.by_packer = bool(self.windows or self.streams)
-        self.spans = Spans(self.weights, self.limits)
-        self._own_spans: dict[tuple[int, int], Spans] = {}  # by packer and their number
+        self._shares: dict[tuple[int, int], Shares] = {}  # by packer and their number
         self._blocks: dict[tuple[int, int], tuple[int, list[tuple[int, int]]]] = {}  # the last block of each, and its draws
 
     @property
     def total(self) -> int | None:
         """Number of draws that there are; None where they do not end."""
-        return self.spans.total
+        return self._shares_of(0, 1).total
 
     def check(self, number: int, packers: int = 1) -> None:
         """Refuse a draw for which no source has rows left (UsedUp)."""
-        if self.by_packer:
-            self._spans_of(number % packers, packers).check(number // packers)
-        else:
-            self.spans.check(number)
+        packers = packers if self.by_packer else 1
+        self._shares_of(number % packers, packers).check(number // packers)
 
     def draw(self, number: int, packers: int = 1) -> Draw:
         """Source and row of draw `number`, counted from 0 over all processes; UsedUp where no source has rows left.
@@ -140,11 +137,7 @@ class Mixture:
         Args:
             packers: number of packers, which take draws in turn; it matters where rows are read in pieces or streamed.
         """
-        self.check(number, packers)
-        if not self.by_packer:
-            block, start, size = self.spans.block(number)
-            source, count = self.spans.find(start + shuffled(number - start, size, self.seed, "order", block))
-            return Draw(number, source, self._index(source, number, count))
+        packers = packers if self.by_packer else 1
         packer, mine = number % packers, number // packers
         source, own = self._own(packer, packers, mine)
         count = packer + packers * own
@@ -157,30 +150,33 @@ class Mixture:
         row, start = windows.find(place, packers, self.seed, "epoch", source, epoch)
         return Draw(number, source, row, WindowDraw(packer, (epoch, start)))
 
-    def _spans_of(self, packer: int, packers: int) -> Spans:
-        """Spans of the draws of one packer, in which each source's row number m is row packer + packers * m."""
-        if (packer, packers) not in self._own_spans:
+    def _shares_of(self, packer: int, packers: int) -> Shares:
+        """Shares of the draws of one packer, in which each source's row number m is row packer + packers * m."""
+        if (packer, packers) not in self._shares:
             weights = [
                 weight if isinstance(weight, float | int) else tuple((place / packers, value) for place, value in weight)
                 for weight in self.weights
             ]
             limits = [None if limit is None else max(0, -(-(limit - packer) // packers)) for limit in self.limits]
-            self._own_spans[packer, packers] = Spans(weights, limits)
-        return self._own_spans[packer, packers]
+            self._shares[packer, packers] = Shares(weights, limits, packers)
+        return self._shares[packer, packers]
 
     def _own(self, packer: int, packers: int, mine: int) -> tuple[int, int]:
         """Source of a packer's draw `mine`, and its number among the source's own there; these ascend within a block."""
-        spans = self._spans_of(packer, packers)
-        if len(spans.spans) == 1 and spans.spans[0].takes == (1.0,):
+        if len(self.sources) == 1 and self.limits[0] is None:
             return 0, mine
-        block, start, size = spans.block(mine)
+        shares = self._shares_of(packer, packers)
+        shares.check(mine)
+        block, place = divmod(mine, shares.block)
         known, draws = self._blocks.get((packer, packers), (-1, []))
         if known != block:
-            found = [spans.find(start + shuffled(i, size, self.seed, "order", packer, block)) for i in range(size)]
-            counts = {source: iter(sorted(count for other, count in found if other == source)) for source, _ in found}
-            draws = [(source, next(counts[source])) for source, _ in found]
+            dealt = [range(*of) for of in shares.dealt(block)]
+            sources = [source for source, numbers in enumerate(dealt) for _ in numbers]
+            order = shuffled_all(len(sources), self.seed, "order", packer, block).tolist()
+            ascending = [iter(numbers) for numbers in dealt]
+            draws = [(source, next(ascending[source])) for source in (sources[i] for i in order)]
             self._blocks[packer, packers] = block, draws
-        return draws[mine - start]
+        return draws[place]
 
     def _index(self, source: int, number: int, count: int) -> int:
         """Index of a source's row for draw `number`, which is the source's own draw number `count`."""

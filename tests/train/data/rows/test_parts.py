@@ -85,7 +85,7 @@ def examples(folder: Path, tasks: dict[str, float], whole: bool, heard_only: boo
     maker = maker_of(MODEL, heard_only=heard_only, cut=cut)
     packing = PackingConfig(rows=2, length=1000, buffer=6, too_long="skip")
     pipeline = Pipeline(mixture, [TaskMixture(tasks)], maker, packing, 5, broken="skip")
-    return [pipeline.fetch(number) for number in range(24)]
+    return [pipeline.fetch(number) for number in range(36)]
 
 
 @pytest.mark.parametrize("heard_only, cut", [(False, 0.0), (False, 0.7), (True, 0.0)])

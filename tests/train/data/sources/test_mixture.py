@@ -10,7 +10,7 @@ from omni.errors import UserError
 from tests.train.data.toys import MODELS, ToySource, codec_of
 from train.data.seeding import dice, key, shuffled, torch_dice
 from train.data.sources.mixture import Mixture, Stage, TaskMixture
-from train.data.sources.spans import BLOCK
+from train.data.sources.shares import BLOCK
 
 CODEC = codec_of(MODELS["codec2"])
 
@@ -67,18 +67,11 @@ def test_sources_are_mixed_within_a_block_and_differently_in_the_next():
 @pytest.mark.parametrize("size", [1, 7, 64])
 def test_every_epoch_of_a_finite_source_is_a_permutation_of_its_rows(size):
     mixture = Mixture(sources(None, size), (2, 1), seed=5)
-    drawn = sorted((_rank(mixture, n), n) for n in range(6 * BLOCK) if mixture.draw(n).source == 1)
-    rows = [mixture.draw(n).index for _, n in drawn]
+    rows = [draw.index for draw in map(mixture.draw, range(6 * BLOCK)) if draw.source == 1]
     epochs = [rows[i : i + size] for i in range(0, len(rows) - size, size)]
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
     if size > 1:
         assert len({tuple(epoch) for epoch in epochs[:8]}) > 1
-
-
-def _rank(mixture: Mixture, number: int) -> int:
-    """Place of a draw in the unshuffled order, which its source counts in."""
-    block, place = divmod(number, BLOCK)
-    return block * BLOCK + shuffled(place, BLOCK, mixture.seed, "order", block)
 
 
 def test_any_draw_can_be_made_alone():

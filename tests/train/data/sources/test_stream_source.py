@@ -257,7 +257,7 @@ def test_data_that_cannot_be_streamed_are_refused(
         ({"path": None}, "'stream' has no path; name a shard"),
         ({"held_out": 5}, "held_out is 5, but the rows of a stream are not known"),
         ({"max_epochs": 2.0}, "max_epochs is 2, but the rows of a stream are not counted: give max_rows"),
-        ({"order": "sequential"}, "'stream' reads no row groups: leave out order 'sequential'"),
+        ({"order": "sequential"}, "'stream' reads no files in pieces: leave out order 'sequential'"),
         ({"window": 4}, "source.window is 4, but order is random"),
         ({"shuffle": 0}, "source.shuffle is 0; it must be at least 1"),
         ({"kind": "stored", "shuffle": 9}, "'stored' is no stream: leave out read and shuffle"),

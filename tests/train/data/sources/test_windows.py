@@ -11,9 +11,9 @@ import pytest
 
 from tests.train.data.toys import MODELS, ToySource, codec_of
 from train.data.seeding import shuffled, shuffled_all
-from train.data.sources import spans
+from train.data.sources import shares
 from train.data.sources.mixture import Draw, Mixture
-from train.data.sources.spans import UsedUp
+from train.data.sources.shares import UsedUp
 from train.data.sources.windows import Windows
 
 CODEC = codec_of(MODELS["codec2"])
@@ -107,7 +107,7 @@ def mixture(weights: tuple[float, ...], size: int = 31, seed: int = 5) -> Mixtur
 def test_epochs_and_shares_of_a_mixture_are_exact(
     weights: tuple[float, ...], packers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spans, "BLOCK", 64)
+    monkeypatch.setattr(shares, "BLOCK", 64)
     mixed, groups = mixture(weights), len(weights) - 1
     draws = [mixed.draw(number, packers) for number in range(192 * packers)]
     counts = Counter(draw.source for draw in draws)
@@ -128,7 +128,7 @@ def test_epochs_and_shares_of_a_mixture_are_exact(
 
 
 def test_any_draw_of_a_mixture_can_be_made_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "BLOCK", 64)
+    monkeypatch.setattr(shares, "BLOCK", 64)
     whole = [mixture((2, 1, 1)).draw(number, 3) for number in range(3 * 60, 3 * 70)]
     mixed = mixture((2, 1, 1))
     assert [mixed.draw(draw.number, 3) for draw in reversed(whole)] == whole[::-1]
@@ -138,7 +138,7 @@ def test_any_draw_of_a_mixture_can_be_made_alone(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("packers", [1, 3, 40])
 def test_limits_and_schedules_hold_over_all_packers(packers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "BLOCK", 64)
+    monkeypatch.setattr(shares, "BLOCK", 64)
     rising = ((0, 1.0), (240, 0.0), (480, 4.0))
     sources = [ToySource(f"toy{i}", n, CODEC) for i, n in enumerate((9, 31))]
     mixed = Mixture(sources, [1.0, rising], 5, [25, 62], {1: windows([4] * 7 + [3], 3)})
@@ -159,7 +159,7 @@ def test_limits_and_schedules_hold_over_all_packers(packers: int, monkeypatch: p
 
 @pytest.mark.parametrize("packers", [1, 4])
 def test_shares_of_a_schedule_are_counted_over_all_packers(packers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "BLOCK", 64)
+    monkeypatch.setattr(shares, "BLOCK", 64)
     sources = [ToySource(f"toy{i}", n, CODEC) for i, n in enumerate((9, 31))]
     mixed = Mixture(sources, [1.0, ((0, 1.0), (2560, 0.0))], 5, windows={1: windows([4] * 7 + [3], 3)})
     given = [mixed.draw(number, packers).source for number in range(3072)]
