@@ -18,7 +18,7 @@ from train.data.rows.parquet import StoredRows
 from train.data.rows.parts import Needed
 from train.data.rows.row import Row
 from train.data.seeding import key
-from train.data.sources.base import Source, StoredSource
+from train.data.sources.base import JoinedRows, Source, StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
 from train.data.sources.recorded_digits import RecordedDigits, speak_ahead
 from train.data.sources.spoken_digits import SpokenDigits, vocabulary
@@ -40,8 +40,8 @@ def build_source(
     Args:
         needed: parts of stored rows that are read; None for all.
     """
-    if config.path is not None and config.kind == "stream":
-        return StreamSource(config.path, config.read, codec.name if codec is not None else "", config.shuffle, seed)
+    if config.kind == "stream":
+        return StreamSource(config.folders[0], config.read, codec.name if codec is not None else "", config.shuffle, seed)
     if config.path is not None:
         held_out = config.held_out if isinstance(config.held_out, int) else 0
         return StoredSource(config.path, cache, held_out, needed, config.window if config.order == "sequential" else None)
@@ -158,7 +158,7 @@ def held_out_of(
         UserError: see `build_source`; or a row that cannot be read.
     """
     if isinstance(source.held_out, str):
-        stored = StoredRows(source.held_out, cache)
+        stored: StoredRows | JoinedRows = StoredRows(source.held_out, cache)
         asked = min(count, len(stored))
         numbers = [k * len(stored) // asked for k in range(asked)]
     else:

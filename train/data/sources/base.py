@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 from omni.errors import UserError
 from train.data.rows.parquet import GroupTables, StoredRows
@@ -43,8 +47,45 @@ class Source(Protocol):
         ...
 
 
+class JoinedRows:
+    """The rows of several folders or files, one after another, as one `StoredRows`."""
+
+    def __init__(self, parts: Sequence[StoredRows]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _place(self, index: int) -> tuple[StoredRows, int]:
+        part = bisect_right(self._ends, index)
+        return self._parts[part], index - (self._ends[part - 1] if part else 0)
+
+    def __getitem__(self, index: int) -> Row:
+        part, row = self._place(index)
+        return part[row]
+
+    def read(self, index: int, kept: GroupTables) -> Row:
+        """As `self[index]`, with the row's group, see `StoredRows.read`."""
+        part, row = self._place(index)
+        return part.read(row, kept)
+
+    def where(self, index: int) -> str:
+        """File and row number within it, for errors."""
+        part, row = self._place(index)
+        return part.where(row)
+
+    def group_sizes(self) -> np.ndarray:
+        """Number of rows of each row group, in the order of the rows, [G]."""
+        return np.concatenate([part.group_sizes() for part in self._parts])
+
+    def whole(self) -> JoinedRows:
+        """The same rows, with all their parts."""
+        return JoinedRows([part.whole() for part in self._parts])
+
+
 class StoredSource:
-    """A source of the rows of Parquet files, see `StoredRows`.
+    """A source of the rows of Parquet files, see `StoredRows`; several paths are one after another.
 
     Args:
         held_out: number of rows that are left out, evenly spaced, the first of as many equal parts: `held_out_indices`.
@@ -62,16 +103,20 @@ class StoredSource:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Sequence[str],
         cache: str | os.PathLike[str] | None = None,
         held_out: int = 0,
         needed: Needed | None = None,
         window: int | None = None,
     ) -> None:
-        self.rows = StoredRows(path, cache, needed, by_group=window is not None)
-        self.name = str(path)
+        paths = [path] if isinstance(path, (str, os.PathLike)) else path
+        parts = [StoredRows(one, cache, needed, by_group=window is not None) for one in paths]
+        self.rows = parts[0] if len(parts) == 1 else JoinedRows(parts)
+        self.name = ", ".join(map(str, paths))
         if held_out >= len(self.rows):
-            raise UserError(f"held_out is {held_out}, but {path} has {len(self.rows)} rows: hold out fewer, none would be left")
+            raise UserError(
+                f"held_out is {held_out}, but {self.name} has {len(self.rows)} rows: hold out fewer, none would be left"
+            )
         self._held_out = range(held_out)
         self.size = len(self.rows) - held_out
         self.windows: GroupWindows | None = None
