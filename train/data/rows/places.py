@@ -117,11 +117,6 @@ def reading(file: DataFile) -> BinaryIO:
     return open(file, "rb") if isinstance(file, Path) else io.BufferedReader(ObjectReader(file), PIECE)
 
 
-def size_of(file: DataFile) -> int:
-    """Size of a file in bytes; OSError where it is not there."""
-    return file.stat().st_size if isinstance(file, Path) else file.size
-
-
 def brought(file: DataFile) -> str:
     """The path of a file here; one of a store is brought into the cache as a whole."""
     return str(file if isinstance(file, Path) else local_file(file))
