@@ -168,7 +168,7 @@ class Collected:
         for side, texts in other.texts.items():
             self.texts[side].merge(texts)
         for codec, counts in other.codes.items():
-            self.add_codes(codec, counts)
+            self.add_codes(codec, [stream.copy() for stream in counts])  # what Ray gives cannot be written to
         self.noted.update(other.noted)
         self.damaged += other.damaged
 
