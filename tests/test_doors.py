@@ -265,7 +265,7 @@ def test_the_line_of_an_error_is_one() -> None:
 
 
 RUN = ("fit", "demo", "plan", "doctor")
-OF_DATA = ("prepare", "join", "validate", "stats", "listen", "filter")
+OF_DATA = ("prepare", "validate", "stats", "listen", "filter")
 OF_EDITS = ("apply", "eval", "merge", "revert")
 HELPS = [
     "train --help", *(f"train {name} --help" for name in (*RUN, "validate", "convert", "eval", "balance", "bench")),
@@ -316,8 +316,6 @@ REFUSED = {
     "train data prepare missing out": "does not exist",
     "train data prepare FACTS out --shard_mb 0": "shard_mb",
     "train data prepare FACTS out --shard 2/2": "shard '2/2'",
-    "train data join missing": "holds no part",
-    "train data join missing --codek x": "codek",
     **{f"train data {name} ROWS --codek x": "codek" for name in ("validate", "stats")},
     **{f"train data {name} missing": "missing" for name in ("validate", "stats")},
     "train data validate ROWS --examples some": "examples",

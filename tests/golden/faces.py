@@ -364,7 +364,7 @@ def csv_headers() -> dict[str, list[str]]:
 
 DOORS = {
     "train": "fit demo validate plan doctor convert push eval balance bench data edit",
-    "train data": "prepare join validate stats listen filter",
+    "train data": "prepare validate stats listen filter",
     "train edit": "apply eval merge revert fit",
     "infer": "ask bench quantize",
 }

@@ -1,4 +1,4 @@
-"""`omni-train data COMMAND ...`: prepare, join, index, validate, describe, listen to and filter data."""
+"""`omni-train data COMMAND ...`: prepare, index, validate, describe, listen to and filter data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from train.console.command import check_command
 
 SUBCOMMANDS = {
     "prepare": ("train.commands.data_prepare", "a data set as rows to train on: prepare SOURCE OUT [--codec NAME ...]"),
-    "join": ("train.commands.data_join", "the output of parts that several machines have prepared: join OUT [FOLDER ...]"),
     "validate": ("train.commands.data_validate", "find what is wrong with rows: validate DATA"),
     "stats": ("train.commands.data_stats", "lengths, speakers, texts in tables and plots: stats DATA"),
     "listen": ("train.commands.data_listen", "one row as sound and text: listen DATA ROW"),

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
 from omni.process import importing
 from train.console.options import Parser, add_progress, check_least, given_path
-from train.console.progress import counted
 from train.console.tables import print_table
-from train.data.inspect.filter import DROPPED, RowFilter, filter_rows
-from train.data.inspect.filter_parts import judge_part
-from train.data.inspect.parts import add_shard, given, joining
+from train.data.inspect.display import add_processes, chosen_processes
+from train.data.inspect.filter import DROPPED, filter_rows
 from train.data.inspect.rules import read_rules
 from train.data.inspect.stats import SHOWN
 from train.data.prepare.codecs import Codecs
-from train.data.prepare.config import DataPart
 from train.data.prepare.report import REPORT
 
 
@@ -37,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", type=str, default="cpu", help="where the Whisper computes")
     parser.add_argument("--codec_folder", type=given_path, help="weights of the codec, to hear answers that are codes only")
     parser.add_argument("--shard_mb", type=int, default=256, help="size of a Parquet file in MiB, before compression")
-    add_shard(parser)
+    add_processes(parser)
     add_progress(parser)
     chosen = parser.read(argv)
     check_least(chosen, shard_mb=1)
@@ -49,16 +47,13 @@ def main(argv: Sequence[str]) -> int:
     with importing():
         from train.scoring.asr import WhisperTranscriber
 
-    asr = WhisperTranscriber(chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
-    judge = RowFilter(rules, Codecs(chosen["codec_folder"]), asr)
-    if chosen["shard"]:
-        part = DataPart.read(chosen["shard"])
-        words = ["data", "filter", chosen["data"], chosen["out"], *given(chosen, "rules", "whisper", "codec_folder")]
-        words += ["--device", chosen["device"], "--shard_mb", chosen["shard_mb"]]
-        rows = judge_part(chosen["data"], chosen["out"], part, judge, words, chosen["shard_mb"], chosen["progress"])
-        print(f"{counted(rows, 'row')} judged, part {part}; once all are: {joining(chosen['out'])}")
-        return 0
-    show(filter_rows(chosen["data"], chosen["out"], judge, chosen["shard_mb"], chosen["progress"]), chosen["out"])
+    whisper = partial(WhisperTranscriber, chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
+    processes = chosen_processes(chosen, chosen["device"])
+    codecs = Codecs(chosen["codec_folder"])
+    report = filter_rows(
+        chosen["data"], chosen["out"], rules, codecs, whisper, chosen["shard_mb"], chosen["progress"], processes
+    )
+    show(report, chosen["out"])
     return 0
 
 

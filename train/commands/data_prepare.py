@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from train.config.parse import ConfigParser
 from train.console.options import Listing, add_progress, given_path
 from train.console.progress import duration
 from train.data.prepare.config import PrepareConfig
-from train.data.prepare.parts import made_at
 from train.data.prepare.prepare import prepare
 from train.data.prepare.report import summary
 from train.data.readers import READERS
@@ -24,10 +22,7 @@ def main(argv: Sequence[str]) -> int:
     config = parser.configuration(chosen)
     start = time.monotonic()
     done = prepare(chosen["source"], chosen["out"], config, chosen["progress"])
-    place = made_at(chosen["out"], config)
-    print(summary(done, place))
-    if place != chosen["out"]:
-        print(f"part {config.shard}; once all are whole: omni-train data join {shlex.quote(str(chosen['out']))}")
+    print(summary(done, chosen["out"]))
     if chosen["progress"] != "off":
         print(f"took {duration(time.monotonic() - start)}", file=sys.stderr)
     return 0
@@ -39,7 +34,7 @@ def _parser() -> ConfigParser:
         prog="omni-train data prepare",
         description="Read a data set, speak and encode what is missing, and store the rows as Parquet files in a folder,\n"
         "which appears when it is whole. The same command goes on with what was interrupted.\n"
-        "With --shard i/n it makes one of n parts, which `omni-train data join OUT` joins.\n\nformats:\n" + formats,
+        "With --shard i/n it makes one of n parts, each in a folder of its own.\n\nformats:\n" + formats,
         formatter_class=Listing,
     )
     parser.add_argument("source", type=given_path, help="file or folder of the data set")

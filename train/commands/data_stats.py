@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omni.errors import UserError
 from omni.process import importing
-from omni.tasks import Task, find_task
+from omni.tasks import find_task
 from train.console.options import Parser, add_progress, given_path
-from train.console.progress import counted, duration, percent
+from train.console.progress import counted, duration
 from train.console.tables import print_table
-from train.data.inspect.display import make_folder, save_report
-from train.data.inspect.parts import add_shard, given, joining
+from train.data.inspect.display import add_processes, chosen_processes, make_folder, save_report
 from train.data.inspect.scan import Scan
 from train.data.inspect.stats import COLUMNS, SHOWN, STATS, TEXT_COLUMNS, collect, plain
-from train.data.inspect.target import Target, add_options, chosen_target
+from train.data.inspect.target import add_options, chosen_target
 from train.data.prepare.codecs import Codecs
-from train.data.prepare.config import DataPart
 
 if TYPE_CHECKING:
     from train.data.inspect.collect import Collected, Group
@@ -37,28 +35,14 @@ def main(argv: Sequence[str]) -> int:
     add_options(parser)
     parser.add_argument("--tasks", type=str, nargs="+", default=["A1A2"], help="tasks whose columns are counted, for a model")
     parser.add_argument("--codec_folder", type=given_path, help="weights of the codec, where it is a special one")
-    add_shard(parser)
+    add_processes(parser)
     add_progress(parser)
     chosen = parser.read(argv)
     target, codecs = chosen_target(chosen), Codecs(chosen["codec_folder"])
     tasks = tuple(find_task(name, "--tasks") for name in chosen["tasks"]) if target is not None else ()
-    if chosen["shard"]:
-        return _part(chosen, codecs, target, tasks)
-    collected = collect(Scan(chosen["data"], chosen["progress"]), codecs, target, tasks, chosen["progress"])
+    scan, processes = Scan(chosen["data"], chosen["progress"]), chosen_processes(chosen)
+    collected = collect(scan, codecs, target, tasks, chosen["progress"], processes)
     return tell(collected, chosen["data"], chosen["out"], target.config.decoder.context if target is not None else 0)
-
-
-def _part(chosen: Mapping[str, Any], codecs: Codecs, target: Target | None, tasks: tuple[Task, ...]) -> int:
-    part, out = DataPart.read(chosen["shard"]), chosen["out"]
-    if out is None:
-        raise UserError(f"--shard {part} needs --out FOLDER, beside which its result is kept")
-    with importing():
-        from train.data.inspect.stats_parts import collect_part
-
-    words = ["data", "stats", chosen["data"], *given(chosen, "out", "model", "preset", "tokenizer", "tasks", "codec_folder")]
-    rows = collect_part(chosen["data"], codecs, target, tasks, out, part, words, chosen["progress"])
-    print(f"{counted(rows, 'row')} counted, part {part}; once all are: {joining(out)}")
-    return 0
 
 
 def tell(collected: Collected, data: Path, out: Path | None, context: int) -> int:
@@ -121,8 +105,7 @@ def _show_texts(collected: Collected) -> None:
         spoken = collected.samples.get(f"{side} seconds")
         mean = f"{spoken.mean:.2f}" if spoken else ""
         if counts.texts:
-            errors = {name: f" (± {percent(error, 2)})" for name, error in counts.estimated.items()}
-            rows.append([f"{side}s", *(f"{plain[name]}{errors.get(name, '')}" for name in TEXT_COLUMNS), mean])
+            rows.append([f"{side}s", *(str(plain[name]) for name in TEXT_COLUMNS), mean])
     if rows:
         print_table("texts and their words", ("", *TEXT_COLUMNS.values(), "mean seconds"), rows)
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-from omni.errors import UserError
 from omni.remote import spelled
 from train.console.options import Parser, add_progress, check_least, given_path
 from train.console.progress import counted, duration
 from train.console.tables import print_table
 from train.data.inspect.checks import Bounds
-from train.data.inspect.display import make_folder, save_report
+from train.data.inspect.display import add_processes, chosen_processes, make_folder, save_report
 from train.data.inspect.findings import KINDS, Findings
-from train.data.inspect.parts import add_shard, given, joining
 from train.data.inspect.validate import Summary, report, validate
-from train.data.inspect.validate_parts import validate_part
 from train.data.prepare.codecs import Codecs
-from train.data.prepare.config import DataPart
 from train.data.prepare.report import untaken
 
 
@@ -39,48 +33,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--findings", type=given_path, help="write every finding to this JSON lines file")
     parser.add_argument("--examples", type=int, default=3, help="how many of a kind are shown")
     parser.add_class_arguments(Bounds, None)
-    add_shard(parser)
+    add_processes(parser)
     add_progress(parser)
     chosen = parser.read(argv)
     bounds = Bounds(*(chosen[name] for name in Bounds.__dataclass_fields__))
     check_least(chosen, examples=0)
     codecs = Codecs(chosen["codec_folder"])
-    if chosen["shard"]:
-        return _part(chosen, bounds, codecs)
-
-    def find(findings: Findings) -> Summary:
-        return validate(chosen["data"], chosen["against"], bounds, codecs, findings, chosen["progress"])
-
-    return tell(find, chosen, bounds)
-
-
-def _part(chosen: Mapping[str, Any], bounds: Bounds, codecs: Codecs) -> int:
-    part, out = DataPart.read(chosen["shard"]), chosen["report"]
-    if out is None:
-        raise UserError(f"--shard {part} needs --report FILE, beside which its result is kept")
-    words = ["data", "validate", chosen["data"], *given(chosen, "against", "codec_folder", "report", "findings", "examples")]
-    for name, usual in asdict(Bounds()).items():
-        if chosen[name] != usual:
-            words += [f"--{name}", json.dumps(chosen[name])]
-    options = {name: None if chosen[name] is None else str(chosen[name]) for name in ("report", "findings")}
-    rows = validate_part(
-        *(chosen["data"], chosen["against"], bounds, codecs, out, part, words),
-        {**options, "examples": chosen["examples"]},
-        chosen["progress"],
-    )
-    print(f"{counted(rows, 'row')} validated, part {part}; once all are: {joining(out)}")
-    return 0
-
-
-def tell(find: Callable[[Findings], Summary], chosen: Mapping[str, Any], bounds: Bounds) -> int:
-    """Print what is found, and write it where `report` and `findings` say; returns the exit code."""
+    processes = chosen_processes(chosen)
     with contextlib.ExitStack() as stack:
         stream: TextIO | None = None
         if chosen["findings"] is not None:
             make_folder(chosen["findings"].parent)
             stream = stack.enter_context(open(chosen["findings"], "w", encoding="utf-8"))
         findings = Findings(chosen["examples"], stream)
-        summary = find(findings)
+        summary = validate(chosen["data"], chosen["against"], bounds, codecs, findings, chosen["progress"], processes)
     show(summary, chosen["data"])
     if chosen["report"] is not None:
         save_report(chosen["report"], report(summary, chosen["data"], chosen["against"], bounds))

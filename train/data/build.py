@@ -37,8 +37,8 @@ def build_source(
     Args:
         needed: parts of stored rows that are read; None for all.
     """
-    if config.path is not None and config.kind == "stream":
-        return StreamSource(config.path, config.read, codec.name if codec is not None else "", config.shuffle, seed)
+    if config.kind == "stream":
+        return StreamSource(config.folders[0], config.read, codec.name if codec is not None else "", config.shuffle, seed)
     if config.path is not None:
         held_out = config.held_out if isinstance(config.held_out, int) else 0
         return StoredSource(config.path, cache, held_out, needed, config.window if config.order == "sequential" else None)

@@ -56,9 +56,9 @@ class SourceConfig:
     """One source of the mixture.
 
     Attributes:
-        kind: `stored`: the Parquet file or folder at `path`. `stream`: the WebDataset or Parquet shards at `path`, of a
-            format of `data prepare`, read and encoded while training. Others are made while training, by plug-ins:
-            `spoken-digits` and `recorded-digits` ship with the package (`recipes/digits`).
+        kind: `stored`: the Parquet file or folder at `path`, or a list of them, one after another. `stream`: the WebDataset or
+            Parquet shards at `path`, of a format of `data prepare`, read and encoded while training. Others are made while
+            training, by plug-ins: `spoken-digits` and `recorded-digits` ship with the package (`recipes/digits`).
         weight: share of the draws, relative to the other sources: a number, or points [draw, weight] of one that changes, with
             straight lines between them, counted over all sources and processes; with `data.draws` [share of these, weight].
         max_epochs: how often the rows of the source are drawn at most (on average, such as 1.5); the other sources then share
@@ -83,7 +83,7 @@ class SourceConfig:
     max_rows: int | None = ranged(None, 1, way=", or null for any number")
     tasks: dict[str, float] = field(default_factory=lambda: {"A1A2": 1.0})
     stages: tuple[Stage, ...] = ()
-    path: str | None = None
+    path: tuple[str, ...] | str | None = None
     held_out: int | str | None = None
     order: Literal["random", "sequential"] = "random"
     window: int = ranged(WINDOW, 1)
@@ -117,7 +117,7 @@ class SourceConfig:
 
     def _check_stream(self) -> None:
         """Refuse what a stream does not have (UserError)."""
-        if not self.path:
+        if not self.path or not isinstance(self.path, str):
             raise UserError("a source of kind 'stream' has no path; name a shard, a folder of shards, or a pattern: a-*.tar")
         if isinstance(self.held_out, int):
             raise UserError(
@@ -153,6 +153,11 @@ class SourceConfig:
     def has_held_out(self) -> bool:
         """True where there are rows for validation."""
         return self.held_out is not None or self.made.has_held_out
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The files, folders or addresses of `path`."""
+        return (self.path,) if isinstance(self.path, str) else self.path or ()
 
     @property
     def drawn(self) -> set[str]:
@@ -219,13 +224,14 @@ class DataConfig:
             raise UserError("data.sources is empty; name at least one source")
         names = [f"data.sources.{i}.weight" for i in range(len(self.sources))]
         check_schedule(names, [source.weight for source in self.sources], math.inf if self.draws is None else 1)
-        kept_back = {source.path: source.held_out for source in self.sources if isinstance(source.held_out, int)}
+        kept_back = {folder: one for one in self.sources if isinstance(one.held_out, int) for folder in one.folders}
         for i, source in enumerate(self.sources):
-            if source.path in kept_back and source.held_out != kept_back[source.path]:
-                raise UserError(
-                    f"data.sources.{i}.held_out is {source.held_out}, but another source of {source.path} holds out "
-                    f"{kept_back[source.path]} rows, which would be trained on here: give both the same"
-                )
+            for other in (kept_back[folder] for folder in source.folders if folder in kept_back):
+                if (source.path, source.held_out) != (other.path, other.held_out):
+                    raise UserError(
+                        f"data.sources.{i}.held_out is {source.held_out}, but another source of {other.path} holds out "
+                        f"{other.held_out} rows, which would be trained on here: give both the same"
+                    )
         if self.sounds and self.alignment == "none":
             raise UserError("data.sounds is a second spelling, but data.alignment is none: choose words or letters with it")
         check_fields(self, "data")

@@ -60,14 +60,14 @@ def advise(data: DataConfig, heard_only: bool = False) -> list[str]:
         needed = Needed(frozenset(source.drawn), data.cut > 0, heard_only)
         found = measure(source, needed, data.cache, SECONDS / len(stored))
         if found is not None:
-            lines.append(found.line(f"{name} ({source.path})", source.order))
+            lines.append(found.line(f"{name} ({source.folders[0]})", source.order))
     return lines
 
 
 def measure(source: SourceConfig, needed: Needed | None, cache: str | None, seconds: float) -> ReadingTimes | None:
     """Read rows and groups in turn for about so many seconds; None where none can be read."""
     try:
-        rows = StoredRows(source.path or "", cache, needed)
+        rows = StoredRows(source.folders[0], cache, needed)
     except (UserError, OSError):
         return None
     if rows.copied:

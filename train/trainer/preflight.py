@@ -214,7 +214,7 @@ def _check_model_files(config: FitConfig, problems: _Problems) -> None:
 
 def _check_data_files(data: DataConfig, problems: _Problems) -> None:
     for i, source in enumerate(data.sources):
-        for name, place in (("path", source.path), ("held_out", source.held_out)):
+        for name, place in (*(("path", folder) for folder in source.folders), ("held_out", source.held_out)):
             if isinstance(place, str) and not (source.kind == "stream" and name == "path"):
                 with problems.of(f"data.sources.{i}.{name}"):
                     find_files(place)
@@ -231,14 +231,15 @@ def _check_rows(data: DataConfig, problems: _Problems, heard_only: bool) -> list
     note."""
     notes = []
     for i, source in enumerate(data.sources):
-        if source.path is None:
+        if not source.folders:
             continue
         with problems.of(f"data.sources.{i}"):
             stream = source.kind == "stream"
-            rows = StreamSource(source.path, source.read).sample(ROWS) if stream else sample_rows(source.path)
+            first = source.folders[0]
+            rows = StreamSource(first, source.read).sample(ROWS) if stream else sample_rows(first)
             found = missing_parts(rows, source.mixtures, heard_only)
             for task, part, count in [(task, part, n) for task, parts in found.items() for part, n in parts.items()]:
-                looked = f"{len(rows)} rows looked at in {source.path}"
+                looked = f"{len(rows)} rows looked at in {first}"
                 if count == len(rows):
                     way = "" if heard_only else "; the encoder alone needs only their sound (objective.align_first 1)"
                     text = f"none of {looked} has {part}, which task {task} needs: take {task} out, or complete the rows{way}"

@@ -366,6 +366,19 @@ def test_restarting_deletes_what_a_run_wrote_and_nothing_else(tmp_path: Path) ->
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "notes.txt"]
 
 
+@pytest.mark.parametrize("path", ["a", ("a", "s3://b/c")])
+def test_a_stored_source_has_a_folder_or_a_list_of_them(path, tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "data: {sources: [{kind: stored, path: x}]}\nmodel: {preset: nano}\nbudget: {steps: 3}\n"
+    )
+    given = path if isinstance(path, str) else f"[{', '.join(path)}]"
+    config, _ = read_fit_config([str(tmp_path / "run.yaml"), "--data.sources.0.path", given])
+    assert config.data.sources[0].path == path and config.data.sources[0].folders == (("a",) if path == "a" else path)
+    with pytest.raises(UserError, match="another source of"):
+        shared = SourceConfig(kind="stored", path=path, held_out=2), SourceConfig(kind="stored", path="a")
+        DataConfig(sources=shared)
+
+
 def test_overrides_reach_into_lists(tmp_path):
     file = tmp_path / "run.yaml"
     sources = "sources: [{kind: recorded-digits, weight: 1}, {kind: spoken-digits, weight: 2, options: {arithmetic: 0.5}}]"

@@ -1,4 +1,4 @@
-"""Collects statistics of rows in memory that does not grow with their number.
+"""Collects statistics of rows in memory: four bytes for each value of a measure, beyond ten million rows they may not suffice.
 
 Dimensions: A audio streams, F frames.
 """
@@ -6,7 +6,6 @@ Dimensions: A audio streams, F frames.
 from __future__ import annotations
 
 import math
-import random
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -44,42 +43,34 @@ def billionths(value: float) -> int:
 
 
 class Sample:
-    """Values of a measure: all of them up to `kept`, beyond that a uniform sample of that size, the same in every run."""
+    """Values of a measure, kept in single precision."""
 
-    def __init__(self, kept: int = 100_000) -> None:
-        self.kept, self.count, self.total = kept, 0, 0  # in billionths: a sum that does not depend on the order
+    def __init__(self) -> None:
+        self.total = 0  # in billionths: a sum that does not depend on the order
         self.least, self.most = math.inf, -math.inf
         self._values = array("f")
-        self._dice = random.Random(0)
 
     def add(self, value: float) -> None:
-        """Add a value (reservoir sampling, Vitter 1985, algorithm R)."""
-        self.count += 1
+        """Add a value."""
         self.total += billionths(value)
         self.least, self.most = min(self.least, value), max(self.most, value)
-        if len(self._values) < self.kept:
-            self._values.append(value)
-        elif (place := self._dice.randrange(self.count)) < self.kept:
-            self._values[place] = value
+        self._values.append(value)
 
-    def join(self, values: np.ndarray, count: int, total: int, least: float, most: float) -> None:
-        """Add another sample's values [n], float32, and what it knows of all of which they were drawn.
+    def merge(self, other: Sample) -> None:
+        """Add the values of other rows."""
+        self.total += other.total
+        self.least, self.most = min(self.least, other.least), max(self.most, other.most)
+        self._values.extend(other._values)
 
-        Where both are more than `kept`, as many are kept of each as it stands for, drawn at random.
-        """
-        whole, self.count, self.total = self.count, self.count + count, self.total + total
-        self.least, self.most = min(self.least, least), max(self.most, most)
-        if len(self._values) + len(values) > self.kept:
-            dice, mine = np.random.default_rng(self.count), round(self.kept * whole / self.count)
-            of = ((self.values, mine), (values, self.kept - mine))
-            values = np.concatenate([dice.choice(own, min(number, len(own)), replace=False) for own, number in of])
-            self._values = array("f")
-        self._values.frombytes(values.astype(np.float32).tobytes())
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return len(self._values)
 
     @property
     def values(self) -> np.ndarray:
-        """The values in the sample."""
-        return np.frombuffer(self._values, np.float32)
+        """The values, [n]."""
+        return np.array(self._values, np.float32)
 
     @property
     def mean(self) -> float:
@@ -151,7 +142,7 @@ class Collected:
 
     Attributes:
         groups: counts of rows by field, by value.
-        samples: samples of measures by name.
+        samples: values of measures by name.
         texts: counts of words and texts by side.
         codes: by codec, counts [codes] of each stream in the model's order.
         noted: numbers of rows or turns that could not be measured, by reason.
@@ -166,8 +157,23 @@ class Collected:
     noted: Counter[str] = field(default_factory=Counter)
     damaged: list[str] = field(default_factory=list)
 
+    def merge(self, other: Collected) -> None:
+        """Count other rows too, in the order of the rows."""
+        self.all.add(other.all)
+        for name, groups in other.groups.items():
+            for value, group in groups.items():
+                self.add_group(name, value, group)
+        for name, sample in other.samples.items():
+            self.sample(name).merge(sample)
+        for side, texts in other.texts.items():
+            self.texts[side].merge(texts)
+        for codec, counts in other.codes.items():
+            self.add_codes(codec, [stream.copy() for stream in counts])  # what Ray gives cannot be written to
+        self.noted.update(other.noted)
+        self.damaged += other.damaged
+
     def sample(self, name: str) -> Sample:
-        """The sample of a measure."""
+        """The values of a measure."""
         return self.samples.setdefault(name, Sample())
 
     def add_group(self, name: str, value: str, rows: Group) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
 from omni.files import write_json
+from train.console.options import Parser, check_least
 from train.console.progress import Display, Kind
+from train.data.executor import Processes, Result, imap
 from train.data.inspect.scan import FoundRow, Scan, UnreadableRows
 
 
@@ -17,6 +20,17 @@ class RowDisplay(Display):
 
     def pace(self) -> str:
         return ", ".join(part for part in super().pace().split(", ") if "real time" not in part)
+
+
+def over(
+    scan: Scan, start: Callable[[], Callable[[range], Result]], processes: Processes, display: Display
+) -> Iterator[Result]:  # fmt: skip
+    """Apply work (see `train.data.executor`) to the pieces of a scan, counting their rows on the display."""
+    pieces = scan.pieces()
+    with closing(imap(start, pieces, processes)) as results:
+        for piece, result in zip(pieces, results, strict=True):
+            yield result
+            display.tick(len(piece), 0.0)
 
 
 def watched(scan: Scan, display: Display) -> Iterator[FoundRow | UnreadableRows]:
@@ -29,6 +43,18 @@ def watched(scan: Scan, display: Display) -> Iterator[FoundRow | UnreadableRows]
 def display_of(kind: Kind, *scans: Scan) -> RowDisplay:
     """Make a display for all rows of some scans."""
     return RowDisplay(sum(scan.count for scan in scans), kind=kind)
+
+
+def add_processes(parser: Parser) -> None:
+    """Add the options that say which processes work, see `chosen_processes`."""
+    parser.add_argument("--workers", type=int, help="processes; 0 works in this one, by default one on every core")
+    parser.add_argument("--ray", type=str, default="", help="a Ray cluster whose processes work, see `data prepare`")
+
+
+def chosen_processes(chosen: Mapping[str, Any], device: str = "cpu") -> Processes:
+    """The processes that the options name; UserError where their number is negative."""
+    check_least(chosen, workers=0)
+    return Processes(chosen["workers"], device=device, ray=chosen["ray"])
 
 
 def save_report(path: Path, data: Any) -> None:

@@ -6,8 +6,11 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -16,18 +19,19 @@ from omni.errors import UserError
 from omni.files import LOCK, locked, write_json
 from omni.remote import refuse_remote
 from train.console.progress import Kind, percent
+from train.data.executor import HERE, Processes, imap
 from train.data.inspect.checks import Bounds, Checked, check_row
-from train.data.inspect.digests import KnownDigests
 from train.data.inspect.display import display_of, make_folder, watched
 from train.data.inspect.findings import KINDS
 from train.data.inspect.measures import BadSound, load, stored_bytes
 from train.data.inspect.rules import Rules, WerRule, broken_rules
 from train.data.inspect.scan import FoundRow, Scan, UnreadableRows
 from train.data.prepare.codecs import BadCodes, Codecs
+from train.data.prepare.config import BLOCK
 from train.data.prepare.report import REPORT
 from train.data.prepare.rows import PrepareTally
 from train.data.prepare.shards import ShardWriter, notes
-from train.data.prepare.worker import BLOCK, PreparedBlock
+from train.data.prepare.worker import PreparedBlock
 from train.data.rows.row import Row, Sound, features
 
 if TYPE_CHECKING:
@@ -55,38 +59,43 @@ class RowLengths(NamedTuple):
         return cls(len(checked.turns), asked, sum(turn.spoken or 0.0 for turn in checked.turns))
 
 
-class RowVerdict(NamedTuple):
-    """Reasons to drop an item, or the lengths of a row that is kept."""
+@dataclass(frozen=True)
+class JudgedRow:
+    """What is known of an item by itself.
+
+    Attributes:
+        reasons: of the rules that need no other row, but `max_wer`: it is dropped.
+        digests: by which it is a duplicate.
+        heard: reasons of the rule `max_wer`.
+    """
 
     reasons: list[Reason]
+    digests: RowDigests = field(default_factory=dict)
+    heard: list[Reason] = field(default_factory=list)
     lengths: RowLengths | None = None
 
 
-Judge = Callable[[FoundRow | UnreadableRows], RowVerdict]
-"""Decides on items, which it is given in their order."""
-
-
 class KeptDigests:
-    """Digests of the kept rows, by which later ones are duplicates: exact, in memory that does not grow with the rows."""
+    """Digests of the kept rows, by which later ones are duplicates; beyond ten million rows memory may not suffice."""
 
     def __init__(self, rules: Rules) -> None:
-        self._kept = {name: KnownDigests() for name in rules.drop_duplicates}
+        self._kept = {name: set[int]() for name in rules.drop_duplicates}
 
-    def reasons(self, digests: RowDigests, heard: Callable[[], list[Reason]]) -> list[Reason]:
-        """Reasons to drop the next row that other rules keep: a duplicate, or else what `heard` gives. None: it is kept."""
+    def reasons(self, judged: JudgedRow) -> list[Reason]:
+        """Reasons to drop the next item: its own, as a duplicate, or as it is heard. None: it is kept."""
+        if judged.reasons:
+            return judged.reasons
         for name, kept in self._kept.items():
-            if any(value in kept for value in digests[name]):
+            if not kept.isdisjoint(judged.digests[name]):
                 return [("drop_duplicates", f"an earlier row has the same {name.replace('_', ' ')}")]
-        if reasons := heard():
-            return reasons
-        for name, kept in self._kept.items():
-            for value in digests[name]:
-                kept.add(value)
-        return []
+        if not judged.heard:
+            for name, kept in self._kept.items():
+                kept.update(judged.digests[name])
+        return judged.heard
 
 
 class RowFilter:
-    """Decides row by row whether it is kept.
+    """Judges rows singly.
 
     Args:
         asr: for the rule `max_wer`.
@@ -94,12 +103,15 @@ class RowFilter:
 
     def __init__(self, rules: Rules, codecs: Codecs | None = None, asr: WhisperTranscriber | None = None) -> None:
         self.rules, self.codecs, self.asr = rules, codecs or Codecs(), asr
-        self._kept = KeptDigests(rules)
 
-    def reasons(self, row: Row) -> tuple[list[Reason], Checked]:
-        """Reasons to drop a row, by name of the rule; none where it is kept. UserError where an answer cannot be decoded."""
-        reasons, checked = self.own_reasons(row)
-        return reasons or self._kept.reasons(self.digests(checked), lambda: self.heard(row)), checked
+    def judge(self, item: FoundRow | UnreadableRows) -> JudgedRow:
+        """Judge an item by itself; UserError where an answer cannot be decoded."""
+        if isinstance(item, UnreadableRows) or item.row is None:
+            return JudgedRow([(UNREADABLE, item.why)])
+        reasons, checked = self.own_reasons(item.row)
+        if reasons:
+            return JudgedRow(reasons)
+        return JudgedRow([], self.digests(checked), self.heard(item.row), RowLengths.of(checked))
 
     def own_reasons(self, row: Row) -> tuple[list[Reason], Checked]:
         """Reasons of the rules that need no other row, but `max_wer`."""
@@ -119,13 +131,6 @@ class RowFilter:
     def heard(self, row: Row) -> list[Reason]:
         """Reasons of the rule `max_wer`. UserError where an answer cannot be decoded."""
         return [] if self.rules.max_wer is None else self._heard(row, self.rules.max_wer)
-
-    def judged(self, item: FoundRow | UnreadableRows) -> RowVerdict:
-        """Decide on the next item."""
-        if isinstance(item, UnreadableRows) or item.row is None:
-            return RowVerdict([(UNREADABLE, item.why)])
-        reasons, checked = self.reasons(item.row)
-        return RowVerdict(reasons) if reasons else RowVerdict([], RowLengths.of(checked))
 
     def _heard(self, row: Row, rule: WerRule) -> list[Reason]:
         from train.scoring.asr import error_rate
@@ -170,22 +175,36 @@ class RowFilter:
         return None
 
 
-def filter_rows(data: Path, out: Path, judge: RowFilter, shard_mb: int = 256, progress: Kind = "off") -> dict[str, Any]:
-    """Filter rows as `write_kept`, by rules."""
-    return write_kept(Scan(data, progress), out, judge.judged, asdict(judge.rules), shard_mb, progress)
+def row_judge(
+    scan: Scan, rules: Rules, codecs: Codecs, whisper: Callable[[], WhisperTranscriber] | None
+) -> Callable[[range], list[JudgedRow]]:
+    """Begin a process that judges rows."""
+    judge = RowFilter(rules, codecs, whisper() if whisper else None).judge
+    return lambda rows: [judge(item) for item in scan.part(rows)]
 
 
-def write_kept(
-    scan: Scan, out: Path, judge: Judge, rules: Mapping[str, Any], shard_mb: int = 256, progress: Kind = "off"
+def filter_rows(
+    data: Path,
+    out: Path,
+    rules: Rules,
+    codecs: Codecs | None = None,
+    whisper: Callable[[], WhisperTranscriber] | None = None,
+    shard_mb: int = 256,
+    progress: Kind = "off",
+    processes: Processes = HERE,
 ) -> dict[str, Any]:
-    """Write the kept rows, in their order, to Parquet shards in the folder `out`; returns the report.
+    """Write the rows that rules allow, in their order, to Parquet shards in the folder `out`; returns the report.
 
     Recordings in the folder of the rows are embedded; those elsewhere (`reference.Reference`) stay there.
 
+    Args:
+        whisper: loads what hears for the rule `max_wer`, in each process.
+
     Raises:
         UserError: no such data, `out` is there already, the working folder, or being made by another process, no row is kept,
-            no space left.
+            no space left; see also `executor.imap`.
     """
+    scan = Scan(data, progress)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"output {out} exists: choose another, or remove it")
     out = _place(out)
@@ -196,7 +215,9 @@ def write_kept(
             if left.name != LOCK:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
-            report = _fill(scan, work, judge, rules, shard_mb, progress)
+            start = partial(row_judge, scan, rules, codecs or Codecs(), whisper)
+            with closing(imap(start, scan.pieces(), processes)) as judged:
+                report = _fill(scan, work, chain.from_iterable(judged), rules, shard_mb, progress)
             shutil.rmtree(work / "notes")
             (work / LOCK).unlink()
             os.rename(work, out)
@@ -216,19 +237,18 @@ def _place(out: Path) -> Path:
 
 
 def _fill(
-    scan: Scan, work: Path, judge: Judge, rules: Mapping[str, Any], shard_mb: int, progress: Kind
+    scan: Scan, work: Path, judged: Iterator[JudgedRow], rules: Rules, shard_mb: int, progress: Kind
 ) -> dict[str, Any]:  # fmt: skip
-    shards, counts, dropped, lost = ShardWriter(work, shard_mb << 20), Counter[str](), 0, list[str]()
+    kept, shards, counts, dropped, lost = KeptDigests(rules), ShardWriter(work, shard_mb << 20), Counter[str](), 0, list[str]()
     writer = _Writer(shards)
     display = display_of(progress, scan)
     try:
         with open(work / DROPPED, "w", encoding="utf-8") as log:
-            for item in watched(scan, display):
-                reasons, lengths = judge(item)
-                plain = None
+            for item, one in zip(watched(scan, display), judged, strict=True):
+                reasons, plain = kept.reasons(one), None
                 if not reasons:
                     reasons, plain = _stored(item)
-                writer.take(item, plain, lengths)
+                writer.take(item, plain, one.lengths)
                 if reasons:
                     rows = item.count if isinstance(item, UnreadableRows) else 1
                     if not rows:
@@ -244,7 +264,7 @@ def _fill(
         if not dropped and lost:
             raise UserError(lost[0])
         (most, drops), *_ = counts.most_common(1) or [("", 0)]
-        ruled = not most or most in {one.name for one in fields(Rules)}
+        ruled = not most or most in {rule.name for rule in fields(Rules)}
         raise UserError(
             f"none of the {len(scan)} rows of {scan.path} is kept{f': {most} drops {drops}' if most else ''}; "
             + ("loosen the rules" if ruled else "`omni-train data validate` names what is wrong with them")
@@ -256,7 +276,7 @@ def _fill(
         "dropped": dropped,
         "rules": dict(counts.most_common()),
         **({"unreadable_files": lost} if lost else {}),
-        "asked": rules,
+        "asked": asdict(rules),
         "shards": [
             {name: note[name] for name in ("file", "rows", "bytes", "crc32", "items")} for note in notes(work) if note["file"]
         ],

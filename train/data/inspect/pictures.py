@@ -43,7 +43,7 @@ def _histograms(file: Path, collected: Collected, names: Sequence[str], x: str, 
         edges = _edges(top, whole)
         for i, (axis, name, sample) in enumerate(zip(axes[:, 0], names, samples, strict=True)):
             shown = np.clip(sample.values, None, edges[-1])  # larger values count in the last bar
-            axis.hist(shown, edges, color=COLORS[i % len(COLORS)], weights=np.full(len(shown), sample.count / len(shown)))
+            axis.hist(shown, edges, color=COLORS[i % len(COLORS)])
             middle = float(np.median(sample.values))
             axis.axvline(middle, color=INK, linewidth=1, linestyle="--")
             beyond = int((sample.values > edges[-1] * (1 + 1e-6)).sum())  # with tolerance: values are in single precision

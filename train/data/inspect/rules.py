@@ -62,7 +62,7 @@ class Rules:
         drop_errors: drop what `data validate` calls an error of the row: broken sound, codes out of range, no fitting task.
         drop_duplicates: drop rows that equal an earlier row that is kept: as a whole (`row`), in a question's recording
             (`question_audio`) or in all words of a question and its answer (`text`).
-        max_wer: highest word error rate of a Whisper's transcript; checked last, on rows that all other rules keep.
+        max_wer: highest word error rate of a Whisper's transcript, of rows that no other rule but `drop_duplicates` drops.
     """
 
     turns: Range | None = None

@@ -28,6 +28,9 @@ MANY = 500
 BATCH = 16
 """Rows in memory at once, besides the pages they are read from."""
 
+PIECE = 512
+"""Rows that a process looks at before it gives back what it has found."""
+
 
 @dataclass(frozen=True)
 class FoundRow:
@@ -132,11 +135,14 @@ class Scan:
         """Number of rows of the part that is looked at."""
         return min(self.stop, len(self)) - self.start
 
-    def part(self, number: int, count: int) -> Scan:
-        """One of `count` parts, `number` from 0 on: iterates over the row groups that begin within its share of the rows."""
+    def pieces(self) -> list[range]:
+        """Rows to look at together, of which each can be done by another process."""
+        return [range(first, min(first + PIECE, len(self))) for first in range(0, len(self), PIECE)] or [range(0)]
+
+    def part(self, rows: range) -> Scan:
+        """Some of the rows: iterates over the row groups that begin within them."""
         part = copy.copy(self)
-        part.start = len(self) * number // count
-        part.stop = len(self) * (number + 1) // count if number + 1 < count else sys.maxsize
+        part.start, part.stop = rows.start, rows.stop if rows.stop < len(self) else sys.maxsize
         return part
 
     def begins(self, number: int) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.remote import spelled
 from omni.tasks import Task
 from train.console.progress import Kind
-from train.data.inspect.display import display_of, watched
+from train.data.executor import HERE, Processes
+from train.data.inspect.display import display_of, over
 from train.data.inspect.scan import Scan, UnreadableRows
 from train.data.inspect.target import Target
 from train.data.prepare.codecs import Codecs
@@ -29,14 +32,34 @@ TEXT_COLUMNS = {"texts": "texts", "distinct_texts": "distinct", "words": "words"
 
 
 def collect(
-    scan: Scan, codecs: Codecs, target: Target | None = None, tasks: tuple[Task, ...] = (), progress: Kind = "off"
+    scan: Scan,
+    codecs: Codecs,
+    target: Target | None = None,
+    tasks: tuple[Task, ...] = (),
+    progress: Kind = "off",
+    processes: Processes = HERE,
 ) -> Collected:
     """Collect statistics of all rows that can be read; the others are counted as noted."""
+    from train.data.inspect.collect import Collected
+
+    done, display = Collected(), display_of(progress, scan)
+    try:
+        for found in over(scan, partial(row_counts, scan, codecs, target, tasks), processes, display):
+            done.merge(found)
+    finally:
+        display.close()
+    return done
+
+
+def row_counts(
+    scan: Scan, codecs: Codecs, target: Target | None, tasks: tuple[Task, ...]
+) -> Callable[[range], Collected]:  # fmt: skip
+    """Begin a process that collects statistics."""
     from train.data.inspect.collect import Collector
 
-    collector, display = Collector(codecs, target, tasks), display_of(progress, scan)
-    try:
-        for item in watched(scan, display):
+    def count(rows: range) -> Collected:
+        collector = Collector(codecs, target, tasks)
+        for item in scan.part(rows):
             if isinstance(item, UnreadableRows):
                 collector.done.noted["rows that cannot be read"] += item.count
                 collector.done.noted["files or row groups that are damaged"] += 1
@@ -45,9 +68,9 @@ def collect(
                 collector.done.noted["rows that break the format"] += 1
             else:
                 collector.add(item.row)
-    finally:
-        display.close()
-    return collector.done
+        return collector.done
+
+    return count
 
 
 def plain(collected: Collected, data: Path) -> dict[str, Any]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
 from omni.remote import spelled
-from train.console.progress import Display, Kind
+from train.console.progress import Kind
+from train.data.executor import HERE, Processes
 from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Checked, check_row
-from train.data.inspect.digests import Digests, FirstRows
-from train.data.inspect.display import display_of, watched
+from train.data.inspect.digests import Digests
+from train.data.inspect.display import display_of, over
 from train.data.inspect.findings import Findings
 from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, measure, text_digest
 from train.data.inspect.scan import FoundRow, Scan, UnreadableRows
@@ -35,13 +37,17 @@ class Summary:
 
 @dataclass
 class Seen:
-    """What is kept of the rows that were looked at: digests, to find duplicates and what other data have too, and counts."""
+    """What is kept of rows that were looked at: digests, to find duplicates and what other data have too, and counts.
+
+    Attributes:
+        speakers: the first row of each.
+    """
 
     audio: Digests = field(default_factory=Digests)
     texts: Digests = field(default_factory=Digests)
     said: Digests = field(default_factory=Digests)
     whole: Digests = field(default_factory=Digests)
-    speakers: FirstRows = field(default_factory=FirstRows)
+    speakers: dict[str, int] = field(default_factory=dict)
     rows: int = 0
     microseconds: int = 0
 
@@ -54,27 +60,49 @@ class Seen:
         self.rows += 1
         self.microseconds += round(1e6 * checked.seconds)
 
+    def merge(self, other: Seen) -> None:
+        """Add later rows."""
+        for name in ("audio", "texts", "said", "whole"):
+            getattr(self, name).extend(getattr(other, name))
+        for speaker, row in other.speakers.items():
+            self.speakers.setdefault(speaker, row)
+        self.rows, self.microseconds = self.rows + other.rows, self.microseconds + other.microseconds
+
+
+Noted = list[tuple[str, str, str, int]]
+"""Findings: kind, place, text and number of rows."""
+
 
 def validate(
-    data: Path, against: Sequence[Path], bounds: Bounds, codecs: Codecs, findings: Findings, progress: Kind = "off"
+    data: Path,
+    against: Sequence[Path],
+    bounds: Bounds,
+    codecs: Codecs,
+    findings: Findings,
+    progress: Kind = "off",
+    processes: Processes = HERE,
 ) -> Summary:
     """Check all rows of `data` singly, against each other, and against those of `against`.
 
-    Memory holds a few rows, a bit for each row where there are duplicates, and at most 50 MiB for each of five kinds of digests
-    and three of other data, with 60 MiB more while they are looked up. A temporary file (in `TMPDIR`) has 16 bytes for each
-    digest beyond a million; see `train.data.inspect.digests`.
-
     Raises:
-        UserError: there are no such data, the codec's weights do not fit, or there is no room for the file.
+        UserError: there are no such data, or the codec's weights do not fit; see also `executor.imap`.
     """
     scan, others = open_scans(data, against, progress)
     display = display_of(progress, scan, *others)
+
+    def looked(one: Scan, start: Callable[[], Callable[[range], tuple[Noted, Seen]]]) -> Seen:
+        seen = Seen()
+        for noted, more in over(one, start, processes, display):
+            for finding in noted:
+                findings.add(*finding)
+            seen.merge(more)
+        return seen
+
     try:
-        check_sums(scan, findings)
-        seen = look_at(scan, bounds, codecs, findings, display)
+        seen = looked(scan, partial(row_checks, scan, bounds, codecs))
         find_duplicates(scan, seen, findings)
         for other in others:
-            find_leaks(scan, seen, other, look_at_other(other, findings, display), findings)
+            find_leaks(scan, seen, other, looked(other, partial(other_rows, other)), findings)
     finally:
         display.close()
     return Summary(seen.rows, len(scan), seen.microseconds / 3.6e9, findings, scan.report())
@@ -89,65 +117,75 @@ def open_scans(data: Path, against: Sequence[Path], progress: Kind = "off") -> t
     return scan, others
 
 
-def look_at(scan: Scan, bounds: Bounds, codecs: Codecs, findings: Findings, display: Display) -> Seen:
-    """Check rows singly."""
-    seen = Seen()
-    for item in watched(scan, display):
-        if isinstance(item, UnreadableRows):
-            whole = item.where in {str(file) for file in scan.files}
-            findings.add("unreadable_file" if whole else "damaged_pages", item.where, item.why, max(1, item.count))
-        elif item.row is None:
-            findings.add("bad_row", item.where, item.why)
-        else:
-            checked = check_row(item.row, bounds, codecs)
-            for kind, text in checked.problems:
-                findings.add(kind, item.where, text)
-            seen.add(item.index, checked)
-            seen.speakers.add(item.row.speaker, item.index)
-    return seen
+def row_checks(scan: Scan, bounds: Bounds, codecs: Codecs) -> Callable[[range], tuple[Noted, Seen]]:
+    """Begin a process that checks rows singly."""
+
+    def check(rows: range) -> tuple[Noted, Seen]:
+        part, seen = scan.part(rows), Seen()
+        noted: Noted = check_sums(part)
+        for item in part:
+            if isinstance(item, UnreadableRows):
+                whole = item.where in {str(file) for file in scan.files}
+                noted.append(("unreadable_file" if whole else "damaged_pages", item.where, item.why, max(1, item.count)))
+            elif item.row is None:
+                noted.append(("bad_row", item.where, item.why, 1))
+            else:
+                checked = check_row(item.row, bounds, codecs)
+                noted += [(kind, item.where, text, 1) for kind, text in checked.problems]
+                seen.add(item.index, checked)
+                if item.row.speaker:
+                    seen.speakers.setdefault(item.row.speaker, item.index)
+        return noted, seen
+
+    return check
 
 
-def check_sums(scan: Scan, findings: Findings) -> None:
+def check_sums(scan: Scan) -> Noted:
     """Compare the files' checksums with those in their preparation's report, where there is one."""
     try:
-        noted = {shard["file"]: shard["crc32"] for shard in scan.report()["shards"]}
+        known = {shard["file"]: shard["crc32"] for shard in scan.report()["shards"]}
     except (KeyError, TypeError):
-        return
-    for number, file in enumerate(scan.files):
-        if scan.begins(number) and file.name in noted and checksum(file) != noted[file.name]:
-            findings.add("changed_file", str(file), f"its CRC-32 is not that in {REPORT}: copy or prepare it again")
+        return []
+    files = [file for number, file in enumerate(scan.files) if scan.begins(number) and file.name in known]
+    changed = [file for file in files if checksum(file) != known[file.name]]
+    return [("changed_file", str(file), f"its CRC-32 is not that in {REPORT}: copy or prepare it again", 1) for file in changed]
 
 
 def find_duplicates(scan: Scan, seen: Seen, findings: Findings) -> None:
     """Find rows, recordings and texts that came before."""
-    whole = bytearray(len(scan) // 8 + 1)
+    whole = set[int]()
     for row, first in seen.whole.repeats():
-        whole[row // 8] |= 1 << row % 8
+        whole.add(row)
         findings.add("duplicate_row", scan.where(row), f"equals {scan.where(first)}")
     for kind, digests in (("duplicate_audio", seen.audio), ("duplicate_text", seen.said)):
         for row, first in digests.repeats():
-            if not whole[row // 8] >> row % 8 & 1:
+            if row not in whole:
                 findings.add(kind, scan.where(row), f"is also in {scan.where(first)}")
 
 
-def look_at_other(other: Scan, findings: Findings, display: Display) -> Seen:
-    """Digests of the questions and speakers of another split."""
-    seen = Seen()
-    for item in watched(other, display):
-        if not isinstance(item, FoundRow) or item.row is None:
-            where, why = item.where, item.why
-            findings.add("unreadable_file" if isinstance(item, UnreadableRows) else "bad_row", where, f"{why} (not compared)")
-            continue
-        seen.speakers.add(item.row.speaker, item.index)
-        for turn in item.row.turns:
-            if turn.question_text.strip():
-                seen.texts.add(text_digest(turn.question_text), item.index)
-            if turn.question_audio is not None:
-                try:
-                    seen.audio.add(measure(turn.question_audio).digest, item.index)
-                except BadSound as error:
-                    findings.add(error.kind, item.where, f"question_audio: {error} (not compared)")
-    return seen
+def other_rows(other: Scan) -> Callable[[range], tuple[Noted, Seen]]:
+    """Begin a process that takes digests of the questions and speakers of another split."""
+
+    def look(rows: range) -> tuple[Noted, Seen]:
+        noted, seen = list[tuple[str, str, str, int]](), Seen()
+        for item in other.part(rows):
+            if not isinstance(item, FoundRow) or item.row is None:
+                kind = "unreadable_file" if isinstance(item, UnreadableRows) else "bad_row"
+                noted.append((kind, item.where, f"{item.why} (not compared)", 1))
+                continue
+            if item.row.speaker:
+                seen.speakers.setdefault(item.row.speaker, item.index)
+            for turn in item.row.turns:
+                if turn.question_text.strip():
+                    seen.texts.add(text_digest(turn.question_text), item.index)
+                if turn.question_audio is not None:
+                    try:
+                        seen.audio.add(measure(turn.question_audio).digest, item.index)
+                    except BadSound as error:
+                        noted.append((error.kind, item.where, f"question_audio: {error} (not compared)", 1))
+        return noted, seen
+
+    return look
 
 
 def find_leaks(scan: Scan, seen: Seen, other: Scan, theirs: Seen, findings: Findings) -> None:
@@ -156,12 +194,10 @@ def find_leaks(scan: Scan, seen: Seen, other: Scan, theirs: Seen, findings: Find
     for kind, our, their in pairs:
         for row, place in our.shared(their):
             findings.add(kind, scan.where(row), f"is also in {other.where(place)}")
-    told = set[str]()
-    for row, place in seen.speakers.digests.shared(theirs.speakers.digests):
-        found = scan.at(row).row
-        if found is not None and found.speaker not in told:
-            told.add(found.speaker)
-            findings.add("leaked_speaker", scan.where(row), f"speaker {found.speaker!r} is also in {other.where(place)}")
+    for speaker, row in seen.speakers.items():
+        if speaker in theirs.speakers:
+            there = other.where(theirs.speakers[speaker])
+            findings.add("leaked_speaker", scan.where(row), f"speaker {speaker!r} is also in {there}")
 
 
 def report(summary: Summary, data: Path, against: Sequence[Path], bounds: Bounds) -> dict[str, object]:

@@ -2,9 +2,8 @@
 
 `prepare.prepare` runs it all. A preparation works in a folder beside its output, `OUT.preparing`, which becomes OUT by one
 rename once it is complete, so that an OUT is always whole. Items of the source are processed in blocks of a fixed size
-(`worker`), in any number of processes of this machine (`pool`) or a cluster (`cluster`), and stored in their order (`prepare`):
-the result depends on the source and the settings alone. Every finished shard has a note of the items it covers (`shards`),
-after which an interrupted preparation goes on; a lock on the folder excludes a second process, and `settings` refuses to go on
-with other settings. A part of the items (`parts`) is prepared in the same way, in a folder of its own, and `join` makes the
-output of all parts.
+(`worker`), in any number of processes of this machine or a cluster (`train.data.executor`), and stored in their order
+(`prepare`): the result depends on the source and the settings alone. Every finished shard has a note of the items it covers
+(`shards`), after which an interrupted preparation goes on; a lock on the folder excludes a second process, and `settings`
+refuses to go on with other settings.
 """

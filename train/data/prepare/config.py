@@ -8,8 +8,8 @@ from typing import Literal
 
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
-from omni.hardware import cores
 from omni.ranges import check_fields, ranged
+from train.data.executor import Processes
 from train.data.readers import ReaderOptions
 from train.data.tts.speaking import SpeakingConfig
 from train.data.tts.voices import check_spec
@@ -17,34 +17,10 @@ from train.data.tts.voices import check_spec
 SIDES = ("question", "answer")
 ONE = "espeak:+f3"
 """The voice of answers where questions are asked in many."""
+BLOCK = 32
+"""Number of items of a block. Shards end between blocks, so another number makes other shards."""
 
-
-MOST_PARTS = 100_000
 LOWEST_RATE, HIGHEST_RATE = 4000, 192_000
-
-
-@dataclass(frozen=True)
-class DataPart:
-    """One of `count` parts of a preparation, `number` from 0 on; as text `3/16`."""
-
-    number: int
-    count: int
-
-    @classmethod
-    def read(cls, text: str) -> DataPart:
-        """UserError where a text names no part."""
-        found = re.fullmatch(r"(\d+)/(\d+)", text)
-        if found is None:
-            raise UserError(f"shard {text!r} is not written as 3/16: the number of a part, from 0 on, and how many there are")
-        number, count = map(int, found.groups())
-        if number >= count:
-            raise UserError(f"shard {text!r} is none of {count}: they are counted from 0 on, 0/{count or 1} is the first")
-        if count > MOST_PARTS:
-            raise UserError(f"shard {text!r} is one of {count:,} parts: make at most {MOST_PARTS:,}")
-        return cls(number, count)
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
 
 
 @dataclass(frozen=True)
@@ -77,8 +53,8 @@ class PrepareConfig:
             least, which is larger where their sound is (compression leaves that as it is).
         workers: processes; 0 works in this one, null takes one for every core (and `threads`). The rows do not depend on it.
         threads: of each process. Sums of a neural codec may round differently with another number.
-        shard: prepare a part of the items, such as `3/16`: part 3 of 16, counted from 0. Each can be made on another machine;
-            `omni-train data join OUT` makes the output of all.
+        shard: prepare a part of the items, such as `3/16`: part 3 of 16, counted from 0. Each is made into a folder of its own,
+            on any machine; a source of a run takes the list of them.
         ray: address of a Ray cluster whose processes prepare: `auto` for that of this machine or of `RAY_ADDRESS`, `local` to
             start one here, or `ray://host:10001`. All of its machines see data and codec by the same paths.
     """
@@ -117,8 +93,9 @@ class PrepareConfig:
                     f"{name} is {rate}: give samples per second from {LOWEST_RATE} to {HIGHEST_RATE}, or 0 to leave files as "
                     "they are"
                 )
-        if self.shard:
-            DataPart.read(self.shard)
+        found = re.fullmatch(r"(\d+)/(\d+)", self.shard)
+        if self.shard and (found is None or int(found[1]) >= int(found[2])):
+            raise UserError(f"shard {self.shard!r} is not as 3/16: the number of a part, from 0 on, and how many there are")
         if self.codec_folder and not self.codec:
             raise UserError(f"codec_folder {self.codec_folder!r} is given without a codec; name one, such as --codec snac")
         if self.sides:
@@ -137,15 +114,15 @@ class PrepareConfig:
             return self.answer_voice or ONE
         return ONE if self.voice == "espeak" else self.voice
 
-    @property
-    def part(self) -> DataPart | None:
-        """The part that is prepared; None for all items."""
-        return DataPart.read(self.shard) if self.shard else None
+    def items(self, count: int) -> range:
+        """The items to prepare of a source of so many: those of the part, whole blocks of `BLOCK`, or all of them."""
+        total = min(count, self.limit or count)
+        number, parts = map(int, (self.shard or "0/1").split("/"))
+        blocks = -(-total // BLOCK)
+        first, stop = (min(total, blocks * n // parts * BLOCK) for n in (number, number + 1))
+        return range(first, stop)
 
     @property
-    def processes(self) -> int:
-        """Number of worker processes; 0 for this process alone."""
-        if self.workers is not None:
-            return self.workers
-        most = max(1, cores() // self.threads)
-        return most if self.device == "cpu" else min(most, 4)  # each has a copy of the codec on the device
+    def processes(self) -> Processes:
+        """The processes that prepare."""
+        return Processes(self.workers, self.threads, self.device, self.ray)

@@ -5,28 +5,24 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omni.errors import UserError
 from omni.files import LOCK, flush, locked
 from omni.remote import find_address, refuse_remote
 from omni.stores.reading import naming
 from train.console.progress import Display, Kind, counted
-from train.data.prepare.cluster import cluster_blocks
-from train.data.prepare.config import PrepareConfig
-from train.data.prepare.parts import SHARD, items_of, part_folder, refuse_others, refuse_parts, working
-from train.data.prepare.pool import make_blocks
+from train.data.executor import imap
+from train.data.prepare.config import BLOCK, PrepareConfig
 from train.data.prepare.report import REPORT, read_report, write_report
 from train.data.prepare.rows import PrepareTally
 from train.data.prepare.settings import check_settings, discard, settings_of
 from train.data.prepare.shards import ShardWriter, stored
-from train.data.prepare.worker import BLOCK, codec_of, voice_of
+from train.data.prepare.worker import block_maker, codec_of, voice_of
 from train.data.readers import OpenedSource, data_path, open_source
-
-if TYPE_CHECKING:
-    from omni.codec.base import AudioCodec
+from train.data.rows.row import features
 
 _MAX_WITHOUT_ROW = 1000
 """Number of items without a single row after which a preparation stops: the settings must be wrong."""
@@ -43,19 +39,17 @@ def prepare(
 
     The same call goes on after an interruption, at the last finished shard (a failure before the first leaves nothing), and
     leaves a finished output as it is. Items that make no row are counted and listed in `out`'s `report.json` and `broken.csv`.
-    With a `shard`, a part is made, in a folder beside `out` (see `parts`), where `out` is not there yet.
 
     Args:
         path: file or folder of the data set, or its address (`train.data.readers.data_path`).
         opener: opens the data set, instead of `train.data.readers.open_source`; its result must be picklable.
 
     Returns:
-        Counts of all rows, or of the part's, those of earlier starts included.
+        Counts of all rows, those of earlier starts included.
 
     Raises:
         UserError: settings, codec, voice or data set that do not fit; an `out` within the data, or that cannot be replaced;
             another process at work in `out`; a half-made or whole `out` of other settings, or of data that have changed since;
-            a `shard` of an output that is being made otherwise;
             no space left; a data set of which no item makes a row.
     """
     config, here = config or PrepareConfig(), data_path(path, again=True)
@@ -72,23 +66,16 @@ def _prepare(
     opener: Callable[[Path], OpenedSource] | None,
 ) -> PrepareTally:
     """`prepare` of a data set that is here, or was brought from an address."""
-    out, part = place_for(out, path), config.part
+    out = place_for(out, path)
     source = opener(path) if opener else open_source(path, config.read)
     if address is not None:
         source.brought = path, address
     settings = settings_of(path, source, config, address)
     if occupied(out):
         return whole_already(out, settings)
-    if part is None:
-        refuse_parts(out)
-    else:
-        refuse_others(out, part, settings)
-        out, settings = part_folder(out, part), {**settings, SHARD: str(part)}
-        if occupied(out):
-            return whole_already(out, settings)
-    work = working(out)
-    away = config.ray and config.device != "cpu"  # this machine may have no such device
-    codec = None if away else codec_of(config)  # loaded before processes start and folders are made, so that errors come first
+    work = out.with_name(f"{out.name}.preparing")
+    if not (config.ray and config.device != "cpu"):  # this machine may have no such device
+        codec_of(config)  # loaded before processes start and folders are made, so that errors come first
     for side in config.sides:
         voice_of(config, side)
     try:
@@ -101,31 +88,22 @@ def _prepare(
             return whole_already(out, settings)
         check_settings(work, settings, finished=False)
         try:
-            _fill(work, source, config, codec, progress)
+            _fill(work, source, config, progress)
         except BaseException:
             if not stored(work):
                 discard(work)
-                if part is not None:
-                    with suppress(OSError):  # it holds other parts
-                        out.parent.rmdir()
             raise
-        return complete(work, out, settings, source.note)
-
-
-def complete(work: Path, out: Path, settings: dict[str, Any], note: str) -> PrepareTally:
-    """Make an output, or a part, of a working folder with all its shards; returns its counts. `note` is the source's."""
-    write_report(work, settings, note)
-    os.rename(work, out)
-    flush(out.parent)
-    _tidy(out, settings)
+        write_report(work, settings, source.note)
+        os.rename(work, out)
+        flush(out.parent)
+    _tidy(out)
     return read_report(out)
 
 
-def _fill(work: Path, source: OpenedSource, config: PrepareConfig, codec: AudioCodec | None, progress: Kind) -> None:
+def _fill(work: Path, source: OpenedSource, config: PrepareConfig, progress: Kind) -> None:
     """Write all shards that are not finished yet."""
-    total = min(len(source), config.limit or len(source))
-    items = items_of(config.part, total) if config.part else range(total)
-    shards = ShardWriter(work, config.shard_mb << 20, items if config.part else None)
+    items = config.items(len(source))
+    shards = ShardWriter(work, config.shard_mb << 20, items.start)
     done = shards.next_item - items.start
     display = Display(len(items), done, progress)
     if source.note:
@@ -133,27 +111,28 @@ def _fill(work: Path, source: OpenedSource, config: PrepareConfig, codec: AudioC
     if done:
         display.say(f"going on after {counted(done, 'item')}, of which {counted(shards.done.rows, 'row')} came")
     rows, first_why = shards.done.rows, ""
-    make = cluster_blocks if config.ray else make_blocks
-    blocks = make(source, config, range(shards.next_item, items.stop, BLOCK), items.stop, display.tick, codec)
+    todo = [range(first, min(first + BLOCK, items.stop)) for first in range(shards.next_item, items.stop, BLOCK)]
+    blocks = imap(partial(block_maker, source, config, features().arrow_schema), todo, config.processes)
     try:
         for block in blocks:
             rows += block.tally.rows
             if not first_why and block.broken:
                 first_why = f"{block.broken[0].where}: {block.broken[0].why}"
-            if not (rows or items.start) and block.stop >= min(total, _MAX_WITHOUT_ROW):
+            if not (rows or items.start) and block.stop >= min(items.stop, _MAX_WITHOUT_ROW):
                 beside = source.brought is not None and source.origin is None
                 raise UserError(
                     f"none of the first {counted(block.stop, 'item')} makes a row; the first, {first_why}"
                     + "; what lies beside a file in a store is not brought with it: give the address of its folder" * beside
                 )
             shards.add(block)
+            display.tick(block.stop - block.start, block.tally.seconds)
         shards.finish()
     finally:
         shards.abandon()
         blocks.close()
         display.close()
-    if not (shards.done.rows or config.part):
-        raise UserError(f"the source has {counted(total, 'item')} and none makes a row: there is nothing to store")
+    if not shards.done.rows:
+        raise UserError(f"the source has {counted(len(items), 'item')} and none makes a row: there is nothing to store")
 
 
 def place_for(out: Path, path: Path | None = None) -> Path:
@@ -178,17 +157,16 @@ def occupied(out: Path) -> bool:
 
 
 def whole_already(out: Path, settings: dict[str, Any]) -> PrepareTally:
-    """Check the settings of an output, or a part, that is complete already, and return its counts."""
+    """Check the settings of an output that is complete already, and return its counts."""
     if not (out / REPORT).is_file():
         raise UserError(f"output {out} exists and is none of this command's: choose another, or remove it")
     check_settings(out, settings, finished=True)
-    _tidy(out, settings)
+    _tidy(out)
     return read_report(out)
 
 
-def _tidy(out: Path, settings: dict[str, Any]) -> None:
-    """Remove the files that only an unfinished output needs; a part's notes stay, for `join`."""
-    if SHARD not in settings:
-        shutil.rmtree(out / "notes", ignore_errors=True)
+def _tidy(out: Path) -> None:
+    """Remove the files that only an unfinished output needs."""
+    shutil.rmtree(out / "notes", ignore_errors=True)
     for left in (out / LOCK, *out.glob(".*.part*")):  # the latter of a process that was killed
         left.unlink(missing_ok=True)

@@ -14,9 +14,8 @@ from omni.errors import UserError
 from omni.files import LOCK, read_json, write_json
 from omni.stores.pointers import stored_size
 from omni.stores.reading import content_key
-from train.data.prepare.config import PrepareConfig
+from train.data.prepare.config import BLOCK, PrepareConfig
 from train.data.prepare.shards import AGAIN, checksum, stored
-from train.data.prepare.worker import BLOCK
 from train.data.readers import OpenedSource
 from train.data.readers.contract import LATER
 from train.data.readers.listing import sorted_walk
@@ -28,7 +27,7 @@ FORMAT = 1
 _DATA = ("source_bytes", "source_files", "source_checksum", "source_versions")
 _SMALL = 1 << 20
 """Largest file, in bytes, that is compared by its checksum: such as one that people edit."""
-_WITHOUT_EFFECT = ("workers", "shard", "ray")
+_WITHOUT_EFFECT = ("workers", "ray")
 
 
 def settings_of(path: Path, source: OpenedSource, config: PrepareConfig, address: str | None = None) -> dict[str, Any]:
@@ -39,8 +38,9 @@ def settings_of(path: Path, source: OpenedSource, config: PrepareConfig, address
     plain["limit"] = config.limit or 0  # as earlier versions wrote it
     read = {name: dict(value) if name == "columns" else value for name, value in plain["read"].items()}
     plain["read"] = {name: value for name, value in read.items() if name not in LATER} | config.read.later()
-    if config.recordings == PrepareConfig.recordings:  # as earlier versions had it
-        del plain["recordings"]
+    for name in ("recordings", "shard"):  # as earlier versions had it
+        if plain[name] == getattr(PrepareConfig, name):
+            del plain[name]
     if not config.sides:
         plain = {name: value for name, value in plain.items() if name not in ("voice", "answer_voice", "seed", "speaking")}
     elif config.speaking == SpeakingConfig():
@@ -70,7 +70,7 @@ def _files(folder: Path) -> str:
     Hidden files do not count: no reader reads them.
     """
     digest, count, total = hashlib.sha256(), 0, 0
-    for name, _ in sorted_walk(folder, as_text=True):
+    for name in sorted(name for name, _ in sorted_walk(folder)):
         if not name.rpartition("/")[2].startswith("."):
             size = _size(os.path.join(folder, name))
             digest.update(b"/" + os.fsencode(name) + f"\0{size}\0".encode())
@@ -100,26 +100,16 @@ def check_settings(folder: Path, settings: dict[str, Any], finished: bool) -> No
     if not finished and not stored(folder):
         write_json(path, settings)
         return
-    refuse_other(folder, read_json(path, AGAIN), settings, "was prepared" if finished else "was started")
-
-
-def refuse_other(
-    folder: Path, held: dict[str, Any], settings: dict[str, Any], state: str, now: str = "is now",
-    way: str = "choose another output, or remove the folder",
-) -> None:  # fmt: skip
-    """UserError where the settings `held` in a folder differ from others, or are of data that have changed since.
-
-    Args:
-        state: how the folder came to be, for the message, as `now` is for what the other settings are, and `way` what to do.
-    """
+    held, state = read_json(path, AGAIN), "was prepared" if finished else "was started"
+    way = "choose another output, or remove the folder"
     differing, elsewhere = [], held.get("source") != settings.get("source")
     for name, one, other in _differing(held, settings):
         if name in _DATA and (elsewhere or name not in held):  # of another source, or written by a version without this setting
             continue
         if name in _DATA:
-            what = f"{name} was {one} and {now} {other}"
-            raise UserError(f"{folder} {state} before {settings['source']} changed: {what}; {way.removeprefix('or ')}")
-        differing.append(f"{name} was {one!r} and {now} {other!r}")
+            what = f"{name} was {one} and is now {other}"
+            raise UserError(f"{folder} {state} before {settings['source']} changed: {what}; {way}")
+        differing.append(f"{name} was {one!r} and is now {other!r}")
     if differing:
         raise UserError(f"{folder} {state} with other settings: {', '.join(differing)}; give the same ones, {way}")
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import errno
-import time
+import platform
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.codec.registry import load_codec
 from omni.errors import UserError
+from omni.remote import shown
 from omni.stores.pointers import check_cache
 from omni.stores.tries import StoreError
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.rows import PrepareTally, RowMaker
-from train.data.readers import Broken, OpenedSource
+from train.data.readers import Broken, OpenedSource, data_path
 from train.data.readers.files import Files
 from train.data.rows.row import Row
 from train.data.tts.contract import Voice
@@ -26,13 +28,6 @@ if TYPE_CHECKING:
 
     from omni.codec.base import AudioCodec
 
-BLOCK = 32
-"""Number of items of a block. Shards end between blocks, so another number makes other shards."""
-
-Tick = Callable[[int, float], None]
-"""Called now and then with the number of further items that are done, and their seconds of sound."""
-
-_TICK_SECONDS = 0.5
 _BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)  # a UserError is a ValueError
 _FATAL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -81,31 +76,25 @@ class PreparedBlock:
 class BlockMaker:
     """Makes blocks of a source; a process has one, with a codec and voices of its own.
 
-    `schema` is that of the rows, passed because making it takes `datasets`, a second to import; `codec` is the configuration's,
-    where it has been loaded already.
+    `schema` is that of the rows, passed because making it takes `datasets`, a second to import.
     """
 
-    def __init__(
-        self, source: OpenedSource, config: PrepareConfig, schema: pa.Schema, codec: AudioCodec | None = None
-    ) -> None:  # fmt: skip
-        import torch
-
+    def __init__(self, source: OpenedSource, config: PrepareConfig, schema: pa.Schema) -> None:
         if source.brought is not None:
+            _bring(*source.brought)
             check_cache(source.brought[0])
-        torch.set_num_threads(config.threads)
-        codec = codec or codec_of(config)
         self.source = source
-        self.maker = RowMaker(config, codec, {side: voice_of(config, side) for side in config.sides}, source.origin)
+        voices = {side: voice_of(config, side) for side in config.sides}
+        self.maker = RowMaker(config, codec_of(config), voices, source.origin)
         self.schema = schema
 
     def _broken(self, item: int, where: str, why: str) -> BrokenItem:
         return BrokenItem.of(item, self.source.named(where), self.source.named(why))
 
-    def make(self, start: int, stop: int, tick: Tick) -> PreparedBlock:
-        """Make the block of items `start` to `stop`; UserError where the source cannot be read at all."""
-        block, made = PreparedBlock(start, stop), list[_Made]()
-        told, since, seconds, before = start, time.monotonic(), 0.0, Files.left_out
-        for index, item in zip(range(start, stop), self._items(start, stop), strict=True):
+    def make(self, items: range) -> PreparedBlock:
+        """Make the block of some items; UserError where the source cannot be read at all."""
+        block, made, before = PreparedBlock(items.start, items.stop), list[_Made](), Files.left_out
+        for index, item in zip(items, self._items(items.start, items.stop), strict=True):
             if isinstance(item, Broken):
                 block.broken.append(self._broken(index, item.where, item.why))
             else:
@@ -119,14 +108,8 @@ class BlockMaker:
                     block.broken.append(self._broken(index, item.where, _one_line(error)))
                 else:
                     made.append(_Made(index, item.where, plain, done))
-                    seconds += done.seconds
-            now = time.monotonic()
-            if now - since >= _TICK_SECONDS:
-                tick(index + 1 - told, seconds)
-                told, since, seconds = index + 1, now, 0.0
         self._store(block, made)
         block.tally.left_out = Files.left_out - before
-        tick(stop - told, seconds)
         return block
 
     def _store(self, block: PreparedBlock, made: list[_Made]) -> None:
@@ -180,6 +163,20 @@ class BlockMaker:
                 f"the source ends at item {start + count} and had {len(self.source)}: it has changed while it was read; "
                 "remove what is half made and start again"
             )
+
+
+def block_maker(source: OpenedSource, config: PrepareConfig, schema: pa.Schema) -> Callable[[range], PreparedBlock]:
+    """Begin a process that makes blocks, see `train.data.executor`."""
+    return BlockMaker(source, config, schema).make
+
+
+def _bring(path: Path, address: str) -> None:
+    """Bring data of a store to this machine, where another one has opened them; UserError where its cache is another folder."""
+    if not path.exists() and (here := data_path(address)) != path:
+        raise UserError(
+            f"{shown(address)} is at {here} in the cache of {platform.node()}, and at {path} where the command was started: "
+            "set OMNI_CACHE to the same folder on all machines of the cluster"
+        )
 
 
 def codec_of(config: PrepareConfig) -> AudioCodec | None:

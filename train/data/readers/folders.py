@@ -18,7 +18,7 @@ from omni.audio.sniff import SUFFIXES
 from omni.errors import UserError
 from train.data.readers.contract import OpenedSource, ReaderOptions
 from train.data.readers.files import Files
-from train.data.readers.listing import FolderListing, entries, is_file, sorted_walk, walk
+from train.data.readers.listing import entries, is_file, sorted_walk, walk
 from train.data.readers.record import Record, Records
 from train.data.readers.source import RecordSource, RowMapper, make_row, text
 from train.data.readers.text_records import JsonLines, TableRecords
@@ -126,14 +126,14 @@ class SoundFiles(Records):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._listing = FolderListing(path, _is_recording) if path.is_dir() else None
+        found = sorted_walk(path, hidden=False)
+        self._names = [name for name, there in found if there and _is_recording(name)] if path.is_dir() else [""]
 
     def __len__(self) -> int:
-        return 1 if self._listing is None else len(self._listing)
+        return len(self._names)
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
-        names = [""][start:stop] if self._listing is None else self._listing.names(start, stop)
-        for file in (self.path / name for name in names):
+        for file in (self.path / name for name in self._names[start:stop]):
             yield Record(str(file), {"path": str(file.absolute())})
 
 

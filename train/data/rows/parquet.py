@@ -12,7 +12,7 @@ import copy
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -128,7 +128,7 @@ class StoredRows:
     first row is read; otherwise the footers of all are read now. Files of a store are read by ranges.
 
     Args:
-        path: the file or folder, or its address.
+        path: the file or folder, or its address; or several of them, one after another.
         cache: folder for Arrow copies, where one is needed; None for that of `datasets`.
         needed: parts of rows that are read, others come as if they were not there; None for all.
 
@@ -137,19 +137,26 @@ class StoredRows:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None, needed: Needed | None = None
+        self,
+        path: str | os.PathLike[str] | Sequence[str],
+        cache: str | os.PathLike[str] | None = None,
+        needed: Needed | None = None,
     ) -> None:
         self.needed = needed
-        found = find_files(path)
-        self._folder, self._files, counts = found.folder, found.files, found.counts()
-        large, absent, seen = False, list[set[str]](), list[int]()
-        for metadata, schema in looked_at(look, self._files if counts is None else self._files[:1]):
-            seen.append(metadata.num_rows)
-            absent.append({name for name in OPTIONAL if name not in schema.names})
-            large = large or has_large_groups(metadata)
-        self._ends = list(itertools.accumulate(seen if counts is None else counts))
-        if not self._ends[-1]:
-            raise UserError(f"data {found.path} has no rows: prepare the data again")
+        self._files, counted = list[DataFile](), list[int]()
+        large, absent = False, list[set[str]]()
+        for one in [path] if isinstance(path, (str, os.PathLike)) else path:
+            found, seen = find_files(one), list[int]()
+            counts = found.counts()
+            for metadata, schema in looked_at(look, found.files if counts is None else found.files[:1]):
+                seen.append(metadata.num_rows)
+                absent.append({name for name in OPTIONAL if name not in schema.names})
+                large = large or has_large_groups(metadata)
+            self._files += found.files
+            counted += seen if counts is None else counts
+            if not sum(counted[-len(found.files) :]):
+                raise UserError(f"data {found.path} has no rows: prepare the data again")
+        self._ends = list(itertools.accumulate(counted))
         self._copied = _arrow_copy(self._files, absent, cache) if large else None
         self._begin()
 
@@ -183,6 +190,11 @@ class StoredRows:
         starts = [range(first, end, PIECE) for first, end in itertools.pairwise([0, *self._ends])]
         return np.fromiter(itertools.chain(*starts, self._ends[-1:]), np.int64)
 
+    def _folder_of(self, index: int) -> Path | None:
+        """The folder that references in a row are relative to; None in a store."""
+        file = self._files[self.place(index)[0]]
+        return file.parent if isinstance(file, Path) else None
+
     def where(self, index: int) -> str:
         """File and row number within it, for errors."""
         file, row = self.place(index)
@@ -192,7 +204,7 @@ class StoredRows:
         """Row `index`; UserError where it breaks the format, or cannot be read."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        row = from_plain(self._plain(index, self._recent), self._folder, self.where(index))
+        row = from_plain(self._plain(index, self._recent), self._folder_of(index), self.where(index))
         del self._recent[:-KEPT_GROUPS]
         return row
 
@@ -203,7 +215,7 @@ class StoredRows:
 
     def read(self, index: int, kept: list[KeptGroup]) -> Row:
         """As `self[index]`, with the row's group, which is in `kept` or is added there."""
-        return from_plain(self._plain(index, kept), self._folder, self.where(index))
+        return from_plain(self._plain(index, kept), self._folder_of(index), self.where(index))
 
     def _plain(self, index: int, kept: list[KeptGroup]) -> dict[str, Any]:
         """Read the needed parts of a row as plain data; others are null. An Arrow copy gives all parts."""

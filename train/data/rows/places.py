@@ -109,14 +109,14 @@ def how(file: DataFile) -> dict[str, bool]:
     return {"pre_buffer": not isinstance(file, Path)}
 
 
+def size_of(file: DataFile) -> int:
+    """Bytes of a file; OSError where it is not there."""
+    return file.stat().st_size if isinstance(file, Path) else file.size
+
+
 def reading(file: DataFile) -> BinaryIO:
     """A file, open for reading from its start to its end: one of a store by large ranges."""
     return open(file, "rb") if isinstance(file, Path) else io.BufferedReader(ObjectReader(file), PIECE)
-
-
-def size_of(file: DataFile) -> int:
-    """Size of a file in bytes; OSError where it is not there."""
-    return file.stat().st_size if isinstance(file, Path) else file.size
 
 
 def brought(file: DataFile) -> str:

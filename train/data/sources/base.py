@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from omni.errors import UserError
@@ -52,7 +53,7 @@ class MadeSource(Source, Protocol):
 
 
 class StoredSource:
-    """A source of the rows of Parquet files, see `StoredRows`.
+    """A source of the rows of Parquet files, see `StoredRows`; several paths are one after another.
 
     Args:
         held_out: number of rows that are left out, evenly spaced, the first of as many equal parts: `held_out_indices`.
@@ -70,16 +71,18 @@ class StoredSource:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Sequence[str],
         cache: str | os.PathLike[str] | None = None,
         held_out: int = 0,
         needed: Needed | None = None,
         window: int | None = None,
     ) -> None:
         self.rows = StoredRows(path, cache, needed)
-        self.name = str(path)
+        self.name = str(path) if isinstance(path, (str, os.PathLike)) else ", ".join(path)
         if held_out >= len(self.rows):
-            raise UserError(f"held_out is {held_out}, but {path} has {len(self.rows)} rows: hold out fewer, none would be left")
+            raise UserError(
+                f"held_out is {held_out}, but {self.name} has {len(self.rows)} rows: hold out fewer, none would be left"
+            )
         self._held_out = range(held_out)
         self.size = len(self.rows) - held_out
         self.windows: Windows | None = None

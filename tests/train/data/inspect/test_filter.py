@@ -88,16 +88,16 @@ def test_broken_rows_can_be_kept_but_not_unreadable_ones(tmp_path: Path) -> None
     rows[2] = row(2, question_audio=Sound(data=b"RIFF"))
     data = stored(tmp_path / "data", rows, per_file=8)
     (data / "rows-00001.parquet").write_bytes(b"PAR1")
-    report = filter_rows(data, tmp_path / "out", RowFilter(Rules(drop_errors=False)))
+    report = filter_rows(data, tmp_path / "out", Rules(drop_errors=False))
     assert report["rows"] == 12 and [line["reasons"][0]["rule"] for line in dropped(tmp_path / "out")] == ["unreadable"]
-    again = filter_rows(tmp_path / "out", tmp_path / "again", RowFilter(Rules()))
+    again = filter_rows(tmp_path / "out", tmp_path / "again", Rules())
     assert again["rows"] == 11 and again["rules"] == {"broken_sound": 1}
 
 
 @pytest.mark.parametrize("drop_errors", [True, False])
 def test_bad_parts_cost_their_row_alone(drop_errors: bool, tmp_path: Path) -> None:
     data = spoilt(tmp_path / "data", *BAD_PARTS)
-    report = filter_rows(data, tmp_path / "out", RowFilter(Rules(drop_errors=drop_errors)))
+    report = filter_rows(data, tmp_path / "out", Rules(drop_errors=drop_errors))
     rules = {"missing_reference": 2, "word_times": 1, "unreadable": 1}
     assert report["rules"] == {name: count for name, count in rules.items() if drop_errors or name != "word_times"}
     assert report["rows"] == (4 if drop_errors else 5) and [line["row"] for line in dropped(tmp_path / "out")][:2] == [2, 3]
@@ -114,13 +114,13 @@ def test_codes_that_can_never_be_heard_cost_their_row_alone(tmp_path: Path, monk
 
     rules = Rules(drop_errors=False, max_wer=WerRule(answer=9.0))
     judge = RowFilter(rules, Codecs(tmp_path / "snac"), FakeASR())  # type: ignore[arg-type]
-    assert [judge.reasons(each)[0] for each in rows] == [
+    assert [judge.heard(each) for each in rows] == [
         [],
         [("max_wer", "answer 0: its codes are of 'hubert', which cannot be decoded here")],
         [],
     ]
     with pytest.raises(UserError, match="codec snac needs a folder"):
-        RowFilter(rules, Codecs(), FakeASR()).reasons(rows[0])  # type: ignore[arg-type]
+        RowFilter(rules, Codecs(), FakeASR()).heard(rows[0])  # type: ignore[arg-type]
 
 
 def test_an_empty_folder_or_a_link_to_one_is_filled_or_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,14 +128,14 @@ def test_an_empty_folder_or_a_link_to_one_is_filled_or_refused_at_once(tmp_path:
     for name in ("large", "here", "empty"):
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "large")
-    filter_rows(data, tmp_path / "link", RowFilter(Rules()))
+    filter_rows(data, tmp_path / "link", Rules())
     assert (tmp_path / "link").is_symlink() and (tmp_path / "large" / "rows-00000.parquet").is_file()
-    filter_rows(data, tmp_path / "empty" / ".." / "empty", RowFilter(Rules()))
+    filter_rows(data, tmp_path / "empty" / ".." / "empty", Rules())
     assert (tmp_path / "empty" / "report.json").is_file()
     monkeypatch.chdir(tmp_path / "here")
     for out in (".", "../here", ""):
         with pytest.raises(UserError, match="folder that this runs in"):
-            filter_rows(data, Path(out), RowFilter(Rules()))
+            filter_rows(data, Path(out), Rules())
     assert {path.name for path in tmp_path.iterdir()} == {"data", "large", "here", "empty", "link"}
 
 
@@ -144,7 +144,7 @@ def test_shards_and_order(rows_per_file: int, tmp_path: Path) -> None:
     """Many shards out, few rows in each file in; every third row is dropped."""
     many = [row(i, question_audio=Sound(data=wav(noise(2.5, i)))) for i in range(100)]
     data = stored(tmp_path / "data", many, per_file=rows_per_file)
-    report = filter_rows(data, tmp_path / "out", RowFilter(Rules(speakers=("s1", "s2"))), shard_mb=1)
+    report = filter_rows(data, tmp_path / "out", Rules(speakers=("s1", "s2")), shard_mb=1)
     assert len(report["shards"]) > 1 and sum(shard["rows"] for shard in report["shards"]) == report["rows"] == 66
     ids = [item.row.id for item in Scan(tmp_path / "out") if isinstance(item, FoundRow) and item.row]
     assert ids == [f"r{i}" for i in range(100) if i % 3]
@@ -160,7 +160,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.Captu
     assert json.loads((tmp_path / "out" / "report.json").read_text())["unreadable_files"][0].startswith(line)
     os.truncate(data / "rows-00000.parquet", 300)
     with pytest.raises(UserError, match="rows-00000.parquet is not a whole Parquet file"):
-        filter_rows(data, tmp_path / "none", RowFilter(Rules()))
+        filter_rows(data, tmp_path / "none", Rules())
 
 
 def test_references_become_part_of_their_rows(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_references_become_part_of_their_rows(tmp_path: Path) -> None:
     sound = wav(noise(1.3, "clip"))
     (data / "clips" / "a.wav").write_bytes(sound)
     stored(data, [row(0), row(1, question_audio=Sound(path="clips/a.wav", folder=data))])
-    filter_rows(data, tmp_path / "elsewhere" / "out", RowFilter(Rules()))
+    filter_rows(data, tmp_path / "elsewhere" / "out", Rules())
     kept = [item for item in Scan(tmp_path / "elsewhere" / "out") if isinstance(item, FoundRow)]
     assert kept[1].plain["turns"][0]["question_audio"] == {"bytes": sound, "path": None}
 
@@ -177,21 +177,20 @@ def test_references_become_part_of_their_rows(tmp_path: Path) -> None:
 def test_what_stops_a_filter_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, out = stored(tmp_path / "data", [row(0), row(1)]), tmp_path / "out"
     with pytest.raises(UserError, match=r"none of the 2 rows of .* is kept: languages drops 2; loosen"):
-        filter_rows(data, out, RowFilter(Rules(languages=("xx",))))
+        filter_rows(data, out, Rules(languages=("xx",)))
     gone = stored(tmp_path / "gone", [row(0, question_audio=Sound(data=b"RIFF"))])
     with pytest.raises(UserError, match="is kept: broken_sound drops 1; `omni-train data validate` names what is wrong"):
-        filter_rows(gone, out, RowFilter(Rules()))
+        filter_rows(gone, out, Rules())
     shutil.rmtree(gone)
     with locked(tmp_path / "out.filtering"), pytest.raises(UserError, match=r"is in use: process \d+ on .* writes into it"):
-        filter_rows(data, out, RowFilter(Rules()))
-    judge = RowFilter(Rules())
-    monkeypatch.setattr(judge, "reasons", lambda row: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        filter_rows(data, out, judge)
+        filter_rows(data, out, Rules())
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RowFilter, "judge", lambda self, item: (_ for _ in ()).throw(KeyboardInterrupt))
+        filter_rows(data, out, Rules())
     assert {path.name for path in tmp_path.iterdir()} == {"data"}
-    filter_rows(data, out, RowFilter(Rules()))
+    filter_rows(data, out, Rules())
     with pytest.raises(UserError, match="exists: choose another"):
-        filter_rows(data, out, RowFilter(Rules()))
+        filter_rows(data, out, Rules())
 
 
 @pytest.mark.parametrize(
@@ -262,12 +261,12 @@ def test_word_error_rate_is_jiwers_on_what_the_whisper_says(weights: Path, tmp_p
     judged = RowFilter(read_rules(rules(tmp_path, f"max_wer: {{question: {max(rates) - 1e-6}}}")), asr=asr)
     worse = rates.index(max(rates))
     for i, text in enumerate(texts):
-        reasons, _ = judged.reasons(row(0, question_text=text, question_audio=Sound(data=wav(sound))))
+        reasons = judged.heard(row(0, question_text=text, question_audio=Sound(data=wav(sound))))
         assert bool(reasons) == (i == worse)
         if reasons:
             assert reasons[0][0] == "max_wer" and f"word error rate {percent(rates[i])}, the most is" in reasons[0][1]
             assert repr(theirs) in reasons[0][1]
-    assert not judged.reasons(row(0, question_audio=None))[0] and not judged.reasons(row(0, question_text=""))[0]
+    assert not judged.heard(row(0, question_audio=None)) and not judged.heard(row(0, question_text=""))
 
 
 @pytest.mark.parametrize(("language", "normal"), [("en-US", EnglishTextNormalizer()), ("nl", BasicTextNormalizer())])
@@ -289,7 +288,7 @@ def test_answers_that_are_codes_only_are_heard_through_their_codec(monkeypatch: 
             return turn.turns[0].answer_text
 
     judge = RowFilter(Rules(max_wer=WerRule(answer=0.0)), asr=FakeASR())  # type: ignore[arg-type]
-    assert not judge.reasons(turn)[0]
+    assert not judge.heard(turn)
     assert asked == [(200 * turn.turns[0].answer_codes.frames.shape[1], "en")]  # type: ignore[union-attr]
 
 

@@ -35,7 +35,7 @@ from tests.train.data.inspect.toys import (
 from tests.train.data.toys import MODELS, TOKENIZER
 from train.commands.data_stats import main
 from train.data.batching.examples import ExampleMaker, Prepared
-from train.data.inspect.collect import Collector, Sample, StreamUse
+from train.data.inspect.collect import Collector, StreamUse
 from train.data.inspect.scan import Scan
 from train.data.inspect.stats import collect
 from train.data.inspect.target import Target
@@ -149,19 +149,6 @@ def test_bad_rows_are_noted_and_the_rest_counted(tmp_path: Path, monkeypatch: py
     minus = Codes("mystery", torch.tensor([[-5, 1]]))
     done = collect(Scan(stored(tmp_path / "negative", [row(0, answer_codes=minus)])), Codecs())
     assert not done.codes and sum(done.noted.values()) == 1
-
-
-@pytest.mark.parametrize("kept", [50, 1000])
-def test_a_sample_is_even_and_the_same_each_time(kept: int) -> None:
-    samples = [Sample(kept), Sample(kept)]
-    for sample in samples:
-        for value in range(20_000):
-            sample.add(value)
-    first, second = samples
-    assert first.count == 20_000 and first.most == 19_999 and len(first.values) == kept
-    assert (first.values == second.values).all() and len(set(first.values.tolist())) == kept
-    assert abs(first.values.mean() - 10_000) < 4 * 5_774 / math.sqrt(kept)
-    assert first.summary()["mean"] == 9_999.5
 
 
 def test_entropy_of_known_frequencies() -> None:

@@ -15,7 +15,6 @@ from omni.errors import UserError
 from tests.train.data.readers.toys import flac, heard, write_tone
 from train.cli import main
 from train.console import progress
-from train.data.prepare import worker as blocks
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.report import MISSING, reason_of
 from train.data.prepare.rows import stored as stored_sound
@@ -44,7 +43,6 @@ def table(folder: Path, count: int, missing: tuple[int, ...] = ()) -> Path:
 
 def test_a_table_with_columns_and_a_file_of_options_becomes_rows(tmp_path, monkeypatch, capsys):
     """Options outweigh the file; the rows are what was asked for, and the report says what they are."""
-    monkeypatch.setattr(blocks, "_TICK_SECONDS", 0.0)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     source = table(tmp_path / "in", 40, missing=(2, 33))
     read = f"read: {{folder: {tmp_path / 'in/wav'}, language: fr, name: mine}}"
@@ -75,7 +73,7 @@ def test_a_table_with_columns_and_a_file_of_options_becomes_rows(tmp_path, monke
     line = r"(\d+) of 36 items \(\d+\.\d%\), (starting|\d+\.\d items/s, \d+\.\dx real time, \d+s left)"
     found = [match for text in lines if (match := re.fullmatch(line, text))]
     done = [int(match[1]) for match in found]
-    assert len(found) == len(lines) and done == sorted(done) and set(done) == set(range(1, 37))
+    assert len(found) == len(lines) and done == [32, 36]
     assert found[0][2] == "starting" and found[-1][2].endswith(", 0s left")
     assert re.fullmatch(r"took \d+s", last)
     assert run(*command, "--progress", "off") == 0  # whole already

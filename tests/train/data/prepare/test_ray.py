@@ -1,4 +1,4 @@
-"""`data prepare --ray`: the processes of a cluster give the bytes of this machine's."""
+"""`--ray` of the commands on data: the processes of a cluster give the bytes of this machine's."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from omni.errors import UserError
+from tests.train.data.inspect.toys import row, stored
 from tests.train.data.prepare.test_prepare import files_of, made
 from tests.train.data.prepare.toys import Deadly, ToySource
-from train.data.prepare import cluster
+from train.cli import main
+from train.data import executor
+from train.data.inspect import scan
 
 
 class DeadlyOnce(ToySource):
@@ -59,9 +62,28 @@ def test_a_cluster_writes_the_bytes_of_one_process_whichever_workers_die(two, tm
 
 
 @pytest.mark.long
+def test_a_cluster_finds_what_one_process_finds(two, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(scan, "PIECE", 7)
+    data = stored(tmp_path / "data", [row(i % 23) for i in range(40)], per_file=9)
+    (tmp_path / "rules.yaml").write_text("drop_duplicates: [row]")
+    told = []
+    for name, chosen in (("ray", ["--ray", "auto"]), ("one", ["--workers", "0"])):
+        options = ["--progress", "off", *chosen]
+        findings, kept, out = (str(tmp_path / f"{name}{kind}") for kind in (".jsonl", "-kept", "-stats"))
+        assert main(["data", "validate", str(data), "--findings", findings, *options]) == 0
+        assert main(["data", "filter", str(data), kept, "--rules", str(tmp_path / "rules.yaml"), *options]) == 0
+        assert main(["data", "stats", str(data), "--out", out, *options]) == 0
+        told.append(capsys.readouterr().out.replace(str(tmp_path / name), "OUT"))
+    assert told[0] == told[1] and "duplicate_row" in told[0] and "23 of 40 rows kept" in told[0]
+    for place in ("kept", "stats"):
+        assert files_of(tmp_path / f"ray-{place}") == files_of(tmp_path / f"one-{place}")
+    assert (tmp_path / "ray.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+
+
+@pytest.mark.long
 def test_what_a_cluster_cannot_do_is_named(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster, "RETRIES", 1)
-    with pytest.raises(UserError, match=r"items 32 to 63 end each process that prepares them \(2 tries\)"):
+    monkeypatch.setattr(executor, "RETRIES", 1)
+    with pytest.raises(UserError, match=r"items 32 to 63 end each process that works on them \(2 tries\)"):
         made(tmp_path / "out", Deadly(64), ray="auto")
     with pytest.raises(UserError, match=r"the cluster has 2 CPU and a worker needs 3: give another --threads"):
         made(tmp_path / "out", ToySource(64), ray="auto", threads=3)

@@ -15,12 +15,10 @@ from omni.audio.io import audio_info, read_audio
 from omni.errors import UserError
 from omni.stores.tries import StoreError
 from tests.sounds import encoded
-from tests.train.data.prepare.test_prepare import files_of
 from train.commands.data_filter import main as filter_main
 from train.commands.data_stats import main as stats_main
 from train.commands.data_validate import main as validate_main
 from train.data.prepare.config import PrepareConfig
-from train.data.prepare.join import join
 from train.data.prepare.prepare import prepare
 from train.data.readers import ReaderOptions
 from train.data.readers.files import cut
@@ -110,13 +108,9 @@ def test_a_reference_reads_back(tmp_path: Path) -> None:
         assert Reference.read(text) is None
 
 
-def test_parts_of_a_preparation_and_preparing_again(clips: Path, tmp_path: Path) -> None:
+def test_preparing_again(clips: Path, tmp_path: Path) -> None:
     """Of rows that name recordings: they may be copied into rows after all."""
     listed(clips, tmp_path / "out")
-    for shard in ("0/2", "1/2"):
-        listed(clips, tmp_path / "joined", shard=shard)
-    join(tmp_path / "joined")
-    assert files_of(tmp_path / "joined") == files_of(tmp_path / "out")
     prepare(tmp_path / "out", tmp_path / "again", config("copy"))
     prepare(tmp_path / "out", tmp_path / "same", config())
     listed(clips, tmp_path / "copied", "copy")

@@ -39,7 +39,7 @@ def test_a_start_that_stored_nothing_may_be_gone_on_with_otherwise(tmp_path, mon
     assert made(tmp_path / "out", ToySource(40), codec="") == made(tmp_path / "whole", ToySource(40), codec="")
 
 
-def _interrupted(self, start, stop, tick):
+def _interrupted(self, items):
     raise KeyboardInterrupt
 
 

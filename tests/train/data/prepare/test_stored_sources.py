@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,10 @@ from omni.files import cache_folder
 from omni.stores.pointers import POINTERS
 from omni.stores.tries import ChangedError, StoreError
 from tests.golden.toys import write_sound, write_table
-from train.data import readers
-from train.data.prepare import pool
-from train.data.prepare.cluster import BlockActor
+from train.data import executor, readers
 from train.data.prepare.config import PrepareConfig
-from train.data.prepare.join import join
 from train.data.prepare.prepare import prepare
-from train.data.prepare.worker import PreparedBlock
+from train.data.prepare.worker import PreparedBlock, block_maker
 from train.data.readers import data_path, open_source
 from train.data.readers.contract import ReaderOptions
 from train.data.rows.parquet import StoredRows
@@ -65,22 +63,24 @@ def test_another_machine_of_a_cluster_brings_the_data_to_the_same_place(
     path, config = data_path(address), PrepareConfig(workers=1, read=ReaderOptions(audio="required" if whole else "none"))
     source = open_source(path, config.read)
     source.brought = path, address
-    work = pickle.dumps((source, config, features().arrow_schema))
-    wanted = BlockActor(work, ()).make(0, 2)
+    work = pickle.dumps(partial(block_maker, source, config, features().arrow_schema))
+
+    def made() -> Any:
+        return executor.ItemWorker(work, (), 1).do(range(2))
+
+    wanted = made().result
     assert isinstance(wanted, PreparedBlock) and wanted.tally.rows
     shutil.rmtree(path.parent)  # the entry of the cache
-    made = BlockActor(work, ()).make(0, 2)
-    assert isinstance(made, PreparedBlock) and made.tally.rows == wanted.tally.rows and path.exists()
+    assert made().result.tally.rows == wanted.tally.rows and path.exists()
     shutil.rmtree(path.parent)
     monkeypatch.setenv("OMNI_CACHE", str(tmp_path / "elsewhere"))
-    told = BlockActor(work, ()).make(0, 2)
-    assert isinstance(told, str) and told.startswith(f"{address} is at {tmp_path / 'elsewhere'}") and str(path) in told
+    told = made().mistake
+    assert told.startswith(f"{address} is at {tmp_path / 'elsewhere'}") and str(path) in told
     monkeypatch.undo()
     if whole:  # a folder that both machines see
         path.mkdir(parents=True)
         (path.parent / POINTERS).touch()
-        told = BlockActor(work, ()).make(0, 2)
-        assert isinstance(told, str) and "set OMNI_CACHE to the same folder for all processes" in told
+        assert "set OMNI_CACHE to the same folder for all processes" in made().mistake
 
 
 def write_spoken(folder: Path, sound: str, table: str = "", line: str = "", head: str = "") -> None:
@@ -141,15 +141,14 @@ def test_a_part_reads_the_row_groups_of_its_own_items(bucket: Any, tmp_path: Pat
         table = pa.table({"instruction": [f"{number} {i}" for i in range(128)], "output": ["yes"] * 128, "noise": noise})
         pq.write_table(table, tmp_path / "set" / f"{number}.parquet", row_group_size=32, compression="none")
     address = bucket.put_all(tmp_path / "set", "set")
-    here, there = tmp_path / "here", tmp_path / "there"
     for part in ("1/3", "0/3", "2/3"):
-        prepare(address, there, PrepareConfig(workers=0, shard=part))
+        prepare(address, tmp_path / part[0], PrepareConfig(workers=0, shard=part))
         if part == "1/3":  # of 15.4 MB: a file, the start of the first and the ends
             kept = sum(file.stat().st_size for file in (cache_folder() / "stores" / "blocks").rglob("*") if file.is_file())
             assert 4e6 < kept < 10e6
-    join(there)
-    prepare(tmp_path / "set", here, PrepareConfig(workers=0))
-    assert [row.id for row in StoredRows(there)] == [row.id for row in StoredRows(here)] and len(StoredRows(here)) == 384
+    prepare(tmp_path / "set", tmp_path / "here", PrepareConfig(workers=0))
+    ids = [row.id for part in "012" for row in StoredRows(tmp_path / part)]
+    assert ids == [row.id for row in StoredRows(tmp_path / "here")] and len(ids) == 384
 
 
 def test_a_store_that_fails_breaks_no_row(bucket: Any, tmp_path: Path) -> None:
@@ -223,7 +222,7 @@ def test_failures_in_other_processes_are_told(bucket: Any, tmp_path: Path, monke
 
     bucket.server.broken = broken
     told: list[str] = []
-    monkeypatch.setattr(pool.LOG, "warning", lambda text, *values: told.append(text % values))
+    monkeypatch.setattr(executor.LOG, "warning", lambda text, *values: told.append(text % values))
     assert prepare(address, tmp_path / "out", PrepareConfig(workers=2)).rows == 70
     assert [line for line in told if "30.flac was not read" in line and "again in" in line]
 
