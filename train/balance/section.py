@@ -74,6 +74,24 @@ class BalanceSection(BalanceConfig):
         """True where parameters that tasks do not share are trained differently from the shared ones."""
         return self.at == "parameters" and not self.kind.bilevel
 
+    def passes(self, data: DataConfig, by_heads: bool, streams: int, world: int = 1) -> tuple[float, float]:
+        """Forward and backward passes of a step on each of `world` processes, in those of a plain one (docs/balance.md).
+
+        Args:
+            by_heads: losses on the encoder, which belong to no task, are trained.
+            streams: of the layout.
+        """
+        names = balanced_tasks(self, data)
+        m, rest = len(names) or streams, float(by_heads or (self.tasks == "tasks" and not data.drawn <= set(names)))
+        if self.kind.passes is not None:
+            return self.kind.passes(m, rest, self.values)
+        if self.at == "parameters":
+            return m + rest, m + rest
+        if self.at == "features" or self.kind.ahead:
+            return 1.0, 1.0
+        again = 1.0 if data.micro_batches > world else 0.0  # a pass without gradients first
+        return 1.0 + again + (1.0 if self.kind.after is not None and self.kind.again(self.values) else 0.0), 1.0
+
 
 def balanced_tasks(section: BalanceSection, data: DataConfig) -> list[str]:
     """Names of the balanced tasks in the table's order (of streams: none).

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from traceback import clear_frames
 
 from omni.errors import in_one_line
-from omni.process import importing, say
+from omni.process import importing
 from train.config.parse import in_folder, read_with_options
 from train.config.run import FitConfig
 
@@ -25,20 +25,20 @@ def main(argv: Sequence[str]) -> int:
     read, name, options = read_with_options(argv, {"dry_run": bool, "profile": str})
     config = in_folder(read, name)
     with importing():
+        from train.commands.dry_run import dry_run
         from train.distributed.fabric import leave
         from train.trainer.build import run_fit, with_alignment
-        from train.trainer.dry_run import dry_run
         from train.trainer.usage import OutOfMemory
 
-    if options.get("dry_run"):
-        print(dry_run(config, options.get("profile")))
-        return 0
+    dry, outcome = bool(options.get("dry_run")), None
     try:
-        outcome = run_fit(config, profile=options.get("profile"))
+        if dry:
+            dry_run(config, options.get("profile"))
+        else:
+            outcome = run_fit(config, profile=options.get("profile"))
     except OutOfMemory as error:
         for one in (error, error.__cause__):
             clear_frames(one.__traceback__ if one is not None else None)  # which hold all that the run held
-        say("estimating which keys save how much memory; Ctrl-C leaves that out")
         lines = saving_lines(with_alignment(config), error.in_step, error.limit)
         raise OutOfMemory("\n  ".join([str(error), *lines])) from error
     finally:
@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def saving_lines(config: FitConfig, in_step: bool, limit: float = math.inf) -> list[str]:
-    """Lines with the keys that save memory, in a step or in all, the most first, by the plan's estimate; one line where none
-    saves enough.
+    """Lines with the three keys that save most memory, in a step or in all, by the plan's arithmetic; one line where none saves
+    enough.
 
     Args:
         limit: bytes that the run may fill.
@@ -59,21 +59,18 @@ def saving_lines(config: FitConfig, in_step: bool, limit: float = math.inf) -> l
 
     try:
         found = savings_here(config, in_step)
-    except KeyboardInterrupt:
-        return ["`omni-train plan` estimates what saves memory"]
-    except Exception as error:  # an estimate is not worth an error in place of the one that it is for
-        return [f"`omni-train plan` estimates what saves memory, but failed here ({in_one_line(error)})"]
+    except Exception as error:  # arithmetic is not worth an error in place of the one that it is for
+        return [f"`omni-train plan` counts what saves memory, but failed here ({in_one_line(error)})"]
     if found and all(one.total > limit for one in found):
         best = min(found, key=lambda one: one.total)
-        needs = f"{(best.total + best.saved) / GIB:.2f} GiB are needed, and {best.total / GIB:.2f} GiB with {best.knob.keys}"
-        return [f"no key alone saves enough, by the plan's estimate: {needs}; `omni-train plan` tries several together"]
+        needs = f"{(best.total + best.saved) / GIB:.2f} GiB are needed, and {best.total / GIB:.2f} GiB with {best.keys}"
+        return [f"no key alone saves enough, by the plan's arithmetic: {needs}; `omni-train plan` tries several together"]
     lines = []
-    for one in found:
-        keys = one.knob.keys.replace("--devices", "--fabric.devices")
-        new = differences(plain_config(config), plain_config(one.knob.config))
-        price = one.knob.price + ("; a resume refuses the change" if new else "")
-        lines.append(f"{keys}  saves {one.saved / GIB:.2f} GiB ({price})")
-    return ["what saves memory, by the plan's estimate:", *(f"  {line}" for line in lines)] if lines else []
+    for one in found[:3]:
+        new = differences(plain_config(config), plain_config(one.config))
+        price = one.price + ("; a resume refuses the change" if new else "")
+        lines.append(f"{one.keys}  saves {one.saved / GIB:.2f} GiB ({price})")
+    return ["what saves memory, by the plan's arithmetic:", *(f"  {line}" for line in lines)] if lines else []
 
 
 def _end_with_parent() -> None:

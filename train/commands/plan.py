@@ -12,23 +12,20 @@ from omni.config import PRESETS
 from omni.errors import UserError
 from omni.process import importing, say
 from train.config.parse import in_folder, read_with_options
-from train.plan.options import check_options
 
 HELP = """usage: omni-train plan CONFIG.yaml [--any.key value ...] [options]
 
-Parameters, memory on each device, pace, and the knob to turn when the run does not fit. Nothing of the model is read or built;
-keys of the configuration are overridden as for `fit`.
+Parameters, memory on each device, pace, and the keys to turn when the run does not fit, by arithmetic: nothing of the model is
+read or built. Keys of the configuration are overridden as for `fit`, whose --dry_run measures two steps.
 
   --devices N     plan for N devices (default: as configured, or this machine's)
   --gpu_gib G     plan for GPUs of G GiB: does it fit? (with --fabric.accelerator mps a Mac's)
   --gpu NAME      plan for this GPU's speed, such as H100, to estimate hours
   --mfu SHARE     of the GPU's peak that the run reaches (default 0.35)
-  --try           take two steps of the worst batch here, and show what was measured beside the estimate
   --json          one JSON object instead of tables
 
 Exit code 1, with a line that says why: the run does not fit, or `fit` would refuse it. What this machine lacks for a run of
 another one (--devices, --gpu_gib, --gpu, an accelerator that is not here) is a note."""
-_OPTIONS: dict[str, type] = {"devices": int, "gpu_gib": float, "gpu": str, "mfu": float, "try": bool, "json": bool}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,26 +33,23 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in argv):
         print(HELP)
         return 0
-    config, name, options = read_with_options(argv, _OPTIONS, _check, "plan")
-    options["attempted"] = options.pop("try", False)
-    config = in_folder(config, name)
+    kinds: dict[str, type] = {"devices": int, "gpu_gib": float, "gpu": str, "mfu": float, "json": bool}
+    config, name, options = read_with_options(argv, kinds, check_options, "plan")
+    config, as_json = in_folder(config, name), options.pop("json", False)
     with importing():
-        from train.plan.pace import flops_of
-        from train.plan.plan import make_plan, plain
-        from train.plan.report import show
+        from omni.hardware import PEAK_FLOPS
+        from train.plan.plan import make_plan, show
 
-    flops_of(options.get("gpu", "H100"))  # refuses an unknown one
+    if options.get("gpu", "H100") not in PEAK_FLOPS:
+        raise UserError(f"--gpu {options['gpu']!r} is unknown; known: {', '.join(PEAK_FLOPS)}")
     try:
         if config.model.start is not None:
             _check_folder(Path(config.model.start))
-        plan = make_plan(config, **{key: value for key, value in options.items() if key != "json"})
+        plan = make_plan(config, **options)
     except UserError as error:
         error.code = 1
         raise
-    if options.get("json"):
-        print(json.dumps(plain(plan)))
-    else:
-        show(plan, name)
+    print(json.dumps(plan.plain())) if as_json else show(plan, name)
     for problem in plan.problems:
         say(f"error: {problem}")
     return 1 if plan.problems else 0
@@ -65,10 +59,13 @@ def _check_folder(folder: Path) -> None:
     try:
         check_folder(folder)
     except UserError as error:
-        raise UserError(
-            f"{error}; to plan without it, give its shape: --model.init_from null --model.preset {' or '.join(PRESETS)}"
-        ) from error
+        shape = f"--model.init_from null --model.preset {' or '.join(PRESETS)}"
+        raise UserError(f"{error}; to plan without it, give its shape: {shape}") from error
 
 
-def _check(given: dict[str, Any]) -> None:
-    check_options(**{key: given[key] for key in ("devices", "gpu_gib", "mfu") if key in given})
+def check_options(given: dict[str, Any]) -> None:
+    """Refuses (UserError) numbers that no machine has."""
+    for name, allowed, range_ in (("devices", lambda n: n >= 1, "at least 1"), ("gpu_gib", lambda n: n > 0, "above 0"),
+                                  ("mfu", lambda n: 0 < n <= 1, "above 0, and at most 1")):  # fmt: skip
+        if name in given and not allowed(given[name]):
+            raise UserError(f"--{name} is {given[name]:g}; it must be {range_}")

@@ -110,8 +110,8 @@ def fit_parser(command: str = "fit") -> ConfigParser:
     """The parser of a command that takes a run's configuration: one option for every key of `FitConfig`."""
     parser = ConfigParser(
         prog=f"omni-train {command} FILE.yaml",
-        description="Train a model. Every key of the file can be overridden. --dry_run checks everything, builds the model and "
-        "one batch, and describes them; --profile 10:15 traces these steps; --debug shows where an error came from "
+        description="Train a model. Every key of the file can be overridden. --dry_run checks everything, describes the model "
+        "and one batch, and measures two steps; --profile 10:15 traces these steps; --debug shows where an error came from "
         "(docs/training.md).",
     )
     parser.add_config(FitConfig, "the YAML file (also as the first argument)")

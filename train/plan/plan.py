@@ -1,215 +1,172 @@
-"""Plans a run before it is started (`omni-train plan`): parameters, memory on each device, and time."""
+"""Plans a run before it is started (`omni-train plan`): parameters, memory on each device, pace, and the keys to turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 import psutil
 import torch
 
 from omni.config import ModelConfig
 from omni.errors import UserError
-from omni.hardware import peak_flops
+from omni.hardware import PEAK_FLOPS, peak_flops
+from omni.model.speech_model import SpeechModel
+from omni.profiling import GIB
 from train.config.run import FitConfig
-from train.config.sections import FabricConfig
-from train.data.batching.batch import Batch
-from train.distributed.fabric import build_fabric
+from train.console.progress import duration, short
+from train.console.tables import print_table
+from train.data.batching.packer import PackerShard
+from train.data.build import build_pipeline
 from train.distributed.sharding import ParallelDims
-from train.plan.estimate import Estimate, bytes_each, devices_of, estimate
-from train.plan.knobs import KnobEffect, savings, try_knobs
-from train.plan.network import Traffic, traffic
-from train.plan.options import check_options
-from train.plan.pace import Pace, flops_of, pace, sample
-from train.plan.parameters import Count, count_parameters, meta_model
-from train.plan.phases import workers_bytes
-from train.plan.reading import advise
-from train.plan.streaming import advise_streams
-from train.plan.trial import KEPT, RETURNED, Attempt, attempt
+from train.objective.flops import StepFlops
+from train.objective.objective import targets
+from train.plan.memory import Memory, estimate, meta_model
 from train.plan.worst_batch import worst_batch
-from train.trainer.initial_model import shape_of
+from train.trainer.build import with_alignment
+from train.trainer.initial_model import build_initial, shape_of
 from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
 
-GIB = float(1 << 30)
+CUDA_CONTEXT, WASTE = 0.6 * GIB, {"cuda": 0.05, "cpu": 0.25}
+"""Bytes of a GPU that the driver takes, and the share of a device that its allocator keeps in freed blocks (on a CPU 11 to 30 %
+of what is in use were measured, with checkpointing more in small models)."""
+MANY = (2, 4, 8, 16, 32, 64)
+"""Numbers of devices that fsdp is tried on."""
 
-CUDA_CONTEXT, CUDA_WASTE = 0.6 * GIB, 0.05
-"""Memory of a GPU that a run cannot use: bytes of the driver's context and libraries, and the share that the caching allocator
-loses to blocks of the wrong size."""
 
-DEVICES_A_NODE = 8
-"""Devices of a machine, where more are planned for."""
-CPU_WASTE = 0.25
-"""Share of a CPU's memory that is left to the C library, which keeps freed blocks (measured at 11 to 30 % over what is in use
-without checkpointing; with it at 35 % to twice what is in use, in small models)."""
+@dataclass(frozen=True)
+class Knob:
+    """A change of a run: its options, what it costs, and the bytes that a device then needs and saves."""
 
-MAC = "a Mac's GPU (mps, estimated as a CPU's step is, without what its allocator keeps)"
-
-Place = Literal["cpu", "mps", "cuda"]
-"""Kinds of devices that a run computes on."""
+    keys: str
+    price: str
+    config: FitConfig
+    total: float = 0.0
+    saved: float = 0.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's parameters, memory and pace, and the knobs with which it fits.
+    """A run's plan.
 
     Attributes:
-        limit: bytes of a device that the run may fill; None where the device is not known.
-        host_limit: bytes of this machine's memory that are free; None where the device is a CPU, or not here.
-        device: in words.
-        process: bytes that Python and its libraries take in each process of the machine; no part of the estimate.
-        workers: bytes of a machine's data workers, with the batches that they make ahead.
-        traffic: what each process sends in a step; None for one process.
-        kept: bytes that its C library keeps besides, about: freed blocks that it cannot use again; 0 on a GPU.
-        attempts: measurements on this machine, by the way in which memory was measured.
-        untried: why there are none.
-        reading: a line for each source that reads files: how long it takes, and the order or the preparation that is advised.
-        knobs: each alone; row: applied one after another.
-        refused: why `fit` would refuse the run besides; notes: what this machine lacks for a run of another one.
+        counts: parameters by part: all, and the trainable ones.
+        limit: bytes of a device that the run may fill; None where they are not known.
+        pace: of a step over all devices; None for what is not known.
+        knobs, together: each alone; one after another, where none alone is enough.
+        refused: why `fit` would not start it; notes: what this machine lacks for a run of another one, and what is not counted.
     """
 
-    counts: list[Count]
-    estimate: Estimate
+    counts: dict[str, tuple[int, int]]
+    memory: Memory
+    devices: int
     strategy: str
-    world: int
-    nodes: int
     device: str
     limit: float | None
-    host_limit: float | None
-    process: float
-    workers: float
-    kept: float
-    pace: Pace
-    traffic: Traffic | None
-    attempts: dict[str, Attempt]
-    untried: str
-    reading: list[str]
-    knobs: list[KnobEffect]
-    row: list[KnobEffect]
+    pace: dict[str, Any]
+    knobs: list[Knob]
+    together: list[Knob]
     refused: list[str]
     notes: list[str]
 
     @property
     def fits(self) -> bool | None:
-        return None if self.limit is None else self.estimate.total <= self.limit
-
-    @property
-    def local(self) -> int:
-        """Processes on one machine."""
-        return self.world // self.nodes
+        return None if self.limit is None else self.memory.total <= self.limit
 
     @property
     def problems(self) -> list[str]:
         """Why the run cannot be: one line each."""
-        short = f"{self.estimate.phase} needs {self.estimate.total / GIB:.2f} GiB on each device"
-        host = max(self.estimate.host.values(), default=0.0) + self.local * self.process + self.workers
-        found = []
-        if self.limit is not None and not self.fits:
-            found.append(f"the run does not fit: {short}, of which {self.limit / GIB:.2f} GiB can be filled")
-        if self.host_limit is not None and host > self.host_limit:
-            found.append(
-                f"the run needs {host / GIB:.2f} GiB of the host's memory, of which {self.host_limit / GIB:.2f} GiB are free"
-            )
-        return [*found, *self.refused]
+        if self.limit is None or self.fits:
+            return self.refused
+        needed = f"{self.memory.phase} needs {self.memory.total / GIB:.2f} GiB on each device"
+        return [f"the run does not fit: {needed}, of which {self.limit / GIB:.2f} GiB can be filled", *self.refused]
+
+    def plain(self) -> dict[str, Any]:
+        """The plan as plain data; memory in bytes."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)} | {"fits": self.fits, "problems": self.problems}
+        own["memory"] = {**asdict(self.memory), "total": self.memory.total, "phase": self.memory.phase}
+        for name in ("knobs", "together"):
+            own[name] = [{k: v for k, v in vars(one).items() if k != "config"} for one in own[name]]
+        return own
 
 
 def make_plan(
-    config: FitConfig,
-    devices: int | None = None,
-    gpu_gib: float | None = None,
-    gpu: str | None = None,
-    mfu: float = 0.35,
-    attempted: bool = False,
+    config: FitConfig, devices: int | None = None, gpu_gib: float | None = None, gpu: str | None = None, mfu: float = 0.35
 ) -> Plan:
     """Plans a run; for the arguments see `train.commands.plan.HELP`.
 
     Raises:
         UserError: whatever is wrong with the configuration or the arguments.
     """
-    from train.trainer.build import with_alignment
-
-    check_options(devices, gpu_gib, mfu)
-    speed = flops_of(gpu) if gpu is not None else None
-    given, config = config, with_alignment(config)
-    shape = shape_of(config.model)
-    place = place_of(config, gpu_gib is not None or gpu is not None)
-    cuda = place == "cuda"
-    config = _placed(config, devices, cuda)
-    world, here = devices_of(config), cuda and torch.cuda.is_available()
+    given, config, described = config, with_alignment(config), gpu is not None or gpu_gib is not None
+    shape, kind = shape_of(config.model), kind_of(config, described)
+    config = placed(config, devices, kind)
+    world, cuda, here = config.fabric.processes, kind == "cuda", devices is None and not described
+    if not world:
+        raise UserError(f"fabric.devices is {config.fabric.devices!r}, which depends on the machine; give --devices N")
     config, larger = config.shared_by(ParallelDims.of(config.fabric, world).data)
-    words, limit = _room(place, gpu_gib, gpu, world)
-    model = meta_model(config, shape)
-    whole = estimate(config, shape, cuda)
-    attempts, untried = _try(config, shape, whole, world, limit, place, here) if attempted else ({}, "")
-    if speed is None and here:
-        speed = peak_flops(torch.device("cuda"))
-    measured = list(attempts.values())[-1].seconds if attempts else None  # the one with memory as a run has it
-    mine = (here or place == "cpu" or torch.backends.mps.is_available()) and devices is None and gpu_gib is None and gpu is None
-    refused, notes = _refused(given, config, mine)
-    notes += [larger] if larger is not None else []
-    nodes = config.fabric.num_nodes
-    if devices is not None and nodes > 1:
-        notes.append(f"planned as {nodes} machines of {world // nodes} devices each; for others give --fabric.num_nodes")
-    batch = worst_batch(config.data, shape)
-    found: tuple[list[Batch], str]
-    try:
-        found = sample(config, shape)
-    except (UserError, OSError) as error:
-        found = [], f"full rows, since the data cannot be read here ({error})"
-        refused = refused or [str(error)]
-    run = pace(config, model, found, batch, world, measured, speed, mfu)
-    short = limit is not None and whole.total > limit
-    knobs, row = try_knobs(config, shape, limit, cuda) if short and limit is not None else ([], [])
-    strategy: str = config.fabric.strategy
-    if strategy == "auto":
-        strategy = "ddp" if world > 1 else "one process"
-    return Plan(
-        counts=count_parameters(model),
-        estimate=whole,
-        strategy=strategy,
-        world=world,
-        nodes=config.fabric.num_nodes,
-        device=words,
-        limit=limit,
-        host_limit=float(psutil.virtual_memory().available) if here and mine else None,
-        process=float(psutil.Process().memory_info().rss),
-        workers=workers_bytes(config, shape, world),
-        kept=whole.kept(config.fabric.checkpointing) if place == "cpu" else 0.0,
-        pace=run,
-        traffic=traffic(config, model, ParallelDims.of(config.fabric, world), *bytes_each(config)) if world > 1 else None,
-        attempts=attempts,
-        untried=untried,
-        reading=[
-            *advise(config.data, config.objective.encoder_alone),
-            *advise_streams(config, shape, run.examples, run.seconds, world),
-        ]
-        if found[0]
-        else [],
-        knobs=knobs,
-        row=row,
-        refused=refused,
-        notes=notes,
-    )
+    words, limit = _room(kind, gpu_gib, gpu, world)
+    memory, model = estimate(config, shape, cuda), meta_model(config, shape)
+    refused, notes = _refused(given, config, here and (not cuda or torch.cuda.is_available()))
+    notes += [note for note in (larger, memory.uncounted) if note]
+    speed = PEAK_FLOPS[gpu] if gpu else peak_flops(torch.device(kind)) if here and cuda else None
+    run = pace(config, shape, model, world, speed and speed * mfu)
+    alone, together = fitting(config, shape, limit, cuda) if limit is not None and memory.total > limit else ([], [])
+    strategy = {"auto": "ddp" if world > 1 else "one process"}.get(config.fabric.strategy, config.fabric.strategy)
+    refused = refused or [run["problem"]] * bool(run["problem"])
+    return Plan(count_parameters(model), memory, world, strategy, words, limit, run, alone, together, refused, notes)
 
 
-def savings_here(config: FitConfig, in_step: bool) -> list[KnobEffect]:
-    """Estimates what each knob saves of a run on this machine; see `train.plan.knobs.savings`.
+def count_parameters(model: SpeechModel) -> dict[str, tuple[int, int]]:
+    """Number of parameters by part: all, and the trainable ones; a text head that is the text table counts as a table."""
+    every, own = Counter[str](), Counter[str]()
+    for name, p in model.named_parameters():
+        words = name.split(".")[: 2 if name.startswith("decoder.") else 1]
+        part = "LoRA" if ".lora." in name else " ".join(words).replace("_", " ")
+        every[part] += p.numel()
+        own[part] += p.numel() * p.requires_grad
+    return {part: (n, own[part]) for part, n in every.items()}
 
-    Args:
-        config: with its alignment head (`train.trainer.build.with_alignment`).
-    """
-    cuda = place_of(config, False) == "cuda"
-    placed = _placed(config, None, cuda)
-    devices = max(devices_of(placed), torch.cuda.device_count() if cuda else 1)
-    return savings(placed, shape_of(config.model), devices, cuda, in_step)
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def kind_of(config: FitConfig, described: bool = False) -> str:
+    """The kind of device of a run: as configured, else what this machine has; one `described` by size or name is a GPU. A Mac's
+    GPU is counted as a CPU."""
+    asked, there = config.fabric.accelerator, torch.cuda.is_available() or described
+    return "cuda" if asked != "mps" and (asked in ("gpu", "cuda") or described or (asked == "auto" and there)) else "cpu"
+
+
+def placed(config: FitConfig, devices: int | None, kind: str) -> FitConfig:
+    """Sets the number of devices where it is given or left open; more than eight are so many machines of eight."""
+    fabric = config.fabric
+    if devices is not None:
+        asked = (fabric.num_nodes, fabric.replicas, -(-devices // 8))
+        nodes = next((n for n in asked if n > 1 and devices % n == 0), 1)
+        fabric = replace(fabric, devices=devices // nodes, num_nodes=nodes)
+    elif fabric.devices in ("auto", -1, "-1"):
+        fabric = replace(fabric, devices=max(1, torch.cuda.device_count()) if kind == "cuda" else 1)
+    return replace(config, fabric=fabric)
+
+
+def _room(kind: str, gpu_gib: float | None, gpu: str | None, world: int) -> tuple[str, float | None]:
+    """The device in words, and the bytes of it that a run may fill."""
+    name, size, cuda = gpu or ("GPU" if kind == "cuda" else "CPU"), gpu_gib and gpu_gib * GIB, kind == "cuda"
+    if size is None and not cuda:
+        size = psutil.virtual_memory().available / world
+    elif size is None and gpu is None and torch.cuda.is_available():
+        name, size = torch.cuda.get_device_name(), float(torch.cuda.mem_get_info()[1])
+    if size is None:
+        return f"{name} of unknown size; give --gpu_gib", None
+    room = (size - CUDA_CONTEXT) * (1 - WASTE["cuda"]) if cuda else size * (1 - WASTE["cpu"])
+    return f"{name} of {size / GIB:.3g} GiB, of which {room / GIB:.3g} can be filled", room
 
 
 def _refused(given: FitConfig, config: FitConfig, here: bool) -> tuple[list[str], list[str]]:
-    """Why `fit` would refuse a run, by its own checks, and notes; what a machine must have is a note unless the run is `here`.
-
-    Args:
-        given: the configuration as it was given; config: with its alignment head and the plan's devices.
-    """
+    """Why `fit` would refuse a run, by its own checks, and notes: also what this machine lacks, unless the run is `here`."""
     refused, notes = list[str](), list[str]()
     lacking = refused if here else notes
     checks: list[tuple[Callable[[], object], list[str]]] = [
@@ -218,7 +175,6 @@ def _refused(given: FitConfig, config: FitConfig, here: bool) -> tuple[list[str]
         (lambda: check_devices((given if here else config).fabric), lacking),
         (lambda: check_packages(config), lacking),
         (lambda: check_workers(config), lacking),
-        (lambda: build_fabric(given.fabric) if here and not lacking else None, lacking),
     ]
     for check, lines in checks:
         try:
@@ -228,102 +184,142 @@ def _refused(given: FitConfig, config: FitConfig, here: bool) -> tuple[list[str]
     return refused, notes
 
 
-def place_of(config: FitConfig, described: bool) -> Place:
-    """The kind of device of a run: as configured, else what this machine has; one `described` by size or name is a GPU."""
-    asked, cuda = config.fabric.accelerator, torch.cuda.is_available()
-    mac = asked in ("auto", "gpu") and not described and not cuda and torch.backends.mps.is_available()
-    if asked == "mps" or mac:
-        return "mps"
-    return "cuda" if described or asked in ("gpu", "cuda") or (asked == "auto" and cuda) else "cpu"
+# --- knobs ------------------------------------------------------------------------------------------------------------
 
 
-def _placed(config: FitConfig, devices: int | None, cuda: bool) -> FitConfig:
-    """Sets the configuration's number of devices where it is given or left open."""
-    fabric = config.fabric
-    if devices is not None:
-        nodes = nodes_of(fabric, devices)
-        fabric = replace(fabric, devices=devices // nodes, num_nodes=nodes)
-    elif fabric.devices in ("auto", -1, "-1"):
-        fabric = replace(fabric, devices=max(1, torch.cuda.device_count()) if cuda else 1)
-    return replace(config, fabric=fabric)
+def changed(config: Any, values: dict[str, Any]) -> Any:
+    """A configuration with other values, given by dotted keys."""
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        config = replace(config, **{name: changed(getattr(config, name), {rest: value}) if rest else value})
+    return config
 
 
-def nodes_of(fabric: FabricConfig, devices: int) -> int:
-    """Machines of so many devices: as configured, one for each replica, or those of eight devices where there are more."""
-    asked = [fabric.num_nodes, fabric.replicas, -(-devices // DEVICES_A_NODE)]
-    return next((nodes for nodes in asked if nodes > 1 and devices % nodes == 0), 1)
+def changes(config: FitConfig, most: int) -> Iterator[tuple[dict[str, Any], str]]:
+    """Values that may save memory, and what they cost, the least harmful first; fsdp on up to `most` devices."""
+    rows, micro, asked = config.data.packing.rows, config.data.micro_batches, config.validation
+    parts = 2 if rows % 2 == 0 else rows
+    pieces = {"data.packing.rows": rows // parts, "data.micro_batches": micro * parts}
+    yield {"objective.chunk": 1 << 22}, "nothing but more, smaller products"
+    questions = max(1, min(asked.rows, asked.questions * len(asked.tasks)) // 4)
+    yield {"validation.rows": questions}, "answers in smaller, less efficient pieces"
+    yield pieces, "the same step in smaller, less efficient pieces"
+    yield {"fabric.precision": "bf16-mixed"}, "rounded products; faster on a GPU"
+    yield {"fabric.checkpointing": "selective"}, "norms, activations and the like computed twice"
+    yield {"fabric.checkpointing": True}, "about a third more work"
+    for n in [n for n in MANY if (config.fabric.processes or 1) <= n <= most]:
+        spread = {"fabric.strategy": "fsdp", "fabric.devices": n, "fabric.num_nodes": 1}
+        share = {"data.micro_batches": -(-micro // n) * n} if micro % n else {}
+        yield {**spread, **share}, f"{n} devices that exchange weights in every block"
+    rounded = "small updates of the weights are lost" if config.lora is None else "weights below adapters are rounded"
+    yield {"fabric.precision": "bf16-true"}, rounded
 
 
-def _room(place: Place, gpu_gib: float | None, gpu: str | None, world: int) -> tuple[str, float | None]:
-    """The device in words, and the bytes of it that a run may fill."""
-    size = gpu_gib * GIB if gpu_gib is not None else None
-    if place == "cpu" or (place == "mps" and size is None and torch.backends.mps.is_available()):
-        size = psutil.virtual_memory().available / world
-        room = size * (1 - CPU_WASTE)
-        name = "CPU" if place == "cpu" else MAC
-        return f"{name} with {size / GIB:.1f} GiB free for each process, of which {room / GIB:.1f} can be filled", room
-    name = MAC if place == "mps" else gpu or "GPU"
-    if place == "cuda" and size is None and gpu is None and torch.cuda.is_available():
-        name, size = torch.cuda.get_device_name(), float(torch.cuda.mem_get_info()[1])
-    if size is None:
-        return f"{name} of unknown size; give --gpu_gib", None
-    room = (size - CUDA_CONTEXT) * (1 - CUDA_WASTE) if place == "cuda" else size * (1 - CPU_WASTE)
-    return f"{name} of {size / GIB:.3g} GiB, of which {room / GIB:.3g} can be filled", room
+def savings(
+    config: FitConfig, shape: ModelConfig, most: int, cuda: bool, in_step: bool = False, limit: float = 0.0
+) -> list[Knob]:
+    """What each knob alone saves, of the memory of a step or of all, where that is a hundredth or more; fsdp on no more devices
+    than `limit` asks for."""
+
+    def size(one: FitConfig) -> float:
+        memory = estimate(one, shape, cuda)
+        return memory.step if in_step else memory.total
+
+    start, found, enough = size(config), list[Knob](), False
+    for values, price in changes(config, most):
+        spread = "fabric.devices" in values
+        try:
+            other = changed(config, values)
+            total = size(other)
+        except UserError:  # such as Muon with fsdp, or micro-batches that a balance cannot split
+            continue
+        if total < 0.99 * start and not (spread and enough):
+            keys = " ".join(f"--{key} {str(value).lower()}" for key, value in values.items() if key != "fabric.num_nodes")
+            found.append(Knob(keys, price, other, total, start - total))
+            enough = enough or (spread and total <= limit)
+    return found
 
 
-def _try(
-    config: FitConfig, shape: ModelConfig, whole: Estimate, world: int, limit: float | None, place: Place, here: bool
-) -> tuple[dict[str, Attempt], str]:
-    """Measures steps on this machine; returns the measurements, or none and the reason."""
-    if place == "mps":
-        return {}, "what a step holds on mps cannot be measured"
-    if place == "cuda" and not here:
-        return {}, "this machine has no GPU that PyTorch can use"
-    if world > 1 or config.fabric.strategy == "fsdp":
-        return {}, f"{world} processes with strategy {config.fabric.strategy} cannot be tried in one"
-    if limit is not None and whole.total > limit:
-        return {}, f"the estimate of {whole.total / GIB:.2f} GiB is more than the {limit / GIB:.2f} GiB that there are"
-    micro = config.data.micro_batches
-    if place == "cuda":
-        return {"by CUDA's counters": attempt(config, shape, micro, "cuda")}, ""
-    return {
-        RETURNED: attempt(config, shape, micro, "cpu"),
-        KEPT: attempt(config, shape, micro, "cpu", keep_freed=True),
-    }, ""
+def savings_here(config: FitConfig, in_step: bool) -> list[Knob]:
+    """What each knob saves of a run on this machine, the most first; `config` is one with its alignment head."""
+    kind = kind_of(config)
+    here = placed(config, None, kind)
+    most = max(here.fabric.processes or 1, torch.cuda.device_count() if kind == "cuda" else 1)
+    return sorted(savings(here, shape_of(config.model), most, kind == "cuda", in_step), key=lambda one: -one.saved)
 
 
-def plain(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data; memory in bytes."""
+def fitting(config: FitConfig, shape: ModelConfig, limit: float, cuda: bool) -> tuple[list[Knob], list[Knob]]:
+    """Each knob alone, and, where none alone is enough, those that save most on one device after another until the run fits."""
+    most, together = MANY[-1] if cuda else config.fabric.processes or 1, list[Knob]()
+    alone = found = savings(config, shape, most, cuda, limit=limit)
+    while found and not any(one.total <= limit for one in (*alone, *together)):
+        together.append(max(found, key=lambda one: (one.config.fabric.processes == config.fabric.processes, one.saved)))
+        found = savings(together[-1].config, shape, most, cuda, limit=limit)
+    return alone, together if together and together[-1].total <= limit else []
 
-    def turned(one: KnobEffect) -> dict[str, Any]:
-        return {"keys": one.knob.keys, "price": one.knob.price, "bytes": one.total, "saved": one.saved, "fits": one.fits}
 
-    return {
-        "parameters": [asdict(count) for count in plan.counts],
-        "memory": {
-            "parts": plan.estimate.parts,
-            "total": plan.estimate.total,
-            "phase": plan.estimate.phase,
-            "phases": plan.estimate.totals,
-            "host": plan.estimate.host,
-            "files": plan.estimate.files,
-            "workers": plan.workers,
-        },
-        "strategy": plan.strategy,
-        "devices": plan.world,
-        "device": plan.device,
-        "limit": plan.limit,
-        "fits": plan.fits,
-        "process": plan.process,
-        "kept": plan.kept,
-        "measured": {how: asdict(one) for how, one in plan.attempts.items()},
-        "not_measured": plan.untried,
-        "reading": plan.reading,
-        "pace": asdict(plan.pace),
-        "network": None if plan.traffic is None else asdict(plan.traffic),
-        "to_budget": {"tokens": plan.pace.to_budget(plan.pace.columns), "targets": plan.pace.to_budget(plan.pace.targets)},
-        "knobs": [turned(one) for one in plan.knobs],
-        "together": [turned(one) for one in plan.row],
-        "problems": plan.problems,
-        "notes": plan.notes,
+# --- pace -------------------------------------------------------------------------------------------------------------
+
+
+def pace(config: FitConfig, shape: ModelConfig, model: SpeechModel, world: int, speed: float | None) -> dict[str, Any]:
+    """The pace of two micro-batches of the data at `speed` FLOP/s of a device; of full rows where `problem` says why."""
+    micro, batches, examples, problem = config.data.micro_batches, [worst_batch(config.data, shape)], None, ""
+    try:
+        initial = build_initial(config.model, config.seed, weights=False)
+        tools = shape, initial.tokenizer, initial.codec, config.objective.encoder_alone
+        shard = PackerShard(build_pipeline(config.data, *tools), 0, 1)
+        batches = [shard.batch() for _ in range(2)]
+        examples = micro / 2 * sum(b.examples for b in batches)
+    except (UserError, OSError) as error:
+        problem = str(error)
+    forward, backward = 1.0, 1.0
+    if config.balance is not None:
+        forward, backward = config.balance.passes(config.data, config.objective.by_heads, len(model.layout), world)
+    flops, each = StepFlops(model, config.objective), micro / len(batches)
+    work = each * sum(flops(b, targets(b)) for b in batches) * (forward + 2 * backward) / 3  # as `StepFlops` counts them
+    seconds, budget = work / (speed * world) if speed else None, config.budget
+    limits = [float(budget.steps)] if budget.steps is not None else []
+    limits += [60 * budget.minutes / seconds] if budget.minutes is not None and seconds else []
+    steps = min(limits, default=None)
+    hours = steps * seconds / 3600 if steps and seconds else budget.minutes and budget.minutes / 60
+    columns, ids = each * sum(b.positions for b in batches), each * sum(len(at) for b in batches for at in b.supervised)
+    source = f"full rows, since the data cannot be read here ({problem})" if problem else "2 micro-batches of the data"
+    found = dict(columns=columns, targets=ids, examples=examples, flops=work, forwards=forward, backwards=backward)
+    return {**found, "seconds": seconds, "steps": steps, "hours": hours, "source": source, "problem": problem}
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def show(plan: Plan, name: str) -> None:
+    """Prints a plan; `name` is the run's, for the first title."""
+    run, memory = plan.pace, plan.memory
+    counts = {**plan.counts, "total": tuple(map(sum, zip(*plan.counts.values(), strict=True)))}
+    rows = [(part, *(f"{n:,}" for n in both)) for part, both in counts.items()]
+    print_table(f"{name}: parameters", ("", "all", "trainable"), rows)
+    title = f"memory of the fullest batch on each of {plan.devices} device(s), {plan.strategy}; fullest at: {memory.phase}"
+    parts = {**{part: size for part, size in memory.parts.items() if size}, "peak": memory.total}
+    print_table(title, ("", "GiB"), [(part, f"{size / GIB:.3f}") for part, size in parts.items()])
+    phases = {**memory.totals, "a checkpoint's copy on the host": memory.snapshot, "a checkpoint on disk": memory.disk}
+    print_table("memory by phase", ("", "GiB"), [(phase, f"{size / GIB:.3f}") for phase, size in phases.items()])
+    lines = {
+        "tokens a step": f"{run['columns']:,.0f}",
+        "targets a step": f"{run['targets']:,.0f}",
+        "examples a step": run["examples"] and f"{run['examples']:,.1f}",
+        "work a step": f"{run['flops'] / 1e12:.3g} TFLOP",
+        "passes a step": f"{run['forwards']:g} forward, {run['backwards']:g} backward",
+        "time a step": run["seconds"] and f"{run['seconds']:.3g} s",
+        "steps to the budget": run["steps"] and f"{run['steps']:,.0f}",
+        "time to the budget": run["hours"] and duration(3600 * run["hours"]),
+        "tokens to the budget": run["steps"] and short(run["steps"] * run["columns"]),
     }
+    print_table("pace", ("", ""), [(key, value or "unknown") for key, value in lines.items()])
+    print(f"tokens, targets and examples: {run['source']}; a token is one time step of all streams")
+    print("".join(f"note: {note}\n" for note in plan.notes), end="")
+    print(f"device: {plan.device}" + {None: "", True: ": it fits", False: ": IT DOES NOT FIT"}[plan.fits])
+    enough = [one for one in plan.knobs if plan.limit is not None and one.total <= plan.limit]
+    first = "what makes it fit" if enough else "what saves memory; none is enough alone"
+    for title, knobs in ((first, enough or plan.knobs), ("one after another", plan.together)):
+        rows = [(one.keys, f"{one.total / GIB:.2f}", f"{one.saved / GIB:.2f}", one.price) for one in knobs]
+        if rows:
+            print_table(title, ("", "GiB", "saves", "price"), rows)

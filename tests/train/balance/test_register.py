@@ -24,7 +24,6 @@ from train.balance.config import BalanceConfig
 from train.balance.given import Given, MethodChoice
 from train.balance.registry import METHODS
 from train.balance.section import BalanceSection
-from train.plan.balanced import passes_of
 from train.trainer.logs import BALANCE, read_table
 
 
@@ -105,8 +104,8 @@ def test_the_configuration_knows_it(tmp_path: Path) -> None:
         BalanceConfig("inverse", settings={"power": 3.0})
     with pytest.raises(UserError, match="balance.method 'invers' is unknown; the closest names are inverse"):
         BalanceConfig("invers")
-    assert passes_of(balanced_config(tmp_path, section), 5) == (2.0, 1.0)
-    assert passes_of(balanced_config(tmp_path, BalanceSection("still")), 5) == (2.0, 1.0)
+    assert section.passes(balanced_config(tmp_path, section).data, False, 5) == (2.0, 1.0)
+    assert BalanceSection("still").passes(balanced_config(tmp_path, BalanceSection("still")).data, False, 5) == (2.0, 1.0)
 
 
 @pytest.mark.usefixtures("registered")

@@ -15,7 +15,8 @@ from train.config.run import FitConfig
 from train.config.sections import BudgetConfig, ModelSection
 from train.data.config import DataConfig, SourceConfig
 from train.objective.config import ObjectiveConfig
-from train.plan.parameters import count_parameters, meta_model
+from train.plan.memory import meta_model
+from train.plan.plan import count_parameters
 from train.trainer.initial_model import build_initial, shape_of
 
 __all__ = ["folder"]
@@ -40,7 +41,7 @@ def test_a_run_may_add_a_turn_head_to_a_folder_and_keeps_one(folder: str, with_p
     counts = count_parameters(
         meta_model(FitConfig(BudgetConfig(steps=1), section, DataConfig((SourceConfig("spoken-digits"),))), model.config)
     )
-    assert sum(count.total for count in counts) == sum(p.numel() for p in model.parameters())
+    assert sum(every for every, _ in counts.values()) == sum(p.numel() for p in model.parameters())
     with pytest.raises(UserError, match="turn is true, but the encoder's frames hear what comes after them"):
         build_initial(ModelSection(init_from=folder, turn=True), 0)
 

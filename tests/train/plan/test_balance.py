@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from omni.errors import UserError
-from tests.train.plan.test_plan import MIB, run, shape
-from train.balance.section import BalanceSection
+from omni.tasks import TASKS
+from tests.train.plan.test_plan import run, shape
+from train.balance.section import BalanceSection, balanced_tasks
 from train.config.run import FitConfig
+from train.data.batching.batch import Batch
 from train.data.config import SourceConfig
+from train.distributed.process_group import ProcessGroup
 from train.objective.config import ObjectiveConfig
-from train.objective.objective import targets
-from train.plan.balanced import assign_tasks, passes_of
-from train.plan.balanced_trial import balance_of
-from train.plan.estimate import estimate, phases_of, sharded
-from train.plan.knobs import try_knobs
-from train.plan.pace import pace
-from train.plan.parameters import meta_model
-from train.plan.step import build_workbench, take_step
-from train.plan.trial import attempt
+from train.objective.objective import cells, targets
+from train.plan.memory import estimate, meta_model
+from train.plan.plan import pace, savings
+from train.plan.step import build_workbench
 from train.plan.worst_batch import worst_batch
+from train.trainer.balanced_step import Balanced, Balancing
+from train.trainer.feed import CountedStep
 
 pytestmark = pytest.mark.usefixtures("forked")
 MIX = {"A1T1": 1.0, "A1A2": 1.0, "A1T2": 1.0}
@@ -38,34 +37,36 @@ def balanced(method: str, level: str | None = None, micro: int = 1, settings: An
     return replace(config, data=replace(config.data, sources=(SourceConfig("spoken-digits", tasks=MIX),)), balance=section)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("method", "level", "micro", "rows"),
-    [
-        ("upgrad", "features", 2, 8),
-        pytest.param("dbmtl", "parameters", 1, 2, marks=pytest.mark.long),
-        pytest.param("forum", None, 1, 2, marks=pytest.mark.long),
-    ],
-)
-def test_a_balanced_step_takes_what_is_said(method: str, level: str | None, micro: int, rows: int) -> None:
-    config, model = balanced(method, level, micro, rows=rows, length=128), shape(width=384, layers=2)
-    wanted, found = attempt(config, model, micro, "cpu").peak, estimate(config, model).total
-    assert found == pytest.approx(wanted, rel=0.15), (found / MIB, wanted / MIB)
+@pytest.mark.parametrize(("method", "at"), [("upgrad", "parameters"), ("dbmtl", "parameters"), ("forum", None)])
+def test_gradients_by_task_are_counted_and_what_is_not_is_said(method: str, at: str | None) -> None:
+    """Three rows, and the same as one table; what is kept of each; of bilevel methods a line."""
+    config, model = balanced(method, at), shape()
+    found, rows = estimate(config, model), 3 * 4.0 * sum(p.numel() for p in meta_model(config, model).parameters())
+    assert bool(found.uncounted) == (method == "forum")
+    if method != "forum":
+        assert found.phases["gradients of tasks"]["working"] == 2 * rows and found.uncounted == ""
+        assert found.phases["optimizer"]["balance"] == (rows if method == "dbmtl" else 0)
+    two = replace(config, fabric=replace(config.fabric, devices=2, strategy="fsdp"), data=replace(config.data, micro_batches=2))
+    assert method != "upgrad" or estimate(two, model).phases["gradients of tasks"]["working"] == rows
 
 
-@pytest.mark.long
-def test_gradients_by_task_and_what_is_kept_are_counted_by_hand() -> None:
-    model = shape()
-    config = balanced("upgrad", "parameters")
-    shared = 4.0 * sum(p.numel() for n, p in meta_model(config, model).named_parameters() if "_head." not in n)
-    own = 4.0 * sum(p.numel() for n, p in meta_model(config, model).named_parameters() if "_head." in n)
-    gathered = phases_of(config, model, 1, cuda=False)["balance"]
-    assert gathered["balance"] == pytest.approx(6 * (shared + own), rel=0.01)  # three rows, and the same as one table
-    kept = phases_of(balanced("dbmtl"), model, 1, cuda=False)["optimizer"]["balance"]
-    assert kept == pytest.approx(3 * shared, rel=0.01)
-    assert phases_of(config, model, 1, cuda=False)["optimizer"]["balance"] < 0.01 * shared
-    spread_out = sharded("balance", gathered, meta_model(config, model), 2, (4, 4, False))
-    assert spread_out["balance"] == gathered["balance"] / 2
+class OneProcess:
+    """The part of Fabric's interface that `Balancing` uses."""
+
+    global_rank, world_size, device = 0, 1, torch.device("cpu")
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def no_backward_sync(self, module: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def assign_tasks(batch: Batch, config: FitConfig) -> Batch:
+    """The batch with its positions given the balanced tasks in turn, so that none is absent."""
+    assert config.balance is not None
+    numbers = torch.tensor([list(TASKS).index(name) for name in balanced_tasks(config.balance, config.data)])
+    return replace(batch, task=numbers[torch.arange(batch.task.numel()) % len(numbers)].view_as(batch.task))
 
 
 METHODS = [
@@ -90,9 +91,13 @@ def test_passes_are_as_many_as_a_step_makes(method: str, level: str | None, micr
     config = replace(config, objective=ObjectiveConfig(ctc_weight=0.2 if aligned else 0.0))
     model = replace(shape(width=32, layers=1), ctc=20 if aligned else 0)
     bench = build_workbench(config, model)
-    batch = worst_batch(config.data, model)
-    batch = replace(batch, task=assign_tasks(batch.task, config))
-    bench.balance = balance_of(bench, config, batch, micro, torch.device("cpu"))
+    batch, section = assign_tasks(worst_batch(config.data, model), config), config.balance
+    assert section is not None
+    outer, fabric = (batch,) if section.kind.bilevel else (), OneProcess()
+    given = Balanced(balanced_tasks(section, config.data), cells, bench.objective.encoder_parameters, outer)
+    group, streams = ProcessGroup(fabric), bench.objective.model.layout.names  # type: ignore[arg-type]
+    names = section, given, fabric, bench.objective, bench.named, tuple(TASKS), streams, targets, group, micro, aligned
+    balancing = Balancing(*names)  # type: ignore[arg-type]
     forwards = 0
 
     def count(module: nn.Module, args: Any, out: Any) -> None:
@@ -100,35 +105,32 @@ def test_passes_are_as_many_as_a_step_makes(method: str, level: str | None, micr
         forwards += 1
 
     bench.objective.register_forward_hook(count)
-    take_step(bench, [batch] * micro, targets(batch) * micro, 1)
+    wanted = targets(batch) * micro
+    step = CountedStep([batch] * micro, wanted, 0, 0, 0, 0, cells=cells(batch).double() * micro)
+    balancing.take(step, wanted, 1.0, config.optimizer.lr, lambda losses: None)
     after = int(settings.get("look") == "same")  # the look back comes after the optimizer's step
-    wanted, backwards = passes_of(config, len(model.layout))
-    assert forwards == (wanted - after) * micro
-    assert config.balance is not None
-    assert wanted >= backwards >= 1 and (config.balance.kind.bilevel or backwards in (1, 3, 4))
+    passes, backwards = section.passes(config.data, config.objective.by_heads, len(model.layout))
+    assert forwards == (passes - after) * micro
+    assert passes >= backwards >= 1 and (section.kind.bilevel or backwards in (1, 3, 4))
 
 
 def test_a_pass_ahead_is_counted_where_a_process_has_several_micro_batches() -> None:
     config = balanced("geometric", "loss", 4)
-    assert [passes_of(config, 5, world) for world in (1, 2, 4)] == [(2.0, 1.0), (2.0, 1.0), (1.0, 1.0)]
+    assert config.balance is not None
+    assert [config.balance.passes(config.data, False, 5, world) for world in (1, 2, 4)] == [(2.0, 1.0), (2.0, 1.0), (1.0, 1.0)]
 
 
 def test_further_passes_take_time_and_are_said() -> None:
     config, model = balanced("upgrad", "parameters"), shape()
-    plain, full = (
-        pace(one, meta_model(one, model), ([], "no data"), worst_batch(one.data, model), 1, speed=1e12)
-        for one in (replace(config, balance=None), config)
-    )
-    assert full.seconds == pytest.approx(3 * plain.seconds) and full.columns == plain.columns  # type: ignore[operator]
-    assert (full.forwards, full.backwards) == (3, 3) and (plain.forwards, plain.backwards) == (1, 1)
+    plain, full = (pace(one, model, meta_model(one, model), 1, 1e12) for one in (replace(config, balance=None), config))
+    assert full["seconds"] == pytest.approx(3 * plain["seconds"]) and full["columns"] == plain["columns"]
+    assert (full["forwards"], full["backwards"]) == (3, 3) and (plain["forwards"], plain["backwards"]) == (1, 1)
 
 
-def test_knobs_leave_out_what_a_balance_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, model = balanced("modo", micro=3), shape(layers=1)
-    totals = (SimpleNamespace(total=2.0**-i) for i in itertools.count())  # each knob saves
-    monkeypatch.setattr("train.plan.knobs.estimate", lambda *given: next(totals))
-    alone, row = try_knobs(config, model, 0.0, cuda=True)
-    assert len(alone) > 3 and all(one.knob.config.data.micro_batches % 3 == 0 for one in [*alone, *row])
+def test_knobs_leave_out_what_a_balance_cannot_have() -> None:
+    config, model = balanced("modo", micro=3, rows=4), shape(layers=1)
+    found = savings(config, model, 64, cuda=True)
+    assert found and all(one.config.data.micro_batches % 3 == 0 for one in found)
     with pytest.raises(UserError, match="one micro-batch|to balance"):
         estimate(
             replace(config, data=replace(config.data, sources=(SourceConfig("spoken-digits", tasks={"A1A2": 1.0}),))), model

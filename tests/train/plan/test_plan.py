@@ -1,10 +1,8 @@
-"""Laws of planning: what it says of memory is what a step takes, and its advice holds."""
+"""Laws of planning: what it counts is what steps were measured to take, and its advice holds."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,29 +11,18 @@ import torch
 from omni.config import ModelConfig, ProjectorConfig, preset
 from omni.model.quantize import numels, quantize
 from omni.model.speech_model import SpeechModel
+from train.commands.dry_run import in_new_process, measure_steps
+from train.config.parse import read_run
 from train.config.run import FitConfig
-from train.config.sections import (
-    BudgetConfig,
-    CheckpointConfig,
-    FabricConfig,
-    LoRASection,
-    ModelSection,
-    OptimizerConfig,
-    ValidationConfig,
-)
+from train.config.sections import BudgetConfig, FabricConfig, LoRASection, ModelSection, OptimizerConfig, ValidationConfig
 from train.data.config import DataConfig, PackingConfig, SourceConfig, tasks_of
-from train.objective.objective import Objective, targets
-from train.plan.estimate import Estimate, estimate, phases_of, sharded
-from train.plan.knobs import savings, try_knobs
-from train.plan.parameters import count_parameters, meta_model
-from train.plan.quantized import dense_bytes, packed_bytes
+from train.plan.memory import ANSWERS, estimate, held, meta_model, packed_bytes
+from train.plan.plan import changed, count_parameters, fitting, savings
 from train.plan.step import build_workbench
-from train.plan.trace import trace
-from train.plan.trial import attempt
 from train.plan.worst_batch import worst_batch
 
 pytestmark = pytest.mark.usefixtures("forked")
-MIB = float(1 << 20)
+GIB, MIB = float(1 << 30), float(1 << 20)
 
 
 def shape(width: int = 64, layers: int = 2, encoder_layers: int = 1, **decoder: Any) -> ModelConfig:
@@ -59,7 +46,53 @@ def run(rows: int = 2, length: int = 64, micro: int = 1, optimizer: str = "adamw
     )
 
 
-# --- against a step that is really taken -------------------------------------------------------------------------------
+# --- against what was measured -----------------------------------------------------------------------------------------
+
+S3, OFF, EAGER = "mini-omni/stage3", {"checkpointing": False}, {"compile": False}
+SHARDED = {"micro": 64, "devices": 64, "strategy": "fsdp", "replicas": 8}
+
+MEASURED: list[tuple[str, dict[str, Any], float]] = [
+    (S3, {"rows": 8, **OFF}, 37.0),
+    (S3, {"rows": 16, **OFF}, 60.0),
+    (S3, {"rows": 32, **OFF}, 104.0),
+]
+"""Recipe, what differs, and GiB that a step of 2,048 columns was measured to take on an H200 (docs/training.md)."""
+
+FOLLOWED: list[tuple[str, dict[str, Any], float]] = [
+    (S3, {"rows": 8, **OFF, **EAGER}, 43.77),
+    (S3, {"rows": 8, "checkpointing": "selective", **EAGER}, 31.05),
+    (S3, {"rows": 8, **EAGER}, 18.28),
+    (S3, {"micro": 16, **EAGER}, 18.95),
+    (S3, {"micro": 16, "devices": 8, **EAGER}, 21.86),
+    (S3, {**SHARDED, **EAGER}, 7.96),
+    ("voiceassistant/stage1", {"micro": 16}, 10.00),
+    ("voiceassistant/stage1", {"micro": 16, "devices": 8}, 10.24),
+    ("voiceassistant/stage1", SHARDED, 7.04),
+    ("voiceassistant/stage2", {"micro": 16}, 14.22),
+    ("voiceassistant/stage2", {"micro": 16, "devices": 8}, 16.57),
+    ("voiceassistant/stage2", SHARDED, 7.56),
+    (S3, {"rows": 4, "precision": "32-true", **OFF, **EAGER}, 38.56),
+    (S3, {"rows": 4, "precision": "bf16-true", **OFF, **EAGER}, 21.84),
+    (S3, {"rule": "paged_adamw_8bit", **EAGER}, 13.81),
+    (S3, {"rows": 8, "lora": None, **OFF, **EAGER}, 27.93),
+    (S3, {"rows": 8, "lora": "nf4", **OFF, **EAGER}, 41.20),
+    (S3, {"rows": 8, "micro": 2, "lora": "int8", **EAGER}, 16.91),
+]
+"""The same, where every storage was followed through the operators of a step over tensors without values, which was within 1 %
+of steps on a CPU; the largest phase, answers of a validation included."""
+
+
+def documented(name: str, rows: int = 2, micro: int = 1, rule: str = "adamw", lora: Any = (), **fabric: Any) -> FitConfig:
+    config = read_run([name, "--model.init_from", "null", "--model.preset", "qwen2-0.5b-omni"])
+    config = changed(config, {"data.packing.rows": rows, "data.micro_batches": micro, "optimizer.name": rule})
+    config = replace(config, fabric=replace(config.fabric, **{"devices": 1, **fabric}))
+    return config if lora == () else replace(config, lora=LoRASection(rank=16, quantize=lora), ema=None)
+
+
+@pytest.mark.parametrize(("name", "values", "gib"), [*MEASURED, *FOLLOWED])
+def test_documented_shapes_are_counted_within_fifteen_percent(name: str, values: dict[str, Any], gib: float) -> None:
+    memory = estimate(documented(name, **values), preset("qwen2-0.5b-omni"), cuda=True)
+    assert memory.total / GIB == pytest.approx(gib, rel=0.15), memory.parts
 
 
 @pytest.mark.long
@@ -67,127 +100,93 @@ def run(rows: int = 2, length: int = 64, micro: int = 1, optimizer: str = "adamw
     ("model", "config"),
     [
         (preset("nano"), run(rows=4, length=128)),
-        pytest.param(
-            shape(width=384, layers=3),
-            run(rows=2, length=128, checkpointing=True, micro=2, optimizer="muon"),
-            marks=pytest.mark.long,
-        ),
+        (preset("nano"), run(rows=8, length=320)),
         (preset("nano"), run(rows=4, length=256, checkpointing="selective")),
+        (shape(width=384, layers=3), run(rows=2, length=128, checkpointing=True, micro=2, optimizer="muon")),
+        (shape(width=384, layers=3), replace(run(rows=8, length=256), lora=LoRASection(rank=4))),
     ],
-    ids=["nano", "checkpointing-muon", "selective"],
+    ids=["nano", "recipe", "selective", "checkpointing-muon", "lora"],
 )
-def test_estimate_is_what_a_step_takes(model: ModelConfig, config: FitConfig) -> None:
-    wanted = attempt(config, model, config.data.micro_batches, "cpu")
-    found = estimate(config, model).total
-    assert wanted.peak > 60 * MIB  # enough to be seen beside what a process holds anyway
-    assert found == pytest.approx(wanted.peak, rel=0.15), (found / MIB, wanted.peak / MIB)
+def test_steps_on_a_cpu_take_what_is_counted(model: ModelConfig, config: FitConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 15 %, where the C library is told to return freed blocks: by default it keeps 11 to 30 % more, as it happens."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")
+    wanted, seconds = in_new_process(measure_steps, config, model, torch.device("cpu"))
+    assert wanted > 40 * MIB and seconds > 0
+    assert estimate(config, model).step / MIB == pytest.approx(wanted / MIB, rel=0.15)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "width", "layers", "rows", "checkpointing"),
-    [
-        ("nf4", 512, 3, 2, False),
-        pytest.param("int8", 384, 3, 4, True, marks=pytest.mark.long),
-        pytest.param("nf4", 384, 4, 4, True, marks=pytest.mark.long),
-        pytest.param("int8", 512, 5, 2, False, marks=pytest.mark.long),
-    ],
-)
-def test_a_quantised_base_takes_what_is_said(kind: Any, width: int, layers: int, rows: int, checkpointing: bool) -> None:
-    model = shape(width=width, layers=layers)
-    config = replace(run(rows=rows, length=128, checkpointing=checkpointing), lora=LoRASection(rank=4, quantize=kind))
-    wanted, found = attempt(config, model, 1, "cpu").peak, estimate(config, model).total
-    assert found == pytest.approx(wanted, rel=0.15), (found / MIB, wanted / MIB)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("kind", "more"), [("nf4", 0.5 + 1 / 64), ("int8", 1.0)])
-def test_quantised_weights_are_counted_to_the_byte(kind: Any, more: float) -> None:
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_quantised_weights_are_counted_to_the_byte(kind: Any) -> None:
     """What bitsandbytes really holds, every storage once."""
     config, model = replace(run(), lora=LoRASection(rank=4, quantize=kind)), shape(width=192)
-    paper, real = meta_model(config, model), SpeechModel(model)
+    real, storages = SpeechModel(model), dict[int, int]()
     names = quantize(real, kind, ("decoder.blocks.*",))
-    held: dict[int, int] = {}
     for linear in map(real.get_submodule, names):
-        for tensor in _tensors(linear.weight):
-            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    assert packed_bytes(paper) == sum(held.values())
-    assert packed_bytes(paper) == pytest.approx(more * sum(numels(real)[f"{n}.weight"] for n in names), rel=0.04)  # and tables
-    full = count_parameters(meta_model(replace(config, lora=None), model))
-    assert [c.total for c in count_parameters(paper) if c.part != "LoRA"] == [c.total for c in full]
-    plain = phases_of(replace(config, lora=LoRASection(rank=4)), model, 1, cuda=False)["optimizer"]["weights"]
-    few = phases_of(config, model, 1, cuda=False)["optimizer"]["weights"]
-    assert plain - few == 4 * sum(numels(real)[f"{n}.weight"] for n in names) - sum(held.values())
+        weight: Any = linear.weight
+        state = getattr(weight, "quant_state", None)
+        parts = vars(weight) if state is None else {**vars(state), **{f"2.{k}": v for k, v in vars(state.state2).items()}}
+        for tensor in (weight.data, *(part for part in parts.values() if isinstance(part, torch.Tensor))):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    paper = meta_model(config, model)
+    packed = packed_bytes(config, paper)
+    assert sum(packed.values()) == sum(storages.values())
+    saved = held(config, paper, {})["weights"] - held(config, paper, packed)["weights"]
+    assert saved == 4 * sum(numels(real)[f"{n}.weight"] for n in names) - sum(storages.values())
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-def test_an_optimizer_in_eight_bits_is_counted_to_the_byte() -> None:
+def test_an_optimizer_in_eight_bits_is_counted() -> None:
     config, model = run(optimizer="paged_adamw_8bit"), shape(width=192)
     bench = build_workbench(config, model)
     for p in bench.learning:
         p.grad = torch.zeros_like(p)
     bench.optimizer.step()
-    tables = ("qmap1", "qmap2", "step")  # one of 256 numbers each for all parameters, and a count
-    held = sum(
-        value.untyped_storage().nbytes()
-        for state in bench.optimizer.state.values()
-        for name, value in state.items()
-        if name not in tables
-    )
-    assert phases_of(config, model, 1, cuda=False)["forward"]["optimizer"] == held
-    assert held < 3 * sum(p.numel() for p in bench.learning)
-
-
-def _tensors(weight: Any) -> list[torch.Tensor]:
-    state = getattr(weight, "quant_state", None)
-    parts = vars(weight) if state is None else {**vars(state), **{f"2.{k}": v for k, v in vars(state.state2).items()}}
-    return [weight.data, *(v for v in parts.values() if isinstance(v, torch.Tensor))]
-
-
-def test_quantised_weights_are_whole_in_every_process() -> None:
-    config, model = replace(run(micro=4, devices=4, strategy="fsdp"), lora=LoRASection(rank=4, quantize="nf4")), shape()
-    packed, one = packed_bytes(meta_model(config, model)), phases_of(config, model, 1, cuda=False)["optimizer"]
-    spread = sharded("optimizer", one, meta_model(config, model), 4, (4, 4, False))
-    assert spread["weights"] == pytest.approx(packed + (one["weights"] - packed) / 4)
-    phase = estimate(config, model)
-    assert phase.total >= dense_bytes(meta_model(config, model))  # a CPU's process reads the base whole
-
-
-@pytest.mark.long
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("layers", "encoder_layers", "checkpointing"), [(6, 1, True), (4, 4, False)])
-def test_deep_stacks_are_continued_as_if_traced(layers: int, encoder_layers: int, checkpointing: bool) -> None:
-    config, deep = run(checkpointing=checkpointing), shape(layers=layers, encoder_layers=encoder_layers)
-    whole = trace(config, deep, worst_batch(config.data, deep), 1)
-    continued = phases_of(config, deep, 1, cuda=False)
-    fullest = max(sum(parts.values()) for parts in whole.values())
-    assert max(sum(parts.values()) for parts in continued.values()) == pytest.approx(fullest, rel=0.02)
+    values = [v for state in bench.optimizer.state.values() for n, v in state.items() if n not in ("qmap1", "qmap2", "step")]
+    storages = sum(value.untyped_storage().nbytes() for value in values)
+    assert held(config, meta_model(config, model), {})["optimizer"] == pytest.approx(storages, rel=0.03)
 
 
 @pytest.mark.parametrize(("rule", "states"), [("adamw", 2), ("muon", 1)])
 def test_weights_and_state_are_counted_by_hand(rule: str, states: int) -> None:
-    config, model = run(optimizer=rule), shape()
-    config = replace(config, ema=0.99, trainable=("decoder.blocks.*",))
-    parts = phases_of(config, model, 1, cuda=False)["optimizer"]
+    config, model = replace(run(optimizer=rule), ema=0.99, trainable=("decoder.blocks.*",)), shape()
     paper = meta_model(config, model)
-    learning = {n: p.numel() for n, p in paper.named_parameters() if p.requires_grad}
-    matrices = sum(n for name, n in learning.items() if "norm" not in name)
-    norms = sum(learning.values()) - matrices
-    assert parts["gradients"] == pytest.approx(4 * (matrices + norms))
-    assert parts["average"] == pytest.approx(4 * (matrices + norms))
-    assert parts["optimizer"] == pytest.approx(4 * (states * matrices + 2 * norms), rel=0.01)
-    buffers = sum(b.numel() * b.element_size() for b in paper.buffers())
-    assert parts["weights"] == pytest.approx(4 * sum(p.numel() for p in paper.parameters()) + buffers, rel=0.001)
+    parts = held(config, paper, {})
+    matrices = sum(p.numel() for n, p in paper.named_parameters() if p.requires_grad and "norm" not in n)
+    norms = sum(p.numel() for n, p in paper.named_parameters() if p.requires_grad and "norm" in n)
+    assert parts["gradients"] == parts["average"] == 4 * (matrices + norms)
+    assert parts["optimizer"] == 4 * (states * matrices + 2 * norms)
 
 
-def test_tracing_leaves_nothing_behind() -> None:
-    config, model = run(), shape()
-    estimate(config, model)
-    objective, batch = Objective(SpeechModel(model)), worst_batch(config.data, model)
-    total = objective(batch, targets(batch)).total
-    total.backward()
-    assert type(total) is torch.Tensor and bool(total.isfinite())
+def test_what_learns_beside_a_base_in_bf16_is_counted_in_full() -> None:
+    """As `train.distributed.precision.AdapterPrecision` has it."""
+    lora = LoRASection(rank=4, trainable=("projector.*", "decoder.text_embedding.*"))
+    config, model = replace(run(precision="bf16-true"), lora=lora), shape(tie_text=True)
+    bench, paper = build_workbench(config, model), meta_model(config, model)
+    wanted = sum(t.nbytes for t in (*bench.objective.model.parameters(), *bench.objective.model.buffers()))
+    assert held(config, paper, {})["weights"] == pytest.approx(wanted, rel=0.02)
+    assert held(config, paper, {})["gradients"] == sum(p.nbytes for p in bench.learning)
+
+
+def test_fsdp_divides_what_is_kept_and_ddp_does_not() -> None:
+    spread = ((1, "auto"), (2, "auto"), (2, "fsdp"), (4, "fsdp"))
+    one, ddp, two, four = (estimate(run(micro=8, devices=n, strategy=name), shape()) for n, name in spread)
+    learning = 4.0 * sum(p.numel() for p in SpeechModel(shape()).parameters())
+    assert ddp.total == pytest.approx(one.total + learning) and four.total < two.total
+    for part in ("weights", "optimizer"):
+        assert two.parts[part] == 2 * four.parts[part] == one.parts[part] / 2
+    lora = replace(run(micro=4, devices=4, strategy="fsdp"), lora=LoRASection(rank=4, quantize="nf4"))
+    packed = packed_bytes(lora, meta_model(lora, shape()))
+    assert estimate(lora, shape(), cuda=True).parts["weights"] > sum(packed.values())  # whole in every process
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_selective_checkpointing_keeps_more_than_all_and_less_than_none(cuda: bool) -> None:
+    config, model = run(rows=4, length=128), shape(width=96, layers=4)
+    levels = [changed(config, {"fabric.checkpointing": how}) for how in (False, "selective", True)]
+    kept = [estimate(one, model, cuda).phases["losses"]["activations"] for one in levels]
+    assert kept[0] > 1.2 * kept[1] > 1.2 * 1.2 * kept[2], [size / MIB for size in kept]
 
 
 # --- the worst batch ---------------------------------------------------------------------------------------------------
@@ -223,169 +222,52 @@ def test_worst_batch_of_padded_windows_runs(length: int) -> None:
     assert int(batch.feature_index.max()) + 1 == sum(-(-n // 2) for n in batch.frames)
 
 
-# --- parameters and devices --------------------------------------------------------------------------------------------
+# --- parameters and knobs ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", [shape(), shape(tie_text=True, post_layers=2), replace(preset("nano"), ctc=20)])
 def test_parameters_are_the_models(model: ModelConfig) -> None:
     config = replace(run(), trainable=("projector.*", "decoder.audio_head.*"))
-    counts = {c.part: c for c in count_parameters(meta_model(config, model))}
-    real = SpeechModel(model)
-    assert sum(c.total for c in counts.values()) == sum(p.numel() for p in real.parameters())
-    assert counts["encoder"].total == sum(p.numel() for p in real.encoder.parameters())
-    blocks = [*real.decoder.blocks.parameters(), *real.decoder.post_blocks.parameters()]
-    assert counts["decoder blocks"].total == sum(p.numel() for p in blocks)
-    assert counts["projector"].trainable == counts["projector"].total and counts["encoder"].trainable == 0
-    assert counts["heads"].trainable == real.decoder.audio_head.weight.numel()
+    counts, real = count_parameters(meta_model(config, model)), SpeechModel(model)
+    assert sum(every for every, _ in counts.values()) == sum(p.numel() for p in real.parameters())
+    assert counts["encoder"] == (sum(p.numel() for p in real.encoder.parameters()), 0)
+    assert counts["projector"][0] == counts["projector"][1]
+    assert counts["decoder audio head"][1] == real.decoder.audio_head.weight.numel()
 
 
-@pytest.mark.long
-def test_what_learns_beside_a_base_in_bf16_is_counted_in_full() -> None:
-    """As `train.distributed.precision.AdapterPrecision` has it; the optimizer's state and the gradients follow."""
-    model, lora = shape(tie_text=True), LoRASection(rank=4, trainable=("projector.*", "decoder.text_embedding.*"))
-    config = replace(run(precision="bf16-true"), lora=lora)
-    paper, parts = meta_model(config, model), phases_of(config, model, 1, cuda=False)["optimizer"]
-    learning = sum(p.numel() for p in paper.parameters() if p.requires_grad)
-    still = sum(t.numel() for t in paper.parameters() if not t.requires_grad)
-    buffers = sum(t.numel() * (2 if t.is_floating_point() else t.element_size()) for t in paper.buffers())
-    assert parts["weights"] == pytest.approx(2 * still + 4 * learning + buffers, rel=0.001)
-    assert parts["gradients"] == pytest.approx(4 * learning)
-    assert parts["optimizer"] == pytest.approx(8 * learning, rel=0.01)
-    two = replace(config, fabric=replace(config.fabric, devices=2), data=replace(config.data, micro_batches=2))
-    ddp, fsdp = (estimate(replace(two, fabric=replace(two.fabric, strategy=name)), model) for name in ("ddp", "fsdp"))
-    assert ddp.parts["communication"] == 4 * learning
-    assert fsdp.parts["weights"] == pytest.approx(parts["weights"] / 2, rel=0.001)
-    root, block = (
-        sum(p.numel() * (4 if p.requires_grad else 2) for n, p in paper.named_parameters() if ("blocks." in n) == inside)
-        for inside in (False, True)
-    )
-    assert root < fsdp.parts["communication"] < root + block + 4 * learning + 1
-
-
-@pytest.mark.long
-def test_fsdp_divides_what_is_kept_and_ddp_does_not() -> None:
-    model = shape()
-
-    def spread(devices: int, strategy: str) -> Estimate:
-        return estimate(run(micro=8, devices=devices, strategy=strategy), model)
-
-    one, ddp, two, four = spread(1, "auto"), spread(2, "auto"), spread(2, "fsdp"), spread(4, "fsdp")
-    learning = 4.0 * sum(p.numel() for p in SpeechModel(model).parameters())
-    assert ddp.total == pytest.approx(one.total + learning)
-    for part in ("weights", "optimizer"):
-        assert two.parts[part] == pytest.approx(2 * four.parts[part])
-        assert two.parts[part] == pytest.approx(one.parts[part] / 2)
-    assert two.parts["activations"] == pytest.approx(four.parts["activations"])
-    assert four.total < two.total
-
-
-@pytest.mark.long
-def test_half_precision_halves_the_weights() -> None:
-    model = shape()
-    full, half = (estimate(run(precision=p), model, cuda=True) for p in ("32-true", "bf16-true"))
-    assert half.parts["optimizer"] == pytest.approx(full.parts["optimizer"] / 2, rel=0.01)
-    assert half.total < 0.7 * full.total
-
-
-@pytest.mark.parametrize("cuda", [pytest.param(False, marks=pytest.mark.long), True])
-def test_selective_checkpointing_keeps_more_than_all_and_less_than_none(cuda: bool) -> None:
-    """What a forward pass leaves for the backward one."""
-    kept = [
-        phases_of(run(rows=4, length=128, checkpointing=how), shape(width=96, layers=1), 1, cuda)["objective"]["activations"]
-        for how in (False, "selective", True)
-    ]
-    assert kept[0] > 1.25 * kept[1] > 1.25 * 1.25 * kept[2], [size / MIB for size in kept]
-
-
-# --- knobs -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_knobs_save_and_the_first_that_is_enough_is_enough() -> None:
-    config, model = run(rows=4, length=128), shape(layers=2)
-    whole = estimate(config, model).total
-    alone, row = try_knobs(config, model, 0.8 * whole, cuda=False)
-    assert any(one.fits for one in alone) and row == []
+def test_what_fits_is_told_from_what_does_not_and_knobs_save_what_they_say() -> None:
+    """The 60 GiB that were measured do not fit into 48, and fit into 80; each knob's run needs what is said."""
+    config, model = documented(MEASURED[1][0], **MEASURED[1][1]), preset("qwen2-0.5b-omni")
+    whole = estimate(config, model, cuda=True).total
+    assert 48 * GIB < whole < 80 * GIB
+    alone, together = fitting(config, model, 48 * GIB, cuda=True)
+    assert {"--fabric.checkpointing true", "--data.packing.rows 8 --data.micro_batches 2"} <= {one.keys for one in alone}
+    assert together == [] and any(one.total <= 48 * GIB for one in alone)
     for one in alone:
         assert one.total + one.saved == pytest.approx(whole) and one.saved > 0
-        assert one.fits == (one.total <= 0.8 * whole)
-        assert estimate(one.knob.config, model).total == pytest.approx(one.total)
-    assert alone[0].knob.config.data.packing.rows * alone[0].knob.config.data.micro_batches == 4
+        assert estimate(one.config, model, cuda=True).total == pytest.approx(one.total)
 
 
-def test_knobs_recompute_selectively_before_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    totals = (SimpleNamespace(total=2.0**-i) for i in itertools.count())  # each knob saves
-    monkeypatch.setattr("train.plan.knobs.estimate", lambda *given: next(totals))
-
-    def offered(checkpointing: Any) -> list[str]:
-        alone, _ = try_knobs(run(checkpointing=checkpointing), shape(), 0.0, cuda=True)
-        return [one.knob.keys for one in alone if "checkpointing" in one.knob.keys]
-
-    assert offered(False) == ["--fabric.checkpointing selective", "--fabric.checkpointing true"]
-    assert offered("selective") == ["--fabric.checkpointing true"] and offered(True) == []
+def test_knobs_are_turned_together_where_none_is_enough() -> None:
+    config, model = run(rows=4, length=128), shape()
+    limit = 0.9 * min(one.total for one in savings(config, model, 1, cuda=False))
+    alone, together = fitting(config, model, limit, cuda=False)
+    totals = [one.total for one in together]
+    assert not any(one.total <= limit for one in alone) and len(together) > 1
+    assert totals == sorted(totals, reverse=True) and totals[-1] <= limit < totals[-2]
+    assert fitting(config, model, 1.0, cuda=False)[1] == []
 
 
-@pytest.mark.long
 def test_answers_are_asked_fewer_at_a_time_where_they_take_most() -> None:
     config, model = replace(run(rows=1), validation=ValidationConfig(questions=64)), shape()
     whole = estimate(config, model)
-    assert whole.phase == "validation's answers" and whole.total > 1.5 * whole.step
-    alone, _ = try_knobs(config, model, 0.9 * whole.total, cuda=False)
-    assert alone[0].knob.keys == "--validation.rows 8" and alone[0].fits
+    assert whole.phase == ANSWERS and whole.total > whole.step
+    assert savings(config, model, 1, cuda=False)[0].keys == "--validation.rows 8"
+    assert "--validation.rows 8" not in [one.keys for one in savings(config, model, 1, cuda=False, in_step=True)]
 
 
-def test_what_saves_memory_of_a_step_is_told_from_what_saves_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The most first; fsdp on as many devices as there are, and on none where there is one."""
-
-    def estimated(config: FitConfig, model: ModelConfig, cuda: bool) -> Any:
-        step = (
-            100.0 / config.data.micro_batches
-            - 30 * (config.fabric.checkpointing is True)
-            - 45 * (config.fabric.strategy == "fsdp")
-        )
-        answers = 2.0 * config.validation.rows if config.validation.questions else 0.0
-        return SimpleNamespace(step=step, total=max(step, 2 * answers))
-
-    monkeypatch.setattr("train.plan.knobs.estimate", estimated)
-    config, model = replace(run(rows=2), validation=ValidationConfig(questions=64, rows=64)), shape()
-    found = savings(config, model, 1, cuda=False, in_step=True)
-    rows = "--data.packing.rows 1 --data.micro_batches 2"
-    assert [(one.knob.keys, one.saved) for one in found] == [(rows, 50.0), ("--fabric.checkpointing true", 30.0)]
-    assert [one.knob.keys for one in savings(config, model, 1, False, in_step=False)] == ["--validation.rows 16"]
-    shared = [one.knob.keys for one in savings(config, model, 4, True, in_step=True)]
-    assert shared[0] == "--devices 4 --fabric.strategy fsdp --data.micro_batches 4"
-
-
-@pytest.mark.long
-def test_knobs_are_turned_together_where_none_is_enough() -> None:
-    config, model = run(rows=4, length=128), shape(layers=2)
-    lowest = min(one.total for one in try_knobs(config, model, 0.0, cuda=False)[0])
-    alone, row = try_knobs(config, model, 0.8 * lowest, cuda=False)
-    assert not any(one.fits for one in alone) and len(row) > 1
-    assert [one.fits for one in row] == [False] * (len(row) - 1) + [True]
-    assert [one.total for one in row] == sorted((one.total for one in row), reverse=True)
-
-
-@pytest.mark.long
-def test_a_checkpoint_beside_the_steps_is_a_copy_of_the_state_that_the_peak_does_not_count() -> None:
-    """Weights and both moments; none where every save is the last one, or is written between steps. Shards are copied twice."""
-    config, model = run(), shape()
-    found, least = estimate(config, model), 3 * 4 * sum(p.numel() for p in SpeechModel(model).parameters())
-    held = found.phases["checkpoint"]["snapshot"]
-    assert least <= held < 1.1 * least and found.totals["checkpoint"] == 2 * held
-    between = replace(config, checkpoint=CheckpointConfig(asynchronous=False))
-    once = replace(config, checkpoint=CheckpointConfig(every_steps=100, every_minutes=None))
-    for other in (
-        between,
-        once,
-        replace(config, budget=BudgetConfig(steps=1)),
-        replace(config, budget=BudgetConfig(minutes=9)),
-    ):
-        assert estimate(other, model).phases["checkpoint"]["snapshot"] == 0
-        assert estimate(other, model).total == found.total
-    best = replace(config, budget=BudgetConfig(steps=9), validation=ValidationConfig(every_steps=3))
-    assert estimate(best, model).phases["checkpoint"]["snapshot"] == held
-    two = estimate(run(micro=2, strategy="fsdp", devices=2), model).phases["checkpoint"]
-    assert two["snapshot"] == two["copies"] == held / 2
-    host = estimate(run(), model, cuda=True).host["checkpoint"], estimate(between, model, cuda=True).host["checkpoint"]
-    assert host[0] - host[1] == held
+def test_a_checkpoint_is_the_state_and_its_copy_is_no_part_of_the_peak() -> None:
+    memory, least = estimate(run(), shape()), 3 * 4 * sum(p.numel() for p in SpeechModel(shape()).parameters())
+    assert least <= memory.disk == memory.snapshot < 1.1 * least
+    between = changed(run(), {"checkpoint.asynchronous": False})
+    assert estimate(between, shape()).snapshot == 0 and estimate(between, shape()).total == memory.total

@@ -213,7 +213,7 @@ def test_it_is_planned_and_drawn_without_training(tmp_path: Path, base: str, row
 
     config = run_of(tmp_path / "run", base, rows, lora)
     plan = make_plan(config)
-    assert not plan.problems and plan.estimate.parts["weights"] > 0
+    assert not plan.problems and plan.memory.parts["weights"] > 0
     workbench = build_workbench(config, shape_of(config.model))
     assert (workbench.objective.teacher.encoder is None) == (lora is not None)  # type: ignore[union-attr]
     assert "1 micro-batch" in dry_run(config)

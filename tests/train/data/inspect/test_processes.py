@@ -90,10 +90,6 @@ def test_a_part_reads_its_own_rows_of_a_bucket(bucket: Any, tmp_path: Path) -> N
         assert bucket.server.seen["GET"] == 5 + number
 
 
-def looked_at(scan: Scan) -> list[tuple[int, str, Any]]:
-    return [(item.index, item.where, item.why if isinstance(item, UnreadableRows) else item.plain) for item in scan]
-
-
 RULES = [
     "drop_duplicates: [row, question_audio, text]",
     "speakers: [s0, s1, s2]",

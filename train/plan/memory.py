@@ -1,0 +1,339 @@
+"""Memory of a run on each device, by arithmetic from the shapes of its model and batch, as the operators of a step keep it.
+
+Dimensions of what is counted: columns of a micro-batch, frames that the encoder computes; sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from omni.audio.io import SAMPLE_RATE
+from omni.codec.registry import CODECS
+from omni.config import ModelConfig
+from omni.generate.options import AnswerOptions
+from omni.lora.attach import adapted, add_adapter
+from omni.model.quantize import chosen_linears
+from omni.model.speech_model import SpeechModel
+from omni.tasks import find_task
+from train.balance.section import balanced_tasks
+from train.config.run import FitConfig
+from train.data.batching.loader import process_shards
+from train.distributed.precision import product_type
+from train.distributed.sharding import ParallelDims
+from train.optim.optimizer import parameter_groups, set_trainable
+from train.plan.worst_batch import PROMPT, clips_of, worst_batch
+from train.trainer.validation import answering_type
+
+Parts = dict[str, float]
+STATE = {"adamw": (2.0, 0.0), "muon": (1.0, 0.0), "paged_adamw_8bit": (0.0, 2 + 8 / 256)}
+"""What a rule keeps of a value: values of its type, and bytes (two moments in 8 bits, with a scale in fp32 for 256 values)."""
+CHUNK = 512
+"""Columns of a question that are fed at once (`omni.generate.runner`)."""
+START, ANSWERS = "start", "validation's answers"
+"""Phases that are no part of a step."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a run on one device.
+
+    Attributes:
+        phases: by phase and part.
+        snapshot: of a checkpoint's copy in the host's memory, beside the steps; no part of the peak. disk: of a checkpoint.
+        uncounted: what is not counted; "" where all is.
+    """
+
+    phases: dict[str, Parts]
+    snapshot: float
+    disk: float
+    uncounted: str
+
+    @property
+    def totals(self) -> Parts:
+        return {name: sum(parts.values()) for name, parts in self.phases.items()}
+
+    @property
+    def phase(self) -> str:
+        """The phase in which the peak is."""
+        return max(self.totals, key=self.totals.__getitem__)
+
+    @property
+    def parts(self) -> Parts:
+        """Bytes by part at the peak."""
+        return self.phases[self.phase]
+
+    @property
+    def total(self) -> float:
+        return self.totals[self.phase]
+
+    @property
+    def step(self) -> float:
+        """Of the peak of a step."""
+        return max(size for name, size in self.totals.items() if name not in (START, ANSWERS))
+
+
+def meta_model(config: FitConfig, shape: ModelConfig) -> SpeechModel:
+    """Builds the model with its adapters on the meta device, nothing quantised; the trainable parameters are marked."""
+    with torch.device("meta"):
+        model = SpeechModel(shape)
+    if config.lora is not None:
+        add_adapter(model, config.lora)
+    set_trainable(model, config.trainable_patterns)
+    return model
+
+
+def learning(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in part.named_parameters() if p.requires_grad]
+
+
+def count(tensors: Iterable[Any]) -> int:
+    return sum(t.numel() for t in tensors)
+
+
+def bytes_each(config: FitConfig) -> tuple[int, int]:
+    """Bytes of a frozen value, and of a trainable one (see `train.distributed.precision.AdapterPrecision`)."""
+    size = 2 if config.fabric.precision == "bf16-true" else 4
+    return size, size if config.lora is None else 4
+
+
+def packed_bytes(config: FitConfig, model: nn.Module) -> dict[str, int]:
+    """Bytes of each quantised weight as bitsandbytes holds it: nf4 has a scale in 8 bits for 64 weights, one in fp32 for 256 of
+    these, and two tables (Dettmers et al. 2023, section 3); int8 with a scale for each row."""
+    found = {}
+    kind = config.lora.quantize if config.lora is not None else None
+    for name in chosen_linears(model, config.lora.quantize_targets) if config.lora is not None and kind else ():
+        weight: Any = model.get_submodule(name).weight
+        blocks = -(-weight.numel() // 64)
+        nf4 = -(-weight.numel() // 2) + blocks + 4 * -(-blocks // 256) + 4 * (1 + 16 + 256)
+        found[f"{name}.weight"] = nf4 if kind == "nf4" else weight.numel() + 4 * len(weight)
+    return found
+
+
+def held(config: FitConfig, model: SpeechModel, packed: dict[str, int]) -> Parts:
+    """Weights, gradients, optimizer's state and running average of one process that trains alone."""
+    (frozen, trained), own = bytes_each(config), learning(model)
+    n, state = count(p for _, p in own), 0.0
+    for group in parameter_groups(own, config.optimizer):
+        values, beside = STATE[group["rule"]]
+        state += (values * trained + beside) * count(group["params"])
+    weights = sum(packed.get(name, frozen * p.numel()) for name, p in model.named_parameters() if not p.requires_grad)
+    weights += frozen * count(model.buffers()) + trained * n
+    weights += 4 * count(model.encoder.parameters()) * (config.objective.distill_weight > 0 and bool(learning(model.encoder)))
+    return {"weights": weights, "gradients": trained * n, "optimizer": state, "average": 4.0 * n * (config.ema is not None)}
+
+
+class Activations:
+    """Bytes that the passes of one micro-batch hold, most of them kept by blocks for the backward pass.
+
+    Attributes:
+        mixed: products are taken in half precision under autocast, which copies weights, and an input for each linear.
+        p, r, out: bytes of a value of a product, of the stream between blocks, and of a block's linears' outputs.
+    """
+
+    def __init__(self, config: FitConfig, shape: ModelConfig, model: SpeechModel, cuda: bool) -> None:
+        self.config, self.shape, self.model, self.cuda = config, shape, model, cuda
+        self.again, self.compiled = config.fabric.checkpointing, config.fabric.compile and cuda
+        self.mixed = product_type(config.fabric.precision, config.lora is not None) is not None
+        self.kind = config.lora.quantize if config.lora is not None else None
+        self.r = 2 if config.fabric.precision == "bf16-true" and not (self.mixed and self.kind) else 4
+        self.p = 2 if self.mixed else self.r
+        self.out = self.r if self.kind else self.p  # bitsandbytes gives what it was given: a norm's fp32
+        self.batch, encoder, decoder = worst_batch(config.data, shape), shape.encoder, model.decoder
+        self.columns = self.batch.tokens[:, 0].numel() * (not config.objective.encoder_alone)
+        self.frames = len(self.batch.frames) * encoder.positions if encoder.fixed_length else sum(self.batch.frames)
+        self.hears = bool(learning(model.encoder))
+        self.heard = self.hears or bool(learning(model.projector))
+        tables = (decoder.text_embedding, decoder.audio_embedding)
+        self.flows = self.heard or any(map(learning, (*tables, decoder.blocks)))
+
+    def _copies(self, *linears: nn.Module) -> int:
+        """Copies that linears keep of an input that they share: autocast makes one for each that learns."""
+        own = sum(bool(learning(linear)) for linear in linears)
+        return own if self.mixed and not self.compiled else min(1, own)
+
+    def block(self) -> tuple[float, float]:
+        """Bytes a column of a decoder's block: all that it keeps, and what it keeps with selective checkpointing."""
+        p, out, c, block = self.p, self.out, self.shape.decoder, cast(Any, self.model.decoder.blocks[0])
+        attention, mlp, q, kv = block.attention, block.mlp, c.heads * c.head_size, c.kv_heads * c.head_size
+        both, precise = 2 * (q + kv), p == 2 and not self.cuda  # a CPU computes attention in fp32
+        scaled = 4 + 4 * bool(learning(block.mlp_norm))  # a CPU's norm keeps what it scales, a fused one its input alone
+        norms = 2 * c.width * (self.r if self.cuda else scaled)
+        if c.qk_norm:
+            norms += (q + kv) * ((4 if self.mixed else p) if self.cuda else scaled)
+        inputs = self._copies(attention.q, attention.k, attention.v) + self._copies(mlp.gate, mlp.up)
+        attended = both * (4 if precise else out) + 4 * c.heads + precise * (p * q + 6 * self.batch.tokens.shape[2])
+        if self.cuda and p == 4:
+            attended += 2 * p * (q - kv)  # under a mask, keys and values are copied for each head
+        inner = c.mlp_width * (out * (2 + (not self.compiled)) + p * self._copies(mlp.down))
+        pairs = [pair for part in adapted(block).values() for pair in part.active_pairs()]
+        low = p * sum(2 * pair.rank for pair in pairs)
+        products = p * (both + 2 * c.width + 2 * c.mlp_width + sum(len(pair.b) for pair in pairs)) + 4 * c.heads + low
+        return norms + p * c.width * inputs + attended + inner + low, self.r * c.width + products
+
+    def encoder_block(self) -> tuple[float, float]:
+        """The same of a block of the encoder, by frame; its MLP is four times as wide."""
+        p, r, w = self.p, self.r, self.shape.encoder.width
+        return w * (2 * r + p * (16 if self.mixed else 14)), w * (r + 10 * p)
+
+    def stacks(self) -> list[tuple[float, float]]:
+        """Bytes that the blocks of decoder and encoder keep, and those of one of them that is computed again."""
+        c, e, found = self.shape.decoder, self.shape.encoder, []
+        coded = self.out * (2 * c.width + c.heads * c.head_size + c.mlp_width) * (self.kind == "int8")  # which is never dropped
+        decoder = c.layers + c.post_layers, self.columns * self.flows, c.width, self.block(), coded
+        encoder = e.layers, self.frames * self.hears, e.width, self.encoder_block(), 0
+        for layers, size, width, (whole, selective), always in (decoder, encoder):
+            kept = {False: whole, "selective": selective, True: self.r * width}[self.again]
+            found.append((float(layers * size * (kept + always)), (whole - kept) * size))
+        return found
+
+    def around(self) -> float:
+        """Bytes that are kept around the blocks: by convolutions, projector, embeddings, the last norm, a mask and heads on the
+        encoder."""
+        c, e, p, projector = self.shape.decoder, self.shape.encoder, self.p, self.model.projector
+        linears = [part for part in projector.modules() if isinstance(part, nn.Linear)]
+        projected = 1.2 * p * sum(part.in_features * bool(learning(part)) + part.out_features for part in linears)
+        frame = p * (3 * e.width + 640) * self.hears + self.r * e.width + 12 * (self.shape.ctc + self.shape.ctc_sounds)
+        packs = self.cuda and p == 2 and c.head_size % 8 == 0 and c.head_size <= 256
+        column = c.width * self.r * (2 if self.cuda else 4) + 8 * len(self.shape.layout)
+        column += 0 if packs else self.r * self.batch.tokens.shape[2]
+        return self.columns * column + self.frames * (frame + projected / self.shape.projector.stack * self.heard)
+
+    def copies(self) -> float:
+        """Bytes of weights in half precision, which autocast keeps for the backward pass."""
+        if not self.mixed:
+            return 0.0
+        model, coded = self.model, self.kind is not None
+        decoder = self.flows and not self.compiled and not coded and self.columns > 0
+        there = ((model.encoder, self.hears), (model.projector, self.heard), (model.decoder.blocks, decoder))
+        weights = [w for part, kept in there if kept for w in part.parameters() if w.ndim > 1]
+        return 2.0 * count(w for w in weights if w.requires_grad or self.again is not True)
+
+    def heads(self) -> tuple[float, float]:
+        """Bytes of the heads' gradients, and of what their losses take beside: a chunk of logits, a weight, hidden states."""
+        decoder, c, half = self.model.decoder, self.shape.decoder, self.p == 2
+        if not self.columns:
+            return 0.0, 0.0
+        kept, sizes = 4 if half else self.r, [s.vocabulary for s in self.shape.layout.streams]
+        sizes = [size for size, at in zip(sizes, self.batch.supervised, strict=True) if len(at)]
+        largest, chunk = max(sizes, default=0), self.config.objective.chunk_on(self.cuda)
+        logits = max((min(max(chunk, size), self.columns * size) for size in sizes), default=0)
+        hidden = self.columns * c.width * (1 + (c.post_layers > 0)) * (self.r + kept)
+        weights = [cast(nn.Parameter, w) for w in (decoder.text_weight, decoder.audio_weight)]
+        copied = c.width * largest * (2 * self.mixed + 6 * (half and not self.cuda))
+        gradients = float(kept * count(w for w in weights if w.requires_grad))
+        return gradients, logits * (8 if half and not self.compiled else 4) + copied + hidden
+
+    def backward(self) -> tuple[float, float]:
+        """Bytes that the backward pass takes for a while in a block of decoder and of encoder, beside what is kept."""
+        c, e, blocks = self.shape.decoder, self.shape.encoder, self.model.decoder.blocks
+        dense = self.p * max(w.numel() for w in blocks[0].parameters()) * (self.kind is not None)
+        column = 3 * self.out * c.mlp_width + self.r * c.width
+        return self.columns * column * self.flows + dense, self.frames * e.width * (5 * self.p + self.r) * self.hears
+
+    def answers(self) -> float:
+        """Bytes of a validation's answers at their first time step: the cache, and what hearing or feeding questions takes."""
+        plan, shape, c = self.config.validation, self.shape, self.shape.decoder
+        tasks, most = [find_task(name) for name in plan.tasks], AnswerOptions(max_seconds=plan.max_seconds)
+        codec: Any = CODECS[shape.codec]
+        rows = min(plan.rows, plan.questions * len(tasks))
+        heard = clips_of(self.config.data.packing.length, shape)[0] if any(t.question == "audio" for t in tasks) else 0
+        columns = max(most.limits(task, codec, shape.layout.max_delay)[1] for task in tasks)
+        length = min(heard + PROMPT + columns, c.context)
+        cache = 2 * (c.layers + c.post_layers) * rows * length * c.kv_heads * c.head_size
+        fed = rows * min(heard + PROMPT, CHUNK) * (4 * c.mlp_width + (6 + len(shape.layout)) * c.width)
+        frames = rows * (shape.encoder.positions if shape.encoder.fixed_length else heard * shape.projector.stack)
+        inner = max(part.out_features for part in self.model.projector.modules() if isinstance(part, nn.Linear))
+        hearing = frames * max(12 * shape.encoder.width, 4 * inner / shape.projector.stack)
+        return answer_bytes(self.config, self.cuda) * (cache + max(fed, hearing))
+
+
+def answer_bytes(config: FitConfig, cuda: bool) -> int:
+    return torch.finfo(answering_type("cuda" if cuda else "cpu", config.fabric.precision)).bits // 8
+
+
+def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Memory:
+    """Counts the memory of a run of the fullest batches on each device, under the configuration's strategy and precision.
+
+    Raises:
+        UserError: settings that do not fit each other, such as micro-batches that processes cannot share.
+    """
+    world, sharded = config.fabric.processes or 1, config.fabric.strategy == "fsdp"
+    dims = ParallelDims.of(config.fabric, world)
+    process_shards(config.data.micro_batches, 0, dims.data)
+    model, share = meta_model(config, shape), dims.shards * dims.tensor if sharded else 1
+    packed, passes = packed_bytes(config, model), Activations(config, shape, model, cuda)
+    parts = {name: size / share for name, size in held(config, model, packed).items()}
+    parts["weights"] += sum(packed.values()) * (1 - 1 / share)  # whole in every process
+    rows, kept_rows, uncounted = balanced(config, model, len(shape.layout))
+    buckets, gathered, unsharded = exchanged(config, model, world)
+    batch = [*(getattr(passes.batch, name) for name in passes.batch.TENSORS), *passes.batch.supervised]
+    before = parts["gradients"] * (config.data.micro_batches > dims.data or rows > 0)
+    (decoder, d_again), (encoder, e_again) = passes.stacks()
+    (heads, losses), (d_back, e_back), around = passes.heads(), passes.backward(), passes.around()
+    groups = [g["params"] for g in parameter_groups(learning(model), config.optimizer) if g["rule"] == "muon"]
+    muon = sum(map(count, groups))  # whose updates are orthogonalised together, all of a shape
+    full, whole = parts["gradients"], {"gathered": gathered + unsharded}
+    kept = {"activations": decoder + encoder + around + passes.copies()}
+    phases: dict[str, Parts] = {
+        "losses": {"gradients": before, **kept, "heads and losses": heads + losses, "gathered": gathered},
+        "backward of the decoder": {
+            "gradients": before,
+            **kept,
+            "heads and losses": heads,
+            "working": d_again + d_back,
+            **whole,
+        },
+        "backward of the encoder": {"gradients": full, "activations": encoder + around, "working": e_again + e_back, **whole},
+        "optimizer": {"gradients": full, "working": 16.0 * muon},
+    }
+    if rows:
+        phases["gradients of tasks"] = {"gradients": full, "working": 2 * rows / share}
+    if config.validation.asks:
+        size = answer_bytes(config, cuda)
+        same = size == bytes_each(config)[0] and share == 1 and config.lora is None and not (config.ema and size == 2)
+        copies = 0.0 if same else float(size * count(p for n, p in model.named_parameters() if ".lora." not in n))
+        phases[ANSWERS] = {"activations": passes.answers(), "copies of weights": copies}
+    sizes = float(sum(t.nbytes for t in batch))
+    sound = 4 * SAMPLE_RATE / shape.encoder.frames_per_second * max(passes.batch.frames, default=0)
+    held_out = config.validation.questions * (sizes / passes.batch.examples + sound) * (not cuda)
+    fixed = {"gradients": 0.0, "balance": kept_rows / share, "buckets": buckets, "batch": sizes, "held-out rows": held_out}
+    steady = {**parts, **fixed}
+    phases = {name: {part: float(size) for part, size in {**steady, **own}.items()} for name, own in phases.items()}
+    if packed and not cuda:  # a CPU reads the base whole in fp32
+        phases[START] = {"weights": 4.0 * count(p for n, p in model.named_parameters() if ".lora." not in n)}
+    own = 4.0 * count(p for _, p in learning(model)) / share
+    stored = (parts["weights"] if config.lora is None else own) + parts["optimizer"] + parts["average"]
+    return Memory(phases, stored * (1 + sharded) * config.checkpoint.asynchronous, stored * share, uncounted)
+
+
+def exchanged(config: FitConfig, model: nn.Module, world: int) -> tuple[float, float, float]:
+    """Bytes of DDP's buckets, which hold all gradients once more, and of FSDP2's whole weights and gradients: of the root
+    (tables, heads, convolutions, projector), and of two blocks, or in the backward pass the gradients of one."""
+    frozen, trained = bytes_each(config)
+    if world == 1 or config.fabric.strategy != "fsdp":
+        return float(trained * count(p for _, p in learning(model))) * (world > 1), 0.0, 0.0
+
+    def sizes(part: nn.Module) -> tuple[int, int]:
+        every, own = count(part.parameters()), count(p for _, p in learning(part))
+        return 2 * every if config.fabric.precision == "bf16-mixed" else trained * own + frozen * (every - own), trained * own
+
+    blocks = [sizes(block) for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
+    (weights, gradients), whole = ([part[i] for part in blocks] for i in (0, 1)), sizes(model)
+    return 0.0, float(whole[0] - sum(weights) + 2 * max(weights)), float(whole[1] - sum(gradients) + max(gradients))
+
+
+def balanced(config: FitConfig, model: SpeechModel, streams: int) -> tuple[float, float, str]:
+    """Bytes of the gradients that a balance of tasks takes of each, and of those it keeps, and what of it is not counted."""
+    section = config.balance
+    if section is None or (section.at != "parameters" and not section.kind.bilevel):
+        return 0.0, 0.0, ""
+    m = len(balanced_tasks(section, config.data)) or streams
+    if section.kind.bilevel:
+        return 0.0, 0.0, f"not counted: copies of what is trained, and up to {m} gradients of it, of balance {section.method}"
+    rows = m * bytes_each(config)[1] * float(count(p for _, p in learning(model)))
+    return rows, rows * section.kind.keeps, ""
