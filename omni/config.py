@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union
 
-from omni import old_names
 from omni.codec.registry import check_codec_name
 from omni.encoder.config import EncoderConfig, encoder_kind
 from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
@@ -190,11 +189,8 @@ def to_dict(config: Any) -> dict[str, Any]:
     return data
 
 
-def from_dict(kind: type[T], data: Any, where: str = "config", *, stored: bool = False) -> T:
+def from_dict(kind: type[T], data: Any, where: str = "config") -> T:
     """Read plain data strictly into the dataclass `kind`.
-
-    Args:
-        stored: the data are from a file that we wrote, maybe with old names (`omni.old_names`).
 
     Raises:
         UserError: an unknown key (the closest known one is named), a missing one, or a value of another type.
@@ -203,12 +199,8 @@ def from_dict(kind: type[T], data: Any, where: str = "config", *, stored: bool =
     if not isinstance(data, Mapping):
         raise UserError(f"{where} is {data!r}; it must be a mapping with keys of {kind.__name__}: {', '.join(fields)}")
     hints = typing.get_type_hints(kind)
-    if stored:
-        data = old_names.new_fields(kind, data)
     for key in data:
         if key not in fields:
-            if (new := old_names.new_key(kind, key)) != key:
-                raise UserError(f"{where}: key {key!r} is now called {new!r}: give that instead")
             close = get_close_matches(str(key), fields, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(fields)}"
             raise UserError(f"{where}: unknown key {key!r}; {hint}")
@@ -220,7 +212,7 @@ def from_dict(kind: type[T], data: Any, where: str = "config", *, stored: bool =
         most = fields[key].metadata.get("most")
         if most is not None and isinstance(value, (list, tuple)) and len(value) > most:  # before each of them is read
             raise UserError(f"{where}.{key} has {len(value)} entries; it must have at most {most}")
-    values = {key: _value(hints[key], value, f"{where}.{key}", stored) for key, value in data.items()}
+    values = {key: _value(hints[key], value, f"{where}.{key}") for key, value in data.items()}
     for key, value in values.items():
         if check := fields[key].metadata.get("check"):
             check(value, f"{where}.{key}")
@@ -231,14 +223,14 @@ def _is_list_of(hint: Any, value: Any) -> bool:
     return typing.get_origin(hint) is tuple and isinstance(value, (list, tuple))
 
 
-def _value(hint: Any, value: Any, where: str, stored: bool) -> Any:
+def _value(hint: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
             return None
         inner = [a for a in args if a is not type(None)]
         fitting = [a for a in inner if (isinstance(a, type) and type(value) is a) or _is_list_of(a, value)]
-        return _value((fitting or inner)[0], value, where, stored)
+        return _value((fitting or inner)[0], value, where)
     if origin is Literal:
         if value not in args:
             close = get_close_matches(str(value), map(str, args), 1)
@@ -251,7 +243,7 @@ def _value(hint: Any, value: Any, where: str, stored: bool) -> Any:
         hints = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
         if len(hints) != len(value):
             raise UserError(f"{where} has {len(value)} entries; it must have {len(hints)}")
-        return tuple(_value(h, v, f"{where}[{i}]", stored) for i, (h, v) in enumerate(zip(hints, value, strict=True)))
+        return tuple(_value(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))
     if origin is dict:
         if not isinstance(value, Mapping):
             raise UserError(f"{where} is {value!r}; it must be a mapping")
@@ -261,7 +253,7 @@ def _value(hint: Any, value: Any, where: str, stored: bool) -> Any:
             raise UserError(f"{where} is {value!r}; it must be a mapping of keys")
         hint, value = encoder_kind(value, where)
     if dataclasses.is_dataclass(hint):
-        return from_dict(hint, value, where, stored=stored)  # type: ignore[arg-type]
+        return from_dict(hint, value, where)  # type: ignore[arg-type]
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(hint, type) and (not isinstance(value, hint) or (hint is int and isinstance(value, bool))):

@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from omni.errors import UserError
-from omni.old_names import new_name
 
 NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -53,8 +52,6 @@ def match_names(
             close = _closest(pattern, names)
             near = "the closest names are " if close else "names are such as "
             near += ", ".join(close or names[:3]) or "none"
-            if (new := new_name(pattern)) != pattern:
-                near = f"it is now called {new!r}: give that instead"
             raise UserError(f"{where}: pattern {pattern!r} matches no {what}; {near}")
         chosen |= hits
     return chosen

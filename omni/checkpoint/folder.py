@@ -36,7 +36,6 @@ from omni.errors import PackageError, UserError
 from omni.files import refuse_pointer, replacing_folder
 from omni.hardware import QUANTIZED
 from omni.model.speech_model import SpeechModel
-from omni.old_names import new_names
 from omni.stores.reading import local_path, naming
 from omni.text import Tokenizer
 
@@ -114,7 +113,7 @@ def read_config(folder: str | os.PathLike[str]) -> ModelConfig:
     """The model's configuration; UserError where the folder is not a model folder of a known version."""
     path = local_path(folder)
     with naming(folder, path):
-        return from_dict(ModelConfig, _read(path)["model"], f"{folder}/{CONFIG}: model", stored=True)
+        return from_dict(ModelConfig, _read(path)["model"], f"{folder}/{CONFIG}: model")
 
 
 def load_folder(
@@ -160,7 +159,7 @@ def _load_folder(
     form = stored_form(data, path / CONFIG)
     if form is not None and torch.device(device).type != "cpu":
         raise UserError(f"{path} holds {form} weights, which are for device cpu, not for {device}; use 'cpu'")
-    config = from_dict(ModelConfig, data["model"], f"{path / CONFIG}: model", stored=True)
+    config = from_dict(ModelConfig, data["model"], f"{path / CONFIG}: model")
     if is_pickle(path / WEIGHTS):  # before its size is compared: a pickle has another
         raise UserError(f"{path / WEIGHTS} is a pickle, which could run code; convert it to safetensors first")
     extra = stored_extra(data, path / CONFIG)
@@ -237,9 +236,9 @@ def _load_model(config: ModelConfig, file: Path, quantized: Mapping[str, Any] | 
     """
     try:
         if quantized is None and quantize is not None:
-            tensors, checksums = int8_tensors(config, new_names(read_pieces(file)), str(file))
+            tensors, checksums = int8_tensors(config, read_pieces(file), str(file))
             return model_in_int8(config, {name: tensor() for name, tensor in tensors.items()}, checksums(), str(file))
-        state = new_names(load_file(file))
+        state = load_file(file)
     except (OSError, SafetensorError, struct.error) as error:
         raise UserError(f"weights {file} cannot be read ({error}); fetch or save the folder again") from error
     if quantized is not None:
@@ -283,7 +282,7 @@ def stored_checksums(data: Mapping[str, Any], place: Path) -> dict[str, int]:
     found = data["quantized"].get("checksums", {})
     if not isinstance(found, dict) or not all(isinstance(value, int) for value in found.values()):
         raise UserError(f"{place}: quantized: checksums must be whole numbers by name; fetch or save the folder again")
-    return new_names(found)
+    return found
 
 
 def stored_extra(data: Mapping[str, Any], place: Path) -> dict[str, Any]:

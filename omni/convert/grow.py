@@ -28,7 +28,6 @@ from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError, closest
 from omni.layout import Layout
 from omni.model.projector import Projector
-from omni.old_names import first_name
 
 AUDIO_EMBEDDING, AUDIO_HEAD = "decoder.audio_embedding.weight", "decoder.audio_head.weight"
 
@@ -199,7 +198,7 @@ def fresh(kind: type[nn.Module], arguments: tuple[object, ...], prefix: str, see
         elif len(weight) == 1:
             out[prefix + name] = Lazy.filled(shape, dtype, float(name.endswith("weight")))
         else:
-            out[prefix + name] = _uniform(first_name(prefix + name), shape, 1 / math.sqrt(math.prod(weight[1:])), seed, dtype)
+            out[prefix + name] = _uniform(prefix + name, shape, 1 / math.sqrt(math.prod(weight[1:])), seed, dtype)
     return out
 
 

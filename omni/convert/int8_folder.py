@@ -29,7 +29,6 @@ from omni.convert.contract import check_tokenizer
 from omni.convert.lazy import Lazy, WriteCallback
 from omni.errors import UserError
 from omni.files import replacing_folder
-from omni.old_names import new_names
 from omni.text import Tokenizer
 
 
@@ -59,7 +58,7 @@ def quantize_folder(
     check_header(config, source / WEIGHTS)
     check_tokenizer(Tokenizer.from_file(source / TOKENIZER), config.layout.text.size, source)
     progress = _Progress(on_progress)
-    state = {name: progress.counted(tensor) for name, tensor in new_names(read_pieces(source / WEIGHTS)).items()}
+    state = {name: progress.counted(tensor) for name, tensor in read_pieces(source / WEIGHTS).items()}
     tensors, checksums = int8_tensors(config, state, str(source / WEIGHTS))
     progress.total = listed[WEIGHTS][0] + sum(t.nbytes * (2 if tensors[n].dtype == torch.int8 else 1) for n, t in state.items())
     others = [source / name for name in listed if name != WEIGHTS]

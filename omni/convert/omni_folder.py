@@ -21,7 +21,6 @@ from omni.convert.lazy import WriteCallback
 from omni.errors import UserError
 from omni.files import replacing_folder
 from omni.model.speech_model import SpeechModel
-from omni.old_names import new_names
 from omni.text import Tokenizer
 
 
@@ -49,7 +48,7 @@ def read(path: Path) -> Foreign:
             raise UserError(f"{path / name} is {what}; fetch or save the folder again")
     check_header(config, path / WEIGHTS)
     shapes = model_shapes(config)
-    tensors = match(new_names(read_safetensors(path / WEIGHTS)), {name: name for name in shapes}, shapes, path / WEIGHTS)
+    tensors = match(read_safetensors(path / WEIGHTS), {name: name for name in shapes}, shapes, path / WEIGHTS)
     tokenizer = Tokenizer.from_file(path / TOKENIZER)
     codec = path / CODEC
     return Foreign("omni", path, config, tensors, tokenizer, extra=extra, codec_folder=codec if codec.is_dir() else None)

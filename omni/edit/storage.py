@@ -21,7 +21,6 @@ from omni.edit.deltas import Delta, Edits
 from omni.edit.linears import whole
 from omni.errors import UserError
 from omni.files import replacing_folder
-from omni.old_names import new_names
 from omni.remote import refuse_remote
 
 FORMAT_VERSION = 1
@@ -63,8 +62,7 @@ def read_tensors(folder: Place, kind: str) -> tuple[dict[str, Tensor], dict[str,
         data = file.read_bytes()
         if {"bytes": len(data), "crc32": zlib.crc32(data)} != facts.get("tensors"):
             raise UserError(f"{file} does not match its size and checksum in {kind}.json; fetch or make the folder again")
-        by_name = {key: new_names(facts[key]) for key in ("linears", "base", "after") if isinstance(facts.get(key), Mapping)}
-        return new_names(load(data)), facts | by_name
+        return load(data), facts
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} cannot be read ({error}); fetch or make the folder again") from error
 

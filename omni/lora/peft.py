@@ -36,7 +36,6 @@ from omni.lora.attach import fits
 from omni.lora.config import LoRAConfig
 from omni.lora.weights import AdapterWeights
 from omni.model.linears import TEXT_HEAD, TEXT_TABLE, checksum
-from omni.old_names import new_name
 from omni.remote import refuse_remote
 
 CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
@@ -203,9 +202,7 @@ def load_adapter(folder: str | os.PathLike[str]) -> AdapterWeights:
             raise UserError(f"{path / WEIGHTS}: {name} has {what}; make the adapter again")
     pairs, whole, copies = _sort(tensors, config, settings, path)
     modules = settings.get("modules_to_save") or ()
-    unnamed = frozenset(
-        n for n in whole if not any(_matches(re.escape(new_name(our_name(m))), n.rpartition(".")[0]) for m in modules)
-    )
+    unnamed = frozenset(n for n in whole if not any(_matches(re.escape(our_name(m)), n.rpartition(".")[0]) for m in modules))
     notes = open_safetensors(path / WEIGHTS).metadata() or {}
     base, rows = (int(notes[key]) if notes.get(key, "").isdigit() else None for key in (CHECKSUM, TEXT_ROWS))
     return AdapterWeights(pairs, replace(config, targets=tuple(pairs)), whole, base, rows, unnamed, copies)
@@ -247,7 +244,7 @@ def _sort(
         elif "lora_" in full:
             raise UserError(f"{path / WEIGHTS}: {full} is of a kind of LoRA that is not known here")
         else:
-            name = new_name(our_name(full.removeprefix(PREFIX).replace(".modules_to_save", "").replace(".base_layer", "")))
+            name = our_name(full.removeprefix(PREFIX).replace(".modules_to_save", "").replace(".base_layer", ""))
             whole[name] = tensor
             if full.endswith(".base_layer.weight"):
                 copies.add(name)
@@ -266,7 +263,7 @@ def _sort(
         )
         if a.shape[0] != rank:
             raise UserError(f"{path}: lora_A of {name} is {list(a.shape)}, but {CONFIG} gives it the rank {rank}")
-        pairs[new_name(our_name(f"{name}.")).removesuffix(".")] = (a, b, alpha / _divisor(config, a))
+        pairs[our_name(f"{name}.").removesuffix(".")] = (a, b, alpha / _divisor(config, a))
     if not pairs:
         raise UserError(f"{path / WEIGHTS} holds no lora_A and lora_B; it is no adapter")
     return pairs, whole, frozenset(copies)

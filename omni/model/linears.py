@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from omni.old_names import first_name
-
 
 def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
     """Every linear by name, quantised ones included."""
@@ -40,7 +38,7 @@ def checksum_of(name: str, weight: Tensor, text_rows: int | None = None) -> int:
 
 def name_crc(name: str) -> int:
     """CRC-32 of a linear's name, from which `checksum_of` its weight continues."""
-    return zlib.crc32(first_name(name).encode())
+    return zlib.crc32(name.encode())
 
 
 def checksum(names: Iterable[str], read: Callable[[str], Tensor | int], text_rows: int | None = None) -> int:
@@ -52,11 +50,10 @@ def checksum(names: Iterable[str], read: Callable[[str], Tensor | int], text_row
         text_rows: see `checksum_of`.
     """
     value = 0
-    for name in sorted(names, key=first_name):
+    for name in sorted(names):
         one = read(name)
-        value = zlib.crc32(
-            f"{first_name(name)} {one if isinstance(one, int) else checksum_of(name, one, text_rows)};".encode(), value
-        )
+        one = one if isinstance(one, int) else checksum_of(name, one, text_rows)
+        value = zlib.crc32(f"{name} {one};".encode(), value)
     return value
 
 

@@ -19,7 +19,6 @@ from omni.kv_cache import Cache, KVCache
 from omni.layout import Layout
 from omni.model.decoder import Decoder, Hidden
 from omni.model.projector import Projector
-from omni.old_names import MODULES
 from omni.recompute import Recompute
 
 
@@ -39,11 +38,6 @@ class SpeechModel(nn.Module):
         ids = config.ctc + config.ctc_sounds
         self.alignment_head = nn.Linear(config.encoder.width, ids) if ids else None
         self.turn_head = nn.Linear(config.encoder.width, 2) if config.turn else None  # voice, end
-
-    def __getattr__(self, name: str) -> Any:
-        if name in MODULES:
-            raise AttributeError(f"SpeechModel.{name} is now called {MODULES[name]}: use that instead")
-        return super().__getattr__(name)
 
     @classmethod
     def from_state(cls, config: ModelConfig, state: Mapping[str, Tensor], where: str = "weights") -> SpeechModel:

@@ -90,7 +90,7 @@ def test_a_folder_of_before_loads_as_before_and_has_no_head(tmp_path: Path) -> N
     config = replace(CONFIG, turn=False)
     data = to_dict(config)
     del data["turn"]
-    assert from_dict(type(config), data, stored=True) == config
+    assert from_dict(type(config), data) == config
     torch.manual_seed(0)
     save_folder(tmp_path / "model", config, SpeechModel(config).state_dict(), TOKENIZER)
     assert TurnListener.from_folder(tmp_path / "model") is None

@@ -37,10 +37,9 @@ def state_dicts() -> dict[str, Any]:
     nano: dict[str, Any] = {}
     for name, data in toys.configurations().items():
         toys.save_new(Path("new"), data)
-        tensors: dict[str, Any] = toys.at_first(tensors_in(Path("new") / MODEL))
+        tensors: dict[str, Any] = tensors_in(Path("new") / MODEL)
         toys.refill(Path("new"))
         toys.save_again(Path("new"), Path("again"))
-        toys.name_as_at_first(Path("again"))
         found[name] = {"sha256": hashlib.sha256((Path("again") / MODEL).read_bytes()).hexdigest()}
         if name in toys.doors().presets:
             kept = {key: part for key, part in read("again/config.json")["model"].items() if key != "layout"}
@@ -169,7 +168,7 @@ def checkpoint_of(folder: Path) -> dict[str, Any]:
             parameter, _, key = parameter.rpartition(".")
             part = f"optimizer...{key}"
         state[parameter] = f"{state[parameter]}, {part} {kind}" if parameter in state else f"{part} {kind}"
-    return {"last": last.name, "files": files, "tensors": tensors, "state": toys.at_first(state)}
+    return {"last": last.name, "files": files, "tensors": tensors, "state": state}
 
 
 def train() -> dict[str, Any]:
@@ -236,10 +235,9 @@ def exports() -> dict[str, Any]:
 
 
 def structure(value: Any) -> Any:
-    """Keys and types of plain data, without its values and keys that came later; a list's entries as those that differ."""
+    """Keys and types of plain data, without its values; a list's entries as those that differ."""
     if isinstance(value, Mapping):
-        kept = {name: part for name, part in value.items() if name not in toys.LATER or part != toys.LATER[name]}
-        return {name: structure(part) for name, part in sorted(kept.items())}
+        return {name: structure(part) for name, part in sorted(value.items())}
     if isinstance(value, list):
         kinds = {json.dumps(structure(part)): structure(part) for part in value}
         return [kinds[kind] for kind in sorted(kinds)]

@@ -10,7 +10,6 @@ import copy
 import io
 import json
 import os
-import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -191,9 +190,9 @@ def save_again(source: Path, target: Path) -> None:
 
 
 def refill(folder: Path, values: Any = exact) -> None:
-    """Other values for the tensors of a model folder, by the names that they had at first."""
+    """Other values for the tensors of a model folder, by their names."""
     file = folder / MODEL
-    save_file({name: values(at_first(name), tensor) for name, tensor in sorted(load_file(file).items())}, file)
+    save_file({name: values(name, tensor) for name, tensor in sorted(load_file(file).items())}, file)
     list_weights(folder)
 
 
@@ -203,44 +202,6 @@ def list_weights(folder: Path, **more: Any) -> None:
     data = json.loads(config.read_text()) | more
     data["files"][MODEL] = {"bytes": file.stat().st_size, "crc32": zlib.crc32(file.read_bytes())}
     config.write_text(json.dumps(data, indent=2) + "\n")
-
-
-# --- names ------------------------------------------------------------------------------------------------------------
-
-FIRST = {
-    "projector": "adapter",
-    "augment_cached_audio": "sound_anew",
-    "packer_shard": "lane",
-    "packer_shards": "lanes",
-    "packer_part": "way",
-    "packer_parts": "ways",
-}
-"""Words in the names of tensors and keys that are other ones in the golden files."""
-
-LATER = {
-    "chunk_ms": 320, "train_chunk_ms": [160, 1280], "history_ms": None, "turn": False, "distill_weight": 0.0, "upload": None,
-    "shard": "", "ray": "", "recordings": "copy",
-    "max_epochs": None, "max_rows": None, "draws": None,
-    "order": "random", "window": 16, "shuffle": 256, "read": None, "reading": ["str"],
-    "trained": [["int", "str"]],
-}  # fmt: skip
-"""Keys that came after the golden files, with their defaults, by which what was written before is read."""
-
-
-def at_first(value: Any) -> Any:
-    """Plain data with the names that are in the golden files, and without those that came later."""
-    if isinstance(value, str):
-        return re.sub(r"\b(" + "|".join(FIRST) + r")\b", lambda found: FIRST[found[1]], value)
-    if isinstance(value, Mapping):
-        old = {key: part for key, part in value.items() if key not in LATER or part != LATER[key]}
-        return {at_first(key): at_first(part) for key, part in old.items()}
-    return [at_first(part) for part in value] if isinstance(value, list) else value
-
-
-def name_as_at_first(folder: Path) -> None:
-    """Give a model folder the names that are in the golden files."""
-    save_file({at_first(name): tensor for name, tensor in load_file(folder / MODEL).items()}, folder / MODEL)
-    list_weights(folder, model=at_first(json.loads((folder / "config.json").read_text())["model"]))
 
 
 # --- data and runs ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Write golden files again: `python -m tests.golden.write help.json`. tests/test_golden.py says what they are for.
 
-Only what is named is written: the folders are of an earlier version, and stay so that its files are read.
-Twice on one machine gives the same bytes; times are left out, and paths are relative.
+Only what is named is written. Twice on one machine gives the same bytes; times are left out, and paths are relative.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from omni.errors import UserError
 from train.checkpoint import config_diff, retention, state
 from train.checkpoint.asynchronous import Background, StateCopy, copied_bytes, lacking_memory
 from train.checkpoint.upload import Uploads, bring_back
-from train.config.run import FitConfig, completed
+from train.config.run import FitConfig
 from train.config.sections import BudgetConfig
 from train.data.batching.packer import States, merge
 from train.distributed.fabric import launch_names, restarted
@@ -124,7 +124,7 @@ class Checkpointer:
                 raise UserError(f"--resume extend needs an earlier run, but {self.folder} has no checkpoint; leave it out")
             return []
         before, rows = retention.read_state(found), self.position.rows
-        stored = completed(before["config"])
+        stored = before["config"]
         if mode != "force":
             now = (self.plain, rows)
             config_diff.check_resumable(self.folder, (stored, before.get("rows", rows)), now, mode == "extend")

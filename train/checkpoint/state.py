@@ -37,10 +37,8 @@ from omni.checkpoint.tensors import save_tensors
 from omni.errors import UserError
 from omni.files import FULL, PASSING, refuse_pointer, sync, write_whole
 from omni.lora.attach import adapted
-from omni.old_names import new_fields, new_name
 from train.checkpoint.retention import FORMAT, LAST, STATE, discard, name_of, newest, read_state, way_back
 from train.checkpoint.rng import random_state, set_random_state
-from train.data.batching.packer import PackerShard
 from train.distributed.fabric import is_sharded
 from train.distributed.process_group import ProcessGroup
 from train.objective.distillation import TEACHER
@@ -253,10 +251,8 @@ def load(
         found = reader.read_metadata().state_dict_metadata
         if not found:
             raise FileNotFoundError(f"{TENSORS}/state.safetensors is missing")
-        names = {new_name(name): name for name in found}
-        stored = {name: found[old] for name, old in names.items()}
-        others = _state_of_other_rules(stored, module, optimizer)
-        stored = {name: meta for name, meta in stored.items() if _parameter_of(name) not in others}
+        others = _state_of_other_rules(found, module, optimizer)
+        stored = {name: meta for name, meta in found.items() if _parameter_of(name) not in others}
         if fresh is not None:
             fresh += sorted(others)
         _allocate_optimizer_state(stored, module, optimizer)
@@ -264,8 +260,7 @@ def load(
         _compare_names(folder, wanted, stored)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            filled = {names[name]: tensor for name, tensor in wanted.items()}
-            dcp.load(filled, storage_reader=reader, no_dist=not is_sharded(module))
+            dcp.load(wanted, storage_reader=reader, no_dist=not is_sharded(module))
         states = load_file(folder / RNG)
     except (OSError, SafetensorError, CheckpointException, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
@@ -273,9 +268,7 @@ def load(
     own = {name.split(".", 1)[1]: t for name, t in states.items() if name.startswith(f"{group.rank}.")}
     if own:
         set_random_state(own, _device(module))
-    data = new_fields(Position, data)
     fields = {name: data[name] for name in Position.__dataclass_fields__ if name in data}
-    fields["packer_shards"] = {key: new_fields(PackerShard, shard) for key, shard in fields["packer_shards"].items()}
     fields["validated"], fields["saved"] = tuple(fields["validated"]), tuple(fields["saved"])
     return Position(**fields)
 

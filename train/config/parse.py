@@ -14,7 +14,6 @@ from typing import Any, Literal, Union
 
 import yaml
 
-from omni import old_names
 from omni.arguments import meant
 from omni.errors import UserError
 from omni.plugins import load_plugins, loaded
@@ -213,24 +212,19 @@ class ConfigParser(Parser):
     def _type_of(self, path: str) -> Any:
         """Type of the value at a dotted key, None where any is allowed; UserError where there is no such key."""
         here: Any = self.kind
-        names = path.split(".")
-        for i, part in enumerate(names):
+        for part in path.split("."):
             here = _inner(here)
             if not dataclasses.is_dataclass(here):
                 return None  # below the typed keys: those of a mapping, which the parser checks
             hints = typing.get_type_hints(here)
             if part not in hints:
                 around, key = path.rpartition(".")[::2]
-                if old_names.new_key(here, part) != part:
-                    around, key = ".".join(names[:i]), part
                 raise UserError(f"unknown option --{path}; {self._hint(around, key, here, '--')}")
             here = hints[part]
         return here
 
     def _hint(self, path: str, key: str, kind: Any, mark: str = "") -> str:
         """Suggests what was meant by a key that a dataclass does not have; `mark` is printed before it."""
-        if (new := old_names.new_key(kind, key)) != key:
-            return f"it is now called {mark}{_dotted(path, new)}: give that instead"
         beside = [_dotted(path, name) for name in typing.get_type_hints(kind)]
         known = self.options if mark else all_keys(self.kind)
         return meant(_dotted(path, key), [*beside, *known], mark) or f"see {self.command} --help"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from omni.config import from_dict, preset
+from omni.config import preset
 from omni.errors import UserError
 from omni.plugins import load_plugins
 from omni.ranges import check_fields, ranged
@@ -168,11 +168,3 @@ def plain_config(config: FitConfig) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(asdict(config)))
     del plain["plugins"], plain["callbacks"]
     return plain
-
-
-def completed(plain: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Adds the keys that are newer than a stored configuration, at their defaults; unchanged where it cannot be read."""
-    try:
-        return plain_config(from_dict(FitConfig, plain, stored=True))
-    except (UserError, TypeError):
-        return plain

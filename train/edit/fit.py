@@ -8,7 +8,6 @@ been.
 
 from __future__ import annotations
 
-import ast
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from omni.checkpoint.folder import check_full_precision
-from omni.config import from_dict
 from omni.edit.mend import Mend, fit_step, save_mend
 from omni.edit.storage import read_tensors, write_tensors
 from omni.errors import UserError
@@ -179,14 +177,8 @@ def _facts(config: EditFitConfig) -> dict[str, Any]:
 
 
 def _agrees(stored: str, config: EditFitConfig) -> bool:
-    """True where the settings of a checkpoint, which may have old names, are those of the run that goes on with it."""
-    if stored == repr(_facts(config)):
-        return True
-    free = {name: getattr(config, name) for name in FREE}
-    try:
-        return from_dict(EditFitConfig, ast.literal_eval(stored) | free, stored=True) == config
-    except (UserError, TypeError, ValueError, SyntaxError):
-        return False
+    """True where the settings of a checkpoint are those of the run that goes on with it."""
+    return stored == repr(_facts(config))
 
 
 def _save(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, step: int, config: EditFitConfig) -> None:

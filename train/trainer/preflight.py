@@ -32,7 +32,7 @@ from omni.stores.reading import local_path
 from omni.tasks import find_task
 from train.checkpoint import config_diff, retention
 from train.checkpoint.upload import check_upload
-from train.config.run import FitConfig, completed, plain_config
+from train.config.run import FitConfig, plain_config
 from train.config.sections import LORA, FabricConfig
 from train.console.command import check_folder_to_be
 from train.data.augment.audio import noise_files
@@ -102,7 +102,7 @@ def check_resume(config: FitConfig, given: FitConfig | None = None) -> None:
     found = retention.newest(folder / "checkpoints")
     if found is None or config.resume not in ("auto", "extend"):
         return
-    before = completed(retention.read_state(found)["config"])
+    before = retention.read_state(found)["config"]
     count, now = before.get("data", {}).get("micro_batches"), config.data.micro_batches
     if given is not None and now != count == given.data.micro_batches:
         raise UserError(
