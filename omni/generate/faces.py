@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
-from omni.generate.asynchronous import AsyncAnswer
+from omni.generate.answer_stream import AsyncAnswer
 from omni.generate.callbacks import Started
 from omni.generate.incoming import Withdrawn, is_coming
 from omni.generate.listener import Listened

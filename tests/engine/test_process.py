@@ -25,7 +25,7 @@ from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import tone
 from tests.generate.session_toys import ASKED, TALKATIVE
-from tests.generate.test_asynchronous import by_cancelling_the_task, by_closing_the_loop, by_leaving_the_loop, heard, said
+from tests.generate.test_answer_stream import by_cancelling_the_task, by_closing_the_loop, by_leaving_the_loop, heard, said
 
 ROOT = Path(__file__).parents[2]
 LONG: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 60.0, "max_tokens": 1000}

@@ -17,7 +17,7 @@ from omni.generate.results import Ended, Event
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import LAYOUTS, make_lm
 from tests.generate.session_toys import CLIPS, TALKATIVE
-from tests.generate.test_asynchronous import said
+from tests.generate.test_answer_stream import said
 
 OPTIONS: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 0.6}
 

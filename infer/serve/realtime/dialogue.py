@@ -19,7 +19,7 @@ from infer.serve.realtime.configuration import PCM_RATE
 from infer.serve.realtime.items import ContentPart, ConversationItem
 from omni.engine.wire import EngineLost
 from omni.errors import UserError
-from omni.generate.asynchronous import AsyncAnswer
+from omni.generate.answer_stream import AsyncAnswer
 from omni.generate.messages import Message
 
 BAD_MESSAGE = re.compile(r"history: message (\d+)\b")

@@ -26,7 +26,7 @@ from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
 from infer.serve.settings import ServerLimits, limited
 from infer.serve.sound import encode
 from omni.errors import UserError
-from omni.generate.asynchronous import AsyncAnswer
+from omni.generate.answer_stream import AsyncAnswer
 from omni.generate.results import AudioChunk, Ended, TextDelta
 
 Why = Literal["turn_detected", "client_cancelled"]

@@ -15,7 +15,7 @@ from omni.generate.results import Event as Output
 from omni.tasks import Turn
 
 if TYPE_CHECKING:
-    from omni.generate.asynchronous import AsyncAnswer
+    from omni.generate.answer_stream import AsyncAnswer
     from omni.generate.messages import Message
 
 KEPT, KEPT_SECONDS = 1000, 3600

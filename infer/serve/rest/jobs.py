@@ -29,7 +29,7 @@ from infer.serve.rest.errors import AGAIN, Failure, failure_of
 from infer.serve.rest.values import kind_of
 from omni.engine.client import Pace
 from omni.errors import UserError
-from omni.generate.asynchronous import AsyncAnswer
+from omni.generate.answer_stream import AsyncAnswer
 
 if TYPE_CHECKING:
     from torch import Tensor
