@@ -81,11 +81,11 @@ def examine_conversations(lm: SpeechLM, source: SpokenDigits, count: int = 40, s
 def _converse(lm: SpeechLM, row: Row, task: str, cut: tuple[int, int] | None = None) -> list[bool]:
     """Holds a conversation; returns which answers are right. With `cut`, a key that draws where, all but the last are cut."""
     right = []
-    with lm.session(max_seconds=MAX_SECONDS) as session:
+    with lm.session(max_seconds=MAX_SECONDS, pace="whole") as session:
         for number, turn in enumerate(row.turns):
             spoken = turn.question_audio if task == "A1A2" else None
             question = spoken.load(SAMPLE_RATE) if spoken is not None else turn.question_text
-            answer = session.answer(question, task)
+            answer = session.ask(question, task).answer()
             right.append(normalise(answer.text) == normalise(turn.answer_text))
             if cut is not None and answer.audio is not None and number < len(row.turns) - 1:
                 seconds = len(answer.audio) / answer.sample_rate * dice(*cut, number).random()

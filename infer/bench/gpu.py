@@ -52,8 +52,8 @@ def said(lm: SpeechLM, **options: Any) -> list[Any]:
     """Tokens and codes of two turns of a session, and of a batch of four."""
     asked: list[tuple[Any, str]] = [(noise(0.5), "A1A2"), ("and then?", "T1A2")]
     with lm.session(max_tokens=12, max_seconds=0.5, **options) as session:
-        got = [session.answer(question, task) for question, task in asked]
-    got += lm.generate_batch([q for q, _ in asked] * 2, [t for _, t in asked] * 2, max_tokens=12, max_seconds=0.5, **options)
+        got = [session.ask(question, task).answer() for question, task in asked]
+    got += lm.generate([q for q, _ in asked] * 2, [t for _, t in asked] * 2, max_tokens=12, max_seconds=0.5, **options)
     return [(a.tokens, None if a.codes is None else a.codes.tolist()) for a in got]
 
 

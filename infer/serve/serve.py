@@ -96,8 +96,8 @@ def warm_up(engine: EngineProcess) -> None:
     """Answer once, so that the first person does not wait for what is compiled or packed with the first question."""
     noise = np.random.default_rng(0).normal(0, 0.1, 16_000).astype(np.float32)
     task = "A1T2" if engine.codec is None else "A1A2"
-    with engine.session(max_seconds=0.5, max_tokens=8, pace="live") as session:
-        session.answer(noise, task)
+    with engine.session(max_seconds=0.5, max_tokens=8, pace="whole") as session:
+        session.ask(noise, task).answer()
 
 
 def settings_of(model: str, options: ServeOptions) -> ServeSettings:

@@ -38,7 +38,7 @@ def is_portable(codec: AudioCodec) -> bool:
 
 def cannot_decode(codec: AudioCodec, error: Exception) -> str:
     """What is told of an answer whose codes the codec refuses."""
-    return f"codec {codec.name} cannot decode the answer ({error}); generate_batch(sound=False) gives its codes"
+    return f"codec {codec.name} cannot decode the answer ({error}); generate([...], sound=False) gives its codes"
 
 
 class SoundDecoder:

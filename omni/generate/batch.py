@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ class QuestionBatch:
 def read_batch(
     model: SpeechModel,
     tokenizer: Tokenizer,
-    questions: Any,
+    questions: Sequence[Any],
     task: Any,
     sample_rate: int,
     seed: Any,
@@ -52,14 +52,11 @@ def read_batch(
     edits: Any,
     system: Any,
 ) -> QuestionBatch:
-    """Check and read the questions of `SpeechLM.generate_batch`, whose arguments these are.
+    """Check and read the questions of `SpeechLM.generate`, whose arguments these are.
 
     Raises:
         UserError: a bad value, or another number of values than of questions.
     """
-    if isinstance(questions, (str, bytes, Mapping)) or not isinstance(questions, Iterable):
-        raise UserError(f"questions is {repr(questions)[:80]}; give a list of them")
-    questions = list(questions)
     given = {"tasks": task, "seeds": seed, "adapters": adapter, "edits": edits, "system messages": system}
     tasks, seeds, adapters, corrections, systems = (one_each(name, own, len(questions)) for name, own in given.items())
     for one in seeds:

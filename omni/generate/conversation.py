@@ -1,7 +1,7 @@
 """What sessions have in common, wherever their engine is: one answer at a time, whose events its listener takes.
 
 read: check, listen --> lay_out --> begin --> events_of: take, take, ... --> settle: the taken part is in the history
-                         cancel, let_go, break_off: end it before
+                         cancel, let_go: end it before
 """
 
 from __future__ import annotations
@@ -9,24 +9,23 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
 from omni.audio.io import SAMPLE_RATE
 from omni.config import ModelConfig
-from omni.engine.client import Pace
 from omni.errors import UserError
+from omni.generate.answer_stream import AnswerStream
 from omni.generate.bounds import check_number
-from omni.generate.faces import Faces
 from omni.generate.feature_stream import FeatureStream, KnownFeatures
 from omni.generate.incoming import Withdrawn, is_coming
 from omni.generate.listener import AnswerReader, Listened
 from omni.generate.listening import HeardSoFar, Listening
 from omni.generate.messages import Message
 from omni.generate.question import Asked, Coming, Question
-from omni.generate.results import Clock, Ended, Event
+from omni.generate.results import Answer, Clock, Ended, Event
 from omni.generate.turn_end import TurnFrames
 from omni.tasks import Task, find_task
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 A = TypeVar("A", bound=Listened)
 
 
-class Conversation(ABC, Faces[A], Generic[A]):
+class Conversation(ABC, Generic[A]):
     """Base of `omni.generate.session.Session` and of `omni.engine.remote.RemoteSession`.
 
     Args:
@@ -67,6 +66,23 @@ class Conversation(ABC, Faces[A], Generic[A]):
         Args:
             clock: started when the question came.
         """
+
+    @abstractmethod
+    def begin(self, answer: A) -> None:
+        """Give the engine a question that was laid out; UserError where it does not take it, and nothing is left of it then."""
+
+    @abstractmethod
+    def whole(self, events: Iterable[Event], answer: A | None) -> Answer:
+        """The answer of all its events; None for one that was cancelled before its question was whole."""
+
+    async def aside(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call what may wait for an engine in another process without holding the loop; nothing is waited for here."""
+        return call(*args)
+
+    @property
+    @abstractmethod
+    def sample_rate(self) -> int:
+        """Of the answers' sound, in Hz; 0 without a codec."""
 
     @abstractmethod
     def withdraw(self, answer: A) -> None:
@@ -127,6 +143,32 @@ class Conversation(ABC, Faces[A], Generic[A]):
 
     # --- the question -------------------------------------------------------------------------------------------------
 
+    def ask(
+        self,
+        question: Question | Coming | Listening | HeardSoFar | AsyncIterable[Any],
+        task: Task | str = "A1A2",
+        *,
+        sample_rate: int = SAMPLE_RATE,
+        seed: int | None = None,
+    ) -> AnswerStream:
+        """Ask, and get the answer as events: text and sound as they come, `Ended` last; `for event in session.ask(question)`,
+        or `async for` in a loop of asyncio, or all of it by `session.ask(question).answer()`. Events that were taken count as
+        delivered. Closing the stream, or asking before its end, cancels the answer; see `AnswerStream`.
+
+        Args:
+            question: a text or sound, as the task asks; see `omni.generate.question.Question`. Or sound that is still coming:
+                an iterator of its pieces (in a loop of asyncio an asynchronous one, too), samples at `sample_rate`, which is
+                read to its end first, and heard meanwhile where the encoder hears in chunks; or what `listen` returned.
+            sample_rate: of samples that come without their own, in Hz; files have their own.
+            seed: of this answer's draws; by default derived from the session's seed and the turn's number.
+
+        Raises:
+            UserError: a bad question or seed, features of it that are not finite, no room left in the cache (see
+                `AnswerOptions.overflow`), another answer being made in another thread, an adapter that was removed or
+                merged meanwhile, or a closed session.
+        """
+        return AnswerStream(self, question, task, sample_rate, seed)
+
     def read(
         self,
         question: Question | Coming | Listening | HeardSoFar,
@@ -134,7 +176,6 @@ class Conversation(ABC, Faces[A], Generic[A]):
         sample_rate: int,
         seed: int | None = None,
         gone: Callable[[], bool] | None = None,
-        pace: Pace | None = None,
     ) -> A:
         """Read a question and lay it out, for `begin`.
 
@@ -156,11 +197,11 @@ class Conversation(ABC, Faces[A], Generic[A]):
                     listening.take(question)
                 finally:
                     self.end_reading(listening)
-                return self._read(listening, task, sample_rate, seed, gone, pace)
+                return self._read(listening, task, sample_rate, seed, gone)
             except BaseException:
                 listening.drop()
                 raise
-        return self._read(question, task, sample_rate, seed, gone, pace)
+        return self._read(question, task, sample_rate, seed, gone)
 
     def _read(
         self,
@@ -169,7 +210,6 @@ class Conversation(ABC, Faces[A], Generic[A]):
         sample_rate: int,
         seed: int | None,
         gone: Callable[[], bool] | None,
-        pace: Pace | None,
     ) -> A:
         """`read` of what has come."""
         clock = Clock()
@@ -182,9 +222,7 @@ class Conversation(ABC, Faces[A], Generic[A]):
         with self._lock:
             if gone is not None and gone():
                 raise Withdrawn
-            answer = self.lay_out(asked, seed, clock)
-            answer.pace = pace or answer.pace
-            return answer
+            return self.lay_out(asked, seed, clock)
 
     def listen(self, task: Task | str = "A1A2", *, sample_rate: int = SAMPLE_RATE, turn: bool = False) -> Listening:
         """Listen to the next question while its sound comes; see `omni.generate.listening`. A session listens to one at a time;
@@ -281,11 +319,6 @@ class Conversation(ABC, Faces[A], Generic[A]):
                 return
             self._interrupt(last, played_seconds, shown_characters)
             self._make_room()
-
-    def break_off(self, answer: A, error: str) -> None:
-        """End an answer with an error of its listener; it does not stay in the history."""
-        answer.stop("error", error)
-        self.withdraw(answer)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

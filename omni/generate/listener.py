@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from omni.engine.client import Pace, Running
+from omni.engine.client import Running
 from omni.generate.results import Answer, AudioChunk, Ended, Event, Logprobs, Reason, TextDelta, Timings
 
 
@@ -16,7 +16,6 @@ class Listened(Protocol):
     """An answer as its listener sees it: `omni.engine.client.Running`, or `omni.engine.answers.RemoteAnswer`, which document
     these."""
 
-    pace: Pace
     settled: bool
     reader: int
     wake: Callable[[], None] | None

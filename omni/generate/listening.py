@@ -2,7 +2,7 @@
 
     listening = session.listen(sample_rate=24_000)
     listening.push(samples)                            # as they come
-    for event in session.ask(listening): ...           # or ask_async, start, answer, answer_async; or listening.drop()
+    for event in session.ask(listening): ...           # or listening.drop()
 
 Where the encoder hears in chunks (`EncoderConfig.chunk_samples`), each is encoded and prefilled as soon as it is full, in time
 that the engine does not need for others, so that at the question's end only the last is left. With other encoders the sound is
@@ -41,7 +41,7 @@ def _tell_whole(kind: str) -> None:
 
 
 class Listening:
-    """The sound of one question; `Conversation.listen` makes it, and the calls of the session that ask take it as a question.
+    """The sound of one question; `Conversation.listen` makes it, and `ask` of the session takes it as a question.
 
     Args:
         session: an `omni.generate.conversation.Conversation`, which may be read.

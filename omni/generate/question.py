@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,15 @@ class Asked:
         return replace(self, turn=replace(self.turn, system=tuple(system)))
 
 
+def several(question: Any) -> bool:
+    """Whether it is a list of questions: one of numbers, or of rows of numbers, is sound."""
+    if not isinstance(question, list):
+        return False
+    first = question[0] if question else None
+    row = first[:2] if isinstance(first, (list, tuple)) else [first]
+    return not all(isinstance(value, Number) for value in row)
+
+
 def read_question(
     question: Question | Coming, task: Task | str, model: SpeechModel, tokenizer: Tokenizer, sample_rate: int = SAMPLE_RATE
 ) -> Asked:
@@ -112,7 +122,7 @@ def read_question(
         prompt(model.layout, turn)
         return Asked(turn, None)
     if isinstance(question, AsyncIterable):
-        raise UserError(f"the question is {_kind(question)}, an asynchronous iterator; session.ask_async takes it")
+        raise UserError(f"the question is {_kind(question)}, an asynchronous iterator; ask it by `async for`")
     if isinstance(question, Iterator) and is_coming(question):
         question = Incoming(sample_rate, longest(model.config)).gather(question)
     sound, rate = unwrap(question, sample_rate)

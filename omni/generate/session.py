@@ -53,8 +53,7 @@ from omni.text import Tokenizer
 class Session(Conversation[Running]):
     """One conversation. Made by `SpeechLM.session`; close it (or use `with`) to free its cache.
 
-    One answer at a time: `ask` gives its events as they come (`ask_async` in a loop of asyncio, `start` to a function) and
-    `answer` and `answer_async` the whole; `cancel` stops it from any thread.
+    One answer at a time: `ask` gives its events as they come, also in a loop of asyncio; `cancel` stops it from any thread.
 
     Args:
         engine: answers its questions.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from omni.audio.io import SAMPLE_RATE
 from omni.engine.client import Pace, WhenFull
+from omni.errors import UserError
 from omni.generate.conversation import Conversation
 from omni.generate.messages import History
 from omni.generate.options import Keywords, SessionOptions
-from omni.generate.question import Question
+from omni.generate.question import Question, several
 from omni.generate.results import Answer, Event
 from omni.tasks import Task
 
@@ -97,17 +98,39 @@ class Sessions(ABC, Generic[S]):
             raise
         return _closing(session, events)
 
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, question: list[Any], task: Task | str | Sequence[Task | str] = ..., *, sample_rate: int = ..., **options: Any
+    ) -> list[Answer]: ...
+
+    @overload
     def generate(
-        self,
-        question: Question,
-        task: Task | str = "A1A2",
-        *,
-        sample_rate: int = SAMPLE_RATE,
-        **options: Unpack[SessionOptions],
-    ) -> Answer:
-        """Answer one question and return when the answer is whole; arguments as for `stream`."""
-        with self._session_of(options, context=options.pop("context", None)) as session:
-            return session.answer(question, task, sample_rate=sample_rate)
+        self, question: Question, task: Task | str = ..., *, sample_rate: int = ..., **options: Unpack[SessionOptions]
+    ) -> Answer: ...
+
+    def generate(self, question: Any, task: Any = "A1A2", *, sample_rate: int = SAMPLE_RATE, **options: Any) -> Any:
+        """Answer one question, or each of a list of them, and return when the answers are whole.
+
+        Args:
+            question: as for `stream`, or a list of independent questions, each of which is answered as it would be alone. (A
+                list of numbers, or of rows of numbers, is sound.)
+            task: as for `stream`; of a list of questions one for all, or one each.
+            options: those of `session`, by name. Of a list of questions seed, adapter, edits and system are one for all, or one
+                each; there are also `batch_size` (questions under way at a time; 64) and `sound` (False: answers carry codes
+                only). They have no context, history, text_assist or overflow, and a `stop` that is a function is asked when an
+                answer is complete.
+
+        Raises:
+            TypeError: an unknown keyword.
+            UserError: a bad question, option or task; a list, where the engine is in another process.
+        """
+        if several(question):
+            return self._answer_all(question, task, sample_rate=sample_rate, **options)
+        with self._session_of(options, context=options.pop("context", None), pace="whole") as session:
+            return session.ask(question, task, sample_rate=sample_rate).answer()
+
+    def _answer_all(self, questions: list[Any], task: Any, **options: Any) -> list[Answer]:
+        raise UserError("an engine in another process answers one question a call; ask several in sessions of their own")
 
 
 def _closing(session: Conversation[Any], events: Iterator[Event]) -> Iterator[Event]:

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
@@ -32,10 +32,9 @@ from omni.generate.batch import answer_all, check_lengths, read_batch
 from omni.generate.bounds import check_number, check_switch
 from omni.generate.history import Past
 from omni.generate.messages import History, read_history
-from omni.generate.options import AnswerOptions, SamplingNames, Stop, make_options
-from omni.generate.question import SAMPLE_RATE, Question
+from omni.generate.options import AnswerOptions, make_options
+from omni.generate.question import SAMPLE_RATE
 from omni.generate.results import Answer
-from omni.generate.sampling import SamplingPlan
 from omni.generate.session import Session
 from omni.generate.sessions import Sessions
 from omni.generate.speech_time import SpeechTime
@@ -45,11 +44,11 @@ from omni.model.int8_model import is_int8
 from omni.model.speech_model import SpeechModel
 from omni.pretrained import find_model
 from omni.stores.reading import local_path
-from omni.tasks import Task, prompt
+from omni.tasks import prompt
 from omni.text import Tokenizer
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    pass
 
 LOG = logging.getLogger(__name__)
 
@@ -255,47 +254,27 @@ class SpeechLM(Sessions[Session]):
             when_full=when_full,
         )
 
-    def generate_batch(
+    def _answer_all(
         self,
-        questions: Iterable[Question],
-        task: Task | str | Sequence[Task | str] = "A1A2",
+        questions: list[Any],
+        task: Any,
         *,
         sample_rate: int = SAMPLE_RATE,
-        sampling: SamplingPlan | None = None,
         seed: int | Sequence[int] = 0,
-        max_seconds: float = 30.0,
-        max_tokens: int | None = None,
         batch_size: int = 64,
         sound: bool = True,
         adapter: str | Sequence[str | None] | None = None,
         edits: Edits | Sequence[Edits | None] | None = None,
         system: str | Sequence[str] = "",
-        max_new_tokens: int | None = None,
-        stop: Stop = None,
-        max_silence: float | None = None,
-        logprobs: bool = False,
-        **more: Unpack[SamplingNames],
+        **values: Any,
     ) -> list[Answer]:
-        """Answer many independent questions, `batch_size` rows at a time; each equals its `generate`.
-
-        Args:
-            task: one for all, or one per question.
-            seed: one for all (each row then draws as it would alone with that seed), or one per question.
-            sound: decode the codes; without it the answers carry codes only.
-            adapter: one for all, or one per question (None for the model as it is).
-            edits: corrections (`omni.edit`) for all, or for each question its own (None for none).
-            sampling, max_seconds, max_tokens, max_new_tokens, stop, max_silence, logprobs, more: as for `session`, for all. A
-                `stop` that is a function is asked when an answer is complete.
-            system: a system message for all, or one per question ("" for none).
-        """
+        """`generate` of a list, `batch_size` rows at a time."""
         check_number("batch_size", batch_size)
         check_switch("sound", sound)
-        if "overflow" in more:
+        if "overflow" in values:
             raise UserError("overflow has no effect on independent questions, which have no turns to forget; leave it out")
         batch = read_batch(self.model, self.tokenizer, questions, task, sample_rate, seed, adapter, edits, system)
-        said = {"sampling": sampling, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens, "stop": stop, **more}
-        said |= {"max_silence": max_silence, "logprobs": logprobs}
-        options = make_options({"max_seconds": max_seconds, **said})
+        options = make_options(values)
         if options.text_assist:
             raise UserError("text_assist couples the rows of one conversation; a batch of questions goes without")
         for own in batch.edits:

@@ -36,7 +36,7 @@ class Forgetful:
         self.sessions.append(Talk(self))
         return self.sessions[-1]
 
-    def generate_batch(self, questions: list[Any], tasks: list[str], **_: Any) -> list[Answer]:
+    def generate(self, questions: list[Any], tasks: list[str], **_: Any) -> list[Answer]:
         turns = [turn for row in self.rows for turn in row.turns]
         found = [next(t for t in turns if same(t, question)) for question in questions]
         assert not any(SOURCE.follows(turn) for turn in found)

@@ -117,11 +117,11 @@ def test_rows_of_a_batch_have_their_own(layout, lm):
     before, one, two = trace(lm.model), made(lm.model, 0), made(lm.model, 1, None)
     questions = [tone(0.3 + 0.1 * i, 200 + 30 * i) for i in range(6)]
     rows = [None, one, two, one, None, two]
-    together = lm.generate_batch(questions, edits=rows, batch_size=4, **ASKED)
+    together = lm.generate(questions, edits=rows, batch_size=4, **ASKED)
     for question, edits, answer in zip(questions, rows, together, strict=True):
         twin = make_lm(layout) if edits is None else merged(layout, edits)
         assert same(answer, twin.generate(question, **ASKED))
-    everyone = lm.generate_batch(questions[:2], edits=one, **ASKED)
+    everyone = lm.generate(questions[:2], edits=one, **ASKED)
     assert same(everyone[1], together[1]) and unchanged(lm.model, before)
 
 
@@ -144,7 +144,7 @@ def test_edits_act_beside_an_adapter(layout, lm, tmp_path: Path):
     assert same(both, twin.generate(tone(0.5), edits=Edits(edits.deltas), **ASKED)) and not same(both, adapter_only)
     with lm.edited(edits):
         assert same(lm.generate(tone(0.5), adapter="mine", **ASKED), both)
-        mixed = lm.generate_batch([tone(0.5)] * 2, adapter=["mine", None], **ASKED)
+        mixed = lm.generate([tone(0.5)] * 2, adapter=["mine", None], **ASKED)
     assert same(mixed[0], both) and same(mixed[1], lm.generate(tone(0.5), edits=edits, **ASKED))
     assert unchanged(lm.model, before)
 
@@ -158,7 +158,7 @@ def test_an_edited_model_answers_edited_until_the_block_ends(layout, lm):
         with lm.edited(more):
             twin = merged(layout, stack([edits, more]))
             assert same(lm.generate(tone(0.5), **ASKED), twin.generate(tone(0.5), **ASKED))
-            assert same(lm.generate_batch([tone(0.5)], **ASKED)[0], twin.generate(tone(0.5), **ASKED))
+            assert same(lm.generate([tone(0.5)], **ASKED)[0], twin.generate(tone(0.5), **ASKED))
         assert same(lm.generate(tone(0.5), edits=more, **ASKED), twin.generate(tone(0.5), **ASKED))
         assert same(lm.generate(tone(0.5), **ASKED), wanted)
     assert unchanged(lm.model, before) and same(lm.generate(tone(0.5), **ASKED), plain)
@@ -187,7 +187,7 @@ def test_mistakes_are_told_and_leave_nothing(layout, lm):
     for refused in (
         lambda: other.session(edits=edits),
         lambda: other.edited(edits).__enter__(),
-        lambda: other.generate_batch([tone(0.3)], edits=edits),
+        lambda: other.generate([tone(0.3)], edits=edits),
     ):
         with pytest.raises(UserError, match=r"other weights"):
             refused()
@@ -197,7 +197,7 @@ def test_mistakes_are_told_and_leave_nothing(layout, lm):
     with pytest.raises(UserError, match=r"no linear.*closest"):
         lm.session(edits=Edits({"decoder.blocks.7.mlp.up": Delta(torch.ones(1, 48), torch.ones(1, 32))}))
     with pytest.raises(UserError, match=r"2 edits for 1 questions"):
-        lm.generate_batch([tone(0.3)], edits=[edits, None])
+        lm.generate([tone(0.3)], edits=[edits, None])
     with pytest.raises(UserError, match=r"there is no adapter 'edits 1'"):
         lm.session(adapter="edits 1")
     with pytest.raises(UserError, match=r"there is no adapter 'mine'"):
@@ -229,7 +229,7 @@ def test_a_conversation_forgets_what_it_heard_under_edits_that_are_gone(layout, 
                 if again:
                     session._seat.held.keys = []
                 with lm.edited(edits) if number == 1 else nullcontext():
-                    answers.append(session.answer(question))
+                    answers.append(session.ask(question).answer())
         return answers
 
     wanted = conversation(again=True)

@@ -54,14 +54,14 @@ def test_a_session_of_a_closed_engine_is_told(lm: SpeechLM) -> None:
     events = asked.ask("go on", "T1A2")
     next(events)
     ends: list[Any] = []
-    waiting = lm.session(max_seconds=70.0).start("go on", "T1A2", on_event=lambda event: None)
-    reader = threading.Thread(target=lambda: ends.append(waiting.wait(30)))
+    waiting = lm.session(max_seconds=70.0).ask("go on", "T1A2")
+    reader = threading.Thread(target=lambda: ends.extend(list(waiting)[-1:]))
     reader.start()
     lm.engine.close()
     reader.join(30)
     last = list(events)[-1]
     assert isinstance(last, Ended) and last.reason == "cancelled" and ends[0].reason == "cancelled"
-    for use in (lambda: idle.ask("x", "T1T2"), lambda: asked.answer("x", "T1T2"), lm.session):
+    for use in (lambda: idle.ask("x", "T1T2"), lambda: asked.ask("x", "T1T2").answer(), lm.session):
         with pytest.raises(UserError, match="engine is closed"):
             use()
     idle.close()
@@ -89,7 +89,7 @@ def test_ctrl_c_while_an_event_is_awaited(lm: SpeechLM, monkeypatch: pytest.Monk
             with pytest.raises(KeyboardInterrupt):
                 list(events)
             assert len(session.turns) == 1
-            assert session.answer("and then", "T1T2").ended in ("end", "length")
+            assert session.ask("and then", "T1T2").answer().ended in ("end", "length")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -97,7 +97,7 @@ def test_ctrl_c_while_an_event_is_awaited(lm: SpeechLM, monkeypatch: pytest.Monk
 
 def test_a_question_that_the_engine_refuses_leaves_nothing_behind(lm: SpeechLM) -> None:
     with lm.session(text_assist=True, max_seconds=0.4) as session:
-        session.answer("go on", "T1A2")
+        session.ask("go on", "T1A2").answer()
         before = session.turns
         lm.engine._batch.fixed = 1
         with pytest.raises(UserError, match="2 slots"):
@@ -105,7 +105,7 @@ def test_a_question_that_the_engine_refuses_leaves_nothing_behind(lm: SpeechLM) 
         lm.engine._batch.fixed = None
         session.cancel(played_seconds=0.1)  # of what is not there
         assert [(turn.question, turn.text) for turn in session.turns] == [(turn.question, turn.text) for turn in before]
-        assert session.answer("go on", "T1A2").ended in ("end", "length")
+        assert session.ask("go on", "T1A2").answer().ended in ("end", "length")
 
 
 def test_numbers_that_an_engine_cannot_take(lm: SpeechLM) -> None:
@@ -132,10 +132,3 @@ def test_sessions_fit_the_rows_of_an_engine_whose_context_is_short(lm: SpeechLM)
     assert lm.generate("on", "T1T2", max_tokens=3).tokens == wanted.tokens
     with pytest.raises(UserError, match="context is 25, and the engine's rows have 24 positions"):
         lm.session(context=25)
-
-
-def test_a_listener_that_would_end_the_program_ends_its_answer(lm: SpeechLM) -> None:
-    with lm.session(max_seconds=70.0) as session:
-        ended = session.start("go on", "T1A2", on_event=lambda event: sys.exit(3)).wait(60)
-        assert ended is not None and ended.reason == "error" and "the listener raised SystemExit: 3" in str(ended.error)
-        assert session.turns == ()

@@ -54,7 +54,7 @@ def test_live_listeners_and_limits_of_silence(lm: SpeechLM, engine: EngineProces
     before = engine.decoding
     for place in (lm, engine):  # the engine listens for the silence, and so it decodes
         with place.session(sampling=TALKATIVE, max_silence=0.2, max_seconds=4.0) as session:
-            wanted.append(session.answer("on", "T1A2").ended)
+            wanted.append(session.ask("on", "T1A2").answer().ended)
     assert wanted[-2] == wanted[-1] and engine.decoding == before
 
 
@@ -130,7 +130,7 @@ def test_a_codec_that_cannot_start_here_is_named(saved: Path, monkeypatch: pytes
 def test_turns_have_their_tasks(lm: SpeechLM, engine: EngineProcess) -> None:
     for place in (lm, engine):
         with place.session(max_seconds=0.4) as session:
-            session.answer("on", "T1A2")
+            session.ask("on", "T1A2").answer()
             assert session.turns[0].task is TASKS["T1A2"]
 
 

@@ -46,7 +46,7 @@ def talk(lm: SpeechLM, turns: int, wait: bool = True, **options: Any) -> list[tu
     with lm.session(**TALK | options) as session:
         said = []
         for turn in range(turns):
-            said.append(session.answer(*ASKED[turn % 5]).tokens)
+            said.append(session.ask(*ASKED[turn % 5]).answer().tokens)
             if wait:
                 wait_until_fed(lm)
         return said
@@ -121,7 +121,7 @@ def test_the_row_is_that_of_a_fresh_prefill(layout: Layout, system: str) -> None
     lm, checked = make_lm(layout), 0
     with lm.session(**TALK | {"system": system}) as session:
         for turn in range(9):
-            session.answer(*ASKED[turn % 5])
+            session.ask(*ASKED[turn % 5]).answer()
             wait_until_fed(lm)
             seat, runner = session._seat, lm.engine.runner
             assert seat is not None and runner is not None and seat.slot is not None
@@ -141,7 +141,7 @@ def test_sixty_turns_feed_only_their_questions(begun: list[tuple[Tensor, int]]) 
     with lm.session(**TALK | {"context": 200}) as session:
         fresh, lengths = [], []
         for turn in range(60):
-            reply = session.answer(*ASKED[turn % 5])
+            reply = session.ask(*ASKED[turn % 5]).answer()
             assert reply.ended in ("end", "length")
             assert session._last is not None
             fresh.append(len(session._last.keys) - begun[-1][1] - len(prompt(lm.layout, session._last.exchange.turn)))
@@ -199,7 +199,7 @@ def test_beside_others_and_without_a_slot_of_its_own() -> None:
         reading = sessions[0].ask(*ASKED[turn % 5])
         next(reading)
         for number in (1, 2):  # one of three has lost its slot
-            got[number].append(sessions[number].answer(*ASKED[turn % 5]).tokens)
+            got[number].append(sessions[number].ask(*ASKED[turn % 5]).answer().tokens)
         list(reading)
         got[0].append(tuple(sessions[0].turns[-1].text or ()))
     for session in sessions:
@@ -234,14 +234,14 @@ def test_adapters_act_on_what_is_fed_ahead_and_may_go(layout: Layout, folders: P
     mine = talk(lm, 9, adapter="mine")
     with lm.session(**TALK, adapter="mine") as session:
         for turn in range(5):
-            session.answer(*ASKED[turn])
+            session.ask(*ASKED[turn]).answer()
         lm.remove_adapter("mine")
         refill = plan(lm.layout, session._seat or Seat(0), [*session._past] * 3, (), session._selection)
         assert refill is not None
         lm.engine.refill(refill)
         wait_until_fed(lm)
         with pytest.raises(UserError, match="mine"):
-            session.answer(*ASKED[0])
+            session.ask(*ASKED[0]).answer()
     lm.load_adapter(folders / "wide", "mine")
     idle()
     assert talk(lm, 9, False, adapter="mine") == mine != talk(lm, 9, False)
@@ -264,7 +264,7 @@ def test_a_closed_conversation_is_fed_no_more() -> None:
     lm = make_lm(LAYOUTS["pad"])
     session = lm.session(**TALK)
     for turn in range(5):
-        session.answer(*ASKED[turn])
+        session.ask(*ASKED[turn]).answer()
     refill = plan(lm.layout, session._seat or Seat(0), session._past * 3, (), None)
     session.close()
     assert refill is not None

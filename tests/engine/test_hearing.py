@@ -41,12 +41,12 @@ def lm() -> Iterator[SpeechLM]:
 def test_who_encodes(lm: SpeechLM, heard_by: list[str], monkeypatch: pytest.MonkeyPatch, cores: int, who: str) -> None:
     monkeypatch.setattr(hearing, "cores", lambda: cores)
     with lm.session(sampling=GREEDY, max_seconds=0.3) as session:
-        first = session.answer(tone(0.3))
-        session.answer(tone(0.4))
+        first = session.ask(tone(0.3)).answer()
+        session.ask(tone(0.4)).answer()
     assert heard_by == [who] * 2  # the second time the second question alone
     monkeypatch.setattr(hearing, "cores", lambda: 65 - cores)
     with lm.session(sampling=GREEDY, max_seconds=0.3) as session:
-        other = session.answer(tone(0.3))
+        other = session.ask(tone(0.3)).answer()
     assert heard_by[-1] != who and other.text == first.text
     assert other.codes is not None and first.codes is not None and torch.equal(other.codes, first.codes)
 
@@ -55,7 +55,7 @@ def test_one_at_a_time(lm: SpeechLM, heard_by: list[str], monkeypatch: pytest.Mo
     monkeypatch.setattr(hearing, "cores", lambda: 64)
     monkeypatch.setattr(hearing, "WAIT", 0.01)
     with lm.engine._hearing._one, lm.session(sampling=GREEDY, max_seconds=0.3) as session:
-        session.answer(tone(0.3))
+        session.ask(tone(0.3)).answer()
     assert heard_by == ["omni-engine"]
 
 
@@ -66,6 +66,6 @@ def test_features_that_are_not_finite_end_one_answer(
     with lm.session(sampling=GREEDY, max_seconds=0.3) as session:
         with monkeypatch.context() as broken:
             broken.setattr(hearing, "is_finite", lambda features: features is None)
-            answer = session.answer(tone(0.3))
+            answer = session.ask(tone(0.3)).answer()
         assert answer.ended == "error" and "not finite" in str(answer.error) and session.history == []
-        assert session.answer(tone(0.3)).ended != "error"
+        assert session.ask(tone(0.3)).answer().ended != "error"

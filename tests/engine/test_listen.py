@@ -179,7 +179,7 @@ def test_nothing_is_heard_ahead_while_somebody_s_sound_is_due(monkeypatch: pytes
         assert slacks and min(slacks) > 0
         assert 0 < lm.engine.stats().hearing < 60  # seconds, of all pieces
         with lm.session(**options) as alone:
-            same(other.answer(listening), alone.answer(sound(2.0, 5)))
+            same(other.ask(listening).answer(), alone.ask(sound(2.0, 5)).answer())
 
 
 def test_who_only_reads_is_stepped_between(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,4 +227,4 @@ def test_an_adapter_may_be_removed_while_its_conversation_is_listened_to() -> No
         listening.push(sound(0.7))
         with pytest.raises(Exception, match="brief"):
             session.ask(listening)
-        assert other.answer(sound(0.3)).ended in ("end", "length")
+        assert other.ask(sound(0.3)).answer().ended in ("end", "length")

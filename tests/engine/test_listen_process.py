@@ -26,6 +26,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, make_model
 from tests.generate.listening_toys import CHUNK, ENCODER, QUESTIONS, TALK, heard, left, listener, pieces, same, sound
+from tests.generate.session_toys import answered
 
 __all__ = ["left"]
 
@@ -55,7 +56,7 @@ def test_heard_in_the_other_process_equals_the_whole(lm: SpeechLM, engine: Engin
     with engine.session(**TALK | options) as remote, lm.session(**TALK | options) as local:
         for turn in range(8):
             question, task = QUESTIONS[turn % len(QUESTIONS)]
-            same(heard(lm, remote, question, task, wait=False), local.answer(question, task))  # type: ignore[arg-type]
+            same(heard(lm, remote, question, task, wait=False), local.ask(question, task).answer())  # type: ignore[arg-type]
         assert [t.text for t in remote.turns] == [t.text for t in local.turns]
         for one, other in zip(remote.history, local.history, strict=True):
             assert (one.role, one.text, one.tokens) == (other.role, other.text, other.tokens)
@@ -71,15 +72,15 @@ def test_iterators_are_heard_there(lm: SpeechLM, engine: EngineProcess) -> None:
 
     async def run() -> Any:
         async with engine.session(**TALK) as session:
-            return await session.answer_async(coming())
+            return await answered(session, coming())
 
     with lm.session(**TALK) as local:
-        wanted = local.answer(question)
+        wanted = local.ask(question).answer()
     with engine.session(**TALK) as session:
-        same(session.answer(pieces(question)), wanted)
+        same(session.ask(pieces(question)).answer(), wanted)
     same(asyncio.run(run()), wanted)
     with engine.session(**TALK) as session:
-        same(session.answer(iter(question.split(160)), sample_rate=16_000), wanted)
+        same(session.ask(iter(question.split(160)), sample_rate=16_000).answer(), wanted)
 
 
 def test_a_sound_that_is_dropped_or_cancelled_leaves_nothing_there(lm: SpeechLM, engine: EngineProcess) -> None:
@@ -97,7 +98,7 @@ def test_a_sound_that_is_dropped_or_cancelled_leaves_nothing_there(lm: SpeechLM,
                 with pytest.raises(UserError, match="this sound was dropped"):
                     session.ask(listening)
             assert [e.reason for e in session.ask(cancelled(session))] == ["cancelled"]  # type: ignore[union-attr]
-            same(session.answer(sound(0.8, turn)), local.answer(sound(0.8, turn)))
+            same(session.ask(sound(0.8, turn)).answer(), local.ask(sound(0.8, turn)).answer())
         first, second = session.listen(), session.listen()
         first.push(sound(0.3))
         second.push(sound(0.4))
@@ -107,7 +108,7 @@ def test_a_sound_that_is_dropped_or_cancelled_leaves_nothing_there(lm: SpeechLM,
             (second, sound(0.4)),
             (second, sound(0.4)),
         ):
-            same(session.answer(listening), local.answer(question))
+            same(session.ask(listening).answer(), local.ask(question).answer())
         with pytest.raises(UserError, match="not finite"):
             session.listen().push([float("nan")])
         third = session.listen()
@@ -149,7 +150,7 @@ def test_only_the_last_chunk_is_left_and_no_sound_is_sent_twice(left: list[int])
                 time.sleep(0.001)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("omni.engine.wire.LARGEST", 2000)  # bytes of a message
-                session.answer(listening)
+                session.ask(listening).answer()
             assert left[-1] <= CHUNK + 2
             assert not here.child._sounds
     here.child._pipe.close()

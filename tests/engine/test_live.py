@@ -231,10 +231,10 @@ def test_an_answer_that_nobody_reads_ends_and_others_go_on(lm: SpeechLM) -> None
         deadline = time.perf_counter() + 20
         while asleep._last is not None and not asleep._last.over and time.perf_counter() < deadline:
             time.sleep(0.02)
-        assert awake.answer("hello", "T1T2").ended in ("end", "length")
+        assert awake.ask("hello", "T1T2").answer().ended in ("end", "length")
         ended = list(events)[-1]
         assert isinstance(ended, Ended) and ended.error is not None and "nobody has read this answer for 0.1 s" in ended.error
-        assert not asleep.turns and asleep.answer("and", "T1T2").ended in ("end", "length")
+        assert not asleep.turns and asleep.ask("and", "T1T2").answer().ended in ("end", "length")
 
 
 def test_a_live_listener_who_never_reads_loses_its_answer_and_others_go_on(lm: SpeechLM) -> None:
@@ -259,7 +259,7 @@ def test_more_conversations_than_slots_take_turns(lm: SpeechLM) -> None:
     sessions = [lm.session(max_tokens=6) for _ in range(3)]
     for _ in range(2):
         for session, text in zip(sessions, ("one", "two", "three"), strict=True):
-            session.answer(text, "T1T2")
+            session.ask(text, "T1T2").answer()
     assert [session.turns[0].text for session in sessions] == alone
     assert lm.engine._batch.slots.generations == [6]
     with pytest.raises(UserError, match="3 sessions are open; close them"):
@@ -293,8 +293,8 @@ def test_a_step_that_fails_is_told_to_everybody_and_the_next_question_is_answere
             patch.setattr(Runner, "step", lambda *_: (_ for _ in ()).throw(RuntimeError("no such kernel")))
             for session in (one, two):
                 with pytest.raises(RuntimeError, match="no such kernel"):
-                    session.answer("hello", "T1T2")
-        assert one.answer("hello", "T1T2").tokens == two.answer("hello", "T1T2").tokens == alone
+                    session.ask("hello", "T1T2").answer()
+        assert one.ask("hello", "T1T2").answer().tokens == two.ask("hello", "T1T2").answer().tokens == alone
 
 
 def test_questions_on_their_way_in_are_waited_for_and_told_of_failures(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def test_questions_on_their_way_in_are_waited_for_and_told_of_failures(lm: Speec
         with monkeypatch.context() as patch:
             patch.setattr(intake, "Entering", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
             with pytest.raises(RuntimeError, match="no memory"):
-                session.answer("hello", "T1T2")
+                session.ask("hello", "T1T2").answer()
         monkeypatch.setattr(Entering, "piece", slowly)
         events = session.ask("hello", "T1T2")
         while lm.engine._intake.entering is None:

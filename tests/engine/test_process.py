@@ -24,8 +24,8 @@ from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import tone
-from tests.generate.session_toys import ASKED, TALKATIVE
-from tests.generate.test_asynchronous import by_cancelling_the_task, by_closing_the_loop, by_leaving_the_loop, heard, said
+from tests.generate.session_toys import ASKED, TALKATIVE, answered
+from tests.generate.test_answer_stream import by_cancelling_the_task, by_closing_the_loop, by_leaving_the_loop, heard, said
 
 ROOT = Path(__file__).parents[2]
 LONG: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 60.0, "max_tokens": 1000}
@@ -107,7 +107,7 @@ def test_whole_answers_streams_and_saved_conversations(lm: SpeechLM, engine: Eng
     events = list(engine.stream("a", "T1A2", **options))
     assert "".join(e.text for e in events if isinstance(e, TextDelta)) == lm.generate("a", "T1A2", **options).text
     with engine.session(**options) as session:
-        session.answer(tone(0.3))
+        session.ask(tone(0.3)).answer()
         session.save(tmp_path / "talk")
         turns = session.turns
     with engine.session(history=tmp_path / "talk", **options) as session, lm.session(history=tmp_path / "talk") as other_one:
@@ -122,7 +122,7 @@ def test_what_a_task_took_is_remembered(lm: SpeechLM, engine: EngineProcess, lea
         events = session.ask("go on", "T1A2")
         for _ in range(4):
             next(events)
-        session.answer("and then", "T1T2")
+        session.ask("and then", "T1T2").answer()
         wanted = heard(session)
     with engine.session(**options) as remote:
         assert leave(remote) == wanted
@@ -139,8 +139,8 @@ def test_sessions_of_one_loop_are_answered_as_those_of_threads(lm: SpeechLM, eng
 
     async def one(seed: int) -> list[Any]:
         async with engine.session(seed=seed, **options) as session:
-            first = [e async for e in session.ask_async(*ASKED[seed])]
-            answer = await session.answer_async(coming())
+            first = [e async for e in session.ask(*ASKED[seed])]
+            answer = await answered(session, coming())
             return [said(first), answer.text, answer.codes.tolist(), len(session.turns)]  # type: ignore[union-attr]
 
     async def all_of_them() -> list[Any]:
@@ -149,11 +149,11 @@ def test_sessions_of_one_loop_are_answered_as_those_of_threads(lm: SpeechLM, eng
     for seed, found in enumerate(asyncio.run(all_of_them())):
         with lm.session(seed=seed, **options) as session:
             first = list(session.ask(*ASKED[seed]))
-            answer = session.answer(tone(0.3))
+            answer = session.ask(tone(0.3)).answer()
             assert found == [said(first), answer.text, answer.codes.tolist(), 2]  # type: ignore[union-attr]
 
 
-def test_log_probabilities_stop_functions_and_callbacks(lm: SpeechLM, engine: EngineProcess) -> None:
+def test_log_probabilities_and_stop_functions(lm: SpeechLM, engine: EngineProcess) -> None:
     options: dict[str, Any] = {"sampling": TALKATIVE, "seed": 5, "max_seconds": 0.6, "max_tokens": 20}
     for task in ("T1A2", "T1T2", "T1A1"):
         mine, other = (place.generate("go on", task, logprobs=True, **options).logprobs for place in (engine, lm))
@@ -161,21 +161,13 @@ def test_log_probabilities_stop_functions_and_callbacks(lm: SpeechLM, engine: En
         assert mine.codes is other.codes is None or torch.equal(mine.codes, other.codes)  # type: ignore[arg-type]
     assert engine.generate("go on", "T1T2", **options).logprobs is None
 
-    def fails(event: Any) -> None:
-        if isinstance(event, Ended):
-            raise ValueError("too late")
-
     found: list[Any] = []
     for place in (engine, lm):
         with place.session(stop=lambda text: len(text) >= 5, **options) as session:
-            answer = session.answer("go on", "T1T2")
+            answer = session.ask("go on", "T1T2").answer()
             found.append([answer.text, answer.ended, answer.tokens, told(session)])
         with place.session(**options) as session:
-            events: list[Any] = []
-            end = session.start(iter(tone(0.3).split(777)), on_event=events.append).wait(30)
-            found[-1] += [said(events), end and end.reason]
-            end = session.start("go on", "T1A2", on_event=fails).wait(30)
-            found[-1] += [end and (end.reason, end.error), told(session), said(list(session.ask("go on", "T1A2")))]
+            found[-1] += [said(list(session.ask(iter(tone(0.3).split(777)))))]
     assert found[0] == found[1] and found[0][1] == "stop"
     with engine.session(stop=lambda text: 1 / 0 > 1, **options) as session:  # type: ignore[arg-type]
         last = list(session.ask("go on", "T1T2"))[-1]

@@ -65,7 +65,7 @@ def wait_until_heard(lm: SpeechLM) -> None:
 def heard(lm: SpeechLM, session: Session, question: Any, task: str, wait: bool, **options: Any) -> Any:
     """The answer to a question that is pushed in pieces, where it is sound."""
     if not isinstance(question, Tensor):
-        return session.answer(question, task)
+        return session.ask(question, task).answer()
     listening = session.listen(task)
     for number, piece in enumerate(pieces(question, seed=len(question))):
         listening.push(piece)
@@ -73,7 +73,7 @@ def heard(lm: SpeechLM, session: Session, question: Any, task: str, wait: bool, 
             wait_until_heard(lm)
     if wait:
         wait_until_heard(lm)
-    return session.answer(listening, task, **options)
+    return session.ask(listening, task, **options).answer()
 
 
 def same(one: Any, other: Any) -> None:
@@ -109,7 +109,7 @@ def equal_conversations(lm: SpeechLM, wait: bool, turns: int = 7, **options: Any
     with lm.session(**TALK | options) as one, lm.session(**TALK | options) as other:
         for turn in range(turns):
             question, task = QUESTIONS[turn % len(QUESTIONS)]
-            same(heard(lm, one, question, task, wait), other.answer(question, task))
+            same(heard(lm, one, question, task, wait), other.ask(question, task).answer())
             same_cache(lm, one, other)
             same_history(one, other)
 

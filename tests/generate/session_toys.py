@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omni.generate.results import Answer
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import Turn, answer, join, prompt
@@ -18,6 +19,14 @@ CLIPS = [tone(0.3), tone(0.4, 330.0), tone(0.2, 500.0)]
 ASKED: list[tuple[Any, str]] = [
     (CLIPS[0], "A1A2"), ("and then?", "T1A2"), (CLIPS[1], "A1T2"), ("say", "T1A1"), (CLIPS[2], "A1A2")
 ]  # fmt: skip
+
+
+async def answered(session: Any, *asked: Any) -> Answer:
+    """The whole answer to a question, awaited."""
+    async with session.ask(*asked) as stream:
+        events = [event async for event in stream]
+    whole: Answer = session.whole(events, stream.running)
+    return whole
 
 
 def plain_hidden(lm: SpeechLM, history: tuple[Turn, ...], question: Turn) -> Tensor:

@@ -100,10 +100,10 @@ def test_rows_of_a_batch_have_their_own(layout: Layout, folders: Path) -> None:
         lm.load_adapter(folders / name)
     questions = [tone(0.3 + 0.1 * i, 200 + 30 * i) for i in range(6)]
     names = [None, "wide", "small", "wide", None, "small"]
-    together = lm.generate_batch(questions, seed=5, sampling=DRAWN, max_seconds=0.8, batch_size=4, adapter=names)
+    together = lm.generate(questions, seed=5, sampling=DRAWN, max_seconds=0.8, batch_size=4, adapter=names)
     for question, name, answer in zip(questions, names, together, strict=True):
         assert same(answer, lm.generate(question, seed=5, sampling=DRAWN, max_seconds=0.8, adapter=name)), name
-    everyone = lm.generate_batch(questions[:2], max_seconds=0.8, adapter="small")
+    everyone = lm.generate(questions[:2], max_seconds=0.8, adapter="small")
     assert same(everyone[1], lm.generate(questions[1], max_seconds=0.8, adapter="small"))
 
 
@@ -115,9 +115,9 @@ def test_mistakes_are_told(layout: Layout, folders: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match="'small' is there already"):
         lm.load_adapter(folders / "small")
     with pytest.raises(UserError, match="no adapter 'wide'; the model's adapters are small"):
-        lm.generate_batch([tone(0.3)], adapter=["wide"])
+        lm.generate([tone(0.3)], adapter=["wide"])
     with pytest.raises(UserError, match="2 adapters for 1 questions"):
-        lm.generate_batch([tone(0.3)], adapter=["small", None])
+        lm.generate([tone(0.3)], adapter=["small", None])
     other = SpeechLM(make_model(layout, seed=1), lm.tokenizer, lm.codec)
     with pytest.raises(UserError, match="their checksum differs"):
         other.load_adapter(folders / "small")
@@ -139,7 +139,7 @@ def test_adapters_can_be_listed_and_removed(layout: Layout, folders: Path) -> No
         lm.remove_adapter("wide")
         assert lm.adapters == ("small",)
         with pytest.raises(UserError, match="no adapter 'wide'; the model's adapters are small"):
-            session.answer(tone(0.4))
+            session.ask(tone(0.4)).answer()
     with pytest.raises(UserError, match="no adapter 'wide'; the model's adapters are small"):
         lm.remove_adapter("wide")
     lm.remove_adapter("small")
@@ -173,7 +173,7 @@ def test_an_adapter_stays_while_an_answer_uses_it(layout: Layout, folders: Path,
         step(runner, *rows)
 
     monkeypatch.setattr(Runner, "step", removing)
-    lm.generate_batch([tone(0.4)], adapter="small", max_seconds=0.2)
+    lm.generate([tone(0.4)], adapter="small", max_seconds=0.2)
     lm.remove_adapter("small")
     assert refused and lm.adapters == ()
 
@@ -183,16 +183,16 @@ def test_a_session_whose_adapter_is_taken_away_or_merged_says_so(layout: Layout,
     for name in ("small", "wide"):
         lm.load_adapter(folders / name)
     with lm.session(adapter="small", max_seconds=0.4) as session:
-        session.answer(tone(0.3))
+        session.ask(tone(0.3)).answer()
         activate(lm.model, "small")
         merge(lm.model)
         with pytest.raises(UserError, match=r"small\b.*merged"):
-            session.answer(tone(0.3))
+            session.ask(tone(0.3)).answer()
         unmerge(lm.model)
-        session.answer(tone(0.3))
+        session.ask(tone(0.3)).answer()
         remove_adapter(lm.model, "small")
         with pytest.raises(UserError, match="no adapter 'small'; the model's adapters are wide"):
-            session.answer(tone(0.3))
+            session.ask(tone(0.3)).answer()
         assert len(session.turns) == 2
 
 
@@ -211,9 +211,9 @@ def test_another_adapter_of_the_same_name_answers_with_nothing_of_the_first(layo
         events = session.ask("hello", "T1A2")
         next(events)
         session.cancel()
-        found = session.answer("and", "T1A2")
+        found = session.ask("and", "T1A2").answer()
     with lm.session(history=past, **options) as session:
         events = session.ask("hello", "T1A2")
         next(events)
         session.cancel()
-        assert same(found, session.answer("and", "T1A2"))
+        assert same(found, session.ask("and", "T1A2").answer())

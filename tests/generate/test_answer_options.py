@@ -58,12 +58,12 @@ def test_silence_ends_an_answer_alone_and_in_a_batch(layout: Layout) -> None:
     heard = Loudness(100)
     heard.push(cut.audio)
     assert 0.2 <= heard.silence() <= 0.2 + 2 * 0.04 and len(cut.audio) < len(whole.audio)  # a frame, and the last one's rest
-    for own in lm.generate_batch(["go on", "say"], "T1A2", max_silence=0.2, **SPOKEN)[:1]:
+    for own in lm.generate(["go on", "say"], "T1A2", max_silence=0.2, **SPOKEN)[:1]:
         assert own.ended == "silence" and torch.equal(own.audio, cut.audio)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="max_silence is 0"):
         lm.session(max_silence=0)
     with pytest.raises(UserError, match="max_silence listens"):
-        lm.generate_batch(["go on"], "T1A2", max_silence=0.2, sound=False)
+        lm.generate(["go on"], "T1A2", max_silence=0.2, sound=False)
 
 
 def test_a_function_ends_an_answer_with_the_piece_that_it_says(lm: SpeechLM) -> None:
@@ -76,10 +76,10 @@ def test_a_function_ends_an_answer_with_the_piece_that_it_says(lm: SpeechLM) -> 
         return len(text) >= 5
 
     with lm.session(stop=stop, **options) as session:
-        found = session.answer("go on", "T1T2")
+        found = session.ask("go on", "T1T2").answer()
         assert found.ended == "stop" and 5 <= len(found.text) < len(whole.text) and whole.text.startswith(found.text)
         assert asked[-1] == found.text and session.turns[0].cut and session.turns[0].text == found.tokens
-    assert lm.generate_batch(["go on"], "T1T2", stop=stop, **options)[0].text == found.text
+    assert lm.generate(["go on"], "T1T2", stop=stop, **options)[0].text == found.text
 
 
 def test_a_function_that_raises_ends_its_answer_with_an_error(lm: SpeechLM) -> None:
@@ -98,7 +98,7 @@ def test_log_probabilities_are_those_of_a_plain_forward(lm: SpeechLM, heat: floa
     """Whatever the temperature and the filters; over the ids that a stream may take."""
     options: dict[str, Any] = {"sampling": Sampling(heat, top_k=3 if heat else 0), "max_seconds": 0.5, "seed": 2}
     with lm.session(logprobs=True, text_assist=assist, **options) as session:
-        found = session.answer("go on", "T1A2")
+        found = session.ask("go on", "T1A2").answer()
         columns = list(session._last.reply.columns)  # type: ignore[union-attr]
     layout, question = lm.layout, Turn("T1A2", question=tuple(lm.tokenizer.encode("go on")))
     asked = prompt(layout, question)
@@ -130,7 +130,7 @@ def test_log_probabilities_in_company_are_those_alone(lm: SpeechLM) -> None:
     options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 0.4}
     alone = [lm.generate(q, "T1A2", logprobs=True, **options) for q in ("one", "two and three")]
     assert lm.generate("one", "T1A2", **options).logprobs is None
-    for mine, theirs in zip(alone, lm.generate_batch(["one", "two and three"], "T1A2", logprobs=True, **options), strict=True):
+    for mine, theirs in zip(alone, lm.generate(["one", "two and three"], "T1A2", logprobs=True, **options), strict=True):
         assert mine.tokens == theirs.tokens and mine.logprobs is not None and theirs.logprobs is not None
         torch.testing.assert_close(torch.tensor(mine.logprobs.text), torch.tensor(theirs.logprobs.text), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(mine.logprobs.codes, theirs.logprobs.codes, rtol=1e-5, atol=1e-5)

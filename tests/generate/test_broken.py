@@ -71,13 +71,13 @@ def poison(lm: SpeechLM) -> int:
 def test_what_a_cache_held_before_changes_no_bit(chatty: SpeechLM, assist: bool) -> None:
     def talk(lm: SpeechLM) -> list[Any]:
         with lm.session(seed=2, text_assist=assist, **SHORT) as session:
-            answers = [session.answer(*asked) for asked in ASKED]
+            answers = [session.ask(*asked).answer() for asked in ASKED]
             session.cancel(played_seconds=0.1, shown_characters=1)  # cut, and a fork, in a cache that is partly used
-            return [said(answer) for answer in (*answers, session.answer(*ASKED[1]), session.answer(*ASKED[0]))]
+            return [said(answer) for answer in (*answers, session.ask(*ASKED[1]).answer(), session.ask(*ASKED[0]).answer())]
 
     def batch(lm: SpeechLM) -> list[Any]:
         questions, tasks = zip(*ASKED, strict=True)
-        return [said(answer) for answer in lm.generate_batch(questions, tasks, batch_size=2, **SHORT)]
+        return [said(answer) for answer in lm.generate(list(questions), tasks, batch_size=2, **SHORT)]
 
     expected = talk(chatty), batch(chatty)
     assert poison(chatty)
@@ -91,10 +91,10 @@ def test_a_row_that_moves_up_finds_nothing_of_its_slot_s_last_holder() -> None:
     questions = ["a rather long question", "hi", "and then?", "say that again"]
     options: dict[str, Any] = {"task": "T1A2", "max_seconds": 1.5, "sampling": TALKATIVE}
     alone = [said(lm.generate(question, **options)) for question in questions[:3]]
-    answers = lm.generate_batch(questions, adapter=[None, None, None, huge], **options)
+    answers = lm.generate(questions, adapter=[None, None, None, huge], **options)
     assert broke(answers[3]) and [said(answer) for answer in answers[:3]] == alone
     adapters = [None, huge, huge, None]
-    answers = lm.generate_batch(questions, adapter=adapters, **options)
+    answers = lm.generate(questions, adapter=adapters, **options)
     assert [broke(answer) for answer in answers] == [name is not None for name in adapters]
     assert said(answers[0]) == alone[0] and answers[3].ended != "error"
 
@@ -120,7 +120,7 @@ def test_a_broken_row_ends_alone(by: str, dtype: torch.dtype) -> None:
     ((name, value),) = wrong.items()
     for broken in range(3):
         given = [value if i == broken else None for i in range(3)]
-        answers = lm.generate_batch(questions, tasks, **{name: given}, **SHORT)
+        answers = lm.generate(questions, tasks, **{name: given}, **SHORT)
         for i, answer in enumerate(answers):
             assert broke(answer) and answer.text == "" if i == broken else said(answer) == clean[i]
     assert broke(lm.generate(questions[0], **wrong, **SHORT))
@@ -137,10 +137,10 @@ def test_features_that_are_not_finite_are_refused_and_spoil_no_clip_beside_them(
         assert isinstance(ended, Ended) and ended.reason == "error" and "features" in (ended.error or "")
         assert not session.turns
     with lm.session(**SHORT) as session:
-        session.answer(clips[0])
+        session.ask(clips[0]).answer()
     with lm.session(adapter=huge, history=session.history) as session:
-        assert broke(session.answer("and", "T1A2")) and len(session.turns) == 1
-    answers = lm.generate_batch(clips, adapter=[None, huge, None], **SHORT)
+        assert broke(session.ask("and", "T1A2").answer()) and len(session.turns) == 1
+    answers = lm.generate(clips, adapter=[None, huge, None], **SHORT)
     assert broke(answers[1]) and [said(answers[i]) for i in (0, 2)] == [clean[0], clean[2]]
 
 
@@ -163,7 +163,7 @@ def test_clips_with_nan_leave_those_beside_them_alone() -> None:
 def test_a_codec_that_fails_for_one_answer_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = make_lm(LAYOUTS["pad"])
     questions = ["one", "two", "three"]
-    clean = lm.generate_batch(questions, "T1A2", **SHORT)
+    clean = lm.generate(questions, "T1A2", **SHORT)
     push, bad = EchoStream._push, clean[1].codes
     assert bad is not None
 
@@ -174,7 +174,7 @@ def test_a_codec_that_fails_for_one_answer_leaves_the_others(monkeypatch: pytest
         return push(stream, codes)
 
     monkeypatch.setattr(EchoStream, "_push", failing)
-    answers = lm.generate_batch(questions, "T1A2", **SHORT)
+    answers = lm.generate(questions, "T1A2", **SHORT)
     assert [said(answers[i]) for i in (0, 2)] == [said(clean[i]) for i in (0, 2)]
     heard = answers[1].audio
     assert heard is not None and clean[1].audio is not None and torch.equal(heard, clean[1].audio[: len(heard)])
@@ -189,7 +189,7 @@ def test_memory_that_ran_out_is_no_answer_s_fault(error: type[Exception], monkey
 
     lm = make_lm(LAYOUTS["pad"])
     monkeypatch.setattr(EchoStream, "_push", full)
-    for answer in (lm.generate, lambda question, *rest, **options: lm.generate_batch([question], *rest, **options)):
+    for answer in (lm.generate, lambda question, *rest, **options: lm.generate([question], *rest, **options)):
         with pytest.raises(error, match="no memory"):
             answer("one", "T1A2", **SHORT)  # type: ignore[operator]
 
@@ -215,7 +215,7 @@ def test_a_conversation_goes_on_as_if_a_broken_question_had_not_been_asked(
                     assert isinstance(events[-1], Ended) and events[-1].reason == "error" and events[-1].error
                     session.cancel(played_seconds=0.0)  # too late for a listener to cut what is not there
                     assert len(session.turns) == len(kept)
-                out.append(said(session.answer(question, task, seed=seed)))
+                out.append(said(session.ask(question, task, seed=seed).answer()))
             return out, [(turn.text, turn.task) for turn in session.turns]
 
     assert talk(True) == talk(False)
@@ -236,12 +236,14 @@ def test_an_answer_that_cannot_be_decoded_ends_and_is_not_remembered(
         raise RuntimeError("no such code")
 
     with lm.session(**SHORT) as session, lm.session(**SHORT) as other:
-        assert said(session.answer("one", "T1A2")) == said(other.answer("one", "T1A2"))
+        assert said(session.ask("one", "T1A2").answer()) == said(other.ask("one", "T1A2").answer())
         with monkeypatch.context() as patch:
             patch.setattr(*place, failing)
-            answer = session.answer("two", "T1A2")
+            answer = session.ask("two", "T1A2").answer()
         assert answer.ended == "error" and answer.error is not None and answer.error.startswith(says)
-        assert len(session.turns) == 1 and said(session.answer("three", "T1A2")) == said(other.answer("three", "T1A2"))
+        assert len(session.turns) == 1 and said(session.ask("three", "T1A2").answer()) == said(
+            other.ask("three", "T1A2").answer()
+        )
 
 
 @pytest.mark.few(9)
@@ -265,11 +267,11 @@ def test_one_logit_is_enough(task: str, value: float, late: int, monkeypatch: py
 
         monkeypatch.setattr(decoder, f"{kind}_logits", spoilt)
     with lm.session(**SHORT) as session:
-        answer = session.answer("hello", task)
+        answer = session.ask("hello", task).answer()
         assert broke(answer) and answer.error is not None and f"at time step {2 * late} " in answer.error
         assert answer.timings.steps == 2 * late and answer.tokens == whole.tokens[: len(answer.tokens)]
         assert session.turns == ()
-        assert said(session.answer("hello", task)) == said(whole)
+        assert said(session.ask("hello", task).answer()) == said(whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -299,7 +301,7 @@ def test_text_that_a_broken_row_writes_for_another_breaks_it_too() -> None:
     text_logits = decoder.text_logits
     with pytest.MonkeyPatch.context() as patch, lm.session(text_assist=True, **SHORT) as session:
         patch.setattr(decoder, "text_logits", lambda hidden: text_logits(hidden) * NAN)
-        answer = session.answer("hello", "T1A2")
+        answer = session.ask("hello", "T1A2").answer()
     assert broke(answer) and answer.tokens == ()
 
 
@@ -325,7 +327,7 @@ def test_sound_beyond_the_bound_is_refused_before_it_is_heard(scale: float, says
     sound = tone(0.3) * scale
     soundfile.write(tmp_path / "loud.wav", sound.numpy().astype(np.float32), 16000, subtype="FLOAT")
     with lm.session(**SHORT) as session:
-        first = said(session.answer(tone(0.3)))
+        first = said(session.ask(tone(0.3)).answer())
         for question in (sound, tmp_path / "loud.wav"):
             with pytest.raises(UserError, match=says if question is sound else "NaN or inf|has a sample of"):
                 session.ask(question)
@@ -333,7 +335,7 @@ def test_sound_beyond_the_bound_is_refused_before_it_is_heard(scale: float, says
             session.ask(sound, sample_rate=8000)
         assert len(session.turns) == 1
     with pytest.raises(UserError, match=says):
-        lm.generate_batch([tone(0.3), sound], **SHORT)
+        lm.generate([tone(0.3), sound], **SHORT)
     assert first == before == said(lm.generate(tone(0.3), **SHORT))
 
 

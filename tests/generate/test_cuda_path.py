@@ -163,15 +163,15 @@ def talk(lm: SpeechLM, sampling: Sampling, assist: bool) -> list[Any]:
                     said.append((event.reason, event.timings.steps))
         list(session.ask(TURNS[1][0], TURNS[1][1]))
         session.cancel(played_seconds=0.1, shown_characters=2)
-        said.append(session.answer("go on", "T1A2").tokens)
+        said.append(session.ask("go on", "T1A2").answer().tokens)
     with lm.session(context=24, text_assist=assist) as session:
-        answer = session.answer("hello", "T1A2")
+        answer = session.ask("hello", "T1A2").answer()
         said.append((answer.ended, answer.tokens, answer.timings.steps))
     return said
 
 
 def batch(lm: SpeechLM, sampling: Sampling) -> list[Any]:
-    answers = lm.generate_batch(
+    answers = lm.generate(
         [q for q, _ in TURNS * 2], [t for _, t in TURNS * 2], sampling=sampling, max_seconds=0.5, max_tokens=30
     )
     return [(a.tokens, a.ended, a.codes is not None and a.codes.tolist()) for a in answers]
@@ -221,7 +221,7 @@ def test_a_captured_step_sees_nothing_of_a_slot_s_last_holder(shape: dict[str, A
     with torch.no_grad():
         down.fill_(1e30)
         assert lm.generate("hello", "T1A2", text_assist=True).ended == "error"
-        assert {a.ended for a in lm.generate_batch(["hello"] * 8, "T1A2")} == {"error"}
+        assert {a.ended for a in lm.generate(["hello"] * 8, "T1A2")} == {"error"}
         down.copy_(kept)
     for runner in as_if_on_a_gpu:
         for values in runner.cache.values:
@@ -253,7 +253,7 @@ def test_a_rehearsal_writes_nothing(layout: Layout, as_if_on_a_gpu: list[Runner]
 
 def answers(lm: SpeechLM, turns: slice = slice(1, 3), **options: Any) -> list[Any]:
     with lm.session(max_seconds=0.3, max_tokens=6, **options) as session:
-        return [session.answer(question, task).tokens for question, task in TURNS[turns]]
+        return [session.ask(question, task).answer().tokens for question, task in TURNS[turns]]
 
 
 def adapter(model: SpeechModel, seed: int) -> None:
@@ -303,7 +303,7 @@ def test_sessions_with_edits_one_after_another_take_a_pool_that_is_in_use(as_if_
         g = torch.Generator().manual_seed(seed)
         edits = Edits({"decoder.blocks.1.mlp.gate": Delta(torch.randn(2, 48, generator=g), torch.randn(2, width, generator=g))})
         with lm.session(edits=edits, max_tokens=6) as session:
-            session.answer("hello", "T1T2")
+            session.ask("hello", "T1T2").answer()
     assert len(Graph.pools) == 3 and len({id(runner) for runner in as_if_on_a_gpu}) == 1
 
 
@@ -370,6 +370,6 @@ def test_what_was_warmed_up_is_not_captured_in_speech(assist: bool, as_if_on_a_g
 
 def test_a_batch_that_shrinks_row_by_row_takes_few_graphs(as_if_on_a_gpu: list[Runner]) -> None:
     lm = make_lm(LAYOUTS["pad"])
-    lm.generate_batch([f"{'long ' * n}question" for n in range(13)], "T1T2", max_tokens=20, batch_size=13)
+    lm.generate([f"{'long ' * n}question" for n in range(13)], "T1T2", max_tokens=20, batch_size=13)
     (runner,) = as_if_on_a_gpu
     assert {len(plan.slots) for plan in runner._graphs} <= {1, 2, 4, 8, 13}

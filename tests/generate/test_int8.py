@@ -100,7 +100,7 @@ def test_rows_answer_alone_as_in_company_each_with_its_adapter(layout: Layout, a
     questions = [tone(0.3 + 0.1 * i, 200 + 30 * i) for i in range(6)]
     names: Sequence[str | None] = [None, "wide", "small", "wide", None, "small"]
     asked = {"seed": 5, "sampling": DRAWN, "max_seconds": 0.8}
-    together = lm.generate_batch(questions, batch_size=4, adapter=names, **asked)  # type: ignore[arg-type]
+    together = lm.generate(questions, batch_size=4, adapter=names, **asked)  # type: ignore[arg-type]
     for question, name, answer in zip(questions, names, together, strict=True):
         assert same(answer, lm.generate(question, adapter=name, **asked)), name  # type: ignore[arg-type]
     assert not same(together[0], lm.generate(questions[0], adapter="wide", **asked))  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def test_edits_act_as_beside_the_dequantised_weights(layout: Layout, tmp_path: P
         assert apart(logits(found), logits(wanted)) < NEAR < FAR < apart(logits(wanted), before)
     save_edits(tmp_path / "edits", Edits(deltas).signed(plain.model))
     own, asked = load_edits(tmp_path / "edits", found.model), {"max_seconds": 0.6}
-    answers = found.generate_batch([tone(0.3), tone(0.5)], edits=[own, None], **asked)  # type: ignore[arg-type]
+    answers = found.generate([tone(0.3), tone(0.5)], edits=[own, None], **asked)  # type: ignore[arg-type]
     assert same(answers[0], found.generate(tone(0.3), edits=own, **asked))  # type: ignore[arg-type]
     assert same(answers[1], found.generate(tone(0.5), **asked))  # type: ignore[arg-type]
     assert not same(answers[0], found.generate(tone(0.3), **asked))  # type: ignore[arg-type]
@@ -143,5 +143,5 @@ def test_a_tied_model_answers_the_same_alone(layout: Layout) -> None:
     assert lm.model.decoder.text_head is None and isinstance(lm.model.decoder.text_embedding, Int8Embedding)
     questions = [tone(0.3 + 0.1 * i, 200 + 30 * i) for i in range(5)]
     asked = {"seed": 2, "sampling": DRAWN, "max_seconds": 0.8}
-    for question, answer in zip(questions, lm.generate_batch(questions, **asked), strict=True):  # type: ignore[arg-type]
+    for question, answer in zip(questions, lm.generate(questions, **asked), strict=True):  # type: ignore[arg-type]
         assert same(answer, lm.generate(question, **asked))  # type: ignore[arg-type]

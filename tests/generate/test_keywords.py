@@ -46,7 +46,7 @@ def test_every_door_takes_them(layout: Layout) -> None:
     given: dict[str, Any] = {"temperature": 0.9, "top_k": 20, **limits}
     assert lm.generate("hello", "T1A2", **given).tokens == wanted.tokens
     assert "".join(e.text for e in lm.stream("hello", "T1A2", **given) if isinstance(e, TextDelta)) == wanted.text
-    assert lm.generate_batch(["hello", "you"], "T1A2", **given)[0].tokens == wanted.tokens
+    assert lm.generate(["hello", "you"], "T1A2", **given)[0].tokens == wanted.tokens
     with lm.session(**given) as session:
         assert session.options.sampling == Sampling(0.9, 20)
     assert wanted.tokens != lm.generate("hello", "T1A2", **limits).tokens
@@ -54,7 +54,7 @@ def test_every_door_takes_them(layout: Layout) -> None:
 
 def test_most_new_tokens_are_the_steps_of_any_answer(lm: SpeechLM) -> None:
     spoken, written = (lm.generate("hello", task, max_new_tokens=9, top_k=3) for task in ("T1A2", "T1T2"))
-    for answer in (spoken, written, *lm.generate_batch(["hello"], ["T1A2"], max_new_tokens=9, top_k=3)):
+    for answer in (spoken, written, *lm.generate(["hello"], ["T1A2"], max_new_tokens=9, top_k=3)):
         assert answer.ended == "length" and answer.timings.steps == 9
     assert spoken.codes is not None and spoken.codes.shape[1] == 9 - lm.layout.max_delay and len(written.tokens) == 9
     assert lm.generate("hello", "T1A2", max_new_tokens=500, max_seconds=0.2, top_k=3).timings.steps <= 10
@@ -67,7 +67,7 @@ def test_most_tokens_are_those_of_a_written_answer(lm: SpeechLM) -> None:
     for most in (1, 3, len(whole)):
         for answer in (
             lm.generate("hello", "T1T2", max_tokens=most, top_k=3),
-            *lm.generate_batch(["hello"], ["T1T2"], max_tokens=most, top_k=3),
+            *lm.generate(["hello"], ["T1T2"], max_tokens=most, top_k=3),
         ):
             assert answer.tokens == whole[:most] and answer.ended == "length" and answer.timings.steps == most
 
@@ -101,14 +101,14 @@ def test_mistakes_are_told(name: str) -> None:
     lm = make_lm(LAYOUTS["pad"])
     keywords, kind, line = MISTAKES[name]
     calls = [lambda **kw: lm.generate("hi", **kw), lambda **kw: lm.stream("hi", **kw), lm.session]
-    for call in (*calls, lambda **kw: lm.generate_batch(["hi"], "T1T2", **kw)):
+    for call in (*calls, lambda **kw: lm.generate(["hi"], "T1T2", **kw)):
         with pytest.raises(kind, match=line):
             call(**keywords)
 
 
 def test_a_question_s_own_seed_is_checked_before_a_turn_is_forgotten() -> None:
     with make_lm(LAYOUTS["pad"]).session(context=40, overflow="forget", max_tokens=20, top_k=3) as session:
-        session.answer("hello", "T1T2")
+        session.ask("hello", "T1T2").answer()
         for seed in (1.5, 2**70, "x"):
             with pytest.raises(UserError, match="^seed is "):
                 session.ask("a question without room for more", "T1T2", seed=seed)  # type: ignore[arg-type]
@@ -121,28 +121,26 @@ def test_numpy_s_whole_numbers_are_numbers() -> None:
     wanted = lm.generate("hello", seed=2, **options).tokens
     assert lm.generate("hello", seed=two, context=np.int64(64), **options).tokens == wanted
     for seeds in (two, np.array([2, 2])):
-        answers = lm.generate_batch(["hello", "hello"], seed=seeds, batch_size=two, **options)
+        answers = lm.generate(["hello", "hello"], seed=seeds, batch_size=two, **options)
         assert [answer.tokens for answer in answers] == [wanted] * 2
     with lm.session(top_k=3, max_tokens=9) as session:
-        assert session.answer("hello", "T1T2", seed=two).tokens == wanted
+        assert session.ask("hello", "T1T2", seed=two).answer().tokens == wanted
 
 
 def test_what_is_no_name_list_or_path_is_told(lm: SpeechLM) -> None:
     calls: list[tuple[Any, str]] = [
         (lambda: lm.generate("hi", "T1T2", adapter=["m"]), r"adapter is \['m'\]; give the name"),  # type: ignore[arg-type]
-        (lambda: lm.generate_batch(["hi"], "T1T2", adapter=[["m"]]), r"adapter is \['m'\]; give the name"),  # type: ignore[list-item]
-        (lambda: lm.generate_batch(None), "questions is None; give a list"),  # type: ignore[arg-type]
-        (lambda: lm.generate_batch("a.wav"), "questions is 'a.wav'; give a list"),
+        (lambda: lm.generate(["hi"], "T1T2", adapter=[["m"]]), r"adapter is \['m'\]; give the name"),  # type: ignore[list-item]
         (lambda: lm.load_adapter("nowhere"), "adapter nowhere does not exist; give a folder that PEFT or"),
         (lambda: load_edits("nowhere"), "nowhere does not exist; give the folder of edits"),
-        (lambda: lm.generate_batch(["hi", None], "T1T2"), "question 2 of 2: task T1T2 asks in writing, but"),  # type: ignore[list-item]
-        (lambda: lm.generate_batch([torch.zeros(0)], "A1T2"), "question 1 of 1: the question has no samples"),
-        (lambda: lm.generate_batch(["hi"], "T1T2", overflow="forget"), "overflow has no effect on independent questions"),  # type: ignore[call-arg]
+        (lambda: lm.generate(["hi", None], "T1T2"), "question 2 of 2: task T1T2 asks in writing, but"),  # type: ignore[list-item]
+        (lambda: lm.generate([torch.zeros(0)], "A1T2"), "question 1 of 1: the question has no samples"),
+        (lambda: lm.generate(["hi"], "T1T2", overflow="forget"), "overflow has no effect on independent questions"),  # type: ignore[call-arg]
     ]
     for call, line in calls:
         with pytest.raises(UserError, match=line):
             call()
-    answers = lm.generate_batch((q for q in ("hello", "you")), "T1T2", max_tokens=5)
+    answers = lm.generate(["hello", "you"], "T1T2", max_tokens=5)
     assert [a.tokens for a in answers] == [lm.generate(q, "T1T2", max_tokens=5).tokens for q in ("hello", "you")]
 
 
@@ -181,7 +179,7 @@ def test_an_answer_ends_before_a_stop_string(lm: SpeechLM, task: str) -> None:
             answer.codes, whole.codes[:, :frames]
         )
         assert len(answer.audio) == frames * 4
-    (row,) = lm.generate_batch([question], task, stop=stop, **options)
+    (row,) = lm.generate([question], task, stop=stop, **options)
     assert (row.text, row.tokens, row.ended) == (answer.text, answer.tokens, "stop")
     events = list(lm.stream(question, task, stop=stop, **options))
     assert isinstance(events[-1], Ended) and events[-1].reason == "stop"
@@ -194,15 +192,15 @@ def test_the_next_turn_knows_only_what_came_before_the_stop(lm: SpeechLM) -> Non
     options: dict[str, Any] = {"temperature": 1.0, "top_k": 3, "seed": 5, "max_tokens": 30}
     whole = lm.generate("hello", "T1T2", **options)
     with lm.session(stop=whole.text[8:10], **options) as session:
-        first = session.answer("hello", "T1T2")
+        first = session.ask("hello", "T1T2").answer()
         assert first.ended == "stop" and session.turns[0].text == first.tokens
-        second = session.answer("and?", "T1T2")
+        second = session.ask("and?", "T1T2").answer()
         past = session.turns
     assert lm.tokenizer.decode(past[1].text or ()) == second.text
     with lm.session(stop=whole.text[8:10], **options) as session:
         session._past = [Exchange(past[0], 0)]  # as if nothing had been cut
         session._asked = 1
-        assert session.answer("and?", "T1T2").tokens == second.tokens
+        assert session.ask("and?", "T1T2").answer().tokens == second.tokens
 
 
 def test_an_end_gives_what_a_stop_held_back(lm: SpeechLM) -> None:

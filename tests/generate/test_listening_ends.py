@@ -36,6 +36,7 @@ from tests.generate.listening_toys import (
     sound,
     wait_until_heard,
 )
+from tests.generate.session_toys import answered
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_a_sound_that_is_dropped_leaves_nothing(lm: SpeechLM) -> None:
                     session.ask(listening)
             before = session.turns
             assert len(before) == turn
-            same(heard(lm, session, *QUESTIONS[turn], wait=bool(turn % 3)), other.answer(*QUESTIONS[turn]))
+            same(heard(lm, session, *QUESTIONS[turn], wait=bool(turn % 3)), other.ask(*QUESTIONS[turn]).answer())
             same_cache(lm, session, other)
             same_history(session, other)
     assert not lm.engine._requests.listens.open()
@@ -74,10 +75,10 @@ def test_a_written_question_meanwhile(lm: SpeechLM) -> None:
         listening = session.listen()
         listening.push(QUESTIONS[0][0][:9_000])
         wait_until_heard(lm)
-        same(session.answer("go on", "T1A2"), other.answer("go on", "T1A2"))
+        same(session.ask("go on", "T1A2").answer(), other.ask("go on", "T1A2").answer())
         listening.push(QUESTIONS[0][0][9_000:])
         wait_until_heard(lm)
-        same(session.answer(listening), other.answer(QUESTIONS[0][0]))
+        same(session.ask(listening).answer(), other.ask(QUESTIONS[0][0]).answer())
         same_cache(lm, session, other)
 
 
@@ -90,7 +91,7 @@ def test_a_sound_is_asked_again_and_by_its_own_session(lm: SpeechLM) -> None:
         with pytest.raises(UserError, match="asks in writing"):
             session.ask(listening, "T1A2")
         for task in ("A1A2", "A1T2"):
-            same(session.answer(listening, task), other.answer(sound(0.7), task))
+            same(session.ask(listening, task).answer(), other.ask(sound(0.7), task).answer())
         same_cache(lm, session, other)
         with pytest.raises(UserError, match="this sound was asked"):
             listening.push(sound(0.1))
@@ -105,7 +106,7 @@ def test_a_listening_that_nobody_has_any_more_is_dropped(lm: SpeechLM) -> None:
         wait_until_heard(lm)
         del listening
         assert session._hears is None and not lm.engine._requests.listens.open()
-        same(session.answer(sound(0.5)), other.answer(sound(0.5)))
+        same(session.ask(sound(0.5)).answer(), other.ask(sound(0.5)).answer())
         same_cache(lm, session, other)
 
 
@@ -119,7 +120,7 @@ def test_a_session_that_is_dropped_is_freed(lm: SpeechLM) -> None:
     gc.collect()
     assert gone() is None and not lm.engine._requests.listens.open()
     with lm.session(**TALK) as other:
-        assert other.answer(sound(0.3)).ended in ("end", "length")
+        assert other.ask(sound(0.3)).answer().ended in ("end", "length")
 
 
 # --- streams that stall, and ends -----------------------------------------------------------------------------------------
@@ -143,14 +144,14 @@ def test_a_stream_that_stalls_blocks_nobody(lm: SpeechLM, end: str) -> None:
     assert stalled.wait(20)
     with lm.session(**TALK) as other:
         for question, task in QUESTIONS:
-            assert other.answer(question, task).ended in ("end", "length")
+            assert other.ask(question, task).answer().ended in ("end", "length")
     getattr(session, end)()
     assert not lm.engine._requests.listens.open()
     on.set()
     thread.join(20)
     assert not thread.is_alive() and [event.reason for event in found] == ["cancelled"]
     if end == "cancel":
-        assert not session.turns and session.answer(sound(0.4)).ended in ("end", "length")
+        assert not session.turns and session.ask(sound(0.4)).answer().ended in ("end", "length")
     session.close()
 
 
@@ -161,15 +162,15 @@ def test_a_task_that_is_cancelled_while_sound_comes(lm: SpeechLM) -> None:
 
     async def run() -> None:
         for delay in (0.0, 0.001, 0.05):
-            task = asyncio.create_task(session.answer_async(coming()))
+            task = asyncio.create_task(answered(session, coming()))
             await asyncio.sleep(delay)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        same(await session.answer_async(sound(0.4)), wanted)
+        same(await answered(session, sound(0.4)), wanted)
 
     with lm.session(**TALK) as session:
-        wanted = session.answer(sound(0.4))
+        wanted = session.ask(sound(0.4)).answer()
     with lm.session(**TALK) as session:
         asyncio.run(run())
         assert len(session.turns) == 1 and not lm.engine._requests.listens.open()
@@ -216,7 +217,7 @@ def test_bad_pieces(chunked: bool) -> None:
         assert listening.seconds == pytest.approx(0.3, abs=1e-3)
         whole = torch.cat([torch.tensor([0.1]), sound(0.3)])
         with lm.session(**TALK) as other:
-            same(session.answer(listening), other.answer(whole))
+            same(session.ask(listening).answer(), other.ask(whole).answer())
         empty = session.listen()
         with pytest.raises(UserError, match="without a piece of sound"):
             session.ask(empty)
@@ -246,11 +247,11 @@ def test_iterators_that_fail_are_listened_to_no_more(lm: SpeechLM) -> None:
                 yield "text"
 
             with pytest.raises(UserError, match="piece 2"):
-                await session.answer_async(coming())
+                await answered(session, coming())
 
         asyncio.run(run())
         assert not lm.engine._requests.listens.open() and session._hears is None
-        same(session.answer(sound(0.3)), other.answer(sound(0.3)))
+        same(session.ask(sound(0.3)).answer(), other.ask(sound(0.3)).answer())
     with lm.session(**TALK | {"context": 40}) as session:
         with pytest.raises(UserError, match="history and question take"):
             session.ask(iter(sound(2.0).split(1000)))
@@ -261,14 +262,14 @@ def test_iterators_that_fail_are_listened_to_no_more(lm: SpeechLM) -> None:
             with pytest.raises(UserError, match="history and question take"):
                 session.ask(listening)
         listening.drop()
-        assert session.answer(sound(0.3)).ended in ("end", "length", "cache")
+        assert session.ask(sound(0.3)).answer().ended in ("end", "length", "cache")
 
 
 def test_a_single_sample_and_one_sample_at_a_time(lm: SpeechLM) -> None:
     for question in (sound(1 / 16_000), sound(0.2)):
         with lm.session(**TALK) as session, lm.session(**TALK) as other, warnings.catch_warnings():
             warnings.simplefilter("ignore", SoundWarning)
-            same(session.answer(iter(question.split(1))), other.answer(question))
+            same(session.ask(iter(question.split(1))).answer(), other.ask(question).answer())
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -280,24 +281,24 @@ def test_pieces_of_two_channels_of_any_length(lm: SpeechLM, last: bool) -> None:
             piece = question[:, at : at + size]
             listening.push(piece.T if last else piece)
             at += size
-        same(session.answer(listening), other.answer(question))
+        same(session.ask(listening).answer(), other.ask(question).answer())
 
 
 def test_features_that_are_not_finite_end_one_answer(lm: SpeechLM) -> None:
     weight = lm.model.encoder.whisper.ln_post.weight  # type: ignore[union-attr]
     with lm.session(**TALK) as session, lm.session(**TALK) as other:
-        same(heard(lm, session, *QUESTIONS[0], wait=True), other.answer(*QUESTIONS[0]))
+        same(heard(lm, session, *QUESTIONS[0], wait=True), other.ask(*QUESTIONS[0]).answer())
         with torch.no_grad():
             kept = weight[0].item()
             weight[0] = float("nan")
         listening = session.listen()
         listening.push(sound(1.0))
         wait_until_heard(lm)
-        answer = session.answer(listening)
+        answer = session.ask(listening).answer()
         assert answer.ended == "error" and "not finite" in str(answer.error) and len(session.turns) == 1
         with torch.no_grad():
             weight[0] = kept
-        same(heard(lm, session, *QUESTIONS[3], wait=True), other.answer(*QUESTIONS[3]))
+        same(heard(lm, session, *QUESTIONS[3], wait=True), other.ask(*QUESTIONS[3]).answer())
         same_cache(lm, session, other)
 
 
@@ -309,7 +310,7 @@ def test_a_model_without_a_streaming_encoder_gathers(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Engine, "listen", lambda self, listen: pytest.fail("the engine listens"))
     with lm.session(**TALK) as session, lm.session(**TALK) as other:
         for question, task in QUESTIONS:
-            same(heard(lm, session, question, task, wait=False), other.answer(question, task))
+            same(heard(lm, session, question, task, wait=False), other.ask(question, task).answer())
             same_history(session, other)
     assert told == ["this encoder (whisper) hears whole questions only: what is listened to is encoded when it has ended"]
 
@@ -322,8 +323,8 @@ def test_slots_are_taken_where_they_are_idle_and_nobody_waits(monkeypatch: pytes
     lm._engine = Engine(lm.model, slots=2, context=300)
     options = TALK | {"context": 300}
     with lm.session(**options) as one, lm.session(**options) as two, lm.session(**options) as three:
-        one.answer(sound(0.3))
-        two.answer(sound(0.3, 1))
+        one.ask(sound(0.3)).answer()
+        two.ask(sound(0.3, 1)).answer()
         a, b = one.listen(), two.listen()
         for listening in (a, b):
             listening.push(sound(1.0))
@@ -345,7 +346,7 @@ def test_slots_are_taken_where_they_are_idle_and_nobody_waits(monkeypatch: pytes
             assert time.monotonic() < end
             time.sleep(0.001)
         assert two._seat is not None and two._seat.slot is None
-        answers = [one.answer(a), two.answer(sound(0.4)), three.answer(c)]
+        answers = [one.ask(a).answer(), two.ask(sound(0.4)).answer(), three.ask(c).answer()]
     for questions, found in zip(
         ([sound(0.3), sound(1.0)], [sound(0.3, 1), sound(0.4)], [torch.cat([sound(1.0, 2), sound(0.2, 3)])]),
         answers,
@@ -353,7 +354,7 @@ def test_slots_are_taken_where_they_are_idle_and_nobody_waits(monkeypatch: pytes
     ):
         with lm.session(**options) as alone:
             for question in questions:
-                wanted = alone.answer(question)
+                wanted = alone.ask(question).answer()
             same(found, wanted)
     lm.engine.close()
 
@@ -378,7 +379,7 @@ def test_a_cache_does_not_grow_while_somebody_is_answered(monkeypatch: pytest.Mo
         one.cancel()
         assert isinstance(list(events)[-1], Ended)
         with lm.session(**TALK) as alone:
-            same(two.answer(listening), alone.answer(sound(1.0)))
+            same(two.ask(listening).answer(), alone.ask(sound(1.0)).answer())
 
 
 def test_history_of_a_heard_question_is_saved(lm: SpeechLM, tmp_path: Any) -> None:

@@ -35,14 +35,14 @@ def test_it_is_answered_as_the_whole_chunks_that_came(where: str, left: list[int
             heard = question[: 8_000 * number // CHUNK * CHUNK]
             for task in ("A1T1", "A1A2"):
                 with lm.session(**TALK) as alone:
-                    wanted = alone.answer(heard, task)
+                    wanted = alone.ask(heard, task).answer()
                 events = list(beside.ask(listening.so_far(), task))
                 assert "".join(getattr(event, "text", "") for event in events) == wanted.text
                 beside.withdraw(beside._last)
             if number > 1 and task == "A1A2":
                 assert left[-1] <= 8_000 // CHUNK * 4 + 8  # only what came since, and the columns after it
         assert beside.history == []
-        same(session.answer(listening), other.answer(question))
+        same(session.ask(listening).answer(), other.ask(question).answer())
 
 
 def test_what_cannot_be_asked_so_far() -> None:
@@ -50,21 +50,21 @@ def test_what_cannot_be_asked_so_far() -> None:
     with lm.session(**TALK) as session, lm.session(**TALK) as beside:
         listening = session.listen("A1A2")
         with pytest.raises(UserError, match="nothing of this sound has been heard so far; ask later"):
-            beside.answer(listening.so_far(), "A1T1")
+            beside.ask(listening.so_far(), "A1T1").answer()
         listening.push(sound(0.5))
         wait_until_heard(lm)
         with pytest.raises(UserError, match="asks in writing, but the question is sound"):
-            beside.answer(listening.so_far(), "T1T2")
+            beside.ask(listening.so_far(), "T1T2").answer()
         listening.drop()
         with pytest.raises(UserError, match="this sound was dropped"):
-            beside.answer(listening.so_far(), "A1T1")
+            beside.ask(listening.so_far(), "A1T1").answer()
         assert beside.history == []
     whole = listener(encoder=replace(lm.config.encoder, mode="variable"))  # type: ignore[type-var]
     with whole.session(**TALK) as session, whole.session(**TALK) as beside:
         listening = session.listen()
         listening.push(sound(0.5))
         with pytest.raises(UserError, match="this encoder hears whole questions only"):
-            beside.answer(listening.so_far(), "A1T1")
+            beside.ask(listening.so_far(), "A1T1").answer()
 
 
 def test_the_engine_has_time_to_spare_only_while_nobody_needs_it() -> None:

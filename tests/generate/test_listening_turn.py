@@ -54,7 +54,7 @@ def test_it_says_the_same_as_over_the_whole_sound(lm: SpeechLM, where: str, seco
             listening.push(piece)
         assert_near(told(lm, listening, len(wanted)), wanted, 1e-5)
         assert listening.turn.rate == 50  # type: ignore[union-attr]
-        session.answer(listening)
+        session.ask(listening).answer()
 
 
 @pytest.mark.parametrize("where", ["here", "another process"])
@@ -64,7 +64,7 @@ def test_what_is_peeked_at_is_judged_and_is_no_part_of_the_question(lm: SpeechLM
     if rate == 24_000:
         speech, silence = speech.repeat(2)[:24_000], silence.repeat(2)[:36_000]
     with lm.session(**TALK) as other:
-        wanted = other.answer(speech, sample_rate=rate)
+        wanted = other.ask(speech, sample_rate=rate).answer()
     with (lm if where == "here" else Here(lm)).session(**TALK) as session:
         listening = session.listen(sample_rate=rate, turn=True)
         listening.push(speech)
@@ -74,7 +74,7 @@ def test_what_is_peeked_at_is_judged_and_is_no_part_of_the_question(lm: SpeechLM
         (open_,) = lm.engine._requests.listens.open()
         heard = torch.cat([open_.stream.sound, *open_.stream._peeked])
         assert_near(found, of_the_whole(lm, heard), 1e-5)
-        same(session.answer(listening), wanted)
+        same(session.ask(listening).answer(), wanted)
 
 
 @pytest.mark.parametrize("push", [16_000, 5_000, 24_000])
@@ -82,7 +82,7 @@ def test_peeked_sound_that_is_pushed_is_encoded_once(lm: SpeechLM, push: int, mo
     speech, pause = sound(1.0, 1), sound(1.0, 2)
     more = torch.cat([pause, sound(0.9, 3)])
     with lm.session(**TALK) as other:
-        wanted = other.answer(torch.cat([speech, more]))
+        wanted = other.ask(torch.cat([speech, more])).answer()
     judged = of_the_whole(lm, torch.cat([speech, more]))
     with lm.session(**TALK) as session:
         listening = session.listen(turn=True)
@@ -96,7 +96,7 @@ def test_peeked_sound_that_is_pushed_is_encoded_once(lm: SpeechLM, push: int, mo
             listening.push(part)
         assert_near(told(lm, listening, 144), judged, 1e-5)
         assert sum(encoded) <= 16_000 + 2 * 2560 or push == 5_000  # a part of the peeked chunks is encoded again
-        same(session.answer(listening), wanted)
+        same(session.ask(listening).answer(), wanted)
 
 
 def test_other_sound_than_was_peeked_at(lm: SpeechLM) -> None:
@@ -109,7 +109,7 @@ def test_other_sound_than_was_peeked_at(lm: SpeechLM) -> None:
         listening.push(more)
         whole = torch.cat([speech, more])
         assert_near(told(lm, listening, 96)[:96], of_the_whole(lm, whole)[:96], 1e-5)
-        same(session.answer(listening), other.answer(whole))
+        same(session.ask(listening).answer(), other.ask(whole).answer())
 
 
 def test_what_is_too_long_is_heard_no_further(lm: SpeechLM) -> None:
@@ -122,7 +122,7 @@ def test_what_is_too_long_is_heard_no_further(lm: SpeechLM) -> None:
         for piece in sound(2.0, 2).split(4_000):
             listening.peek(piece)
         told(short, listening, 144)
-        same(session.answer(listening), other.answer(sound(2.0, 1)))
+        same(session.ask(listening).answer(), other.ask(sound(2.0, 1)).answer())
 
 
 def test_without_a_turn_head_nothing_is_peeked_at() -> None:
@@ -132,7 +132,7 @@ def test_without_a_turn_head_nothing_is_peeked_at() -> None:
         assert listening.turn is None
         listening.push(sound(1.0))
         listening.peek(sound(1.0))
-        same(session.answer(listening), other.answer(sound(1.0)))
+        same(session.ask(listening).answer(), other.ask(sound(1.0)).answer())
 
 
 def test_a_frame_speaks_for_its_time_however_late_it_comes() -> None:
@@ -164,6 +164,6 @@ def test_bad_pieces_are_refused_and_nothing_of_them_is_heard(lm: SpeechLM) -> No
         listening.peek([])
         listening.peek(sound(0.5)[:1])
         listening.peek(sound(0.5)[1:])
-        same(session.answer(listening), other.answer(sound(1.0)))
+        same(session.ask(listening).answer(), other.ask(sound(1.0)).answer())
         with pytest.raises(UserError, match="this sound was asked"):
             listening.peek(sound(0.1))

@@ -28,15 +28,15 @@ TALK: dict[str, Any] = {"sampling": TALKATIVE, "seed": 4, "max_seconds": 0.4, "m
 def talk(session: Session, turns: int = 3) -> None:
     """Turns of several kinds, the last interrupted."""
     for turn in range(turns):
-        session.answer(*ASKED[turn])
+        session.ask(*ASKED[turn]).answer()
     session.cancel(played_seconds=0.2, shown_characters=3)
 
 
 def test_a_history_can_be_read(lm: SpeechLM) -> None:
     with lm.session(**TALK) as session:
-        answer = session.answer(tone(0.3))
-        written = session.answer("and then?", "T1T2")
-        spoken = session.answer("say", "T1A1")
+        answer = session.ask(tone(0.3)).answer()
+        written = session.ask("and then?", "T1T2").answer()
+        spoken = session.ask("say", "T1A1").answer()
         said = [(m.role, m.text, m.seconds) for m in session.history]
     assert answer.audio is not None and spoken.audio is not None
     assert said == [
@@ -62,14 +62,14 @@ def test_a_restored_conversation_goes_on_as_the_unbroken_one(chatty: SpeechLM, t
         talk(session)
         histories = again(chatty, session, tmp_path)
         kept = session.turns
-        following = [session.answer(*ASKED[turn]) for turn in (3, 4)]
+        following = [session.ask(*ASKED[turn]).answer() for turn in (3, 4)]
     assert torch.is_tensor(following[1].codes) and following[1].tokens
     for history in histories:
         with chatty.session(history=history, **TALK) as session:
             assert [(t.text, t.cut) for t in session.turns] == [(t.text, t.cut) for t in kept]
             assert all(a.codes is b.codes or torch.equal(a.codes, b.codes) for a, b in zip(session.turns, kept, strict=True))
             for turn, wanted in zip((3, 4), following, strict=True):
-                answer = session.answer(*ASKED[turn])
+                answer = session.ask(*ASKED[turn]).answer()
                 assert answer.tokens == wanted.tokens
                 assert answer.codes is wanted.codes or torch.equal(answer.codes, wanted.codes)
 
@@ -79,12 +79,12 @@ def test_draws_go_on_where_turns_were_forgotten(tmp_path: Path) -> None:
     options = {**TALK, "context": 64, "overflow": "forget"}
     with lm.session(**options) as session:
         for turn in (0, 1, 2, 3, 0):
-            session.answer(*ASKED[turn])
+            session.ask(*ASKED[turn]).answer()
         session.save(tmp_path / "talk")
         assert len(session.turns) < 5
-        wanted = session.answer(*ASKED[4])
+        wanted = session.ask(*ASKED[4]).answer()
     with lm.session(history=tmp_path / "talk", **options) as session:
-        assert session.answer(*ASKED[4]).tokens == wanted.tokens
+        assert session.ask(*ASKED[4]).answer().tokens == wanted.tokens
 
 
 def test_messages_of_chat_templates(lm: SpeechLM, tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_messages_of_chat_templates(lm: SpeechLM, tmp_path: Path) -> None:
         assert said[:4] == [
             ("user", "how are you?", 0.0), ("assistant", "well", 0.0), ("user", None, 0.3), ("assistant", "zero", 0.4)
         ]  # fmt: skip
-        wanted = session.answer("next", "T1T2").tokens
+        wanted = session.ask("next", "T1T2").answer().tokens
     with lm.session(**TALK) as session:  # a spoken question matters
-        assert session.answer("next", "T1T2").tokens != wanted
+        assert session.ask("next", "T1T2").answer().tokens != wanted
 
 
 def test_an_answer_s_sound_has_any_form_of_a_question_s(lm: SpeechLM, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_text_is_no_path_whatever_its_answer_says(lm: SpeechLM, tmp_path: Path
 def test_sound_is_kept_as_it_was_asked(lm: SpeechLM) -> None:
     buffer = tone(0.3)
     with lm.session(**TALK) as session:
-        session.answer(buffer)
+        session.ask(buffer).answer()
         buffer.zero_()
         audio = session.history[0].audio
         assert audio is not None and torch.equal(audio, tone(0.3))
@@ -236,14 +236,14 @@ def test_another_model_s_conversation_is_refused(saved: Path) -> None:
         make_lm(LAYOUTS["sampled"]).session(history=saved)
     lm = make_lm(LAYOUTS["pad"], seed=7)  # other weights of the same layout go on with it
     with lm.session(history=saved, **TALK) as session:
-        assert len(session.turns) == 3 and session.answer("more", "T1T2").tokens
+        assert len(session.turns) == 3 and session.ask("more", "T1T2").answer().tokens
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(
     lm: SpeechLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lm.session(**TALK) as session:
-        session.answer("hi", "T1T2")
+        session.ask("hi", "T1T2").answer()
         place = session.save(tmp_path / "talk")
         before = place.read_bytes()
         with pytest.raises(UserError, match="No such file or directory"):
@@ -253,7 +253,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "fsync", full)
-        session.answer("more", "T1T2")
+        session.ask("more", "T1T2").answer()
         with pytest.raises(UserError, match="No space left on device"):
             session.save(place)
     assert place.read_bytes() == before and list(tmp_path.iterdir()) == [place]
@@ -261,15 +261,15 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
 
 def test_an_answer_under_way_is_not_saved(lm: SpeechLM, tmp_path: Path) -> None:
     with lm.session(**TALK) as session:
-        session.answer("hi", "T1T2")
+        session.ask("hi", "T1T2").answer()
         events = session.ask("more", "T1A2")
         next(events)
         session.save(tmp_path / "talk")
     with lm.session(**TALK) as session:
-        session.answer("hi", "T1T2")
-        wanted = session.answer("more", "T1A2").tokens
+        session.ask("hi", "T1T2").answer()
+        wanted = session.ask("more", "T1A2").answer().tokens
     with lm.session(history=tmp_path / "talk", **TALK) as session:
-        assert len(session.history) == 2 and session.answer("more", "T1A2").tokens == wanted
+        assert len(session.history) == 2 and session.ask("more", "T1A2").answer().tokens == wanted
 
 
 def test_ids_of_another_tokenizer_are_read_by_their_text() -> None:

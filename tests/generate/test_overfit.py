@@ -80,7 +80,7 @@ def test_overfit_then_say_it_back(layout: Layout) -> None:
         with lm.session(context=200) as session:
             for turn in turns:
                 question = next(rest) if turn.features else lm.tokenizer.decode(turn.question)
-                answer = session.answer(question, turn.task)
+                answer = session.ask(question, turn.task).answer()
                 assert answer.ended == "end"
                 assert list(answer.tokens) == list(turn.text or ())
                 assert answer.text == lm.tokenizer.decode(turn.text or ())
@@ -88,7 +88,7 @@ def test_overfit_then_say_it_back(layout: Layout) -> None:
                     assert answer.codes is not None and torch.equal(answer.codes, turn.codes)
                     assert answer.audio is not None and torch.equal(answer.audio, lm.codec.decode(turn.codes))  # type: ignore[union-attr]
             check_cache(lm, session, turns)
-    batch = lm.generate_batch([CLIPS[0], CLIPS[1]], ["A1A2", "A1T1"])
+    batch = lm.generate([CLIPS[0], CLIPS[1]], ["A1A2", "A1T1"])
     assert [a.text for a in batch] == ["yes", "a tone"]
 
 

@@ -112,9 +112,9 @@ def test_the_python_door_takes_them(model: SpeechModel) -> None:
     lm = make_lm(LAYOUTS["pad"])
     wanted = lm.generate(torch.from_numpy(LEVELS / np.float32(32768)), max_seconds=0.4)
     assert lm.generate((16000, LEVELS), max_seconds=0.4).tokens == wanted.tokens
-    assert lm.generate_batch([LEVELS, {"array": LEVELS, "sampling_rate": 16000}], max_seconds=0.4)[1].tokens == wanted.tokens
+    assert lm.generate([LEVELS, {"array": LEVELS, "sampling_rate": 16000}], max_seconds=0.4)[1].tokens == wanted.tokens
     with lm.session(max_seconds=0.4) as session:
-        assert session.answer(LEVELS.tolist()).tokens == wanted.tokens
+        assert session.ask(LEVELS.tolist()).answer().tokens == wanted.tokens
 
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {

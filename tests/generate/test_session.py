@@ -189,7 +189,7 @@ def test_after_a_cut_the_answer_is_that_of_a_conversation_in_which_only_this_was
         interrupted = session.turns[-1]
     with chatty.session(**kwargs) as fresh:
         fresh._past, fresh._asked = [cut], 1
-        fresh.answer(*ASKED[1])
+        fresh.ask(*ASKED[1]).answer()
         assert fresh.turns[-1].text == interrupted.text
         assert torch.equal(fresh.turns[-1].codes, interrupted.codes)  # type: ignore[arg-type]
 

@@ -131,7 +131,7 @@ BAD: list[dict[str, Any]] = [
 @pytest.mark.parametrize("bad", BAD, ids=str)
 def test_a_bad_cancel_is_refused_and_the_answer_goes_on(lm: SpeechLM, bad: dict[str, Any]) -> None:
     with lm.session(max_seconds=0.4, max_tokens=30) as session:
-        whole = session.answer("go on", "T1A2", seed=1)
+        whole = session.ask("go on", "T1A2", seed=1).answer()
         kept = session._past[-1]
         with pytest.raises(UserError, match=[*bad][-1]):
             session.cancel(**bad)
@@ -146,7 +146,7 @@ def test_a_bad_cancel_is_refused_and_the_answer_goes_on(lm: SpeechLM, bad: dict[
 
 def test_more_than_was_played_is_all_of_it(lm: SpeechLM) -> None:
     with lm.session(max_seconds=0.4) as session:
-        whole = session.answer("go on", "T1A2")
+        whole = session.ask("go on", "T1A2").answer()
         session.cancel(played_seconds=1e8, shown_characters=2**62)
         codes = session.turns[-1].codes
         assert whole.codes is not None and codes is not None and codes.shape == whole.codes.shape

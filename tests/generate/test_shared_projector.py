@@ -50,7 +50,7 @@ def test_a_batch_of_tasks_is_its_questions() -> None:
     model = shared_model()
     lm = SpeechLM(model, Tokenizer.bytes(), EchoCodec(model.layout.codebook_sizes))  # type: ignore[arg-type]
     questions = [tone(0.4), tone(0.5), tone(0.6)]
-    whole = lm.generate_batch(questions, list(SPOKEN), max_seconds=1.0)
+    whole = lm.generate(questions, list(SPOKEN), max_seconds=1.0)
     for question, task, answer in zip(questions, SPOKEN, whole, strict=True):
-        alone = lm.generate_batch([question], [task], max_seconds=1.0)[0]
+        alone = lm.generate([question], [task], max_seconds=1.0)[0]
         assert answer.tokens == alone.tokens and answer.text == alone.text

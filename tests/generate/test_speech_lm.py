@@ -51,7 +51,7 @@ def test_a_batch_equals_its_rows(layout: Layout, sampling: Any, shape: dict[str,
     limits: dict[str, Any] = {"sampling": sampling, "max_seconds": 0.6, "max_tokens": 12}
     alone = [lm.generate(q, t, seed=s, **limits) for q, t, s in zip(QUESTIONS, TASKS, seeds, strict=True)]
     for batch_size in (6, 4):
-        together = lm.generate_batch(QUESTIONS, TASKS, seed=seeds, batch_size=batch_size, **limits)
+        together = lm.generate(QUESTIONS, TASKS, seed=seeds, batch_size=batch_size, **limits)
         for mine, theirs in zip(together, alone, strict=True):
             assert (mine.text, mine.tokens, mine.ended, mine.sample_rate) == (
                 theirs.text,
@@ -72,9 +72,9 @@ def test_system_messages_are_of_their_own_rows(layout: Layout) -> None:
     limits: dict[str, Any] = {"max_seconds": 0.6, "max_tokens": 12}
     systems = ["be brief", "", "  ", "be kind", "be brief", "answer in French, and at length"]
     alone = [lm.generate(q, t, system=s, **limits) for q, t, s in zip(QUESTIONS, TASKS, systems, strict=True)]
-    together = lm.generate_batch(QUESTIONS, TASKS, system=systems, **limits)
+    together = lm.generate(QUESTIONS, TASKS, system=systems, **limits)
     assert [(a.text, a.tokens, a.ended) for a in together] == [(a.text, a.tokens, a.ended) for a in alone]
-    plain = lm.generate_batch(QUESTIONS, TASKS, **limits)
+    plain = lm.generate(QUESTIONS, TASKS, **limits)
     same = [
         a.tokens == b.tokens and (a.codes is None or torch.equal(a.codes, b.codes)) for a, b in zip(plain, alone, strict=True)
     ]
@@ -143,7 +143,7 @@ def test_timings_wait_for_the_device(lm: SpeechLM, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("omni.engine.hearing.is_finite", looked_at)
     for module in ("hearing", "entering"):
         monkeypatch.setattr(f"omni.engine.{module}.finish_queued", wait)
-    for answer in (lm.generate(tone(0.3), max_seconds=0.3), *lm.generate_batch([tone(0.3)], max_seconds=0.3)):
+    for answer in (lm.generate(tone(0.3), max_seconds=0.3), *lm.generate([tone(0.3)], max_seconds=0.3)):
         assert (answer.timings.encode, answer.timings.prefill) == (5.0, 10.0)
 
 
@@ -151,7 +151,7 @@ def test_a_question_that_is_too_long_is_named_before_any_is_answered(monkeypatch
     lm = make_lm(LAYOUTS["pad"])
     monkeypatch.setattr("omni.engine.engine.Engine.ask", lambda *_: pytest.fail("a question was answered"))
     with pytest.raises(UserError, match="question 2 of 3 takes 604 positions, but the model's context has 512"):
-        lm.generate_batch(["a", "x" * 601, "b"], "T1T2", batch_size=1)
+        lm.generate(["a", "x" * 601, "b"], "T1T2", batch_size=1)
 
 
 def test_a_written_question_is_not_taken_for_a_file() -> None:
@@ -204,18 +204,18 @@ def test_caches_are_used_again(lm: SpeechLM) -> None:
     assert lm.engine.runner is runner and len(runner.rows) == 1 and first.tokens == again.tokens != other.tokens
     with lm.session() as one, lm.session() as two, lm.session(context=100) as three:
         for session in (one, two, three):
-            assert session.answer("one question", "T1A2").tokens[: len(first.tokens)] == first.tokens
+            assert session.ask("one question", "T1A2").answer().tokens[: len(first.tokens)] == first.tokens
         assert len(lm.engine.runner.rows) == 4 and {one._seat.slot, two._seat.slot, three._seat.slot} == {0, 1, 2}
 
 
 def test_an_empty_batch_and_no_codec(layout: Layout) -> None:
     lm = make_lm(layout)
-    assert lm.generate_batch([]) == []
+    assert lm.generate([]) == []
     silent = SpeechLM(lm.model, lm.tokenizer)
     answer = silent.generate("hello", "T1A2", max_tokens=8)
     assert answer.audio is None and answer.sample_rate == 0 and answer.codes is not None
     assert torch.equal(answer.codes, lm.generate("hello", "T1A2", max_seconds=8 / 25).codes)
-    quiet = lm.generate_batch(["hello"], "T1A2", sound=False, max_seconds=0.3)
+    quiet = lm.generate(["hello"], "T1A2", sound=False, max_seconds=0.3)
     assert quiet[0].audio is None and quiet[0].codes is not None
 
 
@@ -247,7 +247,7 @@ def bad_questions() -> dict[str, tuple[dict[str, Any], str]]:
         "nan": ({"question": torch.full((1000,), torch.nan)}, "not finite"),
         "rate": ({"question": tone(0.3), "sample_rate": 0}, "sample rate is 0"),
         "no file": ({"question": "nowhere.wav"}, "nowhere.wav"),
-        "a number": ({"question": 5}, "a int; give a tensor"),
+        "nothing": ({"question": None}, "a NoneType; give a tensor"),
         "sound for text": ({"question": tone(0.3), "task": "T1A2"}, "asks in writing"),
         "no text": ({"question": "", "task": "T1T2"}, "text is empty"),
         "task": ({"question": "hi", "task": "T1A3"}, "'T1A3' is unknown; did you mean"),
@@ -262,7 +262,7 @@ def bad_questions() -> dict[str, tuple[dict[str, Any], str]]:
 def test_mistakes_are_refused_at_once_with_a_line(name: str) -> None:
     lm = make_lm(LAYOUTS["pad"])
     arguments, line = bad_questions()[name]
-    for call in (lm.generate, lm.stream, lambda question, **kw: lm.generate_batch([question], **kw)):
+    for call in (lm.generate, lm.stream, lambda question, **kw: lm.generate([question], **kw)):
         with pytest.raises(UserError, match=line) as caught:
             call(**arguments)  # type: ignore[operator]
         assert "\n" not in str(caught.value)
@@ -276,17 +276,17 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UserError, match=r"tokenizer.*\b256\b.*\b100\b"):
         SpeechLM(small, lm.tokenizer)
     with pytest.raises(UserError, match="3 tasks for 2 questions"):
-        lm.generate_batch(["a", "b"], ["T1T2"] * 3)
+        lm.generate(["a", "b"], ["T1T2"] * 3)
     with pytest.raises(UserError, match="1 seeds for 2 questions"):
-        lm.generate_batch(["a", "b"], "T1T2", seed=[1])
+        lm.generate(["a", "b"], "T1T2", seed=[1])
     with pytest.raises(UserError, match="batch_size is 0"):
-        lm.generate_batch(["a"], "T1T2", batch_size=0)
+        lm.generate(["a"], "T1T2", batch_size=0)
     with pytest.raises(UserError, match="context is 0"):
         lm.session(context=0)
     with pytest.raises(UserError, match="overflow 'drop' is unknown"):
         lm.session(overflow="drop")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="takes 604 positions, but the model's context has 512"):
-        lm.generate_batch(["x" * 601], "T1T2")
+        lm.generate(["x" * 601], "T1T2")
 
 
 # --- what is printed, saved and told ------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def test_an_answer_that_cannot_be_saved_says_why(tmp_path: Path, monkeypatch: py
 def test_what_is_printed_fits_a_line() -> None:
     lm = make_lm(LAYOUTS["pad"])
     with lm.session(max_seconds=0.5, top_k=3) as session:
-        answer = session.answer(tone(0.3))
+        answer = session.ask(tone(0.3)).answer()
         chunks = [event for event in session.ask(tone(0.2)) if isinstance(event, AudioChunk)]
         things = [lm, session, answer, chunks[0], session.options, dataclasses.replace(answer, text="\0" * 900)]
         assert repr(session).startswith("Session(2 turns, ") and " of 512 positions" in repr(session)
@@ -363,7 +363,7 @@ def test_in_int8_a_batch_equals_its_rows(silent_folder: Path) -> None:
     lm = SpeechLM.from_pretrained(silent_folder, quantize="int8")
     assert all(isinstance(part, Int8Linear) for part in lm.model.modules() if isinstance(part, torch.nn.Linear))
     questions = ["one", "two and three", "four"]
-    together = lm.generate_batch(questions, ["T1T2"] * 3, max_tokens=20)
+    together = lm.generate(questions, ["T1T2"] * 3, max_tokens=20)
     alone = [lm.generate(question, "T1T2", max_tokens=20) for question in questions]
     assert [a.text for a in together] == [a.text for a in alone] and any(a.text for a in alone)
 
@@ -397,7 +397,7 @@ def test_what_the_library_does_is_logged_and_not_printed(
     logger.setLevel("DEBUG")
     try:
         with SpeechLM.from_pretrained(silent_folder).session() as session:
-            session.answer("hi", "T1T2", seed=1)
+            session.ask("hi", "T1T2", seed=1).answer()
     finally:
         logger.removeHandler(handler)
         logger.setLevel("NOTSET")

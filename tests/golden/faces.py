@@ -75,8 +75,8 @@ def answers(adapter: str | None = None, edits: str | None = None) -> dict[str, A
         "sound": lm.generate(SPOKEN, "A1A2", sample_rate=16000, **QUICK, **more),
     }
     with lm.session(**QUICK, **more) as session:
-        session.answer(SPOKEN, "A1A2", sample_rate=16000)
-        found["second turn"] = session.answer("and twice that", "T1A2")
+        session.ask(SPOKEN, "A1A2", sample_rate=16000).answer()
+        found["second turn"] = session.ask("and twice that", "T1A2").answer()
         session.save("conversation.safetensors")
     return {
         name: {"text": in_a_line(a.tokens), "codes": [in_a_line(stream) for stream in a.codes.tolist()], "ended": a.ended}

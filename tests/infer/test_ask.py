@@ -156,7 +156,7 @@ def test_chat_turns_share_a_session_and_other_questions_do_not(spoken, run, lm, 
     assert said() == alone
     assert run(*words, "--chat").code == 0
     with lm.session(**options) as session:
-        together = [pcm16(session.answer(q, task).audio) for q in questions]
+        together = [pcm16(session.ask(q, task).answer().audio) for q in questions]
     assert said() == together and together[0] == alone[0] and together[1] != alone[1]
 
 
@@ -181,7 +181,7 @@ def test_a_chat_takes_sound_and_text_in_the_order_of_the_command_line(name, run,
     with lm.session(max_seconds=0.4, max_tokens=5) as session:
         for number, turn in enumerate(turns, 1):
             question = turn["question"] if turn["task"][0] == "T" else tmp_path / turn["question"]
-            answer = session.answer(question, turn["task"])
+            answer = session.ask(question, turn["task"]).answer()
             assert turn["text"] == answer.text
             if answer.audio is None:
                 assert turn["audio"] is None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,7 +101,7 @@ class EditObjective:
             answered.append(replace(row, turns=(turn,), task=task))
         return answered
 
-    def answers(self, rows: Sequence[Row], tasks: Sequence[str], **options: object) -> list[Answer]:
+    def answers(self, rows: Sequence[Row], tasks: Sequence[str], **options: Any) -> list[Answer]:
         """The model's greedy answers."""
         questions: list[str | Tensor] = []
         for row, task in zip(rows, tasks, strict=True):
@@ -109,7 +110,7 @@ class EditObjective:
             if spoken and turn.question_audio is None:
                 raise UserError(f"{row.where}: it has no question_audio, which task {task} asks with")
             questions.append(turn.question_audio.load(SAMPLE_RATE) if spoken and turn.question_audio else turn.question_text)
-        return self.lm.generate_batch(questions, tasks, **{"max_seconds": 10.0, "sound": False, **options})  # type: ignore[arg-type]
+        return self.lm.generate(questions, tasks, **{"max_seconds": 10.0, "sound": False, **options})
 
     # --- losses -------------------------------------------------------------------------------------------------------
 

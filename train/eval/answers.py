@@ -123,7 +123,7 @@ def ask(lm: SpeechLM, asked: Sequence[EvalQuestion], config: EvalConfig, sound: 
     """Answers questions in batches; each is sampled with its own seed."""
     if not asked:
         return []
-    return lm.generate_batch(
+    return lm.generate(
         [one.item.question for one in asked],
         [one.item.task for one in asked],
         sampling=config.sampling,

@@ -139,7 +139,7 @@ def evaluate(
         max_seconds: longest spoken answer.
         sound: also decode the answers' sound (`Judged.answer.audio`).
     """
-    answers = lm.generate_batch(
+    answers = lm.generate(
         [item.question for item in items],
         [item.task for item in items],
         max_seconds=max_seconds,

@@ -74,13 +74,14 @@ def _converse(lm: SpeechLM, row: Row, task: Task, config: EvalConfig, seed: int)
         system=row.system,
         max_seconds=config.max_seconds,
         max_tokens=config.max_tokens,
+        pace="whole",
     ) as session:
         for number, turn in enumerate(row.turns):
             lacking = turn.lacks(task)
             if lacking is not None and not lacking.startswith("answer_codes"):
                 raise UserError(f"turn {number} has no {lacking}, which {task.name} needs")
             spoken = turn.question_audio if task.question == "audio" else None
-            answer = session.answer(turn.question_text if spoken is None else spoken.load(SAMPLE_RATE), task)
+            answer = session.ask(turn.question_text if spoken is None else spoken.load(SAMPLE_RATE), task).answer()
             wanted = turn.written(task)
             texts = {"question": turn.question_text, "reference": wanted, "response": answer.text}
             out.append({**texts, "right": same(answer.text) == same(wanted)})

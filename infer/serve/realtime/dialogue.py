@@ -19,7 +19,7 @@ from infer.serve.realtime.configuration import PCM_RATE
 from infer.serve.realtime.items import ContentPart, ConversationItem
 from omni.engine.wire import EngineLost
 from omni.errors import UserError
-from omni.generate.asynchronous import AsyncAnswer
+from omni.generate.answer_stream import AnswerStream
 from omni.generate.messages import Message
 
 BAD_MESSAGE = re.compile(r"history: message (\d+)\b")
@@ -121,7 +121,7 @@ class Dialogue:
         answer: ConversationItem,
         task: str,
         options: dict[str, Any],
-    ) -> AsyncAnswer:
+    ) -> AnswerStream:
         """Ask a question after the turns before it; its events are those of the result.
 
         Args:
@@ -140,7 +140,7 @@ class Dialogue:
                 turn, part.turn = part.turn, None
                 heard = None if turn is None else turn.heard(session, part.sound)
                 given = part.sound if heard is None else heard
-            return session.ask_async(given, task, sample_rate=PCM_RATE)
+            return session.ask(given, task, sample_rate=PCM_RATE)
 
     async def listen(self, before: Sequence[DialogueTurn], task: str, options: dict[str, Any], semantic: bool) -> Any:
         """Listen to a question after the turns before it, while it comes, and to where it ends (`semantic`); arguments and
@@ -188,7 +188,7 @@ class Dialogue:
         found: int = await asyncio.to_thread(lambda: self._session.place) if self._session is not None else 0
         return found
 
-    def columns(self, events: AsyncAnswer) -> int:
+    def columns(self, events: AnswerStream) -> int:
         """Positions that the question of these events takes in the model's context: features of sound, or ids of text."""
         running: Any = events.running
         if running is None:
@@ -196,14 +196,14 @@ class Dialogue:
         turn = running.asked.turn if hasattr(running, "asked") else running.exchange.turn
         return int(turn.features or len(turn.question))
 
-    async def settled(self, events: AsyncAnswer) -> Message | None:
+    async def settled(self, events: AnswerStream) -> Message | None:
         """The answer of these events as the history has it; they have ended."""
         if self._session is None or events.running is None:
             return None
         found: Message | None = await asyncio.to_thread(lambda: self._session.last_answer)
         return found
 
-    async def interrupt(self, events: AsyncAnswer, heard: float | None) -> None:
+    async def interrupt(self, events: AnswerStream, heard: float | None) -> None:
         """Stop an answer, and cut it in the history to the seconds that were heard (None for what was handed over)."""
         if events.running is None:
             await events.aclose()

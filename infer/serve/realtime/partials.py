@@ -101,7 +101,7 @@ class PartialTranscripts:
     async def _text(self, session: Any, question: Any, most: int) -> str:
         """What the model understands, none of more than that many characters; the session forgets it."""
         text = ""
-        async with session.ask_async(question, "A1T1", sample_rate=PCM_RATE) as events:
+        async with session.ask(question, "A1T1", sample_rate=PCM_RATE) as events:
             async for event in events:
                 if isinstance(event, TextDelta):
                     text += event.text

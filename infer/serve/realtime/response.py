@@ -26,7 +26,7 @@ from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
 from infer.serve.settings import ServerLimits, limited
 from infer.serve.sound import encode
 from omni.errors import UserError
-from omni.generate.asynchronous import AsyncAnswer
+from omni.generate.answer_stream import AnswerStream
 from omni.generate.results import AudioChunk, Ended, TextDelta
 
 Why = Literal["turn_detected", "client_cancelled"]
@@ -85,7 +85,7 @@ class Response:
         self.outlet: Outlet = owner.transport.outlet(form.samples_per_second, self._emit_sound)
         self.outlet.tell = self._tell_playback
         self._pacer = Pacer(self.outlet, self._emit_text, owner.settings.lead)
-        self._events: AsyncAnswer | None = None
+        self._events: AnswerStream | None = None
         self._why: Why | None = None
         self._heard: float | None = None
         self._cut = asyncio.Event()  # the history was cut to that
@@ -149,7 +149,7 @@ class Response:
             pacing.cancel()
         return ended
 
-    async def _pass_on(self, events: AsyncAnswer) -> Ended:
+    async def _pass_on(self, events: AnswerStream) -> Ended:
         """Give the engine's events to the pacer, as they come."""
         rate = Resampler(self._dialogue.sample_rate, self.outlet.rate) if self.speaks else None
         async for event in events:

@@ -58,7 +58,7 @@ class Transcripts:
         text = ""
         session = await opened(engine, max_tokens=MOST)
         try:
-            async with session.ask_async(sound, "A1T1", sample_rate=PCM_RATE) as events:
+            async with session.ask(sound, "A1T1", sample_rate=PCM_RATE) as events:
                 async for event in events:
                     if isinstance(event, TextDelta):
                         text += event.text

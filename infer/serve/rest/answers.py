@@ -15,14 +15,14 @@ from omni.generate.results import Event as Output
 from omni.tasks import Turn
 
 if TYPE_CHECKING:
-    from omni.generate.asynchronous import AsyncAnswer
+    from omni.generate.answer_stream import AnswerStream
     from omni.generate.messages import Message
 
 KEPT, KEPT_SECONDS = 1000, 3600
 """Number of spoken answers that can be referred to by their ids, and for how long."""
 
 
-async def begun(answer: AsyncAnswer) -> AsyncIterator[Output]:
+async def begun(answer: AnswerStream) -> AsyncIterator[Output]:
     """The events of an answer whose first one has come, so that what is wrong with the question is raised here.
 
     Raises:
@@ -56,7 +56,7 @@ class Whole:
     ended: Ended
 
 
-async def whole(answer: AsyncAnswer) -> Whole:
+async def whole(answer: AnswerStream) -> Whole:
     """Wait for all of an answer; raises as `begun` does."""
     text, chunks = [], []
     async for event in await begun(answer):

@@ -29,7 +29,7 @@ from infer.serve.rest.errors import AGAIN, Failure, failure_of
 from infer.serve.rest.values import kind_of
 from omni.engine.client import Pace
 from omni.errors import UserError
-from omni.generate.asynchronous import AsyncAnswer
+from omni.generate.answer_stream import AnswerStream
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -206,7 +206,7 @@ class Job:
 
     # --- its answer ---------------------------------------------------------------------------------------------------
 
-    async def ask(self, question: str | Tensor, task: str, pace: Pace, **options: Any) -> AsyncAnswer:
+    async def ask(self, question: str | Tensor, task: str, pace: Pace, **options: Any) -> AnswerStream:
         """Ask a text, or samples [S] at 16 kHz, in a session of its own, which ends with this request.
 
         Args:
@@ -217,7 +217,7 @@ class Job:
         """
         engine = self.server.host.engine
         self.session = await asyncio.to_thread(lambda: engine.session(pace=pace, **options))
-        answer: AsyncAnswer = self.session.ask_async(question, task)
+        answer: AnswerStream = self.session.ask(question, task)
         return answer
 
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:

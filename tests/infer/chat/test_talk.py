@@ -75,7 +75,7 @@ def test_questions_are_asked_bit_for_bit_and_answers_played_whole(talk: Talks, l
     assert abs(first / RATE - 0.4) < 0.05 and abs(len(talked.asked[0]) / RATE - 0.8) < 0.07
     assert second > first + len(talked.asked[0]) and abs(len(talked.asked[1]) / RATE - 0.6) < 0.07
     with lm.session(max_seconds=0.8) as session:
-        answers = [session.answer(asked, sample_rate=RATE) for asked in talked.asked]
+        answers = [session.ask(asked, sample_rate=RATE).answer() for asked in talked.asked]
         turns = session.turns
     for number, (answer, heard) in enumerate(zip(answers, talked.sound.silenced, strict=False), 1):
         wanted = np.frombuffer(pcm16(answer.audio), np.int16)

@@ -85,7 +85,7 @@ def test_the_cache_is_that_of_a_conversation_in_which_only_what_was_heard_was_sa
         question = next(iter(client.session.items)).content[0].sound
         history = [{"role": "user", "content": {"array": question, "sampling_rate": 24_000}}, first]
         with lm.session(history=history, max_seconds=1.0, max_tokens=12, overflow="forget") as other:
-            answer = other.answer((np.round(np.clip(noise(0.5, 2), -1, 1) * 32767)).astype(np.int16), sample_rate=24_000)
+            answer = other.ask((np.round(np.clip(noise(0.5, 2), -1, 1) * 32767)).astype(np.int16), sample_rate=24_000).answer()
             assert answer.text == done["output"][0]["content"][0]["transcript"]
             assert np.array_equal(answer.codes.numpy(), codes_of(client)[1])
             wanted = [(*key[:-2], key[-1]) for key in other._seat.held.keys]
@@ -141,7 +141,7 @@ def test_an_older_answer_is_cut_and_the_next_one_knows_it(talk: Any, lm: Any) ->
         history = [message for turn in before[:-1] for message in turn.messages()]
         assert history[1].codes.shape[1] == 5 and history[1].cut
         with lm.session(history=history, max_seconds=1.0, max_tokens=12) as other:
-            assert np.array_equal(other.answer("three", "T1A2").codes.numpy(), codes_of(client)[2])
+            assert np.array_equal(other.ask("three", "T1A2").answer().codes.numpy(), codes_of(client)[2])
 
     talk(body)
 
@@ -154,7 +154,7 @@ def test_a_question_without_an_answer_is_a_turn_of_which_nothing_was_heard(talk:
         before, _ = turns_of(client.session.items)
         history = before[0].messages()
         with lm.session(history=history, max_seconds=1.0, max_tokens=12) as other:
-            assert np.array_equal(other.answer("two", "T1A2").codes.numpy(), codes_of(client)[0])
+            assert np.array_equal(other.ask("two", "T1A2").answer().codes.numpy(), codes_of(client)[0])
 
     talk(body)
 

@@ -144,7 +144,7 @@ def test_written_turns_before_the_question(app: FastAPI, lm: SpeechLM) -> None:
     first, second = wav(seed=1), "and then"
     history: Any = [{"role": "user", "content": first}, text_of("an answer", "assistant")]
     with lm.session(history=history, **OPTIONS) as session:
-        wanted = session.answer(second, "T1T2")
+        wanted = session.ask(second, "T1T2").answer()
     messages = [
         text_of("a greeting, which answers nothing", "assistant"),
         sound_of(first),
@@ -166,7 +166,7 @@ def test_questions_without_answers(app: FastAPI, lm: SpeechLM) -> None:
     cut = [Message("assistant", "", cut=True, task="T1A2"), Message("assistant", "", cut=True, task="A1A2")]
     history: Any = [text_of("one\ntwo"), cut[0], {"role": "user", "content": sound}, cut[1]]
     with lm.session(history=history, **OPTIONS) as session:
-        wanted = session.answer("three", "T1A2")
+        wanted = session.ask("three", "T1A2").answer()
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}, *sound_of(sound)["content"]]
     found = complete(app, [{"role": "user", "content": parts}, text_of("three")], **SPEAK)
     assert found.choices[0].message.audio.transcript == wanted.text
@@ -174,7 +174,7 @@ def test_questions_without_answers(app: FastAPI, lm: SpeechLM) -> None:
 
 def test_an_answer_by_its_id(app: FastAPI, lm: SpeechLM) -> None:
     with lm.session(**OPTIONS) as session:
-        first, second = session.answer(wav(), "A1A2"), session.answer("again", "T1A2")
+        first, second = session.ask(wav(), "A1A2").answer(), session.ask("again", "T1A2").answer()
     found = complete(app, [sound_of(wav())], **SPEAK).choices[0].message
     assert found.audio.transcript == first.text
     messages = [sound_of(wav()), {"role": "assistant", "audio": {"id": found.audio.id}}, text_of("again")]

@@ -31,7 +31,7 @@ class FakeLM:
     def __init__(self, answers: Sequence[Answer]) -> None:
         self.answers, self.asked = list(answers), []
 
-    def generate_batch(self, questions: Sequence[Any], tasks: Sequence[str], **options: Any) -> list[Answer]:
+    def generate(self, questions: Sequence[Any], tasks: Sequence[str], **options: Any) -> list[Answer]:
         self.asked = [(tasks[i], questions[i]) for i in range(len(questions))]
         self.options = options
         return self.answers

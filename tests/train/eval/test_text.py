@@ -103,7 +103,7 @@ def test_plain_perplexity_of_a_language_model_is_that_of_transformers(family: st
 
 def test_rows_are_scored_in_order_and_exact_match_is_by_the_greedy_answer(tmp_path: Path) -> None:
     lm = random_lm(1)
-    said = lm.generate_batch([q for q, _ in TEXTS], "T1T2", max_tokens=8)
+    said = lm.generate([q for q, _ in TEXTS], "T1T2", max_tokens=8)
     assert said[1].text.strip()
     questions = listed([(TEXTS[0]), (TEXTS[1][0], said[1].text), TEXTS[2]])
     score_texts(lm, questions, EvalConfig(batch=2, max_tokens=8), tmp_path / "text.jsonl", "off")

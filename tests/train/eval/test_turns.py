@@ -25,7 +25,7 @@ def test_turns_are_those_of_a_session(tmp_path: Path, capsys: pytest.CaptureFixt
     model = save_model(tmp_path / "model")
     said = []
     with SpeechLM.from_pretrained(model).session(max_tokens=10) as session:
-        said = [session.answer(torch.from_numpy(noise(number)), "A1T2").text for number in (1, 2, 3)]
+        said = [session.ask(torch.from_numpy(noise(number)), "A1T2").answer().text for number in (1, 2, 3)]
     rows = [
         Row((asked(1, said[0]), asked(2, said[1]), asked(3, "wrong")), id="a", source="dialogues/sums"),
         Row((asked(1, said[0]),), id="b", source="dialogues/talk"),

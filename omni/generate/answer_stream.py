@@ -1,19 +1,19 @@
-"""Answers for a loop of asyncio: events come by `call_soon_threadsafe`, and nothing here holds the loop."""
+"""The events of one answer, for a plain loop or one of asyncio: there events come by `call_soon_threadsafe`, and nothing here
+holds the loop."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable, Callable, Generator, Iterator
 from typing import Any
 
-from omni.engine.client import Pace
 from omni.errors import UserError
 from omni.generate.incoming import Withdrawn, is_coming
 from omni.generate.listener import AnswerReader, Listened
 from omni.generate.listening import Listening
-from omni.generate.results import Ended, Event, Timings
+from omni.generate.results import Answer, Ended, Event, Timings
 from omni.tasks import Task, find_task
 
 TASK = -1
@@ -23,41 +23,77 @@ _TURNS = 3
 """Turns of the loop in which a task that was cancelled may let go of the answer before it counts as another's."""
 
 
-class AsyncAnswer:
-    """The events of one answer, for one task at a time; `Session.ask_async` makes it.
+class AnswerStream:
+    """The events of one answer, as a plain iterator or (in one task at a time) an asynchronous one; or all of it, by `answer`.
+    `Session.ask` makes it.
 
-    The answer is cancelled when the task that took its last event is cancelled, when the object is closed (`aclose`, or the end
-    of `async with`) or is dropped by leaving the loop, and when its loop is closed: at once, without waiting, and what was
-    taken is in the history.
+    Outside of a loop of asyncio the question is asked at once. In one it is read in a thread when the first event is awaited.
+    The answer is cancelled when the stream is closed or dropped by leaving the loop. An asynchronous one is cancelled too when
+    the task that took its last event is cancelled, and when its loop is closed: at once, without waiting. What was taken is in
+    the history.
 
     Args:
         session: an `omni.generate.conversation.Conversation`.
-        question: as for `Session.ask`, or an asynchronous iterator of pieces.
+        question: as for `Session.ask`.
 
     Attributes:
         running: the answer, None before its question was read.
+
+    Raises:
+        UserError: see `Session.ask`; in a loop of asyncio it is raised where the first event is taken.
     """
 
-    def __init__(
-        self,
-        session: Any,
-        question: Any,
-        task: Task | str,
-        sample_rate: int,
-        seed: int | None,
-        pace: Pace | None = None,
-    ) -> None:
+    def __init__(self, session: Any, question: Any, task: Task | str, sample_rate: int, seed: int | None) -> None:
         self._session, self._question, self._task = session, question, task
-        self._rate, self._seed, self._pace = sample_rate, seed, pace
+        self._rate, self._seed = sample_rate, seed
         self.running: Listened | None = None
+        self._plain: Iterator[Event] | None = None
         self._listener: AnswerReader | None = None
         self._incoming: Listening | None = None
         self._bell: _Bell | None = None
-        self._over = self._gone = self._busy = False
+        self._over = self._gone = self._busy = self._awaited = False
         self._guard = threading.RLock()  # between the loop and the thread that reads the question; never held while one waits
         self._reader: asyncio.Task[Any] | None = None
+        if not _in_loop():
+            self._plain = self._ask()
 
-    def __aiter__(self) -> AsyncAnswer:
+    # --- a plain iterator ---------------------------------------------------------------------------------------------
+
+    def _ask(self) -> Iterator[Event]:
+        """Read the question and give it to the engine."""
+        try:
+            self.running = self._session.read(self._question, self._task, self._rate, self._seed)
+        except Withdrawn:
+            return iter([Ended("cancelled", Timings())])
+        self._session.begin(self.running)
+        events: Iterator[Event] = self._session.events_of(self.running)
+        return events
+
+    def __iter__(self) -> AnswerStream:
+        return self
+
+    def __next__(self) -> Event:
+        if self._plain is None:
+            if self._over:
+                raise StopIteration
+            self._plain = self._ask()
+        return next(self._plain)
+
+    def close(self) -> None:
+        """Cancel what is left of the answer."""
+        if isinstance(self._plain, Generator):
+            self._plain.close()
+        self._end()
+
+    def answer(self) -> Answer:
+        """Wait for the whole answer, of which no event was taken; `Answer.error` says so where it broke."""
+        events = list(self)
+        whole: Answer = self._session.whole(events, self.running)
+        return whole
+
+    # --- an asynchronous one ------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> AnswerStream:
         return self
 
     async def __anext__(self) -> Event:
@@ -65,7 +101,7 @@ class AsyncAnswer:
             raise StopAsyncIteration
         if self._busy:
             raise UserError("another task waits for the next event of this answer; one takes them at a time")
-        self._busy = True
+        self._busy = self._awaited = True
         try:
             self._watch()
             if self._listener is None:
@@ -88,14 +124,14 @@ class AsyncAnswer:
         """Cancel what is left of the answer."""
         self._end()
 
-    async def __aenter__(self) -> AsyncAnswer:
+    async def __aenter__(self) -> AnswerStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._end()
 
     def __del__(self) -> None:
-        if not self._over:
+        if self._awaited and not self._over:
             self._end()
 
     # --- the question -------------------------------------------------------------------------------------------------
@@ -107,12 +143,20 @@ class AsyncAnswer:
             if last is not None and last.reader == TASK:  # of a task that was perhaps cancelled just now
                 await asyncio.sleep(0)
         self._bell = _Bell(asyncio.get_running_loop())
+        if self.running is not None:  # asked before the loop ran
+            self._attend(self.running)
+            return
         if is_coming(self._question) and find_task(self._task).question != "text":
             await self._take()
         running = await asyncio.to_thread(self._read)
+        self._attend(running)
+        await self._session.aside(self._session.begin, running)
+
+    def _attend(self, running: Listened) -> None:
+        """Have its events wake the task that waits for them."""
+        assert self._bell is not None
         running.wake = self._bell.of(running, self._session.let_go)
         self._listener = self._session.listener(running)
-        await self._session.aside(self._session.begin, running)
 
     async def _take(self) -> None:
         """Listen to a question whose sound is still coming: an asynchronous iterator here, another in a thread."""
@@ -141,8 +185,8 @@ class AsyncAnswer:
         self._session.end_reading(listening)
 
     def _read(self) -> Listened:
-        running = self._session.read(
-            self._question, self._task, self._rate, self._seed, lambda: self._gone, self._pace
+        running: Listened = self._session.read(
+            self._question, self._task, self._rate, self._seed, lambda: self._gone
         )  # in a thread, which goes on where the task is cancelled meanwhile
         with self._guard:
             self.running = running
@@ -184,13 +228,21 @@ class AsyncAnswer:
             self._session.let_go(running)
 
 
-def _canceller(answer: weakref.ref[AsyncAnswer]) -> Callable[[asyncio.Task[Any]], None]:
+def _canceller(answer: weakref.ref[AnswerStream]) -> Callable[[asyncio.Task[Any]], None]:
     def done(task: asyncio.Task[Any]) -> None:
         found = answer()
         if found is not None and task.cancelled() and found._reader is task and not found._over:
             found._end()
 
     return done
+
+
+def _in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 class _Bell:

@@ -1,9 +1,10 @@
-"""Answers in loops of asyncio: what is cancelled, what stays in the history, and that the loop is never held."""
+"""Streams of answers, plain and in loops of asyncio: what is cancelled, what stays, and that nobody holds another."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from omni.errors import UserError
+from omni.generate.answer_stream import AnswerStream
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.runner import Runner
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import LAYOUTS, make_lm
-from tests.generate.session_toys import ASKED, CLIPS, TALKATIVE
+from tests.generate.session_toys import ASKED, CLIPS, TALKATIVE, answered
 
 
 @pytest.fixture
@@ -45,8 +47,8 @@ def test_sessions_of_one_loop_are_answered_as_those_of_threads(lm: SpeechLM) -> 
 
     async def one(seed: int) -> list[Any]:
         async with lm.session(seed=seed, **options) as session:
-            first = [e async for e in session.ask_async(*ASKED[seed % 5])]
-            answer = await session.answer_async(*ASKED[1])
+            first = [e async for e in session.ask(*ASKED[seed % 5])]
+            answer = await answered(session, *ASKED[1])
             return [said(first), answer.text, answer.codes.tolist(), len(session.turns)]  # type: ignore[union-attr]
 
     async def all_of_them() -> list[Any]:
@@ -56,7 +58,7 @@ def test_sessions_of_one_loop_are_answered_as_those_of_threads(lm: SpeechLM) -> 
     for seed, found in enumerate(together):
         with lm.session(seed=seed, **options) as session:
             first = list(session.ask(*ASKED[seed % 5]))
-            answer = session.answer(*ASKED[1])
+            answer = session.ask(*ASKED[1]).answer()
             assert found == [said(first), answer.text, answer.codes.tolist(), 2]  # type: ignore[union-attr]
 
 
@@ -70,7 +72,7 @@ def by_cancelling_the_task(session: Session) -> list[Any]:
 
         async def listen() -> None:
             count = 0
-            async for _ in session.ask_async("go on", "T1A2"):
+            async for _ in session.ask("go on", "T1A2"):
                 count += 1
                 if count == 4:
                     taken.set()
@@ -80,7 +82,7 @@ def by_cancelling_the_task(session: Session) -> list[Any]:
         await taken.wait()
         task.cancel()
         start = time.perf_counter()
-        again = [event async for event in session.ask_async("and then", "T1T2")]  # at once, as one who interrupts
+        again = [event async for event in session.ask("and then", "T1T2")]  # at once, as one who interrupts
         assert time.perf_counter() - start < 20 and isinstance(again[-1], Ended)
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -92,13 +94,13 @@ def by_cancelling_the_task(session: Session) -> list[Any]:
 def by_leaving_the_loop(session: Session) -> list[Any]:
     async def run() -> None:
         count = 0
-        async for _ in session.ask_async("go on", "T1A2"):
+        async for _ in session.ask("go on", "T1A2"):
             count += 1
             if count == 4:
                 break
         gc.collect()
         assert len(session.turns) == 1  # at once
-        await session.answer_async("and then", "T1T2")
+        await answered(session, "and then", "T1T2")
 
     asyncio.run(run())
     return heard(session)
@@ -106,11 +108,11 @@ def by_leaving_the_loop(session: Session) -> list[Any]:
 
 def by_closing_the_loop(session: Session) -> list[Any]:
     loop = asyncio.new_event_loop()
-    events = session.ask_async("go on", "T1A2")
+    events = session.ask("go on", "T1A2")
     for _ in range(4):
         loop.run_until_complete(events.__anext__())
     loop.close()
-    session.answer("and then", "T1T2")
+    session.ask("and then", "T1T2").answer()
     return heard(session)
 
 
@@ -121,7 +123,7 @@ def test_what_was_taken_is_remembered_when_the_next_is_asked(lm: SpeechLM, leave
         events = session.ask("go on", "T1A2")
         for _ in range(4):
             next(events)
-        session.answer("and then", "T1T2")
+        session.ask("and then", "T1T2").answer()
         wanted = heard(session)
     with lm.session(**options) as session:
         assert leave(session) == wanted
@@ -140,13 +142,13 @@ def test_a_cancel_does_not_wait_for_the_step(lm: SpeechLM, monkeypatch: pytest.M
     monkeypatch.setattr(Runner, "step", waiting)
 
     async def run() -> None:
-        events = session.ask_async("go on", "T1A2")
+        events = session.ask("go on", "T1A2")
         await events.__anext__()
         await asyncio.to_thread(inside.wait, 30)
         await events.aclose()  # would wait for ever
         assert len(session.turns) == 1 and not go_on.is_set()
         go_on.set()
-        await session.answer_async("and then", "T1T2")
+        await answered(session, "and then", "T1T2")
 
     with lm.session(max_seconds=70.0, max_tokens=5) as session:
         asyncio.run(run())
@@ -154,7 +156,7 @@ def test_a_cancel_does_not_wait_for_the_step(lm: SpeechLM, monkeypatch: pytest.M
 
 def test_errors_come_out_of_the_iterator(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run(question: Any, task: str = "A1A2") -> None:
-        async for _ in session.ask_async(question, task):
+        async for _ in session.ask(question, task):
             pass
 
     with lm.session() as session:
@@ -162,7 +164,7 @@ def test_errors_come_out_of_the_iterator(lm: SpeechLM, monkeypatch: pytest.Monke
             asyncio.run(run("missing.wav"))
         assert len(session.turns) == 0
         with pytest.raises(TypeError, match="keyword"):
-            session.ask_async("q", "T1T2", nonsense=1)  # type: ignore[arg-type]
+            session.ask("q", "T1T2", nonsense=1)  # type: ignore[arg-type]
 
         def broken(runner: Runner, *rows: Any) -> None:
             raise ZeroDivisionError("a fault")
@@ -171,7 +173,7 @@ def test_errors_come_out_of_the_iterator(lm: SpeechLM, monkeypatch: pytest.Monke
             patch.setattr(Runner, "step", broken)
             with pytest.raises(ZeroDivisionError, match="a fault"):
                 asyncio.run(run("go on", "T1A2"))
-        assert asyncio.run(session.answer_async("go on", "T1T2")).ended in ("end", "length")
+        assert asyncio.run(answered(session, "go on", "T1T2")).ended in ("end", "length")
 
 
 def test_two_tasks_of_one_session(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +182,7 @@ def test_two_tasks_of_one_session(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch)
 
     async def run() -> None:
         async def ask() -> str:
-            return (await session.answer_async("one", "T1T2")).ended
+            return (await answered(session, "one", "T1T2")).ended
 
         first = asyncio.create_task(ask())
         while session._last is None or session._last.reader != -1:
@@ -192,6 +194,48 @@ def test_two_tasks_of_one_session(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch)
 
     with lm.session(max_tokens=5) as session:
         asyncio.run(run())
+
+
+def test_a_stream_is_plain_or_asynchronous_wherever_it_was_made(lm: SpeechLM) -> None:
+    options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 0.4}
+    wanted = said(list(lm.stream("go on", "T1A2", **options)))
+
+    async def taken(stream: AnswerStream) -> list[Any]:
+        return [event async for event in stream]
+
+    async def plain() -> list[Any]:
+        return list(lm.session(**options).ask("go on", "T1A2"))
+
+    async def inside() -> list[Any]:
+        return await taken(lm.session(**options).ask("go on", "T1A2"))
+
+    before = lm.session(**options).ask("go on", "T1A2")
+    assert said(asyncio.run(taken(before))) == said(asyncio.run(plain())) == said(asyncio.run(inside())) == wanted
+
+
+def test_a_stream_that_is_closed_unread_leaves_nothing_of_its_answer(lm: SpeechLM) -> None:
+    with lm.session(max_seconds=70.0) as session:
+        session.ask("go on", "T1A2").close()
+        assert session.turns[0].text == () or not session.turns[0].text
+
+
+def test_one_that_is_not_read_holds_nobody_else(lm: SpeechLM) -> None:
+    with lm.session(max_seconds=70.0) as stuck, lm.session(max_seconds=0.6) as session:
+        events = stuck.ask("go on", "T1A2")
+        assert session.ask("go on", "T1A2").answer().ended != "error"
+        running = stuck._last
+        for _ in range(2000):
+            if running is not None and running.resting:
+                break
+            time.sleep(0.005)
+        assert running is not None and running.resting and running.ahead <= 80
+        stuck.cancel()
+        assert [event.reason for event in events] == ["cancelled"]  # type: ignore[union-attr]
+
+
+def test_a_stop_function_that_would_end_the_program_ends_its_answer(lm: SpeechLM) -> None:
+    answer = lm.generate("go on", "T1T2", stop=lambda text: sys.exit(3), sampling=TALKATIVE, max_tokens=30)
+    assert answer.ended == "error" and "the function `stop` raised SystemExit: 3" in str(answer.error)
 
 
 # --- sound that is still coming -----------------------------------------------------------------------------------------
@@ -213,10 +257,10 @@ def test_pieces_are_answered_as_the_whole(lm: SpeechLM) -> None:
     with lm.session(**options) as session:
         assert said(list(session.ask(pieces(CLIPS[0])))) == wanted
     assert lm.generate(pieces(CLIPS[0]), **options).text == wanted[0]  # type: ignore[arg-type]
-    assert lm.generate_batch([pieces(CLIPS[0])], **options)[0].text == wanted[0]  # type: ignore[list-item]
+    assert lm.generate([pieces(CLIPS[0])], **options)[0].text == wanted[0]  # type: ignore[list-item]
     for question in (pieces(CLIPS[0]), pieces_async(CLIPS[0])):
         with lm.session(**options) as session:
-            assert asyncio.run(session.answer_async(question)).text == wanted[0]
+            assert asyncio.run(answered(session, question)).text == wanted[0]
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
@@ -236,7 +280,7 @@ def test_what_is_wrong_with_coming_sound_leaves_nothing_behind(lm: SpeechLM, nam
     with lm.session(max_tokens=5) as session:
         with pytest.raises(error, match=text):
             session.ask(question)
-        assert not session.turns and session.answer("go on", "T1T2").ended in ("end", "length")
+        assert not session.turns and session.ask("go on", "T1T2").answer().ended in ("end", "length")
         if hasattr(question, "gi_frame"):
             assert question.gi_frame is None  # closed
 
@@ -272,7 +316,7 @@ def test_a_task_that_is_cancelled_closes_its_asynchronous_generator(lm: SpeechLM
             closed.append(True)
 
     async def run() -> None:
-        task = asyncio.create_task(session.answer_async(coming()))
+        task = asyncio.create_task(answered(session, coming()))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -280,4 +324,4 @@ def test_a_task_that_is_cancelled_closes_its_asynchronous_generator(lm: SpeechLM
 
     with lm.session(max_tokens=5) as session:
         asyncio.run(run())
-        assert closed and not session.turns and session.answer("go on", "T1T2").ended in ("end", "length")
+        assert closed and not session.turns and session.ask("go on", "T1T2").answer().ended in ("end", "length")
