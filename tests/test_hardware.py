@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 import yaml
 
+from benchmarks.precision import precision
 from omni.attention import attention
 from omni.hardware import PEAK_FLOPS, multiplies_bf16, peak_flops_of
 from omni.model.blocks import RMSNorm
-from train.bench.precision import precision
 from train.config.sections import FabricConfig
 
 

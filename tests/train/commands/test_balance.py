@@ -13,10 +13,10 @@ import pytest
 import torch
 import yaml
 
+from benchmarks import training as bench_command
+from benchmarks.balance import balance
+from benchmarks.names import BALANCED
 from omni.errors import UserError
-from train.bench.balance import balance
-from train.bench.names import BALANCED
-from train.commands import bench as bench_command
 from train.commands.balance import ALL, JSON, PICTURE, ExperimentCounts, answered, compare, main, shown, variant, write
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig

@@ -14,6 +14,8 @@ import yaml
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from benchmarks.guard import guard
+from benchmarks.timing import TimingRow
 from omni.errors import UserError
 from omni.layout import IGNORE, Layout
 from omni.model.blocks import Block
@@ -22,8 +24,6 @@ from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example
 from tests.train.objective.test_objective import MODELS, make_examples, pack
 from tests.train.toys import ToyBatch, ToyModel, ToyObjective, toy_config, toy_fit, toy_parts
-from train.bench.guard import guard
-from train.bench.timing import TimingRow
 from train.cli import main
 from train.commands.doctor import examine
 from train.config.parse import read_fit_config

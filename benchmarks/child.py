@@ -126,10 +126,10 @@ def _memory(process: psutil.Process) -> tuple[int, int]:
     return found.rss, found.rss - getattr(found, "shared", 0)
 
 
-# --- the checks of `bench --gpu` (train/bench/gpu.py) --------------------------------------------------------------------
+# --- the checks of `bench --gpu` (benchmarks/gpu.py) --------------------------------------------------------------------
 
 GPU_SECONDS = 420.0
-_CHECK = "import sys; from train.bench.child import run_check; sys.exit(run_check(*sys.argv[1:]))"
+_CHECK = "import sys; from benchmarks.child import run_check; sys.exit(run_check(*sys.argv[1:]))"
 
 
 def run_check(module: str, name: str, device: str, real: str) -> int:
@@ -145,7 +145,7 @@ def run_check(module: str, name: str, device: str, real: str) -> int:
     return 0
 
 
-def gpu_report(module: str = "train.bench.gpu", device: str = "cuda", real: bool = True) -> Iterator[dict[str, Any]]:
+def gpu_report(module: str = "benchmarks.gpu", device: str = "cuda", real: bool = True) -> Iterator[dict[str, Any]]:
     """Runs `module.CHECKS` one after another, each in a process of its own; yields name, state, seconds and findings of each.
 
     The state is `green`; `red` where a finding is not as it should be, the check raised or its time ran out; `not run` without
@@ -224,6 +224,6 @@ def repeat(device: torch.device, real: bool) -> Iterator[tuple[str, bool]]:
 
 def commands(device: torch.device, real: bool) -> Iterator[tuple[str, bool]]:
     """Runs the bench commands of `infer` and `train`; yields their output."""
-    for words in (["infer", "bench", "--preset=nano", "--repeat=1"], ["train", "bench", "--only=[step]"]):
+    for words in (["infer", "bench", "--preset=nano", "--repeat=1"], ["benchmarks.training", "--only=[step]"]):
         ended = run_limited([sys.executable, "-m", *words, f"--device={device.type}"], 95)
         yield f"python -m {' '.join(words)}\n{ended.out if ended.code == 0 else ended.error}", ended.code == 0

@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
+from benchmarks.names import BALANCED, OF_RECIPE
+from benchmarks.objective import objective
+from benchmarks.step import decoder_step
+from benchmarks.timing import TimingRow
 from omni.kernels import machine
-from train.bench.names import BALANCED, OF_RECIPE
-from train.bench.objective import objective
-from train.bench.step import decoder_step
-from train.bench.timing import TimingRow
 
 
 def sections(
@@ -24,11 +24,11 @@ def sections(
             rows = decoder_step(device, "qwen2-0.5b-omni", 8, 2048, True)
             yield "training step: qwen2-0.5b-omni decoder, 8 x 2048 positions, bf16, compiled", rows
     if set(OF_RECIPE) & set(only):
-        from train.bench.balance import balance
-        from train.bench.checkpoint import checkpoint
-        from train.bench.guard import guard
-        from train.bench.precision import precision
-        from train.bench.runs import data
+        from benchmarks.balance import balance
+        from benchmarks.checkpoint import checkpoint
+        from benchmarks.guard import guard
+        from benchmarks.precision import precision
+        from benchmarks.runs import data
 
         of_recipe: dict[str, tuple[str, Callable[..., list[TimingRow]]]] = {
             "data": ("data", data),
@@ -45,14 +45,14 @@ def sections(
             title = f"objective: {positions} positions, {text:.0%} of text and {audio:.0%} of audio supervised"
             yield title, objective(device, text, audio, positions)
     if "convert" in only:
-        from train.bench.convert import convert
+        from benchmarks.convert import convert
 
         yield "convert: Qwen2-0.5B's shape in bf16, random weights", convert()
     if "prepare" in only:
-        from train.bench.prepare import prepare
+        from benchmarks.prepare import prepare
 
         yield "data prepare", prepare()
     if "reading" in only:
-        from train.bench.reading import reading
+        from benchmarks.reading import reading
 
         yield "prepared rows to packed batches, one core", reading()

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.timing import TimingRow
 from omni.config import preset
 from omni.layout import IGNORE
 from omni.profiling import GIB, PeakMemory, timed
-from train.bench.timing import TimingRow
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
 
 

@@ -16,12 +16,12 @@ import psutil
 import pyarrow.parquet as pq
 import torch
 
+from benchmarks.prepare import one_thread, sound
+from benchmarks.timing import TimingRow
 from omni.audio.io import SAMPLE_RATE
 from omni.codec.registry import load_codec
 from omni.config import preset
 from omni.text import Tokenizer
-from train.bench.prepare import one_thread, sound
-from train.bench.timing import TimingRow
 from train.data.batching.examples import ExampleMaker
 from train.data.batching.loader import StepLoader
 from train.data.batching.pipeline import Pipeline

@@ -9,12 +9,12 @@ from functools import partial
 
 import torch
 
+from benchmarks.names import BALANCED
+from benchmarks.runs import run_with_batches
+from benchmarks.timing import TimingRow
 from omni.errors import UserError
 from omni.profiling import in_turns, ratio
 from train.balance.section import BalanceSection, check_balance
-from train.bench.names import BALANCED
-from train.bench.runs import run_with_batches
-from train.bench.timing import TimingRow
 from train.config.parse import read_fit_config
 from train.trainer.build import build_balance
 from train.trainer.feed import StepBatches

@@ -1,4 +1,4 @@
-"""`omni-train bench`: the objective against the plain one, the training step, data made while training, the
+"""`python -m benchmarks.training`: the objective against the plain one, the training step, data made while training, the
 balance of tasks, the graph guard, bf16, checkpoints, converting weights, preparing data, and reading it.
 
 Every ratio compares two ways of doing the same work in one run, on one machine.
@@ -7,14 +7,15 @@ Every ratio compares two ways of doing the same work in one run, on one machine.
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Literal
 
+from benchmarks.names import BALANCED, OF_RECIPE, SECTIONS
 from omni.errors import UserError
 from omni.hardware import check_device
 from omni.process import importing, say
-from train.bench.names import BALANCED, OF_RECIPE, SECTIONS
 from train.console.command import check_config, find_config
 from train.console.options import Parser, check_least
 from train.console.tables import print_table
@@ -22,7 +23,7 @@ from train.console.tables import print_table
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    parser = Parser(prog="omni-train bench", description=__doc__)
+    parser = Parser(prog="python -m benchmarks.training", description=__doc__)
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
     parser.add_argument(
         "--only",
@@ -54,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
     with importing():
         import torch
 
-        from train.bench.child import check_gpu
-        from train.bench.tables import sections
+        from benchmarks.child import check_gpu
+        from benchmarks.tables import sections
 
     if options.gpu:
         return check_gpu(options.json)
@@ -71,3 +72,7 @@ def main(argv: Sequence[str]) -> int:
             continue
         print_table(title, ("", "", ""), [(row.name, f"{row.value:.4g}", row.unit) for row in rows])
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.timing import TimingRow
 from omni.hardware import synchronize
-from train.bench.timing import TimingRow
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import child as bench_child
+from benchmarks import gpu as bench_gpu
+from benchmarks import training as bench_command
 from omni.config import preset
-from tests.train.bench import toys as bench_toys
-from train.bench import child as bench_child
-from train.bench import gpu as bench_gpu
-from train.commands import bench as bench_command
+from tests.benchmarks import toys as bench_toys
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_every_check_has_a_state_and_stops_no_other(monkeypatch):
     monkeypatch.delitem(bench_toys.CHECKS, "hold_for_a_minute")
     monkeypatch.setattr(bench_child, "run_limited", run_here)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    found = {one["check"]: one for one in bench_child.gpu_report("tests.train.bench.toys", "cpu", real=False)}
+    found = {one["check"]: one for one in bench_child.gpu_report("tests.benchmarks.toys", "cpu", real=False)}
     assert {name: one["state"] for name, one in found.items()} == {
         "lose_the_process": "red",
         "miss_a_package": "not run",
@@ -52,7 +52,7 @@ def test_every_check_has_a_state_and_stops_no_other(monkeypatch):
 @pytest.mark.long
 def test_a_check_that_hangs_is_ended(monkeypatch):
     monkeypatch.setattr(bench_toys, "CHECKS", {"hold_for_a_minute": bench_toys.CHECKS["hold_for_a_minute"]})
-    (one,) = bench_child.gpu_report("tests.train.bench.toys", "cpu", real=False)
+    (one,) = bench_child.gpu_report("tests.benchmarks.toys", "cpu", real=False)
     assert one["state"] == "red" and one["found"][-1] == "WRONG: not finished after 3 s"
 
 
@@ -65,7 +65,7 @@ def test_all_that_a_command_has_started_is_ended():
 
 def test_no_check_begins_once_the_time_is_over(monkeypatch):
     monkeypatch.setattr(bench_child, "GPU_SECONDS", 0.5)
-    assert [one["state"] for one in bench_child.gpu_report("tests.train.bench.toys", "cpu", real=False)] == ["not run"] * 5
+    assert [one["state"] for one in bench_child.gpu_report("tests.benchmarks.toys", "cpu", real=False)] == ["not run"] * 5
 
 
 def test_the_limits_fit_into_the_time_of_all():

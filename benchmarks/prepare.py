@@ -18,13 +18,13 @@ import soundfile
 import torch
 from torch import Tensor
 
+from benchmarks.child import ResourceUse, run_apart
+from benchmarks.timing import TimingRow
 from omni.audio.io import SAMPLE_RATE
 from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ
 from omni.errors import UserError
 from omni.profiling import ratio, seconds_of
-from train.bench.child import ResourceUse, run_apart
-from train.bench.timing import TimingRow
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare as prepare_rows
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.child import run_apart
+from benchmarks.timing import TimingRow
 from omni.checkpoint.tensors import write_safetensors
 from omni.convert.contract import text_shapes
 from omni.convert.huggingface import text_config, their_name
 from omni.convert.lazy import Lazy
 from omni.text import Tokenizer
-from train.bench.child import run_apart
-from train.bench.timing import TimingRow
 
 QWEN2_05B: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

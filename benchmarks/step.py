@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.timing import TimingRow
 from omni.config import preset
 from omni.hardware import peak_flops
 from omni.layout import Layout
 from omni.model.decoder import Decoder
 from omni.profiling import timed
-from train.bench.timing import TimingRow
 from train.objective.config import ObjectiveConfig
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
 

@@ -11,19 +11,19 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.checkpoint import checkpoint
+from benchmarks.child import ResourceUse, run_apart
+from benchmarks.convert import QWEN2_05B, convert, write_model
+from benchmarks.names import SECTIONS
+from benchmarks.prepare import prepare, sound, write_snac
+from benchmarks.reading import KINDS, reading, write_shards
+from benchmarks.timing import TimingRow
+from benchmarks.training import main
 from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ
 from omni.convert.contract import text_shapes
 from omni.convert.huggingface import text_config
 from omni.errors import UserError
-from train.bench.checkpoint import checkpoint
-from train.bench.child import ResourceUse, run_apart
-from train.bench.convert import QWEN2_05B, convert, write_model
-from train.bench.names import SECTIONS
-from train.bench.prepare import prepare, sound, write_snac
-from train.bench.reading import KINDS, reading, write_shards
-from train.bench.timing import TimingRow
-from train.commands.bench import main
 from train.data.config import PackingConfig
 from train.data.rows.parquet import StoredRows
 
@@ -44,7 +44,7 @@ def apart(request, monkeypatch) -> None:
 
     if not request.param:
         for table in ("convert", "prepare"):
-            monkeypatch.setattr(f"train.bench.{table}.run_apart", here)
+            monkeypatch.setattr(f"benchmarks.{table}.run_apart", here)
 
 
 def values(rows: list[TimingRow]) -> dict[str, float]:
@@ -58,20 +58,20 @@ def values(rows: list[TimingRow]) -> dict[str, float]:
 
 
 def test_memory_that_a_command_holds_is_its_own():
-    taken = run_apart("tests.train.bench.toys", ["hold", str(BYTES)], ["wave"])
+    taken = run_apart("tests.benchmarks.toys", ["hold", str(BYTES)], ["wave"])
     assert abs(taken.resident - BYTES) < NEAR and abs(taken.anonymous - BYTES) < NEAR
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells files apart")
 def test_a_mapped_file_is_resident_and_not_held(tmp_path):
     (tmp_path / "zeros").write_bytes(bytes(BYTES))
-    taken = run_apart("tests.train.bench.toys", ["map", str(tmp_path / "zeros")])
+    taken = run_apart("tests.benchmarks.toys", ["map", str(tmp_path / "zeros")])
     assert abs(taken.resident - BYTES) < NEAR and abs(taken.anonymous) < NEAR
 
 
 def test_a_command_that_fails_gives_no_figure():
-    with pytest.raises(UserError, match="tests.train.bench.toys fail 3 ended with 3"):
-        run_apart("tests.train.bench.toys", ["fail", "3"])
+    with pytest.raises(UserError, match="tests.benchmarks.toys fail 3 ended with 3"):
+        run_apart("tests.benchmarks.toys", ["fail", "3"])
     with pytest.raises(UserError, match="tests.train.no_such_toy .* ended with 1"):
         run_apart("tests.train.no_such_toy", [])
 
@@ -179,7 +179,7 @@ def test_the_table_of_reading_has_rates_and_first_batches_of_each_size():
 def test_the_command_prints_sections_by_their_names(monkeypatch, capsys):
     names = ("convert", "prepare", "reading")
     for size, name in enumerate(names):
-        monkeypatch.setattr(f"train.bench.{name}.{name}", lambda size=size: [TimingRow("size", size, "x")])
+        monkeypatch.setattr(f"benchmarks.{name}.{name}", lambda size=size: [TimingRow("size", size, "x")])
     assert set(names) < set(SECTIONS) and main(["--only", f"[{','.join(names)}]", "--json"]) == 0
     tables = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [table["rows"] for table in tables] == [{"size": 0}, {"size": 1}, {"size": 2}]

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
+from benchmarks.runs import run_with_batches, two_steps
+from benchmarks.timing import TimingRow
 from omni.errors import UserError
 from omni.profiling import in_turns, ratio
-from train.bench.runs import run_with_batches, two_steps
-from train.bench.timing import TimingRow
 from train.trainer.guard import StepGuard
 from train.trainer.step import GuardedStep
 

@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
+from benchmarks.runs import run_with_batches, two_steps
+from benchmarks.timing import TimingRow
 from omni.profiling import in_turns, ratio
-from train.bench.runs import run_with_batches, two_steps
-from train.bench.timing import TimingRow
 
 
 def precision(file: str, device: torch.device, steps: int = 4, rounds: int = 8) -> list[TimingRow]:

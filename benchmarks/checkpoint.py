@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.runs import run_with_batches, two_steps
+from benchmarks.timing import TimingRow
 from omni.files import sync
 from omni.hardware import synchronize
 from omni.profiling import GIB, free_memory, seconds_of
-from train.bench.runs import run_with_batches, two_steps
-from train.bench.timing import TimingRow
 from train.checkpoint.state import capture
 from train.config.sections import CheckpointConfig, OptimizerConfig
 from train.trainer.feed import StepBatches

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.child import commands, repeat
 from omni.config import preset
 from omni.encoder.base import build_encoder
 from omni.hardware import peak_flops
 from omni.profiling import seconds_of, timed
 from omni.recompute import Recompute
-from train.bench.child import commands, repeat
 from train.config.parse import read_fit_config
 from train.distributed.deterministic import deterministic
 from train.distributed.fabric import compile_blocks
