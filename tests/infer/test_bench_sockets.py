@@ -1,10 +1,9 @@
-"""`omni-infer bench --server`, and certificates of servers: what cannot be is refused in a line, and told once."""
+"""Certificates of servers: what cannot be is refused in a line, and told once."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shutil
 import ssl
 import subprocess
@@ -13,11 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from websockets.asyncio.server import serve
 
-from infer.bench.sockets import Noted, SocketPerson
 from tests.infer.conftest import write_question
 from tests.infer.fake_realtime import FakeServer
 
@@ -35,35 +32,6 @@ def running(server: Any) -> Iterator[Any]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
-
-
-@contextlib.asynccontextmanager
-async def refusing(code: int, reason: str) -> Any:
-    """A server that closes every session."""
-
-    async def talk(socket: Any) -> None:
-        await socket.send(json.dumps({"type": "error", "error": {"message": reason}}))
-        await socket.close(code, reason)
-
-    async with serve(talk, "127.0.0.1", 0) as server:
-        yield f"ws://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}/v1"
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("code", [1008, 1013])
-def test_why_a_server_takes_no_session_is_told_once(run, code):
-    with running(refusing(code, "this server takes no more")) as url:
-        done = run("bench", "--server", url, "--play_seconds", "2", "--sessions", "2")
-    assert done.code == 2 and done.err.count("this server takes no more") == 1 and "is a server there" not in done.err
-    assert f"{url} closed a session (code {code}): this server takes no more" in done.err
-    done = run("bench", "--server", "ws://127.0.0.1:1/v1")
-    assert done.code == 2 and "is a server there?" in done.err
-
-
-@pytest.mark.parametrize("turns", ["server_vad", "semantic_vad"])
-def test_noise_ends_no_turn(run, turns):
-    done = run("bench", "--server", "ws://127.0.0.1:1/v1", "--turns", turns)
-    assert done.code == 2 and f"--turns {turns} needs speech" in done.err and "--question FILE" in done.err
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
@@ -85,18 +53,12 @@ def test_a_certificate_that_is_no_public_one_can_be_trusted(run, tmp_path: Path)
         done = run(*check)
         assert done.code == 2 and "its certificate is not trusted" in done.err and "--certificate FILE" in done.err
         assert run(*check, "--certificate", "own.pem").code == 0
-        talk = ("bench", "--server", f"{url}/v1", "--sessions", "1", "--play_seconds", "0.2", "--question", "question.wav")
-        done = run(*talk)
-        assert done.code == 2 and "its certificate is not trusted" in done.err and "is a server there" not in done.err
-        assert "not trusted" not in run(*talk, "--certificate", "own.pem").err
 
 
 MISTAKES = {
     "no file": (["conformance", "wss://a", "--certificate", "none.pem"], "--certificate 'none.pem' cannot be read"),
     "no certificate": (["conformance", "wss://a", "--certificate", "text"], "give a PEM file"),
     "no TLS": (["conformance", "ws://a", "--certificate", "text"], "begins with wss://"),
-    "bench without TLS": (["bench", "--server", "ws://a/v1", "--certificate", "text"], "begins with wss://"),
-    "no server": (["bench", "--certificate", "text"], "are for a server"),
 }
 
 
@@ -106,18 +68,3 @@ def test_a_certificate_that_cannot_be_is_refused(run, tmp_path: Path, name: str)
     (tmp_path / "text").write_text("no certificate")
     done = run(*words)
     assert done.code == 2 and said in done.err and done.err.count("\n") == 1
-
-
-def test_an_answer_that_has_ended_is_not_waited_for():
-    """Nor is its sound, which may all have come while its listener was silent."""
-
-    async def body() -> None:
-        person = SocketPerson("ws://nowhere", None, np.zeros(2400, np.float32), "server_vad", 1.0, Noted(), 0)
-        person._over.set()
-        await asyncio.wait_for(person._answered(True), 5)
-        await asyncio.wait_for(person._answered(False), 5)
-        person._over.clear()
-        person._sounding.set()
-        await asyncio.wait_for(person._answered(True), 5)
-
-    asyncio.run(body())
