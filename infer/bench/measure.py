@@ -62,9 +62,9 @@ def first_audio(lm: SpeechLM, sound: Tensor, text_assist: bool, repeat: int) -> 
 
 def _first_audio(lm: SpeechLM, sound: Tensor, text_assist: bool) -> tuple[float, Timings]:
     total, timings = 0.0, Timings()
-    synchronize(lm.model.device)
-    start = time.perf_counter()
     with lm.session(text_assist=text_assist) as session:
+        synchronize(lm.model.device)
+        start = time.perf_counter()
         for event in session.ask(sound, TASK):
             if isinstance(event, AudioChunk) and not total:
                 total = time.perf_counter() - start
