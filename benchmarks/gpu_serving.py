@@ -5,19 +5,23 @@ python -m benchmarks.gpu_serving [CHECK ...] [--out FILE] [--small]
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import tempfile
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 
 from benchmarks.report import Figures, run_checks
-from infer.bench.live import play
-from infer.bench.live.figures import LiveFigures
+from infer.bench.figures import LiveFigures
+from infer.bench.live import context_of, play, random_folder
+from infer.bench.measure import TASK, noise
+from infer.bench.people import Manner
 from infer.bench.random_model import random_codec, random_model, with_encoder_mode
-from infer.bench.streaming import TASK, noise
-from infer.options import BenchOptions
 from omni.config import preset
+from omni.engine.process import EngineProcess
 from omni.generate.prefill import pack, prefill
 from omni.generate.question import Asked, encode_questions
 from omni.generate.rows import Start
@@ -97,14 +101,16 @@ def questions(device: torch.device, small: bool) -> Figures:
 
 def live(device: torch.device, small: bool) -> Figures:
     """Sessions against the clock, once every width of a step has been captured."""
-    waits, compiled = play._Progress.wait, play.EngineProcess
-    warm, played = (iter((3.0, 3.0)), 3.0) if small else (iter(WARM_UP), PLAYED)
-    play._Progress.wait = lambda self, load, seconds, spent: waits(self, load, seconds if spent else next(warm), spent)  # type: ignore[method-assign]
-    play.EngineProcess = lambda *args, **options: compiled(*args, **{**options, "compile": False})  # type: ignore[misc, assignment]
-    name = "nano" if small else "qwen2-0.5b-omni"
-    options = BenchOptions(sessions="4,8" if small else "64,256,512", device=str(device), play_seconds=played)
-    for run in play.live_table(options, device, (name, preset(name)), noise(2.0)).runs:
-        yield f"{run.sessions} sessions", _figures(run)
+    numbers, warm, played = ((4, 8), (3.0, 3.0), 3.0) if small else ((64, 256, 512), WARM_UP, PLAYED)
+    name, manner = "nano" if small else "qwen2-0.5b-omni", Manner(noise(2.0), 4.0, 0.1, False)
+    context, kind = context_of(preset(name), manner.question, manner.answer_seconds), "float32" if small else "bfloat16"
+    with tempfile.TemporaryDirectory() as folder:
+        random_folder(f"{folder}/{name}", preset(name), torch.float32 if small else torch.bfloat16)
+        own: Any = {"slots": numbers[-1], "context": context, "device": str(device), "dtype": kind}
+        with EngineProcess(f"{folder}/{name}", **own) as engine:
+            for number, before in zip(numbers, warm, strict=True):
+                run = asyncio.run(play(engine, manner, context, number, played, before))
+                yield f"{number} sessions", _figures(run)
 
 
 def _figures(run: LiveFigures) -> dict[str, float]:

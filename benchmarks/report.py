@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import json
 import time
 import traceback
@@ -16,12 +17,15 @@ import torch
 from omni.kernels import machine
 
 Figures = Iterator[tuple[str, dict[str, float]]]
-Check = Callable[[torch.device, bool], Figures]
-"""Measures on a device and yields names and figures; True: a rehearsal at small size."""
+Check = Callable[..., Figures]
+"""Measures on a device and yields names and figures; True: a rehearsal at small size. Further options by their names."""
 
 
-def run_checks(checks: Mapping[str, Check], description: str) -> int:
+def run_checks(checks: Mapping[str, Check], description: str, **defaults: str) -> int:
     """Runs the checks that the command line names, all by default; one that raises does not stop the others.
+
+    Args:
+        defaults: further options; each goes to the checks with a parameter of its name.
 
     Returns:
         Exit code: 1 where a check raised.
@@ -30,6 +34,8 @@ def run_checks(checks: Mapping[str, Check], description: str) -> int:
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"of {', '.join(checks)}; all by default")
     parser.add_argument("--out", type=Path, help="JSON file; what other scripts wrote to it stays")
     parser.add_argument("--small", action="store_true", help="rehearse at small size, on a CPU too")
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", default=default, help="%(default)s by default" if default else None)
     options = parser.parse_args()
     if unknown := [name for name in options.checks if name not in checks]:
         parser.error(f"no check is called {unknown[0]!r}; there are {', '.join(checks)}")
@@ -47,7 +53,8 @@ def _run(name: str, check: Check, device: torch.device, options: argparse.Namesp
             _merge(options.out, device, name, {"seconds": spent, "error": error, "figures": figures})
 
     try:
-        for title, values in check(device, options.small):
+        own = {name: vars(options)[name] for name in [*inspect.signature(check).parameters][2:]}
+        for title, values in check(device, options.small, **own):
             figures[title] = values
             print(f"{name}: {title}: {', '.join(f'{key} {value:.4g}' for key, value in values.items())}", flush=True)
             keep()  # a check may be ended at its time limit

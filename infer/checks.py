@@ -38,7 +38,6 @@ BENCH = {
     "repeat": Bound(1, 1000, "3 is the default"),
     "play_seconds": Bound(0.1, 86_400, "a minute is the default", whole=False),
     "barge_in": Bound(0, 1, "a share of the answers", whole=False),
-    "rate": Bound(1e-3, 100, "callers a second for each session", whole=False),
 }
 """Bounds of the bench's own options."""
 
@@ -68,8 +67,6 @@ def check_bench(options: BenchOptions) -> None:
         check_file(options.question)
     if options.model is not None:
         check_model(options.model)
-    if options.gpu and options.quantize is not None:
-        raise UserError(f"--gpu and --quantize {options.quantize} were given together: it is for a CPU; leave one of them out")
     check_playing(options)
 
 
@@ -194,38 +191,19 @@ def _is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found)
 
 
-PLAYING = ("play_seconds", "nonstop", "barge_in", "rate", "bare")
+PLAYING = ("play_seconds", "nonstop", "barge_in", "plot")
 """Options that only count with `--sessions`."""
 
 MOST_SESSIONS = 1024
 
 
-TURNS = ("manual", "server_vad", "semantic_vad")
-
-
 def check_playing(options: BenchOptions) -> None:
     """Checks the options of live sessions. UserError for the first bad one."""
-    if options.server is None and ((options.key or options.certificate) is not None or options.turns != "manual"):
-        raise UserError(
-            "--key, --certificate and --turns are for a server; give its address too: --server ws://127.0.0.1:8000/v1"
-        )
-    if options.server is not None and not re.match(r"wss?://[^/]+", options.server):
-        raise UserError(f"--server {options.server!r} is no address of a server; give one such as ws://127.0.0.1:8000/v1")
-    if options.turns not in TURNS:
-        raise UserError(f"--turns {options.turns!r} is unknown; use {', '.join(TURNS)}")
-    if options.turns != "manual" and options.question is None:
-        raise UserError(f"--turns {options.turns} needs speech, which noise is not; give a recording: --question FILE")
-    if options.server is not None:
-        _check_trust(options.certificate, options.server)
     if options.sessions is None:
         usual = BenchOptions()
         for name in PLAYING:
             if getattr(options, name) != getattr(usual, name):
                 raise UserError(f"--{name} is for live sessions; give their numbers too, such as --sessions 1,4,16")
-        if options.plot is not None:
-            if not options.listening:
-                raise UserError("--plot draws what --sessions or --listening measures; give one of them, or leave it out")
-            check_picture(options.plot)
         return
     for word in options.sessions.split(","):
         if not re.fullmatch(r" *\d{1,9} *", word, re.ASCII) or not 1 <= int(word) <= MOST_SESSIONS:
@@ -233,13 +211,6 @@ def check_playing(options: BenchOptions) -> None:
                 f"--sessions {options.sessions!r}: {word.strip()!r} is no number of sessions; give numbers from 1 to "
                 f"{MOST_SESSIONS} with commas between them, such as 1,4,16"
             )
-    for name in ("gpu", "full"):
-        if getattr(options, name):
-            raise UserError(f"--{name} and --sessions were given together; leave one of them out")
-    if options.bare and options.quantize is not None:
-        raise UserError(
-            f"--bare and --quantize {options.quantize} were given together: it plays in full precision; leave one out"
-        )
     if options.plot is not None:
         check_picture(options.plot)
         if options.model is None and "," in (options.preset or ""):

@@ -148,7 +148,7 @@ class ChatOptions:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Measure streaming on this machine: first audio, steps against the reading of the weights, memory.
+    """Measure this machine: first audio, real-time factor, steps against the reading of the weights, live sessions.
 
     Weights are random (their values cost no time) unless `--model` names a folder.
     """
@@ -164,24 +164,7 @@ class BenchOptions:
     play_seconds: float = option(60.0, "with --sessions: seconds for which each number is measured")
     nonstop: bool = option(False, "with --sessions: all ask again at once, so that every row speaks all the time")
     barge_in: float = option(0.1, "with --sessions: share of answers that are interrupted")
-    rate: float | None = option(
-        None, "with --sessions: also callers at random (Poisson), this many a second for each of the number of sessions"
-    )
-    server: str | None = option(
-        None, "instead talk to this server over that many sockets, such as ws://127.0.0.1:8000/v1 (--question is what is said)"
-    )
-    key: str | None = option(None, "with --server: key of the server")
-    certificate: str | None = option(None, "with --server wss://...: certificate to trust, where it is no public one (PEM)")
-    turns: str = option("manual", "with --server: who finds the ends of turns: manual, server_vad or semantic_vad")
-    bare: bool = option(False, "with --sessions: also let a bare loop of PyTorch's own kernels answer as many people")
-    plot: str | None = option(
-        None, "PNG file: with --sessions of lateness, steps and first audio; with --listening of the first sound"
-    )
-    gpu: bool = option(False, "instead check what differs on a GPU, up to the first failure, in eight minutes")
-    listening: bool = option(
-        False, "instead: first sound after questions of 1, 4 and 16 s that are heard while they come, by an encoder in chunks"
-    )
-    full: bool = option(False, "also with the padded encoder and without text assist")
+    plot: str | None = option(None, "with --sessions: PNG file for lateness, steps and first audio over their numbers")
     question: str | None = option(None, "sound file to ask; noise by default, which costs the same")
     seconds: float = option(2.0, "length of that noise")
     answer_seconds: float = option(4.0, "length of the answer that the real-time factor is taken over")

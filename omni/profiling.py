@@ -125,31 +125,6 @@ def free_memory() -> float:
     return free
 
 
-class HighWater:
-    """Peak memory since this object was made, in bytes above the memory held then: of the device on CUDA, of the process
-    elsewhere.
-
-    The peak of a process is the kernel's own high-water mark, which misses no allocation. It covers the whole life of the
-    process: where an earlier peak was higher, the figure is an upper bound.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device if device.type == "cuda" else None
-        if self._cuda is not None:
-            synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            self._start = torch.cuda.memory_allocated(device)
-        else:
-            self._start = int(psutil.Process().memory_info().rss)
-
-    @property
-    def bytes(self) -> int:
-        if self._cuda is not None:
-            synchronize(self._cuda)
-            return torch.cuda.max_memory_allocated(self._cuda) - self._start
-        return high_water() - self._start
-
-
 def high_water() -> int:
     """Largest resident size this process has had, in bytes (Linux: `VmHWM` of proc_pid_status(5); else
     getrusage(2))."""

@@ -26,8 +26,8 @@ OTHER_DOORS = {
     "flex_attention",
     "varlen_attn",
 }
-OPEN = {"omni/attention.py", "train/bench/gpu.py"}
-"""The door, and the bench that compares kernels."""
+OPEN = {"omni/attention.py"}
+"""The door."""
 
 
 def doors(source: str) -> set[str]:

@@ -268,7 +268,7 @@ RUN = ("fit", "demo", "plan", "doctor")
 OF_DATA = ("prepare", "validate", "stats", "listen", "filter")
 OF_EDITS = ("apply", "eval", "merge", "revert")
 HELPS = [
-    "train --help", *(f"train {name} --help" for name in (*RUN, "validate", "convert", "eval", "balance", "bench")),
+    "train --help", *(f"train {name} --help" for name in (*RUN, "validate", "convert", "eval", "balance")),
     "train data --help", *(f"train data {name} --help" for name in OF_DATA),
     "train edit --help", *(f"train edit {name} --help" for name in (*OF_EDITS, "fit")),
     "train eval --compare A B --help", "infer --help", "infer ask --help", "infer bench --help",
@@ -309,9 +309,6 @@ REFUSED = {
     "train eval --compare missing": "expected 2",
     "train balance RUN --sed 1": "sed",
     "train balance RUN --seeds many": "seeds",
-    "train bench --positons 1": "positons",
-    "train bench --only everything": "only",
-    "train bench --config missing.yaml": "does not exist",
     "train data prepare FACTS out --codek x": "codek",
     "train data prepare missing out": "does not exist",
     "train data prepare FACTS out --shard_mb 0": "shard_mb",

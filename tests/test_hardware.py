@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 
 from omni.attention import attention
 from omni.hardware import PEAK_FLOPS, multiplies_bf16, peak_flops_of
 from omni.model.blocks import RMSNorm
-from train.bench.precision import precision
 from train.config.sections import FabricConfig
 
 
@@ -133,19 +130,3 @@ def test_a_configuration_counts_its_processes(devices: int | str, nodes: int, pr
 )
 def test_a_driver_s_name_has_its_own_peak(name: str, known: str | None) -> None:
     assert peak_flops_of(name) == (None if known is None else PEAK_FLOPS[known])
-
-
-@pytest.mark.long
-def test_the_table_of_bf16(tmp_path: Path) -> None:
-    """Both ways take the same steps, each in its own precision; what they cost is for a quiet machine to say."""
-    data = yaml.safe_load(Path("configs/fsdd.yaml").read_text())
-    data["model"].update(decoder={"layers": 1})
-    data["data"].update(alignment="letters", sounds=False, packing={"rows": 1, "length": 256, "buffer": 4})
-    data["data"]["sources"] = data["data"]["sources"][1:]
-    data["data"]["sources"][0]["options"]["examined"] = True
-    file = tmp_path / "small.yaml"
-    file.write_text(yaml.safe_dump(data))
-    rows = precision(str(file), torch.device("cpu"), steps=1, rounds=1)
-    phases = ["aligning", "all of the model"]
-    assert [row.name for row in rows if row.unit == "x"] == [f"bf16 / fp32, {phase}" for phase in phases]
-    assert all(row.value > 0 for row in rows)

@@ -14,9 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FORBIDDEN = {
-    "omni": {"train", "infer", "lightning", "lightning_fabric", "jsonargparse", "argparse", "fastapi", "tqdm"},
-    "train": {"infer"},
-    "infer": {"train", "lightning", "lightning_fabric"},
+    "omni": {"train", "infer", "benchmarks", "lightning", "lightning_fabric", "jsonargparse", "argparse", "fastapi", "tqdm"},
+    "train": {"infer", "benchmarks"},
+    "infer": {"train", "benchmarks", "lightning", "lightning_fabric"},
 }
 
 
@@ -64,7 +64,6 @@ FLOORS = (
     {"checkpoint"},
     {"trainer"},
     {"plan", "hub"},
-    {"bench"},
     {"commands"},
     {"cli"},
     {"__main__"},

@@ -35,7 +35,6 @@ COMMANDS = {
     "eval": ("train.commands.eval", "figures on a set of questions: eval MODEL DATA --out OUT; eval --compare OUT OUT"),
     "edit": ("train.commands.edit", "correct single answers: edit apply MODEL FACTS OUT; also eval, merge, revert, fit"),
     "balance": ("train.commands.balance", "compare methods of balance over seeds: balance configs/nano-balance.yaml"),
-    "bench": ("train.commands.bench", "measure the training step and print tables"),
 }
 """Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""
 

@@ -119,7 +119,7 @@ def test_convolutions_are_exact_on_a_gpu_and_only_while_a_codec_computes() -> No
     assert seen == ["ieee"] and precision() == before
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", NETWORKS)
 def test_on_a_gpu(name: str) -> None:
     """Streams, batches and whole decodes equal the CPU's; nothing synchronises inside a frame."""

@@ -125,7 +125,7 @@ class Count(TorchDispatchMode):
 
 
 def test_a_watched_step_is_cheap():
-    """It copies buffers and batch, and leaves the step's own operations as they are; `train bench` measures the time."""
+    """It copies buffers and batch, and leaves the step's own operations as they are; the benchmarks measure the time."""
     counts = []
     for watched in (False, True):
         run = Run("codec2", False, ["*"])

@@ -5,14 +5,15 @@ What these check runs in tests/generate/test_cuda_path.py and test_waits.py with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from functools import wraps
+from typing import Any
 
 import pytest
 import torch
 
-from infer.bench.gpu import BETWEEN_STEPS, without_waits
 from omni.edit.deltas import Delta, Edits
 from omni.encoder.base import build_encoder
 from omni.generate.runner import Runner
@@ -27,6 +28,23 @@ from tests.generate.test_cuda_path import CHANGES, SAMPLINGS, adapter, answers, 
 from tests.generate.test_runner import start
 
 pytestmark = pytest.mark.cuda
+BETWEEN_STEPS = ("_forward", "begin", "leave")
+"""Methods of a runner in which nothing may wait for the device."""
+
+
+def without_waits(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with an error for whatever in it waits for the device."""
+
+    @wraps(method)
+    def strict(*args: Any, **values: Any) -> Any:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return method(*args, **values)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    return strict
 
 
 def lms(layout: Layout, device: str = "cuda") -> tuple[SpeechLM, SpeechLM]:

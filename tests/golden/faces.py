@@ -272,8 +272,6 @@ def json_outputs() -> dict[str, Any]:
     bench = done("infer bench --model model --json --seconds 0.3 --answer_seconds 0.2 --repeat 1 --threads 1 --device cpu")
     found["infer bench --json"] = structure(json.loads(bench))
     found["infer bench --json"]["load"] = "float or null"
-    tables = done("train bench --json --device cpu --only [precision] --config", recipe("whole")).splitlines()
-    found["train bench --json"] = structure([json.loads(line) for line in tables if line])
     plan = done("train plan", recipe("whole"), "--json", "--gpu", "H100", "--gpu_gib", "80")
     found["train plan --json"] = structure(json.loads(plan))
     found |= data_outputs() | eval_outputs(short) | edit_outputs()
@@ -361,7 +359,7 @@ def csv_headers() -> dict[str, list[str]]:
 # --- words ------------------------------------------------------------------------------------------------------------
 
 DOORS = {
-    "train": "fit demo validate plan doctor convert push eval balance bench data edit",
+    "train": "fit demo validate plan doctor convert push eval balance data edit",
     "train data": "prepare validate stats listen filter",
     "train edit": "apply eval merge revert fit",
     "infer": "ask bench quantize",

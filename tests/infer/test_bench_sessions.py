@@ -1,10 +1,11 @@
-"""Live sessions of the bench: what people note is what came, both loops and the picture are there, bad options are told.
+"""Live sessions of the bench: what people note is what came, the picture is there, bad options are told.
 
 No figure is asked to be fast.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -23,18 +24,14 @@ import pytest
 import torch
 from PIL import Image
 
-from infer.bench.live import people
-from infer.bench.live.curve import draw
-from infer.bench.live.figures import LiveFigures, LiveTable, cells, counted, largest_without_underrun, percentiles
-from infer.bench.live.manner import Heard, Manner
-from infer.bench.live.people import AnswerHearer, LiveLoad
-from infer.bench.live.play import parse_numbers
+from infer.bench import people
+from infer.bench.figures import COLUMNS, LiveFigures, LiveTable, cells, draw
+from infer.bench.people import AnswerHearer, Heard, LiveLoad, Manner
 from omni import plugins
 from omni.codec.registry import CODECS, load_codec
 from omni.config import to_dict
 from omni.engine.measure import StepCost, StepCosts
 from omni.engine.stats import EngineStats, Percentiles
-from omni.errors import BusyError
 from omni.generate.results import AudioChunk, Ended, Event, Timings
 from omni.layout import Layout
 
@@ -87,8 +84,8 @@ class FakeAnswer:
 class FakeEngine:
     """Sessions whose answers come as told; `log` has what they were asked for, and when."""
 
-    def __init__(self, times: list[float], busy: bool = False) -> None:
-        self.times, self.busy = times, busy
+    def __init__(self, times: list[float]) -> None:
+        self.times = times
         self.log: list[tuple[str, Any]] = []
         self.open = 0
 
@@ -98,8 +95,6 @@ class FakeEngine:
 
         def ask(*_: Any) -> FakeAnswer:
             self.log.append(("ask", time.perf_counter()))
-            if self.busy:
-                raise BusyError("no room", 0)
             answers.append(FakeAnswer(self.times))
             return answers[-1]
 
@@ -108,12 +103,10 @@ class FakeEngine:
             answers[-1].stop()
 
         def close() -> None:
-            self.open -= not closed
-            closed.append(True)
+            self.open -= 1
             for answer in answers:
                 answer._stopped.set()
 
-        closed: list[bool] = []
         self.log.append(("session", options))
         commit = lambda: self.log.append(("commit", len(answers)))  # noqa: E731
         return SimpleNamespace(read=ask, begin=lambda answer: None, commit=commit, cancel=cancel, close=close)
@@ -126,23 +119,29 @@ def manner(**own: Any) -> Manner:
     return replace(Manner(torch.zeros(800), 4 * FRAME, 0.0, False), **own)  # 50 ms of question
 
 
-def played(engine: FakeEngine, how: Manner, done: Callable[[LiveLoad], bool], rate: float | None = None) -> Heard:
-    with LiveLoad(engine, how, 64) as load:  # type: ignore[arg-type]
-        heard = load.heard = Heard()
-        if rate is None:
+def played(engine: FakeEngine, how: Manner, done: Callable[[Heard], bool]) -> Heard:
+    async def talk() -> Heard:
+        load = LiveLoad(engine, how, 64)  # type: ignore[arg-type]
+        try:
+            heard = load.heard = Heard()
             load.invite(1)
-        else:
-            load.expect(rate)
-        until(lambda: done(load))
-        load.heard = None
-    assert load.failure is None and engine.open == 0
+            end = time.perf_counter() + 20
+            while not done(heard):
+                assert time.perf_counter() < end
+                await load.wait(0.002)
+            load.heard = None
+        finally:
+            await load.close()
+        return heard
+
+    heard = asyncio.run(talk())
+    assert engine.open == 0
     return heard
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("people", "manner"):
-        monkeypatch.setattr(f"infer.bench.live.{place}.PAUSE", (0.03, 0.05))
+    monkeypatch.setattr(people, "PAUSE", (0.03, 0.05))
 
 
 def test_lateness_is_when_a_chunk_came_less_when_it_was_due(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,11 +152,13 @@ def test_lateness_is_when_a_chunk_came_less_when_it_was_due(monkeypatch: pytest.
     load = SimpleNamespace(
         manner=manner(), heard=None, random=random.Random(0), note=lambda what, *value: noted.append((what, *value))
     )
-    ended: list[float] = []
-    person = SimpleNamespace(load=load, ended=lambda plan, playing: ended.append(playing))
+    load.over = False
     answer = SimpleNamespace(changed=threading.RLock(), wake=None, poll=lambda: events.pop(0) if events else None)
+    session, loop = SimpleNamespace(read=lambda *_: answer, begin=lambda _: None), SimpleNamespace()
+    loop.call_soon_threadsafe = lambda set_: set_()
     events: list[Event] = []
-    AnswerHearer(person, 1, answer, 99.5, None)  # type: ignore[arg-type]
+    now[0] = 99.5
+    hearer = AnswerHearer(load, session, loop)  # type: ignore[arg-type]
     for number, at in enumerate((100.0, 100.0, 100.1, 100.1)):
         now[0] = at
         events.append(AudioChunk(torch.zeros(1), number * FRAME, (number + 1) * FRAME))
@@ -169,82 +170,79 @@ def test_lateness_is_when_a_chunk_came_less_when_it_was_due(monkeypatch: pytest.
     assert [value for what, *value in noted if what == "first_audio"] == [[0.5]]
     late = [value for what, *rest in noted if what == "lateness" for value in rest]
     assert late == pytest.approx([-FRAME, 0.1 - 2 * FRAME, -FRAME])
-    assert ended == pytest.approx([2 * FRAME - 0.01])  # the last two still play
+    assert hearer.end - hearer.played() == pytest.approx(2 * FRAME - 0.01)  # the last two still play
+    assert hearer.sounds.is_set() and hearer.over.is_set()
 
 
 def test_people_speak_hear_the_answer_out_and_pause() -> None:
     engine = FakeEngine([0.0] * 10)
-    heard = played(engine, manner(), lambda load: engine.count("ask") >= 3)
+    heard = played(engine, manner(), lambda _: engine.count("ask") >= 3)
     times = [at for kind, at in engine.log if kind == "ask"]
     assert all(other - one > 10 * FRAME + people.PAUSE[0] + 0.05 for one, other in itertools.pairwise(times))
     assert heard.answers >= 2 and heard.underruns == heard.interrupted == 0
     assert [number for kind, number in engine.log if kind == "commit"][:2] == [1, 2]  # each before the next is asked
     (options,) = [options for kind, options in engine.log if kind == "session"]
-    assert options["pace"] == "live" and options["when_full"] == "wait" and options["overflow"] == "forget"
+    assert options["pace"] == "live" and options["overflow"] == "forget"
 
 
 def test_rows_that_speak_all_the_time_are_asked_again_at_once() -> None:
     engine = FakeEngine([0.0] * 100)  # two seconds of sound
     start = time.perf_counter()
-    played(engine, manner(nonstop=True), lambda load: engine.count("ask") >= 4)
+    played(engine, manner(nonstop=True), lambda _: engine.count("ask") >= 4)
     assert time.perf_counter() - start < 4
 
 
 def test_barge_ins_cut_the_answer_and_ask_again() -> None:
     engine = FakeEngine([FRAME * n for n in range(10)])
     how = manner(barge_in=1.0, answer_seconds=10 * FRAME)
-    heard = played(engine, how, lambda load: engine.count("ask") >= 3)
+    heard = played(engine, how, lambda _: engine.count("ask") >= 3)
     assert heard.interrupted == engine.count("cancel") >= 2 and heard.answers == 0
     parts = [seconds / how.answer_seconds for kind, seconds in engine.log if kind == "cancel"]
     assert all(people.BARGE[0] - 1e-6 <= part < 1 for part in parts)
 
 
-def test_callers_come_whatever_was_answered_and_go() -> None:
-    engine = FakeEngine([0.0, 0.0])
-    heard = played(engine, manner(), lambda load: engine.count("session") >= 8 and engine.open < 8, rate=100.0)
-    assert heard.questions == engine.count("ask") and heard.answers > 0
-    assert {options["when_full"] for kind, options in engine.log if kind == "session"} == {"refuse"}
-    full = FakeEngine([], busy=True)
-    assert played(full, manner(), lambda load: full.count("ask") >= 4, rate=100.0).refused >= 3
-
-
 def test_questions_from_before_it_is_measured_are_left_out() -> None:
     """Their sound counts, and how long it took to come does not."""
     engine = FakeEngine([0.15, 0.15, 0.2])
-    with LiveLoad(engine, manner(), 64) as load:  # type: ignore[arg-type]
+
+    async def talk() -> Heard:
+        load = LiveLoad(engine, manner(), 64)  # type: ignore[arg-type]
         load.invite(1)
-        until(lambda: engine.count("ask") == 1)
+        while engine.count("ask") < 1:
+            await load.wait(0.002)
         heard = load.heard = Heard()
-        until(lambda: heard.answers == 1)
-        assert len(heard.lateness) == 2 and not heard.first_audio and not heard.questions
-        until(lambda: engine.count("ask") == 2 and bool(heard.first_audio))
+        while heard.answers < 1:
+            await load.wait(0.002)
+        load.heard = None
+        await load.close()
+        return heard
+
+    heard = asyncio.run(talk())
+    assert len(heard.lateness) == 2 and not heard.first_audio and not heard.questions
 
 
-def test_what_goes_wrong_in_a_call_is_told_by_the_stage() -> None:
+def test_what_goes_wrong_in_a_call_is_raised() -> None:
     class Broken(FakeEngine):
         def session(self, **options: Any) -> Any:
             raise RuntimeError("the engine is gone")
 
-    with LiveLoad(Broken([]), manner(), 64) as load:  # type: ignore[arg-type]
-        load.invite(1)
-        until(lambda: load.failure is not None)
-    assert "gone" in str(load.failure)
+    with pytest.raises(RuntimeError, match="gone"):
+        played(Broken([]), manner(), lambda _: False)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def checked(done: Any, loops: list[tuple[str, int]]) -> list[dict[str, Any]]:
+def checked(done: Any, numbers: list[int]) -> list[dict[str, Any]]:
     """The lines that a command printed as JSON."""
     assert done.code == 0, done.err
     found = json.loads(done.text)
     (table,) = found["tables"]
     assert found["processor"] in table["title"] and table["frame_seconds"] == 0.04
-    assert [(one["loop"], one["sessions"]) for one in table["runs"]] == loops
+    assert [one["sessions"] for one in table["runs"]] == numbers
     for one in table["runs"]:
         assert set(one) == set(LiveFigures.__dataclass_fields__)
         assert one["engine_cpu"] > 0 and one["generator_cpu"] > 0 and one["errors"] == 0 and one["questions"] > 0
-        assert one["cost"] == pytest.approx(one["engine_cpu"] / one["sessions"])
         assert set(one["lateness"]) == {"p50", "p95", "p99", "count"}
     return table["runs"]
 
@@ -272,7 +270,7 @@ class FakeProcess(FakeEngine):
         self.log.append(("closed", None))
 
 
-def test_the_command_plays_both_loops_and_draws_the_curve(
+def test_the_command_plays_sessions_and_draws_the_curve(
     folder: Path, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[FakeProcess] = []
@@ -281,45 +279,38 @@ def test_the_command_plays_both_loops_and_draws_the_curve(
         made.append(FakeProcess({"folder": place, **values}))
         return made[-1]
 
-    monkeypatch.setattr("infer.bench.live.play.EngineProcess", start)
-    monkeypatch.setattr("infer.bench.live.play._cpu", lambda process: time.process_time())  # the system counts in 10 ms
-    words = ("--sessions", "3", "--rate", "30", "--json", "--plot", "curve.png", "--quantize", "int8", "--dtype", "float32")
+    monkeypatch.setattr("infer.bench.live.EngineProcess", start)
+    cpu = lambda process: (time.process_time(), 0.0)  # noqa: E731 -- the system counts in 10 ms
+    monkeypatch.setattr("psutil.Process.cpu_times", cpu)
+    words = ("--sessions", "3", "--json", "--plot", "curve.png", "--quantize", "int8", "--dtype", "float32")
     short = ("--seconds", "0.05", "--answer_seconds", "0.1", "--play_seconds", "0.3", "--threads", "1")
-    people_, callers = checked(run("bench", "--model", folder, *words, *short), [("closed", 3), ("open", 3)])
-    assert people_["lateness"]["count"] > 0 and people_["answers"] > 0 and callers["answers"] > 0
-    assert people_["overhead"] == pytest.approx(people_["engine_cpu"] * people_["seconds"] / 10 / 1e-3)
+    (found,) = checked(run("bench", "--model", folder, *words, *short), [3])
+    assert found["lateness"]["count"] > 0 and found["answers"] > 0
+    assert found["overhead"] == pytest.approx(found["engine_cpu"] * found["seconds"] / 10 / 1e-3)
     (engine,) = made
-    wanted = {"slots": 6, "threads": 1, "quantize": "int8", "dtype": "float32", "device": "cpu", "kernels": "measured"}
+    wanted = {"slots": 3, "threads": 1, "quantize": "int8", "dtype": "float32", "device": "cpu", "kernels": "measured"}
     assert wanted.items() <= engine.started.items()
-    assert [given for name, given in engine.log if name == "engine.measure"] == [([1, 2, 3],)] * 2
+    assert [given for name, given in engine.log if name == "engine.measure"] == [([1, 2, 3],)]
     assert engine.log[-1][0] == "closed" and (tmp_path / "curve.png").is_file()
 
 
 @pytest.mark.long
 def test_an_engine_in_its_process_is_played(folder: Path, run: Any, tmp_path: Path) -> None:
-    words = ("--sessions", "2,1", "--rate", "5", "--barge_in", "0.5", "--json", "--quantize", "int8")
+    words = ("--sessions", "2,1", "--barge_in", "0.5", "--json", "--quantize", "int8")
     short = ("--seconds", "0.1", "--answer_seconds", "0.3", "--play_seconds", "2")
-    wanted = [("closed", 1), ("closed", 2), ("open", 1), ("open", 2)]
-    runs = checked(run("bench", "--model", folder, *words, *short), wanted)
+    runs = checked(run("bench", "--model", folder, *words, *short), [1, 2])
     for one in runs:
         assert one["lateness"]["count"] > 0 and one["step"]["p99"] > 0 and one["overhead"] > 0
     assert sum(one["active"] for one in runs) > 0  # looked at eight times in 0.1 s, perhaps always between two answers
     assert sum(one["interrupted"] for one in runs) > 0
-    assert sum(one["lateness_in_engine"]["count"] for one in runs) > 0  # an answer's only chunk is on time
-    done = run("bench", "--model", folder, "--sessions", "1", "--nonstop", "--bare", *short)
-    assert (
-        done.code == 0
-        and "nonstop" in done.text
-        and "a frame plays 40 ms" in done.text
-        and "bare loop" in done.text
-        and "…" not in done.text
-    )
+    done = run("bench", "--model", folder, "--sessions", "1", "--nonstop", *short)
+    assert done.code == 0 and "nonstop" in done.text and "a frame plays 40 ms" in done.text and "…" not in done.text
 
 
 @pytest.mark.long
 def test_codecs_with_random_weights_are_there_for_the_engine_s_process(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(CODECS)
-    plugins.load_plugins(["infer.bench.live.random_codecs"], "plugins")
+    plugins.load_plugins(["infer.bench.random_codecs"], "plugins")
     new = set(CODECS) - before
     try:
         assert new == {f"random-{name}" for name in before if CODECS.find(name).random is not None} >= {"random-snac"}
@@ -328,12 +319,8 @@ def test_codecs_with_random_weights_are_there_for_the_engine_s_process(monkeypat
     finally:
         for name in new:  # and away again after the test
             del CODECS[name], CODECS._sources[name]
-        plugins._loaded.remove("infer.bench.live.random_codecs")
-        del sys.modules["infer.bench.live.random_codecs"]
-
-
-def test_numbers_are_played_once_each_from_the_lowest() -> None:
-    assert parse_numbers("4, 1,16,4") == (1, 4, 16)
+        plugins._loaded.remove("infer.bench.random_codecs")
+        del sys.modules["infer.bench.random_codecs"]
 
 
 def test_the_picture_has_content(tmp_path: Path, whole_pictures: None) -> None:
@@ -343,47 +330,44 @@ def test_the_picture_has_content(tmp_path: Path, whole_pictures: None) -> None:
         assert len(picture.convert("RGB").getcolors(1 << 24)) > 20
 
 
-def figures(sessions: int, loop: Any = "closed", underruns: int = 0, late: float = -0.05) -> LiveFigures:
-    few = percentiles([late - 0.01, late])
-    noted = counted(Heard()) | {"lateness": few, "first_audio": percentiles([0.05]), "underruns": underruns}
+def figures(sessions: int, underruns: int = 0, late: float = -0.05) -> LiveFigures:
+    few = Percentiles(late - 0.01, late, late, 2)
     return LiveFigures(
-        loop=loop, sessions=sessions, seconds=1.0, **noted, lateness_in_engine=few, underruns_in_engine=0, active=1.0, rows=1.0,
-        written=25.0, step=percentiles([0.003 * sessions]), engine_cpu=0.5, generator_cpu=0.1, cost=0.5 / sessions,
-        overhead=None, waiting=0.0,
+        loop="closed", sessions=sessions, seconds=1.0, lateness=few, first_audio=Percentiles(0.05, 0.05, 0.05, 1),
+        underruns=underruns, active=1.0, rows=1.0, written=25.0, step=few, engine_cpu=0.5, generator_cpu=0.1, overhead=None,
+        waiting=0.0, questions=0, answers=0, interrupted=0, errors=0,
     )  # fmt: skip
 
 
+def largest(*runs: LiveFigures) -> int | None:
+    return LiveTable("", 0.04, list(runs)).largest_without_underrun()
+
+
 def test_the_largest_number_is_the_last_before_the_first_gap() -> None:
-    runs = [figures(8, underruns=1), figures(1), figures(4), figures(16), figures(2, "open")]
-    assert largest_without_underrun(runs, "closed") == 4 and largest_without_underrun(runs, "open") == 2
-    assert largest_without_underrun([figures(1, underruns=3)], "closed") is None
-    assert largest_without_underrun([figures(1), replace(figures(2), refused=1)], "closed") == 1
+    assert largest(figures(1), figures(4), figures(8, underruns=1), figures(16)) == 4
+    assert largest(figures(1, underruns=3)) is None and largest(figures(1), replace(figures(2), errors=1)) == 1
     quiet = replace(figures(1), first_audio=Percentiles())
-    assert largest_without_underrun([quiet], "closed") is None and largest_without_underrun([quiet, figures(2)], "closed") == 2
+    assert largest(quiet) is None and largest(quiet, figures(2)) == 2
 
 
 def test_the_curve_has_every_line_and_the_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr("infer.bench.live.curve.save_figure", lambda figure, file: drawn.append(figure) or file)
-    runs = [figures(n, loop, underruns=n > 4, late=0.01 * (n - 5)) for loop in ("closed", "open") for n in (1, 4, 16)]
+    monkeypatch.setattr("infer.bench.figures.save_figure", lambda figure, file: drawn.append(figure) or file)
+    runs = [figures(n, underruns=n > 4, late=0.01 * (n - 5)) for n in (1, 4, 16)]
     draw(LiveTable("nano", 0.04, runs), tmp_path / "x.png")
     late, step, first = drawn[0].axes
     lines = {line.get_label(): list(line.get_ydata()) for line in late.lines}
-    assert lines["p99, closed"] == pytest.approx([1e3 * run.lateness.p99 for run in runs[:3]])  # type: ignore[operator]
-    assert {f"{part}, {loop}" for part in ("p50", "p95", "p99") for loop in ("closed", "open")} <= set(lines)
-    assert any(list(line.get_ydata()) == [0, 0] for line in late.lines)  # due
+    assert lines["p99"] == pytest.approx([1e3 * run.lateness.p99 for run in runs])  # type: ignore[operator]
+    assert {"p50", "p95", "p99", "due", "4 without underrun"} == set(lines) and lines["due"] == [0, 0]
     assert any(line.get_ydata()[0] == 40.0 for line in step.lines)  # a frame
     assert late.get_xscale() == "log" and [label.get_text() for label in first.get_xticklabels()] == ["1", "4", "16"]
-    assert {"4 without underrun (closed)", "4 without underrun (open)"} <= {text.get_text() for text in late.texts}
 
 
 def test_a_line_of_the_table_has_every_column(capsys: pytest.CaptureFixture[str]) -> None:
-    from infer.bench.live.figures import COLUMNS, show_live
-
     assert len(cells(figures(4))) == len(COLUMNS)
-    show_live(LiveTable("live sessions: nano", 0.04, [figures(4)]))
+    LiveTable("live sessions: nano", 0.04, [figures(4)]).show()
     out = capsys.readouterr().out
-    assert "-55 -50 -50" in out and "a frame plays 40 ms" in out and max(map(len, out.splitlines())) <= 132
+    assert "-60 -50 -50" in out and "a frame plays 40 ms" in out and max(map(len, out.splitlines())) <= 132
 
 
 MISTAKES = {
@@ -392,43 +376,35 @@ MISTAKES = {
     "a gap": (("--sessions", "1,,2"), "'' is no number of sessions"),
     "below zero": (("--sessions", "4,-1"), "'-1' is no number of sessions"),
     "too many": (("--sessions", "2000"), "give numbers from 1 to 1024"),
-    "a rate": (("--sessions", "1", "--rate", "-2"), "--rate is -2.0; it must be from 0.001 to 100"),
     "a share": (("--sessions", "1", "--barge_in", "1.5"), "--barge_in is 1.5; it must be from 0 to 1"),
     "no time": (("--sessions", "1", "--play_seconds", "0"), "--play_seconds is 0.0; it must be from 0.1"),
     "no folder": (("--sessions", "1", "--plot", "none/x.png"), "there is no folder"),
     "a name": (("--sessions", "1", "--plot", "x.jpg"), "is no name of a PNG file; end it in .png"),
     "two pictures": (("--sessions", "1", "--plot", "x.png", "--preset", "nano,qwen3-0.6b"), "--plot draws one model"),
-    "alone": (("--plot", "x.png"), "--plot draws what --sessions or --listening measures"),
+    "alone": (("--plot", "x.png"), "--plot is for live sessions"),
     "nonstop alone": (("--nonstop",), "--nonstop is for live sessions"),
-    "a bare loop alone": (("--bare",), "--bare is for live sessions"),
-    "a bare loop in int8": (
-        ("--sessions", "1", "--bare", "--quantize", "int8"),
-        "--bare and --quantize int8 were given together",
-    ),
-    "with a GPU's checks": (("--sessions", "1", "--gpu"), "--gpu and --sessions were given together"),
-    "int8 on a GPU": (("--gpu", "--quantize", "int8"), "--gpu and --quantize int8 were given together"),
     "a long answer": (("--sessions", "1", "--answer_seconds", "3000"), "do not fit the model's context of"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_before_anything_is_started(name: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.bench.live.play.EngineProcess", lambda *_, **__: pytest.fail("an engine was started"))
-    monkeypatch.setattr("infer.bench.live.play.random_model", lambda *_, **__: pytest.fail("a model was made"))
+    monkeypatch.setattr("infer.bench.live.EngineProcess", lambda *_, **__: pytest.fail("an engine was started"))
+    monkeypatch.setattr("infer.bench.live.random_model", lambda *_, **__: pytest.fail("a model was made"))
     words, said = MISTAKES[name]
     done = run("bench", *words)
     assert done.code == 2 and not done.out and said in done.err and done.err.count("\n") == 1, done.err
 
 
 def test_more_than_fit_in_memory_are_refused_before_it_is_taken(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.bench.live.play.random_model", lambda *_, **__: pytest.fail("a model was made"))
+    monkeypatch.setattr("infer.bench.live.random_model", lambda *_, **__: pytest.fail("a model was made"))
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 24))
     done = run("bench", "--sessions", "1,512")
     assert done.code == 2 and "--sessions 1,512: the cache of 512 rows" in done.err and "play fewer" in done.err
 
 
 def test_a_model_without_its_codec_is_refused(run: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.bench.live.play.EngineProcess", lambda *_, **__: pytest.fail("an engine was started"))
+    monkeypatch.setattr("infer.bench.live.EngineProcess", lambda *_, **__: pytest.fail("an engine was started"))
     shutil.copytree(folder, tmp_path / "mute")
     config = json.loads((folder / "config.json").read_text())
     config["model"] |= {"codec": "snac", "layout": to_dict(Layout.build([4096] * 7, 300))}

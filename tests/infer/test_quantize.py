@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.bench.bench import _with_mode
 from omni.checkpoint.folder import load_folder
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import find_device
@@ -130,7 +129,6 @@ def test_progress_is_told_where_there_is_no_terminal(run, model, monkeypatch):
 
 @pytest.mark.long
 def test_every_table_of_a_bench_is_for_the_format_asked_for(run, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("infer.bench.bench.NANO_BATCHES", (1,))
     assert run("quantize", folder, "small").code == 0
     words = ["--repeat", "1", "--seconds", "0.2", "--answer_seconds", "0.2", "--json"]
     for model, more, said in (
@@ -141,8 +139,7 @@ def test_every_table_of_a_bench_is_for_the_format_asked_for(run, folder, tmp_pat
         done = run("bench", "--model", model, *words, *more)
         assert done.code == 0, done.err
         tables = json.loads(done.out)["tables"]
-        assert len(tables) == 3 and all(said in table["title"] for table in tables)
-        assert all(row["target"] is None for table in tables for row in table["rows"])
+        assert len(tables) == 2 and all(said in table["title"] for table in tables)
     done = run("bench", "--dtype", "float64")
     assert done.code == 2 and "dtype 'float64' is unknown" in done.err
 
@@ -156,10 +153,3 @@ def test_int8_is_read_by_a_plain_interface(run, model, tmp_path):
 def test_auto_is_the_cpu_for_int8(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert find_device("auto").type == "cuda" and find_device("auto", "int8").type == "cpu"
-
-
-def test_the_padded_encoder_is_measured_with_the_same_int8_weights(folder):
-    lm = SpeechLM.from_pretrained(folder, quantize="int8")
-    padded = _with_mode(lm, lm.config, "padded", compile=False).model
-    assert padded.config.encoder.mode == "padded" and is_int8(padded)
-    assert all(tensor.equal(padded.get_parameter(name)) for name, tensor in lm.model.named_parameters())

@@ -114,9 +114,6 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int, word: str) -> N
         (["fit", "FILE", "--objective.stream_weights", "[0,0,0,0,0]"], "give numbers of at least 0, not all of them 0"),
         (["fit", "FILE", "--dry_run", "--profile", "15:10"], "profile is 15:10, but the first comes after the last"),
         (["plan", "FILE", "--devices", "abc"], "see FILE or omni-train plan --help"),
-        (["bench", "--positions", "0"], "--positions is 0; it must be at least 1"),
-        (["bench", "--device", "foo"], "device 'foo' is unknown; use auto, cpu, cuda"),
-        (["bench", "--only", "[]"], "--only is empty; give tables, such as [objective]"),
         (["fit", str(Path(__file__).parent)], "is a folder, a pipe or a device; give a YAML file"),
         (
             ["fit", "FILE", "--budget.steps", "abc"],
@@ -215,12 +212,12 @@ def test_what_the_system_refuses_is_one_line(
     def fail(argv: list[str]) -> int:
         raise OSError(code, os.strerror(code), "runs/x")
 
-    monkeypatch.setattr("train.commands.bench.main", fail)
-    assert main(["bench"]) == 2
+    monkeypatch.setattr("train.commands.plan.main", fail)
+    assert main(["plan"]) == 2
     line = f"error: runs/x cannot be read or written ({os.strerror(code)}); fix that and run again\n"
     assert capsys.readouterr().err == line
     with pytest.raises(OSError, match="runs/x"):
-        main(["bench", "--debug"])
+        main(["plan", "--debug"])
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", "error: DistNetworkError: Broken pipe"), ("1", "")])

@@ -353,6 +353,18 @@ def test_state_that_a_rule_allocates_itself_is_read_into_its_memory(tmp_path: Pa
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_a_run_on_a_gpu_repeats_and_resumes_bit_for_bit(tmp_path: Path, precision: Any) -> None:
+    stop = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 4 else None  # noqa: E731
+    for name in ("first", "again", "stopped"):
+        config = toy_config(tmp_path / name, fabric=FabricConfig(accelerator="gpu", devices=1, precision=precision))
+        if name == "stopped":
+            assert toy_fit(config, toy_parts(stop))[0].signal
+        assert toy_fit(config)[0].step == 8
+        same(final_tensors(tmp_path / name), final_tensors(tmp_path / "first"))
+
+
+@pytest.mark.cuda
 def test_paged_state_stays_paged_over_a_resume(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     config = OptimizerConfig("paged_adamw_8bit", lr=1e-2)

@@ -10,13 +10,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
 from omni.errors import UserError
-from train.bench.balance import balance
-from train.bench.names import BALANCED
-from train.commands import bench as bench_command
 from train.commands.balance import ALL, JSON, PICTURE, ExperimentCounts, answered, compare, main, shown, variant, write
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
@@ -121,46 +117,3 @@ def test_answers_may_hold_any_sign(tmp_path: Path) -> None:
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     (tmp_path / ANSWERS / "step-1.jsonl").write_text(text, encoding="utf-8")
     assert answered(tmp_path)["A1T1"].tolist() == [1, 2]
-
-
-def small(folder: Path) -> str:
-    """The recipe with a model of one layer."""
-    data = yaml.safe_load(Path(RECIPE).read_text())
-    data["model"] = {"preset": "nano", "decoder": {"layers": 1}, "encoder": {"layers": 1}}
-    data["data"]["packing"] = {"rows": 1, "length": 256, "buffer": 4}
-    file = folder / "small.yaml"
-    file.write_text(yaml.safe_dump(data))
-    return str(file)
-
-
-@pytest.mark.long
-def test_the_table_of_costs(tmp_path: Path) -> None:
-    """Every way takes the same steps, one after another; what they cost is for a quiet machine to say."""
-    rows = balance(small(tmp_path), torch.device("cpu"), steps=1, rounds=1)
-    assert next(row.name for row in rows) == "plain step" and len(rows) == len(BALANCED) + 2
-    assert all(row.value > 0 for row in rows) and {row.unit for row in rows[1:]} == {"x"}
-
-
-@pytest.mark.long
-def test_the_table_of_costs_has_the_methods_that_are_named(tmp_path: Path) -> None:
-    """At the level that is named, or at the first; also one that judges by held-out rows."""
-    names = ["geometric", "pcgrad:parameters", "moml"]
-    rows = balance(small(tmp_path), torch.device("cpu"), steps=1, rounds=1, methods=names)
-    ways = ["geometric, level loss", "pcgrad, level parameters", "moml, level loss"]
-    assert [row.name for row in rows] == ["plain step", *(f"{way}: balanced / plain step" for way in ways)]
-
-
-@pytest.mark.parametrize(
-    ("methods", "words"),
-    [
-        ("[equal, pcgradd:features]", "balance.method 'pcgradd' is unknown; the closest names are pcgrad"),
-        ("[pcgrad:feature]", "balance.level 'feature' is unknown; the closest names are features"),
-        ("[equal:features]", "balance.level is 'features', which method equal does not have"),
-        ("[modo]", "takes three batches a step apart, but data.micro_batches is 1"),
-        ("[]", "--methods names none"),
-    ],
-)
-def test_what_the_table_of_costs_refuses(methods: str, words: str) -> None:
-    with pytest.raises(UserError) as caught:
-        bench_command.main(["--only", "[balance]", "--config", RECIPE, "--device", "cpu", "--methods", methods])
-    assert words in str(caught.value)

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from omni.errors import UserError
 from omni.layout import IGNORE, Layout
@@ -22,8 +20,6 @@ from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example
 from tests.train.objective.test_objective import MODELS, make_examples, pack
 from tests.train.toys import ToyBatch, ToyModel, ToyObjective, toy_config, toy_fit, toy_parts
-from train.bench.guard import guard
-from train.bench.timing import TimingRow
 from train.cli import main
 from train.commands.doctor import examine
 from train.config.parse import read_fit_config
@@ -35,7 +31,6 @@ from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective
 from train.trainer.feed import StepBatches
 from train.trainer.guard import SEEN, Ends, StepGuard, Targets, shares_of
-from train.trainer.step import PlainStep
 
 SMALL = [
     "configs/nano-scratch.yaml", "--data.packing.rows", "2", "--data.packing.buffer", "4", "--model.decoder.layers", "1",
@@ -114,43 +109,6 @@ def test_what_is_found_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     toy_fit(config, toy_parts(objective=Deaf(ToyModel())))
     said = "".join(capsys.readouterr())
     assert said.count("guard, step") == 1 and "received no gradient" in said and "text_embedding.weight" in said
-
-
-# --- the cost ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_the_table_of_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both phases of a recipe that aligns first, each way timed; what a ratio is, is for a quiet machine to say."""
-    data = yaml.safe_load(Path("configs/nano-scratch.yaml").read_text())
-    data["model"] = {"preset": "nano", "decoder": {"layers": 1}, "encoder": {"layers": 1}}
-    data["data"]["packing"] = {"rows": 1, "length": 256, "buffer": 4}
-    file = tmp_path / "small.yaml"
-    file.write_text(yaml.safe_dump(data))
-    taken: list[tuple[float, bool, bool]] = []
-    plain = PlainStep.__call__
-
-    def train(self: PlainStep, step: Any, progress: float) -> None:
-        taken.append((progress, *under_guard(self)))
-        plain(self, step, progress)
-
-    monkeypatch.setattr(PlainStep, "__call__", train)
-    rows = guard(str(file), torch.device("cpu"), steps=1, rounds=1)
-    assert [row.name for row in rows] == [
-        f"{way}, {phase}"
-        for phase in ("aligning", "all of the model")
-        for way in ("plain step", "watched / plain step", "traced / plain step")
-    ]
-    assert all(isinstance(row, TimingRow) and row.value > 0 for row in rows)
-    quiet, looked, traced = (False, False), (True, False), (True, True)
-    turns = [looked, quiet], [quiet, looked], [looked, traced, quiet], [quiet, looked, traced]
-    assert taken == [(used, *state) for used in (0.0, 0.5) for turn in turns for state in turn]
-
-
-def under_guard(step: PlainStep) -> tuple[bool, bool]:
-    """Whether a guard watches the run's parameters now, and whether it traces."""
-    watched = any(p._post_accumulate_grad_hooks for p in step.module.parameters())
-    return watched, _get_current_dispatch_mode() is not None
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -1,27 +1,30 @@
-"""Measures `omni-train convert`: memory over the size of what it reads, and the rate at which it writes.
+"""What `omni-train convert` costs: memory over the size of what it reads, and the rate at which it writes.
+
+python -m benchmarks.convert [--out FILE] [--small]
 
 A language model of Qwen2-0.5B's shape goes from Hugging Face's shards into a speech model, that one out as a mini-omni's
-`.pth`, and that one in again. Weights are random, and are in the system's folder for temporary files (`TMPDIR`): about 6 GB.
+`.pth`, and that one in again. Weights are random, and are in the folder for temporary files (`TMPDIR`): about 6 GB.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.apart import run_apart
+from benchmarks.report import Figures, run_checks
 from omni.checkpoint.tensors import write_safetensors
 from omni.convert.contract import text_shapes
 from omni.convert.huggingface import text_config, their_name
 from omni.convert.lazy import Lazy
 from omni.text import Tokenizer
-from train.bench.child import run_apart
-from train.bench.timing import TimingRow
 
 QWEN2_05B: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -43,48 +46,33 @@ QWEN2_05B: dict[str, Any] = {
 }
 """The keys of the `config.json` of Qwen/Qwen2-0.5B that a conversion reads."""
 
-SHARDS = 4
+SMALL_LM = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROWN = ("--layout", "mini-omni", "--combine", "mean", "--projector", "linear", "--encoder_mode", "padded")
 """Options of a speech model that can be converted to a mini-omni's format."""
 
 
-def convert(settings: Mapping[str, Any] = QWEN2_05B, encoder: str = "small", shards: int = SHARDS) -> list[TimingRow]:
-    """Measures three conversions, one after another, each in a process of its own.
+def convert(device: torch.device, small: bool) -> Figures:
+    """Three conversions, one after another, each in a process of its own; memory beyond an interpreter that did nothing.
 
-    Memory is counted beyond an interpreter that has imported the command and done nothing. "RSS" includes the resident pages of
-    mapped files, which the system takes back when it needs them: weights in `.pth`, and libraries that are touched only during
-    work (some 130 MB). "Without files" is what the command holds.
-
-    Args:
-        settings: the language model's `config.json`.
-        encoder: size of the Whisper that is added to it, with random weights.
+    RSS counts resident pages of mapped files, which the system takes back when it needs them; "without files" is what is held.
     """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        write_model(folder / "hf", settings, shards)
+        write_model(folder / "hf", QWEN2_05B | (SMALL_LM if small else {}), 2 if small else 4)
         named = ("--tokenizer", str(folder / "hf" / "tokenizer.json"))  # the tokenizer of bytes, beside a large table
-        rows = _row("from Hugging Face", folder / "hf", folder / "model", ("--encoder", encoder, *GROWN, *named))
-        rows += _row("to .pth", folder / "model", folder / "pth", ("--kind", "mini-omni"))
-        return rows + _row("from .pth", folder / "pth", folder / "again", ("--kind", "mini-omni", *named))
+        for name, source, target, options in (
+            ("from Hugging Face", "hf", "model", ("--encoder", "tiny" if small else "small", *GROWN, *named)),
+            ("to .pth", "model", "pth", ("--kind", "mini-omni")),
+            ("from .pth", "pth", "again", ("--kind", "mini-omni", *named)),
+        ):
+            words = [str(folder / source), str(folder / target), *options, "--quiet"]
+            taken = run_apart("train.commands.convert", words, ["train.convert.convert"])
+            read, written = (sum(file.stat().st_size for file in (folder / part).iterdir()) for part in (source, target))
+            peaks = {"peak RSS / read": taken.resident / read, "peak RSS without files / read": taken.anonymous / read}
+            yield name, {"GB read": read / 1e9, **peaks, "MB/s written": written / 1e6 / taken.seconds}
 
 
-def _row(name: str, source: Path, target: Path, options: Sequence[str]) -> list[TimingRow]:
-    taken = run_apart("train.commands.convert", [str(source), str(target), *options, "--quiet"], ["train.convert.convert"])
-    read, written = size_of(source), size_of(target)
-    return [
-        TimingRow(f"{name}: read", read / 1e9, "GB"),
-        TimingRow(f"{name}: peak RSS / read", taken.resident / read, "x"),
-        TimingRow(f"{name}: peak RSS without files / read", taken.anonymous / read, "x"),
-        TimingRow(f"{name}: written", written / 1e6 / taken.seconds, "MB/s"),
-    ]
-
-
-def size_of(folder: Path) -> int:
-    """Bytes of the files in a folder."""
-    return sum(file.stat().st_size for file in folder.iterdir())
-
-
-def write_model(folder: Path, settings: Mapping[str, Any], shards: int = SHARDS) -> None:
+def write_model(folder: Path, settings: Mapping[str, Any], shards: int) -> None:
     """Writes a language model's folder as Hugging Face has it: random bf16 weights in shards with an index; bytes as tokens."""
     folder.mkdir()
     text = text_config(settings)
@@ -104,3 +92,9 @@ def _drawn(name: str, shape: tuple[int, ...]) -> Lazy:
     return Lazy.drawn(
         shape, torch.bfloat16, lambda g, rows: torch.randn(rows, *shape[1:], generator=g).mul_(0.02), name, seed=0
     )
+
+
+CHECKS = {"convert": convert}
+
+if __name__ == "__main__":
+    sys.exit(run_checks(CHECKS, __doc__.partition("\n")[0]))
