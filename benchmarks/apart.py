@@ -45,7 +45,7 @@ def run_apart(module: str, arguments: Sequence[str], imports: Sequence[str] = ()
     command = [sys.executable, "-c", _CHILD, module, ",".join(imports), *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None and child.stdout is not None
-        resident = anonymous = seconds = 0
+        seconds, resident, anonymous = 0.0, 0, 0
         if child.stdout.readline():
             watched = psutil.Process(child.pid)
             idle = top = _memory(watched)

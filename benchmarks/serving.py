@@ -92,7 +92,7 @@ def ways(device: torch.device, small: bool, preset: str, quantize: str, dtype: s
     """Answers with the padded encoder (where sizes are released ones), with and without text assist; two rows over one."""
     seconds, repeat = (0.3, 1) if small else (4.0, 3)
     sound = noise(0.3 if small else 2.0)
-    modes: tuple[EncoderMode, ...] = ("variable", *["padded"] * (preset != "nano"))  # type: ignore[assignment]
+    modes: tuple[EncoderMode, ...] = ("variable", *["padded"] * (preset != "nano"))  # type: ignore[arg-type]
     for mode in modes:
         with model(device, preset, quantize, dtype, mode) as lm:
             for assist in (False, True):

@@ -178,7 +178,7 @@ def data(device: torch.device, small: bool, config: str) -> Figures:
                     loop.step(seen[-1], 0.5)
 
             live.append(seconds_of(made, device) / steps)
-            at_hand.append(seconds_of(lambda seen=seen: [loop.step(step, 0.5) for step in seen], device) / steps)  # type: ignore[misc]
+            at_hand.append(seconds_of(lambda seen=seen: [loop.step(step, 0.5) for step in seen], device) / steps)  # type: ignore[misc, func-returns-value]
             examples += sum(batch.examples for step in seen for batch in step.batches)
     yield "step", {
         "made meanwhile ms": statistics.fmean(live) * 1e3, "at hand ms": statistics.fmean(at_hand) * 1e3,

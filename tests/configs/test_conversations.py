@@ -54,13 +54,17 @@ class Talk:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def answer(self, question: Any, task: str) -> Answer:
+    def ask(self, question: Any, task: str) -> Talk:
         self.possible = [turns for turns in self.possible if same(turns[self.answered], question)]
         turn = self.possible[0][self.answered]
         assert task == ("A1A2" if isinstance(question, Tensor) else "T1A2")
         self.answered += 1
         lost = self.answered == 4 or (SOURCE.follows(turn) and self.cut > 0)
-        return said("" if lost else turn.answer_text)
+        self.said = said("" if lost else turn.answer_text)
+        return self
+
+    def answer(self) -> Answer:
+        return self.said
 
     def cancel(self, played_seconds: float) -> None:
         assert 0 <= played_seconds < 0.2
