@@ -8,7 +8,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 WHEELS="annotated-types cffi datasets dill espeakng-loader importlib-resources jiwer jsonargparse lightning-fabric
-lightning-utilities more-itertools multiprocess pycodec2 pycparser pydantic pydantic-core rapidfuzz rbloom snac soundfile
+lightning-utilities more-itertools multiprocess pycodec2 pycparser pydantic pydantic-core rapidfuzz snac soundfile
 torchdata torchjd typeshed-client typing-inspection"
 VERSION=${VERSION:-3.12}  # of Python there
 TRAINING="batches products heads attention rows"

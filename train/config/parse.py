@@ -67,11 +67,13 @@ def read_with_options(
 
 
 def _load_plugins(data: dict[str, Any], file: Path) -> None:
-    """Loads the plug-ins that a file names under `plugins`, before its other keys are read; paths there start at the file."""
+    """Loads the plug-ins that a file names under `plugins`, before its other keys are read; paths there start at the file, and
+    those that are not there at the recipes, for copies of these."""
     names = data.get("plugins") or ()
     if not isinstance(names, (list, tuple)):
         raise UserError(f"{file}: plugins is {names!r}; it must be a list of modules' names")
     if names:
+        names = [str(RECIPES / n) if not (file.parent / n).exists() and (RECIPES / n).exists() else n for n in map(str, names)]
         data["plugins"] = _not_shipped(load_plugins(names, f"{file}: plugins:", file.parent))
 
 

@@ -23,7 +23,7 @@ from train import recipe
 from train.checkpoint.retention import clear
 from train.commands.demo import main as demo
 from train.config.parse import read_fit_config
-from train.config.run import FitConfig, completed, plain_config
+from train.config.run import FitConfig, plain_config
 from train.config.sections import (
     BudgetConfig,
     CheckpointConfig,
@@ -194,15 +194,6 @@ def test_yaml_that_overrides_what_it_merges_has_no_key_twice(tmp_path: Path) -> 
     merged = "model: &it {preset: nano, ctc: 3}\nbudget: {steps: 3}\ndata: {sources: [{kind: spoken-digits}]}\n"
     file.write_text(merged + "optimizer: {<<: &b {lr: 1}, lr: 2}\nschedule: {warmup_steps: 1}\n")
     assert read_fit_config([str(file)])[0].optimizer.lr == 2
-
-
-def test_a_stored_configuration_is_completed_with_what_is_newer() -> None:
-    config, _ = read_fit_config([str(CONFIGS / "nano.yaml")])
-    plain = plain_config(config)
-    old = {key: dict(value) if isinstance(value, dict) else value for key, value in plain.items() if key != "balance"}
-    del old["data"]["sounds"], old["objective"]["ctc_words"]
-    assert old != plain and completed(old) == plain
-    assert completed({"model": 3}) == {"model": 3}  # of somebody else
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Digests:
@@ -26,6 +28,8 @@ class Digests:
 
     def repeats(self) -> Iterator[tuple[int, int]]:
         """Iterate over rows with a digest of an earlier row, with the first such row, in order."""
+        import numpy as np
+
         values, rows = self._arrays()
         _, first, which = np.unique(values, return_index=True, return_inverse=True)
         firsts = rows[first][which]
@@ -34,6 +38,8 @@ class Digests:
 
     def shared(self, other: Digests) -> Iterator[tuple[int, int]]:
         """Iterate over rows with a digest that `other` has too, with the first such row there, in order."""
+        import numpy as np
+
         (values, rows), (known, firsts) = self._arrays(), other._arrays()
         if not len(known):
             return
@@ -44,4 +50,6 @@ class Digests:
 
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Digests and their rows, uint64 [n] each."""
+        import numpy as np
+
         return np.array(self._values, np.uint64), np.array(self._rows, np.uint64)
