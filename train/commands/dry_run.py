@@ -39,8 +39,8 @@ def dry_run(config: FitConfig, profile: str | None = None) -> None:
         UserError: what is wrong with the configuration; `OutOfMemory` where the device does not hold the steps.
     """
     print(description.dry_run(config, profile))
-    config, shape = with_alignment(config), shape_of(config.model)
-    kind = kind_of(config)
+    config = with_alignment(config)
+    shape, kind = shape_of(config.model), kind_of(config)
     config, device = placed(config, None, kind), torch.device(kind)
     if config.fabric.strategy == "fsdp" or (kind == "cuda" and not torch.cuda.is_available()):
         print("no steps are taken: the run's devices are not here, or share its weights; `omni-train plan` counts them")
