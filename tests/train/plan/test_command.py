@@ -96,7 +96,6 @@ def test_a_dry_run_takes_two_steps(file: str, capsys: pytest.CaptureFixture[str]
         ([], "nowhere", True),
         (["--fabric.devices", "600", "--data.micro_batches", "600"], "fabric.devices is 600", True),
         (["--fabric.accelerator", "cuda", "--gpu_gib", "80"], "PyTorch finds no GPU here", False),
-        (["--fabric.accelerator", "abacus"], "abacus", True),
         (["--model.codec_folder", "none"], "codec folder none does not exist", True),
         (["--optimizer.groups", "[{pattern: none.*}]"], "none.*", True),
         (["--run_folder", "FOLDER"], "holds", True),
