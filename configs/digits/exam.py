@@ -76,7 +76,7 @@ def demonstrate(config: FitConfig, digits: SpokenDigitsConfig) -> int:
         raise UserError(f"{folder / MODEL} has no codec, and the demonstration speaks; see model.codec_folder")
     if digits.answer_text != "words":
         raise UserError("the demonstration compares what is written with what is spoken: set options.answer_text to words")
-    source = digits.build(lm.codec, seed=0)
+    source = SpokenDigits(digits, lm.codec, seed=0)
     examined = examine(lm, lm.codec, source)
     write_answers(examined.report, folder / "examination.jsonl")
     talk = converse(lm, source, folder)

@@ -1,25 +1,15 @@
-"""Options of the sources `spoken-digits` and `recorded-digits`; the modules beside this one make their rows, and ask them."""
+"""Settings of the sources `spoken-digits` and `recorded-digits`."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from omni.errors import UserError
 from omni.ranges import check_fields, ranged
-from train import SourceOptions, register_source
 from train.data.tts.espeak import SAMPLE_RATE
 from train.data.tts.voices import check_spec
-
-if TYPE_CHECKING:
-    from omni.codec.base import AudioCodec
-    from train.config.run import FitConfig
-    from train.console.progress import Kind
-    from train.eval.turn_ends import PausedQuestion
-
-    from .recorded import RecordedDigits
-    from .spoken import SpokenDigits
 
 RATE = 16000
 """Sample rate of the questions."""
@@ -37,9 +27,8 @@ _HELD_OUT = (  # nor has the model that ships heard them: configs/nano-live/voic
 )
 
 
-@register_source("spoken-digits")
 @dataclass(frozen=True)
-class SpokenDigitsConfig(SourceOptions):
+class SpokenDigitsConfig:
     """Settings of the spoken questions and of their answers.
 
     Attributes:
@@ -118,43 +107,13 @@ class SpokenDigitsConfig(SourceOptions):
                     f"options.held_out names {voice!r}, but its variant speaks in training: take it out of one of them"
                 )
 
-    @property
-    def vocabulary(self) -> tuple[str, ...]:
-        from .spoken import vocabulary
-
-        return vocabulary(self)
-
-    @property
-    def has_held_out(self) -> bool:
-        return self.examined
-
-    def build(self, codec: AudioCodec | None, seed: int) -> SpokenDigits:
-        from .spoken import SpokenDigits
-
-        return SpokenDigits(self, _there(codec), seed)
-
-    def paused_questions(self, codec: AudioCodec | None, count: int, voices: tuple[str, ...] = ()) -> list[PausedQuestion]:
-        """Questions for `omni-train eval --turn_ends`, in the voices of `held_out` or in others."""
-        from .asking import paused_questions
-
-        others = tuple(each for each in self.variants if all(voice.partition("+")[2] != each for voice in voices))
-        asked = replace(self, held_out=voices, variants=others, rare_variants=(), rare=0.0) if voices else self
-        return paused_questions(asked.build(codec, 0), count)
-
-    def demonstrate(self, config: FitConfig) -> int:
-        """Trains as `omni-train demo` does, examines the model, and asks it one question aloud; returns the exit code."""
-        from .exam import demonstrate
-
-        return demonstrate(config, self)
-
 
 WORDY = "A1T1"
 """The task of strings of other words."""
 
 
-@register_source("recorded-digits")
 @dataclass(frozen=True)
-class RecordedDigitsConfig(SourceOptions):
+class RecordedDigitsConfig:
     """Settings of the digit strings that are joined from recordings.
 
     Attributes:
@@ -256,37 +215,3 @@ class RecordedDigitsConfig(SourceOptions):
                 if spec in known:
                     raise UserError(f"options.more_voices.{language} names {spec!r}, which is there already: name it once")
                 known.add(spec)
-
-    @property
-    def vocabulary(self) -> tuple[str, ...]:
-        return self.answers.vocabulary
-
-    @property
-    def own_tasks(self) -> dict[str, float]:
-        share = self.wordy * (self.voices + self.more)
-        return {WORDY: share} if share > 0 else {}
-
-    @property
-    def has_held_out(self) -> bool:
-        return bool(self.held_out)
-
-    def build(self, codec: AudioCodec | None, seed: int) -> RecordedDigits:
-        from .recorded import RecordedDigits
-
-        return RecordedDigits(self, _there(codec), seed)
-
-    def check(self) -> None:
-        from .recorded import find_recordings
-
-        find_recordings(self.folder)
-
-    def prepare(self, progress: Kind) -> None:
-        from .recorded import speak_ahead
-
-        speak_ahead(self, progress)
-
-
-def _there(codec: AudioCodec | None) -> AudioCodec:
-    if codec is None:
-        raise UserError("spoken and recorded digits are answered in speech and need a codec; set model.codec")
-    return codec
