@@ -14,6 +14,7 @@ from train.data.rows.row import Codes, RowTurn
 
 _ASKING, _ANSWERING, _SYSTEM = ("user", "human"), ("assistant", "gpt"), ("system", "developer")
 _ROLE = ("role", "from")
+_SPEAKERS = _ASKING + _ANSWERING + _SYSTEM
 
 Message = Mapping[str, Any]
 ReadCodes = Callable[[list[Message]], Sequence[Codes | None]]
@@ -49,7 +50,8 @@ def turns_of(
 
 
 def _who(message: Message) -> str:
-    return text(message, *_ROLE, needed=True).lower()
+    role = message.get("role", message.get("from"))
+    return role if role in _SPEAKERS else text(message, *_ROLE, needed=True).lower()
 
 
 def _said(message: Message) -> Said:
@@ -87,6 +89,8 @@ def _pairs(messages: Sequence[Message]) -> list[tuple[Said, Said | None]]:
 def _assigned(value: Any, asked: Sequence[tuple[Said, Said | None]]) -> dict[tuple[int, int], Any]:
     """The recording of each question (0) and answer (1) by its turn's index; UserError where they are not as many as belong
     there."""
+    if value is None and not any(said and (said.recordings or "<" in said.text) for pair in asked for said in pair):
+        return {}
     sides = {(i, side): said for i, pair in enumerate(asked) for side, said in enumerate(pair) if said is not None}
     out = {place: list(said.recordings) for place, said in sides.items()}
     wanted = {place: tags(said.text) for place, said in sides.items() if not said.recordings}

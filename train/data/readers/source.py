@@ -108,8 +108,9 @@ def finite(value: Any) -> Any:
     Numbers of a list, such as samples, stay as they are.
     """
     if isinstance(value, dict):
-        texts = {name: one for name, one in value.items() if isinstance(one, str)}  # of most records all there is
-        return texts if len(texts) == len(value) else {name: finite(one) for name, one in value.items() if not _lacks(one)}
+        if all(type(one) is str for one in value.values()):  # most records and messages
+            return value
+        return {name: finite(one) for name, one in value.items() if not _lacks(one)}
     if isinstance(value, list) and (not value or not isinstance(value[0], int | float) or all(map(_lacks, value))):
         return [finite(one) for one in value if not _lacks(one)]
     return value
@@ -362,6 +363,8 @@ def _untagged(turn: RowTurn) -> RowTurn:
     """The turn without tags of recordings. What stands beside that of a question is about the recording, not what is said."""
     for name, there in (("question", turn.question_audio), ("answer", turn.answer_audio or turn.answer_codes)):
         said = getattr(turn, f"{name}_text")
+        if "<" not in said:
+            continue
         count, tag = tags(said), TAG.search(said)
         if tag and (count > 1 or (count and not there)):
             has = f"{tag[0]!r:.60} and so tags of {count} recordings, and {int(bool(there))} is there"
