@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from omni.audio.quiet import quiet_decoder
-from omni.audio.sniff import HEAD, container
+from omni.audio.sniff import HEAD, container, marked
 from omni.errors import UserError
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ def open_recording(file: BinaryIO, name: str, *, ends: bool = True) -> Recording
         UserError: neither of the two can read it, or it is truncated.
     """
     head = file.read(HEAD)
-    kind, sound = container(head), _opened(file, head)
+    sound = _opened(file, head)
+    kind = "MP3" if sound is not None and sound.format == "MP3" else container(head)
     log = "" if sound is None else sound.extra_info
     if (
         ends
@@ -103,7 +104,7 @@ def open_recording(file: BinaryIO, name: str, *, ends: bool = True) -> Recording
         and (kind not in ("WAV", "AIFF") or sound is None or sound.format == "RAW" or "should be" in log)
     ):
         place = file.tell()  # libsndfile's too
-        starts = _starts(file, head)
+        starts = _starts(file, head, kind)
         if len(starts) > 1:
             return _joined(file, starts, name)
         file.seek(place)
@@ -130,7 +131,7 @@ def _opened(file: BinaryIO, head: bytes) -> soundfile.SoundFile | None:
 
     file.seek(0)
     try:
-        with quiet_decoder(container(head) or "MP3"):  # which libsndfile may take it for
+        with quiet_decoder(marked(head) or "MPEG"):  # which libsndfile may take it for
             sound = soundfile.SoundFile(file.fileno() if isinstance(file, io.FileIO) else file, closefd=False)
         if not sound.frames and (sound.format == "AU" or " marker" in sound.extra_info) and (rest := file.read()):
             if not soundfile.check_format("RAW", sound.subtype):
@@ -143,10 +144,10 @@ def _opened(file: BinaryIO, head: bytes) -> soundfile.SoundFile | None:
     return sound if sound.format in FORMATS else None
 
 
-def _starts(file: BinaryIO, head: bytes) -> list[int]:
+def _starts(file: BinaryIO, head: bytes, kind: str) -> list[int]:
     """Offsets at which a file begins as it does at 0 (one of MP3 with a tag): where files were joined."""
     chunks = head[:4] in (b"RIFF", b"RF64", b"RIFX", b"FORM")
-    marks = (b"ID3\3\0\0", b"ID3\4\0\0") if container(head) == "MP3" else (head[: 4 if chunks else 6],)
+    marks = (b"ID3\3\0\0", b"ID3\4\0\0") if kind == "MP3" else (head[: 4 if chunks else 6],)
     found, offset, window = {0}, 0, b""
     file.seek(0)
     while block := file.read(1 << 17):

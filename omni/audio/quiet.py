@@ -22,12 +22,12 @@ _LOCK = threading.RLock()
 
 @contextmanager
 def quiet_decoder(kind: str | None) -> Iterator[None]:
-    """Suppresses the messages that libmpg123, libsndfile's MP3 decoder, writes to standard error; other kinds than `MP3` are
-    left alone.
+    """Suppresses the messages that libmpg123, libsndfile's MP3 decoder, writes to standard error; other kinds than `MP3` and
+    `MPEG` are left alone.
 
     It bypasses Python, so the file descriptor is redirected meanwhile; what others write is passed on afterwards.
     """
-    if kind != "MP3":
+    if kind not in ("MP3", "MPEG"):
         yield
         return
     with _LOCK, tempfile.TemporaryFile() as held:

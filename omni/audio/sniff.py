@@ -56,19 +56,23 @@ _LAYOUT = "\t\n\v\f\r\x1b"
 
 def container(head: bytes) -> str | None:
     """Sound container (`WAV`, `FLAC`, `OGG`, `MP3`, `MP4`, ...) whose data starts with `head`, or None."""
+    name = marked(head)
+    return name if name != "MPEG" else "MP3" if _is_mp3(head) else None
+
+
+def marked(head: bytes) -> str | None:
+    """As `container`, with `MPEG` for what starts as a frame of MP3 does and may be raw PCM, too."""
     if form := _FORMS.get(head[:4] + head[8:12]):
         return form
     if head[4:8] == b"ftyp":
         return "MP4"
     if name := next((name for mark, name in _MARKS.items() if head.startswith(mark)), None):
         return name
-    if (
-        head[:1] != b"\xff" or head[1:2] < b"\xe0" or head[1:2] > b"\xfd"
-    ):  # frames of MP3 and AAC; \xfe and \xff: quiet PCM, UTF-16
+    if not b"\xff\xe0" <= head[:2] < b"\xff\xfe":  # frames of MP3 and AAC; \xfe and \xff: quiet PCM, UTF-16
         return None
     if head[1] & 0xF6 == 0xF0:
         return "AAC" if head.count(head[:3]) > 1 else None
-    return "MP3" if _is_mp3(head) else None
+    return "MPEG"
 
 
 @lru_cache(8)
@@ -84,7 +88,7 @@ def _is_mp3(head: bytes) -> bool:
 
 def foreign(head: bytes) -> str | None:
     """Description, as part of a sentence, of data that starts with `head` and is known not to be sound that is read here."""
-    if container(head):
+    if marked(head):
         return None
     if name := next((name for mark, name in _FOREIGN.items() if head.startswith(mark)), None):
         return name

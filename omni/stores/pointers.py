@@ -84,7 +84,8 @@ def check_pointers(path: str | os.PathLike[str]) -> None:
 
 def has_pointers(path: str | os.PathLike[str]) -> bool:
     """Whether a folder, or the one that a file is in, was brought with pointer files."""
-    entry = entry_of(os.fspath(path))
+    file = os.fspath(path)
+    entry = entry_of(file) if "-pointers" in file else ""
     return bool(entry) and os.path.exists(os.path.join(entry, POINTERS))
 
 

@@ -35,13 +35,13 @@ def turns_of(
     they are not as many, where a message says nothing, or is by an unknown speaker, and where sides do not alternate.
     """
     asked = _pairs(messages)
-    recordings = _assigned(recordings_of(data), asked)
+    heard = {place: files.sound(one) for place, one in _assigned(recordings_of(data), asked).items()}
     coded = iter(codes([answer.message for _, answer in asked if answer is not None]))
     turns = []
     for index, (question, answer) in enumerate(asked):
-        sides: list[Any] = [question.text, files.sound(recordings.get((index, 0)))]
+        sides: list[Any] = [question.text, heard.get((index, 0))]
         if answer is not None:
-            sides += [answer.text, files.sound(recordings.get((index, 1))), next(coded)]
+            sides += [answer.text, heard.get((index, 1)), next(coded)]
         if not any(sides[:2]) or (answer is not None and not any(sides[2:])):
             side = "answer" if any(sides[:2]) else "question"
             raise UserError(f"{side} {index} has no text, and there is no recording of it: drop the row")

@@ -18,11 +18,11 @@ from omni.audio.sniff import SUFFIXES
 from omni.errors import UserError
 
 _SOUND, _HELD = r"(?:audio|sound|speech|wav|recording)(?:e?s)?", r"(?:_?(?:path|file|filepath|filename|url|uri|bytes|data)s?)?"
-RECORDING = re.compile(rf"(?:(?:question|input|user)_)?{_SOUND}{_HELD}", re.IGNORECASE)
+RECORDING = rf"(?:(?:question|input|user)_)?{_SOUND}{_HELD}"
 """Names of fields, and of types, that hold recordings of questions, or of who speaks in a message."""
-RECORDING_OF = re.compile(rf"(?:\w+_)?{_SOUND}{_HELD}", re.IGNORECASE)
+RECORDING_OF = rf"(?:\w+_)?{_SOUND}{_HELD}"
 """Names of fields that hold recordings of whatever it may be."""
-PICTURE = re.compile(rf"(?:input_)?(?:image|picture|photo|img|video)s?{_HELD}", re.IGNORECASE)
+PICTURE = rf"(?:input_)?(?:image|picture|photo|img|video)s?{_HELD}"
 """Names of fields, and of types, that hold what no reader takes."""
 TAG = re.compile(
     r"<(audio|speech|sound|wav)>(?P<inner>.*?)</\1>"
@@ -46,9 +46,9 @@ class Said(NamedTuple):
 
 
 @lru_cache(256)
-def named(pattern: re.Pattern[str], *names: str) -> tuple[str, ...]:
+def named(pattern: str, *names: str) -> tuple[str, ...]:
     """Those of the names of fields, or types, that a pattern describes."""
-    return tuple(name for name in names if pattern.fullmatch(name.replace(" ", "_")))
+    return tuple(name for name in names if re.fullmatch(pattern, name.replace(" ", "_"), re.IGNORECASE))
 
 
 def present(value: Any) -> bool:
@@ -58,11 +58,15 @@ def present(value: Any) -> bool:
     return any(map(present, value)) if isinstance(value, list) else value is not None and value != ""
 
 
-def is_recording(name: str, value: Any) -> bool:
-    """True where a field holds a recording, by its name or by the ending of its value."""
-    if isinstance(value, str) and value[-6:].lower().endswith(SUFFIXES):
-        return True
-    return bool(named(RECORDING_OF, name)) and present(value)
+def recording_fields(data: Mapping[str, Any]) -> list[str]:
+    """Names of the fields that hold a recording, by their name or by the ending of their value."""
+    known = named(RECORDING_OF, *data)
+    return [
+        name
+        for name, value in data.items()
+        if (isinstance(value, str) and "." in value[-6:] and value.lower().endswith(SUFFIXES))
+        or (name in known and present(value))
+    ]
 
 
 def tags(text: str) -> int:

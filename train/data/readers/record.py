@@ -8,6 +8,7 @@ one file stays open.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,22 @@ class Record(NamedTuple):
     where: str
     data: Mapping[str, Any]
     error: str = ""
+
+
+def finite(value: Any) -> Any:
+    """Plain data without the fields and entries that are NaN or infinite, which JSON and pandas write for what is missing.
+
+    Numbers of a list, such as samples, stay as they are.
+    """
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items() if not _lacks(one)}
+    if isinstance(value, list) and (not value or not isinstance(value[0], int | float) or all(map(_lacks, value))):
+        return [finite(one) for one in value if not _lacks(one)]
+    return value
+
+
+def _lacks(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 class Records(ABC):

@@ -17,7 +17,7 @@ from omni.errors import UserError
 from omni.files import refuse_pointer
 from omni.stores.pointers import pointed_at
 from omni.stores.reading import PIECE, ObjectReader
-from train.data.readers.record import Record, RecordReading, Records, keep, take
+from train.data.readers.record import Record, RecordReading, Records, finite, keep, take
 from train.data.readers.shards import TAR, read_shard
 from train.data.readers.text_records import JsonArray, JsonLines, TableRecords, open_binary
 
@@ -167,7 +167,7 @@ class _Batch(NamedTuple):
         else:
             found = plain_rows(self.stored.slice(start - self.first, stop - start))
         for row, (data, problem) in enumerate(found, start):
-            yield Record(f"{path} row {row}", data, problem)
+            yield Record(f"{path} row {row}", finite(data), problem)
 
 
 class _Rows(RecordReading):

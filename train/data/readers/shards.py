@@ -19,7 +19,7 @@ from omni.files import refuse_pointer
 from omni.remote import check_there, find_address, shown
 from omni.stores.drivers import StoredObject, bare, list_objects, parent
 from omni.stores.reading import looked_up
-from train.data.readers.record import Record
+from train.data.readers.record import Record, finite
 from train.data.rows.places import DataFile
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def read_shard(shard: DataFile, start: int = 0) -> Iterator[Record]:
         rows = _opened(shard)
         # One by one, a data set is shared by the workers of a torch loader; in batches, each reads it all.
         for batch in (rows.skip(start) if start else rows).iter(batch_size=1):
-            yield Record(f"{shard} row {number}", _flat({name: values[0] for name, values in batch.items()}))
+            yield Record(f"{shard} row {number}", finite(_flat({name: values[0] for name, values in batch.items()})))
             number += 1
     except UserError as error:
         raise ShardError(str(error)) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import sys
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from omni.stores.tries import StoreError
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
 from train.data.readers.files import Files
 from train.data.readers.listing import entries, is_file, is_folder, sorted_walk
-from train.data.readers.media import TAG, is_recording, refuse_pictures, tags, without_tags
+from train.data.readers.media import TAG, recording_fields, refuse_pictures, tags, without_tags
 from train.data.readers.order import ROWS, check_order
 from train.data.readers.record import Record, Records
 from train.data.readers.records import open_records
@@ -73,9 +72,9 @@ class RowMapper:
         """UserError also where the record has pictures, or recordings of which none was looked for."""
         refuse_pictures(data)
         row = self.row(data, where, files=self.files, options=self.options)
-        if self.files.audio != "none" and not any(turn.question_audio or turn.answer_audio for turn in row.turns):
-            found = [name for name, value in data.items() if is_recording(name, value)]
-            asked = self._asked(data, where, replace(self.files, audio="none")) if found else set()  # what lacks is counted
+        found = recording_fields(data) if self.files.audio != "none" else []
+        if found and not any(turn.question_audio or turn.answer_audio for turn in row.turns):
+            asked = self._asked(data, where, replace(self.files, audio="none"))  # what lacks is counted
             for name in found:
                 if name not in asked:
                     raise UserError(
@@ -94,30 +93,11 @@ class RowMapper:
         """Names the fields of these records that no row has taken, with the closest of those that would be; "" for none."""
         names, asked = dict[str, None](), set[str]()
         for record in records:
-            data = finite(record.data)
             with suppress(*_BAD):
-                names, asked = names | dict.fromkeys(data), asked | self._asked(data, record.where, self.files)
+                names, asked = names | dict.fromkeys(record.data), asked | self._asked(record.data, record.where, self.files)
         near = {name: get_close_matches(name, asked - names.keys(), 1) for name in names if name and name not in asked}
         told = [f"{name} (did you mean {close[0]}?)" if close else name for name, close in near.items()]
         return f"{UNTAKEN} {', '.join(told[:_TOLD])}{', ...' * (len(told) > _TOLD)}" if told else ""
-
-
-def finite(value: Any) -> Any:
-    """Plain data without the fields and entries that are NaN or infinite, which JSON and pandas write for what is missing.
-
-    Numbers of a list, such as samples, stay as they are.
-    """
-    if isinstance(value, dict):
-        if all(type(one) is str for one in value.values()):  # most records and messages
-            return value
-        return {name: finite(one) for name, one in value.items() if not _lacks(one)}
-    if isinstance(value, list) and (not value or not isinstance(value[0], int | float) or all(map(_lacks, value))):
-        return [finite(one) for one in value if not _lacks(one)]
-    return value
-
-
-def _lacks(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 class RecordSource(OpenedSource):
@@ -188,7 +168,7 @@ def row_of(record: Record, make: MakeRow) -> Row | Broken:
     if record.error:
         return Broken(record.where, record.error)
     try:
-        return make(finite(record.data), record.where)
+        return make(record.data, record.where)
     except StoreError:
         raise
     except _BAD as error:
@@ -361,10 +341,10 @@ def make_row(turns: Sequence[RowTurn], options: ReaderOptions, format: str, wher
 
 def _untagged(turn: RowTurn) -> RowTurn:
     """The turn without tags of recordings. What stands beside that of a question is about the recording, not what is said."""
+    if "<" not in turn.question_text and "<" not in turn.answer_text:
+        return turn
     for name, there in (("question", turn.question_audio), ("answer", turn.answer_audio or turn.answer_codes)):
         said = getattr(turn, f"{name}_text")
-        if "<" not in said:
-            continue
         count, tag = tags(said), TAG.search(said)
         if tag and (count > 1 or (count and not there)):
             has = f"{tag[0]!r:.60} and so tags of {count} recordings, and {int(bool(there))} is there"

@@ -32,6 +32,7 @@ Dimensions: S samples, A audio streams, F frames.
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,12 +135,13 @@ def inside(folder: Path | None, path: str) -> Path:
             f"audio {path!r} is a reference, but there is no folder here that it belongs to (rows of a store hold their sound)"
         )
     refuse_remote(path, "audio", folder)
-    root, parts = folder.resolve(), Path(path).parts
-    full = (root / path).resolve()
-    if not Path(path).is_absolute():
-        if full.is_relative_to(root):
-            return full
-        if ".." not in parts and full.parent == _blobs(root):
+    real = os.path.realpath(folder)
+    full = os.path.realpath(os.path.join(real, path))
+    if not os.path.isabs(path):
+        if full == real or full.startswith(os.path.join(real, "")):
+            return Path(full)
+        root, parts = Path(real), Path(path).parts
+        if ".." not in parts and Path(full).parent == _blobs(root):
             return root / path  # the name before links are resolved
         for count in range(1, len(parts) + 1):
             place = root.joinpath(*parts[:count])
