@@ -42,7 +42,7 @@ def watched(scan: Scan, display: Display) -> Iterator[FoundRow | UnreadableRows]
 
 def display_of(kind: Kind, *scans: Scan) -> RowDisplay:
     """Make a display for all rows of some scans."""
-    return RowDisplay(sum(scan.count for scan in scans), kind=kind)
+    return RowDisplay(sum(map(len, scans)), kind=kind)
 
 
 def add_processes(parser: Parser) -> None:

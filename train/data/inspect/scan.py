@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from train.console.progress import Display, Kind
@@ -21,6 +21,9 @@ from train.data.readers.records import plain_rows
 from train.data.rows.parquet_files import one_line
 from train.data.rows.places import DataFile, find_files, looked_at, opened, reading
 from train.data.rows.row import OPTIONAL, ROW_VERSION, Row, features, from_plain
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 MANY = 500
 """Number of files that are opened without a word."""
@@ -90,16 +93,16 @@ class Scan:
         self.path, self.folder, self.files, self.report = found.path, found.folder, found.files, found.described
         self._schema = features().arrow_schema
         counts = found.counts()
-        self._whys: list[str | None] = [None] * len(self.files)
+        self._footers: dict[int, tuple[pq.FileMetaData | None, str]] = {}
         if counts is None:
             display = Display(len(self.files), kind=progress if len(self.files) > MANY else "off")
             counts = []
-            for number, (rows, why) in enumerate(looked_at(self._head, self.files)):
-                counts.append(rows)
-                self._whys[number] = why
+            for metadata, _ in looked_at(self._head, self.files):
+                counts.append(metadata.num_rows if metadata else 0)
                 display.tick(1, 0.0)
             display.close()
         self._ends = list(itertools.accumulate(counts))
+        self._firsts = [0, *self._ends[:-1]]
         self.start, self.stop = 0, sys.maxsize
 
     def __len__(self) -> int:
@@ -115,25 +118,24 @@ class Scan:
     def where(self, index: int) -> str:
         """File of a row, and its number there."""
         number = bisect.bisect_right(self._ends, index)
-        return f"{self.files[number]} row {index - self._first(number)}"
+        return f"{self.files[number]} row {index - self._firsts[number]}"
 
     def index(self, name: str, row: int) -> int:
         """Number, in all files together, of row `row` of the file `name`; UserError where there is no such row."""
         number = [file.name for file in self.files].index(name)
-        count = self._ends[number] - self._first(number)
+        count = self._ends[number] - self._firsts[number]
         if row >= count:
             raise UserError(f"{self.files[number]} has no row {row}: it has {count}, counted from 0")
-        return self._first(number) + row
+        return self._firsts[number] + row
 
     def __iter__(self) -> Iterator[FoundRow | UnreadableRows]:
-        for number in range(len(self.files)):
-            if self._first(number) < self.stop and (self._ends[number] > self.start or self.begins(number)):
-                yield from self._file(number)
+        for number in self.numbers():
+            yield from self._file(number)
 
-    @property
-    def count(self) -> int:
-        """Number of rows of the part that is looked at."""
-        return min(self.stop, len(self)) - self.start
+    def numbers(self) -> range:
+        """Numbers of the files that have rows of the part that is looked at, or begin within it."""
+        first = min(bisect.bisect_left(self._firsts, self.start), bisect.bisect_right(self._ends, self.start))
+        return range(first, bisect.bisect_left(self._firsts, self.stop))
 
     def pieces(self) -> list[range]:
         """Rows to look at together, of which each can be done by another process."""
@@ -147,36 +149,33 @@ class Scan:
 
     def begins(self, number: int) -> bool:
         """True where a file begins within the part that is looked at."""
-        return self.start <= self._first(number) < self.stop
+        return self.start <= self._firsts[number] < self.stop
 
     def at(self, index: int) -> FoundRow:
         """Read row `index` alone; UserError where there is none, or it cannot be read."""
         if not 0 <= index < len(self):
             raise UserError(f"data {self.path} has no row {index}: it has {len(self)}, counted from 0")
         number = bisect.bisect_right(self._ends, index)
-        for item in self._file(number, only=index - self._first(number)):
+        for item in self._file(number, only=index - self._firsts[number]):
             if item.index <= index < item.index + (item.count if isinstance(item, UnreadableRows) else 1):
                 if isinstance(item, UnreadableRows):
                     raise UserError(f"{item.where}: {item.why}")
                 return item
         raise UserError(f"{self.where(index)} is not there: the file has changed while it was read")
 
-    def _first(self, number: int) -> int:
-        return self._ends[number - 1] if number else 0
+    def _footer(self, number: int) -> tuple[pq.FileMetaData | None, str]:
+        """Metadata of a file, kept for the next part of it, and why its rows cannot be read, or ""."""
+        if number not in self._footers:
+            metadata, why = self._head(self.files[number])
+            known = self._ends[number] - self._firsts[number]
+            if metadata and not why and metadata.num_rows != known:
+                why = f"has {metadata.num_rows} rows, and {known} by its report: prepare it again"
+            self._footers.clear()
+            self._footers[number] = metadata, why
+        return self._footers[number]
 
-    def _why(self, number: int) -> str:
-        """Why the rows of a file cannot be read, or ""."""
-        why = self._whys[number]
-        if why is None:
-            rows, why = self._head(self.files[number])
-            known = self._ends[number] - self._first(number)
-            if not why and rows != known:
-                why = f"has {rows} rows, and {known} by its report: prepare it again"
-            self._whys[number] = why
-        return why
-
-    def _head(self, file: DataFile) -> tuple[int, str]:
-        """Number of rows of a file, and the error of the file as a whole, or ""."""
+    def _head(self, file: DataFile) -> tuple[pq.FileMetaData | None, str]:
+        """Metadata of a file, None of one that is not whole, and the error of the file as a whole, or ""."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -184,32 +183,33 @@ class Scan:
             metadata = pq.read_metadata(opened(file))
             schema = metadata.schema.to_arrow_schema()
         except (pa.ArrowException, OSError) as error:
-            return 0, f"is not a whole Parquet file ({one_line(error)}): prepare it again"
+            return None, f"is not a whole Parquet file ({one_line(error)}): prepare it again"
         for field in self._schema:
             if field.name not in schema.names and field.name in OPTIONAL:
                 continue
             if field.name not in schema.names:
-                return metadata.num_rows, f"has no column {field.name!r}: its rows are of another format, convert them first"
+                return metadata, f"has no column {field.name!r}: its rows are of another format, convert them first"
             if schema.field(field.name).type != field.type:
-                return metadata.num_rows, (
+                return metadata, (
                     f"has a column {field.name!r} of another type than rows of version {ROW_VERSION}: "
                     "prepare the data again, or convert its rows"
                 )
-        return metadata.num_rows, ""
+        return metadata, ""
 
     def _file(self, number: int, only: int | None = None) -> Iterator[FoundRow | UnreadableRows]:
         """Iterate over the rows of a file; with `only`, over those of that row's row group."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        file, first = self.files[number], self._first(number)
-        if why := self._why(number):
+        file, first = self.files[number], self._firsts[number]
+        metadata, why = self._footer(number)
+        if why:
             if only is None and not self.begins(number):
                 return
             yield UnreadableRows(first, str(file), self._ends[number] - first, why)
             return
         # Page checksums are verified where the file has them; pages are read as needed, not a whole row group at once.
-        options: Any = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": 1 << 18}
+        options: Any = {"metadata": metadata, "page_checksum_verification": True, "pre_buffer": False, "buffer_size": 1 << 18}
         with pq.ParquetFile(opened(file) if isinstance(file, Path) else reading(file), **options) as parquet:
             start = 0
             for group in range(parquet.num_row_groups):

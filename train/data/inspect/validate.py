@@ -119,10 +119,11 @@ def open_scans(data: Path, against: Sequence[Path], progress: Kind = "off") -> t
 
 def row_checks(scan: Scan, bounds: Bounds, codecs: Codecs) -> Callable[[range], tuple[Noted, Seen]]:
     """Begin a process that checks rows singly."""
+    sums = known_sums(scan)
 
     def check(rows: range) -> tuple[Noted, Seen]:
         part, seen = scan.part(rows), Seen()
-        noted: Noted = check_sums(part)
+        noted: Noted = check_sums(part, sums)
         for item in part:
             if isinstance(item, UnreadableRows):
                 whole = item.where in {str(file) for file in scan.files}
@@ -140,14 +141,18 @@ def row_checks(scan: Scan, bounds: Bounds, codecs: Codecs) -> Callable[[range], 
     return check
 
 
-def check_sums(scan: Scan) -> Noted:
-    """Compare the files' checksums with those in their preparation's report, where there is one."""
+def known_sums(scan: Scan) -> dict[str, int]:
+    """Checksums by the names of files, from their preparation's report; none where there is no such report."""
     try:
-        known = {shard["file"]: shard["crc32"] for shard in scan.report()["shards"]}
+        return {shard["file"]: shard["crc32"] for shard in scan.report()["shards"]}
     except (KeyError, TypeError):
-        return []
-    files = [file for number, file in enumerate(scan.files) if scan.begins(number) and file.name in known]
-    changed = [file for file in files if checksum(file) != known[file.name]]
+        return {}
+
+
+def check_sums(scan: Scan, known: dict[str, int]) -> Noted:
+    """Compare the checksums of the files that begin in a part with those in the report."""
+    files = [scan.files[number] for number in scan.numbers() if scan.begins(number)]
+    changed = [file for file in files if file.name in known and checksum(file) != known[file.name]]
     return [("changed_file", str(file), f"its CRC-32 is not that in {REPORT}: copy or prepare it again", 1) for file in changed]
 
 

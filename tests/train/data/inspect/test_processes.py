@@ -15,9 +15,12 @@ from tests.train.data.inspect.toys import noise, row, stored, wav
 from tests.train.data.prepare.test_prepare import files_of
 from train.cli import main
 from train.data.inspect import scan as module
+from train.data.inspect.checks import Bounds
 from train.data.inspect.scan import Scan, UnreadableRows
-from train.data.inspect.validate import open_scans
+from train.data.inspect.validate import open_scans, row_checks
+from train.data.prepare.codecs import Codecs
 from train.data.prepare.report import REPORT
+from train.data.rows.places import DataFiles
 from train.data.rows.row import Sound
 
 COUNT = 60
@@ -60,7 +63,26 @@ def test_the_pieces_of_a_scan_are_all_of_it_once(data: Path, monkeypatch: pytest
         monkeypatch.setattr(module, "PIECE", size)
         parts = [scan.part(rows) for rows in scan.pieces()]
         assert [(item.index, item.where) for part in parts for item in part] == every
-        assert sum(part.count for part in parts) == len(scan)
+        assert sum(map(len, scan.pieces())) == len(scan)
+        assert sum(len(part.numbers()) for part in parts) <= len(scan.files) + len(parts)  # files are not searched
+
+
+def test_the_report_is_read_once_for_all_pieces(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, described = [], DataFiles.described
+    monkeypatch.setattr(DataFiles, "described", lambda self: read.append(1) or described(self))
+    monkeypatch.setattr(module, "PIECE", 1)
+    scan = Scan(data)
+    read.clear()
+    check = row_checks(scan, Bounds(), Codecs())
+    assert all(check(rows) for rows in scan.pieces()[:20]) and len(read) == 1
+
+
+def test_a_footer_is_read_once_for_the_pieces_of_a_file(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scan, read, head = Scan(data), [], Scan._head
+    monkeypatch.setattr(Scan, "_head", lambda self, file: read.append(file) or head(self, file))
+    monkeypatch.setattr(module, "PIECE", 1)
+    found = [item.index for rows in scan.pieces() for item in scan.part(rows)]
+    assert read == scan.files and found == [item.index for item in Scan(data)]
 
 
 def test_a_bucket_is_looked_at_like_a_folder(bucket: Any, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
