@@ -345,10 +345,8 @@ class _Writer:
     def _flush(self) -> None:
         import pyarrow as pa
 
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, self.schema) as writer:
-            writer.write_table(pa.Table.from_pylist(self._plain, schema=self.schema))
-        self.shards.add(PreparedBlock(self._start, self._stop, sink.getvalue().to_pybytes(), self._tally))
+        rows = pa.Table.from_pylist(self._plain, schema=self.schema)
+        self.shards.add(PreparedBlock(self._start, self._stop, rows, self._tally))
         self._begin(self._stop)
 
     def finish(self) -> None:

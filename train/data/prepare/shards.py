@@ -77,7 +77,7 @@ class ShardWriter:
 
     def add(self, block: PreparedBlock) -> None:
         """Add the next block; UserError where there is no space left."""
-        table = block.table()
+        table = block.rows
         size = table.nbytes
         full = self._bytes and (self._bytes + size > self.size or self._groups >= SHARD_GROUPS)
         if full or len(self._broken) >= SHARD_GROUPS * ROW_GROUP:

@@ -57,20 +57,13 @@ class _Made(NamedTuple):
 
 @dataclass
 class PreparedBlock:
-    """Result of items `start` to `stop`: their rows as an Arrow stream, counts, and broken items."""
+    """Result of items `start` to `stop`: their rows, counts, and broken items."""
 
     start: int
     stop: int
-    stream: bytes = b""
+    rows: pa.Table
     tally: PrepareTally = field(default_factory=PrepareTally)
     broken: list[BrokenItem] = field(default_factory=list)
-
-    def table(self) -> pa.Table:
-        """The rows as a table, in memory shared with `stream`."""
-        import pyarrow as pa
-
-        with pa.ipc.open_stream(self.stream) as reader:
-            return reader.read_all()
 
 
 class BlockMaker:
@@ -93,7 +86,7 @@ class BlockMaker:
 
     def make(self, items: range) -> PreparedBlock:
         """Make the block of some items; UserError where the source cannot be read at all."""
-        block, made, before = PreparedBlock(items.start, items.stop), list[_Made](), Files.left_out
+        block, made, before = PreparedBlock(items.start, items.stop, self.schema.empty_table()), list[_Made](), Files.left_out
         for index, item in zip(items, self._items(items.start, items.stop), strict=True):
             if isinstance(item, Broken):
                 block.broken.append(self._broken(index, item.where, item.why))
@@ -114,22 +107,16 @@ class BlockMaker:
 
     def _store(self, block: PreparedBlock, made: list[_Made]) -> None:
         """Put rows into a block; rows with a value that a column cannot hold become broken items."""
-        import pyarrow as pa
-
         try:
-            table = self._table(made)
+            block.rows = self._table(made)
         except _BAD:
             made = [one for one in made if self._fits(one, block)]
             block.broken.sort(key=lambda broken: broken.item)
-            table = self._table(made)
+            block.rows = self._table(made)
         for one in made:
             block.tally.add(one.done)
         block.tally.items = block.stop - block.start
         block.tally.broken = len(block.broken)
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, self.schema) as writer:
-            writer.write_table(table)
-        block.stream = sink.getvalue().to_pybytes()
 
     def _table(self, made: Iterable[_Made]) -> pa.Table:
         import pyarrow as pa
