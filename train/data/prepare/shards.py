@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omni.errors import UserError
 from omni.files import part_of, publish, read_json, write_json, writing
@@ -23,20 +23,15 @@ from train.data.rows.parquet import ROW_GROUP, written_as
 from train.data.rows.reference import checksum
 from train.data.rows.row import features
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 AGAIN = "remove its folder and prepare the data again"
 """Advice in messages about a damaged file of a preparation."""
-_GROUP_BYTES = 16 << 20
-
 SHARD_GROUPS = 16
 """Largest number of row groups of a shard: to read any row of a file that is not open, its footer is read, which lists them."""
 
 
 class ShardWriter:
     """Writes blocks, given in order, into shards of about `size` bytes (before compression; one block at least), of
-    `SHARD_GROUPS` groups at most.
+    `SHARD_GROUPS` groups at most. Of a file, only the last group may have fewer than `ROW_GROUP` rows.
 
     Args:
         first: the first item that is stored here.
@@ -64,8 +59,8 @@ class ShardWriter:
 
     def _begin(self) -> None:
         self._writer: Any = None
-        self._group: list[pa.Table] = []
-        self._group_rows = self._group_bytes = self._bytes = self._groups = 0
+        self._held = features().arrow_schema.empty_table()
+        self._bytes = 0
         self._tally = PrepareTally()
         self._broken: list[BrokenItem] = []
         self.last = self.next_item
@@ -77,42 +72,37 @@ class ShardWriter:
 
     def add(self, block: PreparedBlock) -> None:
         """Add the next block; UserError where there is no space left."""
-        table = block.rows
-        size = table.nbytes
-        full = self._bytes and (self._bytes + size > self.size or self._groups >= SHARD_GROUPS)
+        import pyarrow as pa
+
+        size = block.rows.nbytes
+        rows = self._tally.rows + len(block.rows)
+        full = self._bytes and (self._bytes + size > self.size or rows > SHARD_GROUPS * ROW_GROUP)
         if full or len(self._broken) >= SHARD_GROUPS * ROW_GROUP:
             self.finish()
-        if block.start != self.last:
-            raise RuntimeError(f"block {block.start} comes after item {self.last}")
         self._tally.add(block.tally)
         self._broken += block.broken
         self.last = block.stop
-        if len(table):
-            self._group.append(table)
-            self._bytes += size
-            self._group_bytes += size
-            self._group_rows += len(table)
-        if self._group_rows >= ROW_GROUP or self._group_bytes >= _GROUP_BYTES:
+        self._bytes += size
+        self._held = pa.concat_tables([self._held, block.rows])
+        while len(self._held) >= ROW_GROUP:
             self._write_group()
 
     def _write_group(self) -> None:
-        import pyarrow as pa
+        """Write the first group of the rows that are held back, which has fewer at the end of a shard."""
         import pyarrow.parquet as pq
 
-        if not self._group:
-            return
         with writing(self.file):
             if self._writer is None:
-                self._writer = pq.ParquetWriter(str(part_of(self.file)), features().arrow_schema, **written_as())
-            self._writer.write_table(pa.concat_tables(self._group).combine_chunks(), row_group_size=ROW_GROUP)
-        self._groups += -(-self._group_rows // ROW_GROUP)
-        self._group, self._group_rows, self._group_bytes = [], 0, 0
+                self._writer = pq.ParquetWriter(str(part_of(self.file)), self._held.schema, **written_as())
+            self._writer.write_table(self._held.slice(0, ROW_GROUP).combine_chunks())
+        self._held = self._held.slice(ROW_GROUP)
 
     def finish(self) -> None:
         """Finish the shard in progress, where it covers any item."""
         if self.last == self.next_item:
             return
-        self._write_group()
+        if len(self._held):
+            self._write_group()
         whole = self._writer is not None
         if whole:
             with writing(self.file):

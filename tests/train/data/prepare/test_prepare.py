@@ -136,6 +136,17 @@ def test_shards_of_tiny_rows_end_after_so_many_groups(tmp_path, monkeypatch):
     assert [part.num_row_groups for part in found] == [4, 4, 1] and [part.num_rows for part in found] == [64, 64, 12]
 
 
+def test_groups_are_whole_beside_broken_items(tmp_path, monkeypatch):
+    """All but the last of a file, in files of several numbers of groups."""
+    monkeypatch.setattr(shards, "SHARD_GROUPS", 5)
+    made(tmp_path / "out", ToySource(300, "codes", broken=(3, 40, 41, *range(100, 130), 250)), shard_mb=100)
+    found = [pq.read_metadata(file) for file in sorted((tmp_path / "out").glob("*.parquet"))]
+    groups = [[part.row_group(n).num_rows for n in range(part.num_row_groups)] for part in found]
+    assert len(groups) > 2 and sum(map(sum, groups)) == 300 - 34 and {len(part) for part in groups[:-1]} <= {4, 5}
+    assert all(part[:-1] == [16] * (len(part) - 1) and part[-1] <= 16 for part in groups)
+    assert [row.turns[0].question_text for row in StoredRows(tmp_path / "out")][:4] == [f"what is {i}" for i in (0, 1, 2, 4)]
+
+
 @pytest.mark.parametrize("kind", ["sound", "codes"])
 def test_broken_items_are_listed_and_the_rest_kept(kind, tmp_path):
     done = made(tmp_path / "out", ToySource(20, kind, broken=(4,), bad_sound=(9,)))
