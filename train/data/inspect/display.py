@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from omni.files import write_json
 from train.console.options import Parser, check_least
 from train.console.progress import Display, Kind
 from train.data.executor import Processes, Result, imap
-from train.data.inspect.scan import FoundRow, Scan, UnreadableRows
+from train.data.inspect.scan import Scan
 
 
 class RowDisplay(Display):
@@ -23,21 +24,14 @@ class RowDisplay(Display):
 
 
 def over(
-    scan: Scan, start: Callable[[], Callable[[range], Result]], processes: Processes, display: Display
-) -> Iterator[Result]:  # fmt: skip
-    """Apply work (see `train.data.executor`) to the pieces of a scan, counting their rows on the display."""
-    pieces = scan.pieces()
+    scan: Scan, start: Callable[[], Callable[[range], Result]], processes: Processes, display: Display, most: int = sys.maxsize
+) -> Generator[Result, None, None]:
+    """Apply work (see `train.data.executor`) to pieces of a scan, of `most` rows at most; counts their rows on the display."""
+    pieces = scan.pieces(most)
     with closing(imap(start, pieces, processes)) as results:
         for piece, result in zip(pieces, results, strict=True):
             yield result
             display.tick(len(piece), 0.0)
-
-
-def watched(scan: Scan, display: Display) -> Iterator[FoundRow | UnreadableRows]:
-    """Iterate over a scan, counting each item on the display after it has been processed."""
-    for item in scan:
-        yield item
-        display.tick(item.count if isinstance(item, UnreadableRows) else 1, 0.0)
 
 
 def display_of(kind: Kind, *scans: Scan) -> RowDisplay:

@@ -6,11 +6,11 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -19,9 +19,9 @@ from omni.errors import UserError
 from omni.files import LOCK, locked, write_json
 from omni.remote import refuse_remote
 from train.console.progress import Kind, percent
-from train.data.executor import HERE, Processes, imap
+from train.data.executor import HERE, Processes
 from train.data.inspect.checks import Bounds, Checked, check_row
-from train.data.inspect.display import display_of, make_folder, watched
+from train.data.inspect.display import display_of, make_folder, over
 from train.data.inspect.findings import KINDS
 from train.data.inspect.measures import BadSound, load, stored_bytes
 from train.data.inspect.rules import Rules, WerRule, broken_rules
@@ -32,9 +32,11 @@ from train.data.prepare.report import REPORT
 from train.data.prepare.rows import PrepareTally
 from train.data.prepare.shards import ShardWriter, notes
 from train.data.prepare.worker import PreparedBlock
-from train.data.rows.row import Row, Sound, features
+from train.data.rows.row import Row, Sound
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from train.scoring.asr import WhisperTranscriber
 
 DROPPED = "dropped.jsonl"
@@ -46,33 +48,30 @@ RowDigests = dict[str, list[int]]
 """Digests of a row by rule of `drop_duplicates`."""
 
 
-class RowLengths(NamedTuple):
-    """Turns of a row, and seconds of its questions and answers."""
-
-    turns: int
-    question_seconds: float
-    answer_seconds: float
-
-    @classmethod
-    def of(cls, checked: Checked) -> RowLengths:
-        asked = sum(turn.question.seconds for turn in checked.turns if turn.question)
-        return cls(len(checked.turns), asked, sum(turn.spoken or 0.0 for turn in checked.turns))
-
-
 @dataclass(frozen=True)
 class JudgedRow:
     """What is known of an item by itself.
 
     Attributes:
+        item: its number as `row`, `where`, and its `id`, or the `count` of rows that cannot be read: for the log.
         reasons: of the rules that need no other row, but `max_wer`: it is dropped.
         digests: by which it is a duplicate.
         heard: reasons of the rule `max_wer`.
+        tally: its counts, where it is kept.
     """
 
+    item: dict[str, Any]
     reasons: list[Reason]
     digests: RowDigests = field(default_factory=dict)
     heard: list[Reason] = field(default_factory=list)
-    lengths: RowLengths | None = None
+    tally: PrepareTally = field(default_factory=PrepareTally)
+
+
+class JudgedBlock(NamedTuple):
+    """Some items, and the rows to store of those that have no reason to be dropped but as duplicates."""
+
+    items: list[JudgedRow]
+    rows: pa.Table
 
 
 class KeptDigests:
@@ -105,13 +104,17 @@ class RowFilter:
         self.rules, self.codecs, self.asr = rules, codecs or Codecs(), asr
 
     def judge(self, item: FoundRow | UnreadableRows) -> JudgedRow:
-        """Judge an item by itself; UserError where an answer cannot be decoded."""
-        if isinstance(item, UnreadableRows) or item.row is None:
-            return JudgedRow([(UNREADABLE, item.why)])
+        """Judge an item by itself, and embed its sound; UserError where an answer cannot be decoded."""
+        of: dict[str, Any] = {"row": item.index, "where": item.where}
+        if isinstance(item, UnreadableRows):
+            return JudgedRow({**of, "count": item.count}, [(UNREADABLE, item.why)])
+        of["id"] = item.plain.get("id", "")
+        if item.row is None:
+            return JudgedRow(of, [(UNREADABLE, item.why)])
         reasons, checked = self.own_reasons(item.row)
-        if reasons:
-            return JudgedRow(reasons)
-        return JudgedRow([], self.digests(checked), self.heard(item.row), RowLengths.of(checked))
+        heard = [] if reasons else self.heard(item.row)
+        reasons = reasons or ([] if heard else _embed(item, item.row))
+        return JudgedRow(of, reasons, self.digests(checked), heard, _tally(checked))
 
     def own_reasons(self, row: Row) -> tuple[list[Reason], Checked]:
         """Reasons of the rules that need no other row, but `max_wer`."""
@@ -177,10 +180,26 @@ class RowFilter:
 
 def row_judge(
     scan: Scan, rules: Rules, codecs: Codecs, whisper: Callable[[], WhisperTranscriber] | None
-) -> Callable[[range], list[JudgedRow]]:
-    """Begin a process that judges rows."""
+) -> Callable[[range], list[JudgedBlock]]:
+    """Begin a process that judges rows, in blocks of `BLOCK` items."""
+    import pyarrow as pa
+
     judge = RowFilter(rules, codecs, whisper() if whisper else None).judge
-    return lambda rows: [judge(item) for item in scan.part(rows)]
+
+    def block(items: list[FoundRow | UnreadableRows]) -> JudgedBlock:
+        judged = [judge(item) for item in items]
+        plain = [
+            item.plain
+            for item, one in zip(items, judged, strict=True)
+            if isinstance(item, FoundRow) and not (one.reasons or one.heard)
+        ]
+        return JudgedBlock(judged, pa.Table.from_pylist(plain, schema=scan.schema))
+
+    def judge_all(rows: range) -> list[JudgedBlock]:
+        items = iter(scan.part(rows))
+        return [block(some) for some in iter(lambda: list(islice(items, BLOCK)), [])]
+
+    return judge_all
 
 
 def filter_rows(
@@ -214,16 +233,19 @@ def filter_rows(
         for left in work.iterdir():  # left by a process that was killed
             if left.name != LOCK:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
+        display = display_of(progress, scan)
         try:
             start = partial(row_judge, scan, rules, codecs or Codecs(), whisper)
-            with closing(imap(start, scan.pieces(), processes)) as judged:
-                report = _fill(scan, work, chain.from_iterable(judged), rules, shard_mb, progress)
+            with closing(over(scan, start, processes, display, BLOCK)) as judged:
+                report = _fill(scan, work, chain.from_iterable(judged), rules, shard_mb)
             shutil.rmtree(work / "notes")
             (work / LOCK).unlink()
             os.rename(work, out)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise
+        finally:
+            display.close()
     return report
 
 
@@ -236,30 +258,32 @@ def _place(out: Path) -> Path:
     return place
 
 
-def _fill(
-    scan: Scan, work: Path, judged: Iterator[JudgedRow], rules: Rules, shard_mb: int, progress: Kind
-) -> dict[str, Any]:  # fmt: skip
+def _fill(scan: Scan, work: Path, blocks: Iterable[JudgedBlock], rules: Rules, shard_mb: int) -> dict[str, Any]:
+    import pyarrow as pa
+
     kept, shards, counts, dropped, lost = KeptDigests(rules), ShardWriter(work, shard_mb << 20), Counter[str](), 0, list[str]()
-    writer = _Writer(shards)
-    display = display_of(progress, scan)
     try:
         with open(work / DROPPED, "w", encoding="utf-8") as log:
-            for item, one in zip(watched(scan, display), judged, strict=True):
-                reasons, plain = kept.reasons(one), None
-                if not reasons:
-                    reasons, plain = _stored(item)
-                writer.take(item, plain, one.lengths)
-                if reasons:
-                    rows = item.count if isinstance(item, UnreadableRows) else 1
+            for block in blocks:
+                tally, taken = PrepareTally(), list[bool]()
+                for one in block.items:
+                    reasons, rows = kept.reasons(one), one.item.get("count", 1)
+                    tally.items += rows
+                    if not (one.reasons or one.heard):
+                        taken.append(not reasons)
+                    if not reasons:
+                        tally.add(one.tally)
+                        continue
                     if not rows:
-                        lost.append(f"{item.where} {reasons[0][1]}")
+                        lost.append(f"{one.item['where']} {reasons[0][1]}")
                     counts.update({name: rows for name in dict(reasons)})
                     dropped += rows
-                    _log(log, item, reasons)
-        writer.finish()
+                    _log(log, one.item, reasons)
+                rows_kept = block.rows.filter(pa.array(taken, pa.bool_()))
+                shards.add(PreparedBlock(shards.last, shards.last + tally.items, rows_kept, tally))
+        shards.finish()
     finally:
         shards.abandon()
-        display.close()
     if not shards.done.rows:
         if not dropped and lost:
             raise UserError(lost[0])
@@ -285,72 +309,26 @@ def _fill(
     return report
 
 
-def _stored(item: FoundRow | UnreadableRows) -> tuple[list[Reason], dict[str, Any] | None]:
-    """The row to store, or the reason why it cannot be."""
-    assert isinstance(item, FoundRow)
+def _embed(item: FoundRow, row: Row) -> list[Reason]:
+    """Replace paths in the rows' folder by the files' bytes, as from another they would not resolve; or why that cannot be."""
     try:
-        return [], _embedded(item)
+        for stored, turn in zip(item.plain["turns"], row.turns, strict=True):
+            for name in ("question_audio", "answer_audio"):
+                sound = getattr(turn, name)
+                if sound is not None and not sound.data and sound.reference is None:
+                    stored[name] = {"bytes": stored_bytes(sound), "path": None}
     except BadSound as error:
-        return [(error.kind, str(error))], None
+        return [(error.kind, str(error))]
+    return []
 
 
-def _embedded(item: FoundRow) -> dict[str, Any]:
-    """The row as stored, with paths in the rows' folder replaced by the files' bytes: from another they would not resolve."""
-    assert item.row is not None
-    for stored, turn in zip(item.plain["turns"], item.row.turns, strict=True):
-        for name in ("question_audio", "answer_audio"):
-            sound = getattr(turn, name)
-            if sound is not None and not sound.data and sound.reference is None:
-                stored[name] = {"bytes": stored_bytes(sound), "path": None}
-    return item.plain
+def _tally(checked: Checked) -> PrepareTally:
+    """Counts of a row that is kept, but of the items."""
+    asked = sum(turn.question.seconds for turn in checked.turns if turn.question)
+    spoken = sum(turn.spoken or 0.0 for turn in checked.turns)
+    return PrepareTally(rows=1, turns=len(checked.turns), question_seconds=asked, answer_seconds=spoken)
 
 
-def _log(log: TextIO, item: FoundRow | UnreadableRows, reasons: list[Reason]) -> None:
-    line = {
-        "row": item.index,
-        "where": item.where,
-        **({"count": item.count} if isinstance(item, UnreadableRows) else {"id": item.plain.get("id", "")}),
-        "reasons": [{"rule": name, "text": text} for name, text in reasons],
-    }
+def _log(log: TextIO, item: dict[str, Any], reasons: list[Reason]) -> None:
+    line = {**item, "reasons": [{"rule": name, "text": text} for name, text in reasons]}
     log.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-
-class _Writer:
-    """Passes rows to the shards in blocks."""
-
-    def __init__(self, shards: ShardWriter) -> None:
-        self.shards = shards
-        self.schema = features().arrow_schema
-        self._begin(0)
-
-    def _begin(self, start: int) -> None:
-        self._start = self._stop = start
-        self._plain: list[dict[str, Any]] = []
-        self._tally = PrepareTally()
-
-    def take(self, item: FoundRow | UnreadableRows, plain: dict[str, Any] | None, lengths: RowLengths | None) -> None:
-        """Add the next item, with its row where it is kept."""
-        count = item.count if isinstance(item, UnreadableRows) else 1
-        self._stop += count
-        self._tally.items += count
-        if plain is not None and lengths is not None:
-            self._plain.append(plain)
-            self._tally.rows += 1
-            self._tally.turns += lengths.turns
-            self._tally.question_seconds += lengths.question_seconds
-            self._tally.answer_seconds += lengths.answer_seconds
-        if len(self._plain) >= BLOCK:
-            self._flush()
-
-    def _flush(self) -> None:
-        import pyarrow as pa
-
-        rows = pa.Table.from_pylist(self._plain, schema=self.schema)
-        self.shards.add(PreparedBlock(self._start, self._stop, rows, self._tally))
-        self._begin(self._stop)
-
-    def finish(self) -> None:
-        """Write the last block, and finish the shards."""
-        if self._stop > self._start:
-            self._flush()
-        self.shards.finish()

@@ -81,6 +81,7 @@ class Scan:
         path: the file or folder, or its address, for messages.
         files: the files.
         folder: that references in rows are relative to; None in a store.
+        schema: of the columns that rows have.
         report: reads the report of a preparation beside the files, see `DataFiles.described`.
         start, stop: row groups that begin from row `start` on and before `stop` are iterated over.
 
@@ -91,7 +92,7 @@ class Scan:
     def __init__(self, path: str | os.PathLike[str], progress: Kind = "off") -> None:
         found = find_files(path)
         self.path, self.folder, self.files, self.report = found.path, found.folder, found.files, found.described
-        self._schema = features().arrow_schema
+        self.schema = features().arrow_schema
         counts = found.counts()
         self._footers: dict[int, tuple[pq.FileMetaData | None, str]] = {}
         if counts is None:
@@ -137,9 +138,10 @@ class Scan:
         first = min(bisect.bisect_left(self._firsts, self.start), bisect.bisect_right(self._ends, self.start))
         return range(first, bisect.bisect_left(self._firsts, self.stop))
 
-    def pieces(self) -> list[range]:
-        """Rows to look at together, of which each can be done by another process."""
-        return [range(first, min(first + PIECE, len(self))) for first in range(0, len(self), PIECE)] or [range(0)]
+    def pieces(self, most: int = sys.maxsize) -> list[range]:
+        """Rows to look at together, `PIECE` or `most`, of which each can be done by another process."""
+        size = min(most, PIECE)
+        return [range(first, min(first + size, len(self))) for first in range(0, len(self), size)] or [range(0)]
 
     def part(self, rows: range) -> Scan:
         """Some of the rows: iterates over the row groups that begin within them."""
@@ -184,7 +186,7 @@ class Scan:
             schema = metadata.schema.to_arrow_schema()
         except (pa.ArrowException, OSError) as error:
             return None, f"is not a whole Parquet file ({one_line(error)}): prepare it again"
-        for field in self._schema:
+        for field in self.schema:
             if field.name not in schema.names and field.name in OPTIONAL:
                 continue
             if field.name not in schema.names:
@@ -219,7 +221,7 @@ class Scan:
                     continue
                 done = start
                 try:
-                    columns = [name for name in self._schema.names if name in parquet.schema_arrow.names]
+                    columns = [name for name in self.schema.names if name in parquet.schema_arrow.names]
                     for batch in parquet.iter_batches(BATCH, row_groups=[group], columns=columns, use_threads=False):
                         for plain, why in plain_rows(batch):
                             yield self._found(first + done, f"{file} row {done}", None if why else plain, why)

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import jiwer
+import pyarrow.parquet as pq
 import pytest
 import torch
 import whisper
@@ -161,6 +162,29 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.Captu
     os.truncate(data / "rows-00000.parquet", 300)
     with pytest.raises(UserError, match="rows-00000.parquet is not a whole Parquet file"):
         filter_rows(data, tmp_path / "none", Rules())
+
+
+def test_rows_that_fail_once_to_be_read_are_dropped_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network folder: another reading of the same rows would give others than were judged."""
+    data = stored(tmp_path / "data", [row(i, language="nl" if i in (2, 13) else "en") for i in range(40)])
+    calls, batches = [], pq.ParquetFile.iter_batches
+
+    def failing(self, *args, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("no answer")
+        return batches(self, *args, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", failing)
+    report = filter_rows(data, tmp_path / "out", Rules(languages=("en",)))
+    assert len(calls) == 10 and report["rules"] == {"unreadable": 4, "languages": 2} and report["dropped"] == 6
+    logged = dropped(tmp_path / "out")
+    assert [(line["row"], line.get("id"), line.get("count")) for line in logged] == [
+        (2, "r2", None),
+        (4, None, 4),
+        (13, "r13", None),
+    ]
+    assert [each.id for each in StoredRows(tmp_path / "out")] == [f"r{i}" for i in range(40) if i not in (2, 4, 5, 6, 7, 13)]
 
 
 def test_references_become_part_of_their_rows(tmp_path: Path) -> None:
