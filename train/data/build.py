@@ -13,7 +13,7 @@ from train.console.progress import Kind
 from train.data.batching.examples import ExampleMaker
 from train.data.batching.pipeline import Pipeline
 from train.data.batching.transcripts import Alignment
-from train.data.config import WINDOW, DataConfig, SourceConfig
+from train.data.config import DataConfig, SourceConfig
 from train.data.rows.parquet import StoredRows
 from train.data.rows.parts import Needed
 from train.data.rows.row import Row
@@ -157,8 +157,7 @@ def held_out_of(
     elif source.held_out is None:
         return source.made.build(codec, 0).held_out(count, seed)
     else:
-        made = build_source(replace(source, order="random", window=WINDOW), codec, 0, cache)
-        assert isinstance(made, StoredSource)
+        made = StoredSource(source.folders, cache, source.held_out)
         stored, numbers = made.rows, made.held_out_indices(count)
     rows = []
     for number in numbers:

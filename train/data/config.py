@@ -229,8 +229,8 @@ class DataConfig:
             for other in (kept_back[folder] for folder in source.folders if folder in kept_back):
                 if (source.path, source.held_out) != (other.path, other.held_out):
                     raise UserError(
-                        f"data.sources.{i}.held_out is {source.held_out}, but another source of {other.path} holds out "
-                        f"{other.held_out} rows, which would be trained on here: give both the same"
+                        f"data.sources.{i}.held_out is {source.held_out}, but another source of {', '.join(other.folders)} "
+                        f"holds out {other.held_out} rows, which would be trained on here: give both the same"
                     )
         if self.sounds and self.alignment == "none":
             raise UserError("data.sounds is a second spelling, but data.alignment is none: choose words or letters with it")

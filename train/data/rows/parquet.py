@@ -208,11 +208,6 @@ class StoredRows:
         del self._recent[:-KEPT_GROUPS]
         return row
 
-    @property
-    def copied(self) -> bool:
-        """True where rows are read from an Arrow copy, not from row groups."""
-        return self._copied is not None
-
     def read(self, index: int, kept: list[KeptGroup]) -> Row:
         """As `self[index]`, with the row's group, which is in `kept` or is added there."""
         return from_plain(self._plain(index, kept), self._folder_of(index), self.where(index))
