@@ -108,8 +108,8 @@ class EvalConfig:
         given = {name: getattr(self, name) for name in names} | {name: getattr(self.read, name) for name in read}
         named = {"ear": self.asr, "ear_words": self.asr_words, "ear_longest": self.asr_longest, "questions": self.limit}
         numbers = {name: getattr(self, name) for name in ("dtype", "quantize", "chunk_ms") if getattr(self, name) is not None}
-        later = {f"read.{name}": value for name, value in self.read.later().items()}
-        return given | named | numbers | later | {"columns": dict(self.read.columns)}  # fields by their names in the file
+        slots = {f"read.{name}": getattr(self.read, name) for name in ("rows", "seed", "part")}
+        return given | named | numbers | slots | {"columns": dict(self.read.columns)}  # fields by their names in the file
 
 
 Progress = Literal["auto", "bar", "lines", "off"]

@@ -209,9 +209,8 @@ class PrepareTally:
             setattr(self, name, getattr(self, name) + value)
 
     def plain(self) -> dict[str, Any]:
-        """Convert to plain data, for a report; without `left_out` where nothing was, as earlier versions wrote it."""
-        found = {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
-        return {name: value for name, value in found.items() if value or name != "left_out"}
+        """Convert to plain data, for a report."""
+        return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> PrepareTally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,10 +18,8 @@ from omni.stores.reading import content_key
 from train.data.prepare.config import BLOCK, PrepareConfig
 from train.data.prepare.shards import AGAIN, checksum, stored
 from train.data.readers import OpenedSource
-from train.data.readers.contract import LATER
 from train.data.readers.listing import sorted_walk
 from train.data.rows.row import ROW_VERSION
-from train.data.tts.speaking import SpeakingConfig
 
 NAME = "settings.json"
 FORMAT = 1
@@ -28,25 +27,15 @@ _DATA = ("source_bytes", "source_files", "source_checksum", "source_versions")
 _SMALL = 1 << 20
 """Largest file, in bytes, that is compared by its checksum: such as one that people edit."""
 _WITHOUT_EFFECT = ("workers", "ray")
+_OF_SPEECH = ("voice", "answer_voice", "seed", "speaking")
 
 
 def settings_of(path: Path, source: OpenedSource, config: PrepareConfig, address: str | None = None) -> dict[str, Any]:
     """Collect everything that rows and shards depend on: the configuration, the source's files, and the codec's weights.
 
     `address` is where the source was brought from."""
-    plain: dict[str, Any] = {name: value for name, value in asdict(config).items() if name not in _WITHOUT_EFFECT}
-    plain["limit"] = config.limit or 0  # as earlier versions wrote it
-    read = {name: dict(value) if name == "columns" else value for name, value in plain["read"].items()}
-    plain["read"] = {name: value for name, value in read.items() if name not in LATER} | config.read.later()
-    for name in ("recordings", "shard"):  # as earlier versions had it
-        if plain[name] == getattr(PrepareConfig, name):
-            del plain[name]
-    if not config.sides:
-        plain = {name: value for name, value in plain.items() if name not in ("voice", "answer_voice", "seed", "speaking")}
-    elif config.speaking == SpeakingConfig():
-        del plain["speaking"]
-    else:
-        plain["speaking"] = {name: [*value] if isinstance(value, tuple) else value for name, value in plain["speaking"].items()}
+    unused = _WITHOUT_EFFECT if config.sides else _WITHOUT_EFFECT + _OF_SPEECH
+    plain = json.loads(json.dumps({name: value for name, value in asdict(config).items() if name not in unused}))  # lists
     codec = Path(config.codec_folder) if config.codec_folder else None
     return {
         "format": FORMAT,
@@ -70,7 +59,7 @@ def _files(folder: Path) -> str:
     Hidden files do not count: no reader reads them.
     """
     digest, count, total = hashlib.sha256(), 0, 0
-    for name in sorted(name for name, _ in sorted_walk(folder)):
+    for name, _ in sorted_walk(folder):
         if not name.rpartition("/")[2].startswith("."):
             size = _size(os.path.join(folder, name))
             digest.update(b"/" + os.fsencode(name) + f"\0{size}\0".encode())
@@ -104,7 +93,7 @@ def check_settings(folder: Path, settings: dict[str, Any], finished: bool) -> No
     way = "choose another output, or remove the folder"
     differing, elsewhere = [], held.get("source") != settings.get("source")
     for name, one, other in _differing(held, settings):
-        if name in _DATA and (elsewhere or name not in held):  # of another source, or written by a version without this setting
+        if name in _DATA and elsewhere:
             continue
         if name in _DATA:
             what = f"{name} was {one} and is now {other}"

@@ -20,9 +20,9 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from omni.remote import shown
 from train.data.rows.row import Row
@@ -34,10 +34,6 @@ class Broken:
 
     where: str
     why: str
-
-
-LATER = ("rows", "seed", "part")
-"""Options that earlier versions did not have: settings that are stored have them only where they are not as by default."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +79,6 @@ class ReaderOptions:
     rows: int = 10_000
     seed: int = 0
     part: str = "train"
-
-    def later(self) -> dict[str, Any]:
-        """Those of `LATER` that are not as by default."""
-        return {
-            one.name: value for one in fields(self) if one.name in LATER and (value := getattr(self, one.name)) != one.default
-        }
 
 
 class OpenedSource(ABC):

@@ -75,7 +75,6 @@ def test_rows_name_their_recordings_which_load_as_they_are(clips: Path, tmp_path
     assert sizes[0] < sizes[1] / 10
     reports = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("out", "copied")]
     assert reports[0]["question_seconds"] == reports[1]["question_seconds"] == 4.0
-    assert "recordings" not in json.loads((tmp_path / "copied" / "settings.json").read_text())  # as before there was a choice
 
 
 def test_parts_of_recordings(clips: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_only_the_settings_that_differ_are_named(tmp_path):
         "read.audio was 'required' and is now 'none'",
         "read.columns.question_text was None and is now 'question_text'",
     )
-    named = f"{audio}, {columns}, limit was 0 and is now 1"
+    named = f"{audio}, {columns}, limit was None and is now 1"
     assert f"was prepared with other settings: {named}; give the same ones" in str(caught.value)
 
 
