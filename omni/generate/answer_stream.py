@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterable, Callable, Generator, Iterator
+from collections.abc import AsyncIterable, Callable, Iterator
 from typing import Any
 
 from omni.errors import UserError
@@ -51,7 +51,7 @@ class AnswerStream:
         self._listener: AnswerReader | None = None
         self._incoming: Listening | None = None
         self._bell: _Bell | None = None
-        self._over = self._gone = self._busy = self._awaited = False
+        self._over = self._busy = False
         self._guard = threading.RLock()  # between the loop and the thread that reads the question; never held while one waits
         self._reader: asyncio.Task[Any] | None = None
         if not _in_loop():
@@ -62,27 +62,25 @@ class AnswerStream:
     def _ask(self) -> Iterator[Event]:
         """Read the question and give it to the engine."""
         try:
-            self.running = self._session.read(self._question, self._task, self._rate, self._seed)
+            running = self._read()
         except Withdrawn:
             return iter([Ended("cancelled", Timings())])
-        self._session.begin(self.running)
-        events: Iterator[Event] = self._session.events_of(self.running)
+        self._session.begin(running)
+        events: Iterator[Event] = self._session.events_of(running)
         return events
 
     def __iter__(self) -> AnswerStream:
         return self
 
     def __next__(self) -> Event:
+        if self._over:
+            raise StopIteration
         if self._plain is None:
-            if self._over:
-                raise StopIteration
             self._plain = self._ask()
         return next(self._plain)
 
     def close(self) -> None:
-        """Cancel what is left of the answer."""
-        if isinstance(self._plain, Generator):
-            self._plain.close()
+        """Cancel what is left of the answer, from any thread; waits for nobody."""
         self._end()
 
     def answer(self) -> Answer:
@@ -101,7 +99,7 @@ class AnswerStream:
             raise StopAsyncIteration
         if self._busy:
             raise UserError("another task waits for the next event of this answer; one takes them at a time")
-        self._busy = self._awaited = True
+        self._busy = True
         try:
             self._watch()
             if self._listener is None:
@@ -131,7 +129,7 @@ class AnswerStream:
         self._end()
 
     def __del__(self) -> None:
-        if self._awaited and not self._over:
+        if self.running is None or not self.running.settled:
             self._end()
 
     # --- the question -------------------------------------------------------------------------------------------------
@@ -175,7 +173,7 @@ class AnswerStream:
         listening: Listening = self._session.begin_reading(self._task, self._rate)  # in a thread, as `_read`
         with self._guard:
             self._incoming = listening
-            if not self._gone:
+            if not self._over:
                 return listening
         self._withdraw(listening)
         raise Withdrawn
@@ -186,11 +184,11 @@ class AnswerStream:
 
     def _read(self) -> Listened:
         running: Listened = self._session.read(
-            self._question, self._task, self._rate, self._seed, lambda: self._gone
+            self._question, self._task, self._rate, self._seed, lambda: self._over
         )  # in a thread, which goes on where the task is cancelled meanwhile
         with self._guard:
             self.running = running
-            if not self._gone:
+            if not self._over:
                 return running
         self._session.withdraw(running)
         raise Withdrawn
@@ -217,21 +215,21 @@ class AnswerStream:
             task.add_done_callback(_canceller(weakref.ref(self)))
 
     def _end(self) -> None:
-        """Cancel what is left of the answer; waits for nobody."""
-        self._over = True
+        """Cancel what is left of the answer, once; waits for nobody."""
         with self._guard:
-            self._gone, running = True, self.running
+            if self._over:
+                return
+            self._over, running = True, self.running
         if self._incoming is not None:
             self._withdraw(self._incoming)
         if running is not None:
-            running.wake = None
             self._session.let_go(running)
 
 
 def _canceller(answer: weakref.ref[AnswerStream]) -> Callable[[asyncio.Task[Any]], None]:
     def done(task: asyncio.Task[Any]) -> None:
         found = answer()
-        if found is not None and task.cancelled() and found._reader is task and not found._over:
+        if found is not None and task.cancelled() and found._reader is task:
             found._end()
 
     return done

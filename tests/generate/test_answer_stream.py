@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -196,12 +197,54 @@ def test_two_tasks_of_one_session(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch)
         asyncio.run(run())
 
 
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Steps wait until it is set."""
+    step, go_on = Runner.step, threading.Event()
+    monkeypatch.setattr(Runner, "step", lambda runner, *rows: (go_on.wait(10), step(runner, *rows))[1])
+    return go_on
+
+
+def test_a_close_ends_the_wait_of_another_task(lm: SpeechLM, held: threading.Event) -> None:
+    async def run() -> None:
+        events = session.ask("one", "T1T2")
+        listening = asyncio.create_task(taken(events))
+        while session._last is None or session._last.reader != -1:
+            await asyncio.sleep(0.001)
+        await events.aclose()
+        assert (await asyncio.wait_for(listening, 5))[-1].reason == "cancelled" and not held.is_set()
+        held.set()
+
+    with lm.session(max_tokens=5) as session:
+        asyncio.run(run())
+
+
+def test_a_close_ends_the_wait_of_another_thread(lm: SpeechLM, held: threading.Event) -> None:
+    with lm.session(max_tokens=5) as session, ThreadPoolExecutor(1) as pool:
+        events = session.ask("one", "T1T2")
+        listening = pool.submit(list, events)
+        while session._last is None or not session._last.reader:
+            time.sleep(0.001)
+        events.close()
+        assert len(session.turns) == 1 and not held.is_set()
+        held.set()
+        assert listening.result(10)[-1].reason == "cancelled" and not list(events)  # type: ignore[attr-defined]
+
+
+def test_a_plain_stream_that_is_dropped_unread_frees_its_row(lm: SpeechLM) -> None:
+    with lm.session(max_seconds=70.0) as session:
+        session.ask("go on", "T1A2")
+        gc.collect()
+        assert session._last is not None and session._last.settled and session._last.left.wait(30)
+
+
+async def taken(stream: AnswerStream) -> list[Any]:
+    return [event async for event in stream]
+
+
 def test_a_stream_is_plain_or_asynchronous_wherever_it_was_made(lm: SpeechLM) -> None:
     options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 0.4}
     wanted = said(list(lm.stream("go on", "T1A2", **options)))
-
-    async def taken(stream: AnswerStream) -> list[Any]:
-        return [event async for event in stream]
 
     async def plain() -> list[Any]:
         return list(lm.session(**options).ask("go on", "T1A2"))
