@@ -301,7 +301,7 @@ class Session(Conversation[Running]):
         if self._lock.acquire(blocking=False):
             try:
                 self._settle(running, wait=False)
-                self._listen()
+                self._make_room()
             finally:
                 self._lock.release()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.tasks import Turn, answer, prompt, system_message
 from tests.generate.conftest import LAYOUTS, make_lm
-from tests.generate.session_toys import ASKED, WARM, plain_hidden
+from tests.generate.session_toys import ASKED, WARM, answered, plain_hidden
 
 ROW = 120
 TALK: dict[str, Any] = {"context": ROW, "overflow": "forget", "sampling": WARM, "max_seconds": 0.4, "max_tokens": 15}
@@ -175,6 +176,21 @@ def test_a_ring_of_a_window_too(layout: Layout, idle: Callable[[], None]) -> Non
     ahead = held(True)
     idle()
     assert ahead == held(False)
+
+
+def test_a_loop_of_asyncio_feeds_ahead_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, ahead = make_lm(LAYOUTS["pad"]), list[int]()
+    monkeypatch.setattr(Engine, "refill", lambda engine, refill: ahead.append(len(refill.keys)))
+
+    async def run() -> None:
+        async with lm.session(**TALK) as session:
+            for turn in range(9):
+                await answered(session, *ASKED[turn % 5])
+
+    talk(lm, 9, wait=False)
+    wanted, ahead = ahead, []
+    asyncio.run(run())
+    assert ahead == wanted != []
 
 
 def test_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
