@@ -27,7 +27,8 @@ class AnswerStream:
     """The events of one answer, as a plain iterator or (in one task at a time) an asynchronous one; or all of it, by `answer`.
     `Session.ask` makes it.
 
-    Outside of a loop of asyncio the question is asked at once. In one it is read in a thread when the first event is awaited.
+    Outside of a loop of asyncio the question is asked at once. In one it is read in a thread when the first event is awaited,
+    or by `iter`.
     The answer is cancelled when the stream is closed or dropped by leaving the loop. An asynchronous one is cancelled too when
     the task that took its last event is cancelled, and when its loop is closed: at once, without waiting. What was taken is in
     the history.
@@ -70,14 +71,15 @@ class AnswerStream:
         return events
 
     def __iter__(self) -> AnswerStream:
+        if self._plain is None and not self._over:
+            self._plain = self._ask()
         return self
 
     def __next__(self) -> Event:
-        if self._over:
+        events = None if self._over else iter(self)._plain
+        if events is None:
             raise StopIteration
-        if self._plain is None:
-            self._plain = self._ask()
-        return next(self._plain)
+        return next(events)
 
     def close(self) -> None:
         """Cancel what is left of the answer, from any thread; waits for nobody."""

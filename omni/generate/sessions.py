@@ -92,7 +92,7 @@ class Sessions(ABC, Generic[S]):
         """
         session = self._session_of(options, context=options.pop("context", None))
         try:
-            events = session.ask(question, task, sample_rate=sample_rate)
+            events = iter(session.ask(question, task, sample_rate=sample_rate))
         except BaseException:
             session.close()
             raise

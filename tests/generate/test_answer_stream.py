@@ -238,6 +238,14 @@ def test_a_plain_stream_that_is_dropped_unread_frees_its_row(lm: SpeechLM) -> No
         assert session._last is not None and session._last.settled and session._last.left.wait(30)
 
 
+def test_a_bad_question_is_refused_at_once_in_a_loop_too(lm: SpeechLM) -> None:
+    async def ask() -> None:
+        lm.stream("missing.wav")
+
+    with pytest.raises(UserError, match="No such file"):
+        asyncio.run(ask())
+
+
 async def taken(stream: AnswerStream) -> list[Any]:
     return [event async for event in stream]
 
