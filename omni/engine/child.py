@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from omni.encoder.config import PreparedSound
-from omni.engine.client import Pace, Running
+from omni.engine.client import Running
 from omni.engine.coded import is_portable
 from omni.engine.engine import Engine
 from omni.engine.outbox import LOOK, Outbox, end_of
@@ -196,7 +196,6 @@ class Child:
         clip: Any,
         prepared: Any,
         seed: int | None,
-        pace: Pace,
         waited: float,
         heard: int | tuple[int, int] | None,
     ) -> None:
@@ -210,7 +209,6 @@ class Child:
             sound = stream.sound
         ready = None if prepared is None else PreparedSound([torch.from_numpy(part) for part in prepared[0]], *prepared[1:])
         running = session.lay_out(Asked(turn, sound, ready, known or stream), seed, Clock(waited))
-        running.pace = pace
         codec = running.codec
         portable = codec is not None and is_portable(codec)
         running.coded = portable and running.task.audio and running.reply.limits.silence is None

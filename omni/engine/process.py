@@ -162,7 +162,8 @@ class EngineProcess(Sessions[RemoteSession]):
         if isinstance(history, (str, os.PathLike)):
             history = os.path.abspath(history)
         number = self._link.number()
-        self._link.request("session", number, {"context": context, "history": history, "when_full": when_full, **values})
+        own = {"context": context, "history": history, "pace": pace, "when_full": when_full}
+        self._link.request("session", number, own | values)
         return RemoteSession(self._link, number, self.facts, self._tokenizer, pace, stop)
 
     def call(self, name: str, /, *args: Any, **values: Any) -> Any:

@@ -99,7 +99,7 @@ class RemoteSession(Conversation[RemoteAnswer]):
             self._link.register(answer)
             try:
                 prepared = None if asked.clip is None or heard is not None else self._prepared(asked.clip)
-                values = answer.seed, answer.pace, answer.clock.seconds, known or heard
+                values = answer.seed, answer.clock.seconds, known or heard
                 self._link.request("ask", self._number, answer.number, turn, clip, prepared, *values)
                 if heard is not None:
                     self._sound = None
