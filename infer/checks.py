@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 from infer.given import SOUND
 from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions, QuantizeOptions, ServeOptions
 from infer.places import PIPE, choose_tasks, places
-from infer.tls import trusting
 from omni.checkpoint.places import CONFIG, adapters_in, check_folder
 from omni.errors import UserError
 from omni.files import real_place, replaceable
@@ -122,15 +121,6 @@ def check_serve(options: ServeOptions) -> None:
             f"--host {options.host}: whoever reaches it could use it; give keys (--key_file FILE), or listen on 127.0.0.1"
         )
     check_model(options.model or DEFAULT_MODEL, "name one: omni-infer serve FOLDER")
-
-
-def _check_trust(certificate: str | None, address: str) -> None:
-    """UserError for a certificate to trust that cannot be read, or at an address without TLS."""
-    if certificate is None:
-        return
-    if not address.startswith(("wss:", "https:")):
-        raise UserError(f"--certificate {certificate!r} is for an address that begins with wss://, not {address!r}")
-    trusting(certificate)
 
 
 def read_adapters(given: Sequence[str], model: str) -> dict[str, str]:

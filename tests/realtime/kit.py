@@ -14,10 +14,10 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 from websockets.typing import Subprotocol
 
-from infer.tls import connection_error
 from omni.errors import in_one_line
 from tests.realtime.client import Came, Played, RealtimeClient, made_question
 from tests.realtime.points import NEEDS_SPEECH, Point, PointEnded, PointFailed, Result, ServerEvent, field
+from tests.realtime.tls import connection_error
 
 SHORT, WORDS, LONG = (
     "What is two plus three?",
