@@ -28,7 +28,6 @@ from omni.generate.rows import Start
 from omni.generate.runner import Runner
 from omni.generate.sampling import GREEDY, Sampling
 from omni.model.decoder import Hidden
-from omni.model.fused import fuse
 from omni.model.speech_model import SpeechModel
 from omni.profiling import seconds_of, timed
 from omni.tasks import Turn, prompt
@@ -44,12 +43,9 @@ WARM_UP, PLAYED = (45.0, 20.0, 20.0), 20.0
 
 
 def serving_model(device: torch.device, small: bool) -> SpeechModel:
-    """A model of random weights, fused and in bf16 on a GPU."""
+    """A model of random weights, fused on a GPU, in bf16 unless it is small."""
     config = with_encoder_mode(preset("nano" if small else "qwen2-0.5b-omni"), "variable")
-    model = random_model(config, device, torch.float32 if small else torch.bfloat16)
-    if device.type == "cuda":
-        fuse(model.decoder)
-    return model
+    return random_model(config, device, torch.float32 if small else torch.bfloat16)
 
 
 def steps(device: torch.device, small: bool) -> Figures:

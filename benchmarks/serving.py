@@ -28,7 +28,7 @@ from benchmarks.report import Figures, run_checks
 from infer.bench.live import context_of, play, random_folder
 from infer.bench.measure import TASK, first_audio, noise, steps_and_readings, whole_answer
 from infer.bench.people import Heard, Manner
-from infer.bench.random_model import random_lm, with_encoder_mode
+from infer.bench.random_model import preset_lm
 from infer.device import cpu_threads
 from omni.audio.io import SAMPLE_RATE
 from omni.config import preset as named
@@ -38,9 +38,8 @@ from omni.engine.stats import Percentiles
 from omni.generate.results import AudioChunk
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
-from omni.hardware import find_dtype
 from omni.kernels import measure_kernels
-from omni.model.int8_model import is_int8, to_int8
+from omni.model.int8_model import is_int8
 from omni.profiling import seconds_of
 
 PIECE = 0.02
@@ -50,15 +49,14 @@ PIECE = 0.02
 @contextmanager
 def model(device: torch.device, name: str, quantize: str, dtype: str, mode: EncoderMode = "variable") -> Iterator[SpeechLM]:
     """A model of random weights with the forms of products that are fastest here, and as many threads as suit it."""
-    kind = find_dtype(dtype or None) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    lm = random_lm(with_encoder_mode(named(name), mode), device, kind, compile=device.type == "cuda")
-    if quantize:
-        to_int8(lm.model)
-    with cpu_threads(None, lm.model):
-        if device.type == "cpu":
-            measure_kernels(lm.model)
-        yield lm
-    lm.engine.close()
+    lm = preset_lm(name, device, dtype or None, quantize, mode)
+    try:
+        with cpu_threads(None, lm.model):
+            if device.type == "cpu":
+                measure_kernels(lm.model)
+            yield lm
+    finally:
+        lm.engine.close()
 
 
 def bare(device: torch.device, small: bool, preset: str, quantize: str, dtype: str) -> Figures:

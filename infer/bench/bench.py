@@ -16,15 +16,15 @@ from torch import Tensor
 from infer.bench.figures import draw, print_table
 from infer.bench.live import folder_config, live_table
 from infer.bench.measure import codec_alone, first_audio, noise, steps_and_readings, whole_answer
-from infer.bench.random_model import random_lm, with_encoder_mode
+from infer.bench.random_model import preset_lm
 from infer.device import bytes_of, cpu_threads
 from infer.options import BenchOptions
 from omni.audio.io import SAMPLE_RATE, read_audio
 from omni.config import preset
 from omni.generate.speech_lm import SpeechLM
-from omni.hardware import find_device, find_dtype
+from omni.hardware import find_device
 from omni.kernels import machine, measure_kernels
-from omni.model.int8_model import is_int8, to_int8
+from omni.model.int8_model import is_int8
 from omni.pretrained import find_model
 from omni.profiling import GIB, load
 
@@ -89,11 +89,7 @@ def _loaded(options: BenchOptions, device: torch.device, name: str | None) -> Sp
         folder_config(options)  # which says what the folder lacks
         own = {"kernels": options.kernels, "codec_folder": options.codec_folder, "quantize": options.quantize}
         return SpeechLM.from_pretrained(find_model(options.model or ""), device, options.dtype, **own)  # type: ignore[arg-type]
-    dtype = find_dtype(options.dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    lm = random_lm(with_encoder_mode(preset(name), "variable"), device, dtype, compile=device.type == "cuda")
-    if options.quantize:
-        to_int8(lm.model)
-    return lm
+    return preset_lm(name, device, options.dtype, options.quantize, "variable")
 
 
 def _streaming(lm: SpeechLM, options: BenchOptions, sound: Tensor, assist: bool) -> list[FigureRow]:

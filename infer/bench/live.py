@@ -25,7 +25,7 @@ from torch import Tensor
 from infer.bench.figures import LiveFigures, LiveTable
 from infer.bench.measure import TASK
 from infer.bench.people import Heard, LiveLoad, Manner
-from infer.bench.random_model import random_model, with_encoder_mode
+from infer.bench.random_model import bench_dtype, random_model, with_encoder_mode
 from infer.device import cpu_threads, is_small
 from infer.options import BenchOptions
 from omni import plugins
@@ -37,7 +37,6 @@ from omni.engine.measure import powers_to
 from omni.engine.process import EngineProcess
 from omni.engine.stats import Percentiles
 from omni.errors import UserError
-from omni.hardware import find_dtype
 from omni.kernels import machine, measure_kernels
 from omni.model.int8_model import to_int8
 from omni.model.speech_model import SpeechModel
@@ -126,8 +125,7 @@ def folder_config(options: BenchOptions) -> ModelConfig:
 
 def _check_memory(config: ModelConfig, slots: int, context: int, device: torch.device, options: BenchOptions) -> None:
     """UserError where the cache of all sessions takes more memory than is free."""
-    c, dtype = config.decoder, find_dtype(options.dtype)
-    width = 4 if dtype == torch.float32 or (dtype is None and device.type != "cuda") else 2
+    c, width = config.decoder, bench_dtype(options.dtype, device).itemsize
     wanted = 2 * (c.layers + c.post_layers) * slots * context * c.kv_heads * c.head_size * width
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if wanted > free:
@@ -146,8 +144,8 @@ def _started(
         folder, dtype = options.model or "", options.dtype
         if name is not None:
             folder = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="omni-bench-"))) / name)
-            dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
-            model = random_folder(folder, preset(name), find_dtype(dtype) or torch.float32)
+            model = random_folder(folder, preset(name), kind := bench_dtype(dtype, device))
+            dtype = str(kind).removeprefix("torch.")
             if options.kernels == "measured" and device.type == "cpu":
                 with cpu_threads(options.threads, model):
                     measure_kernels(to_int8(model) if options.quantize else model)

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from omni.codec.base import AudioCodec
 from omni.codec.registry import CODECS, load_codec
-from omni.config import ModelConfig
+from omni.config import ModelConfig, preset
 from omni.encoder.whisper_config import EncoderMode, WhisperConfig
 from omni.generate.speech_lm import SpeechLM
+from omni.hardware import find_dtype
 from omni.model.fused import fuse
+from omni.model.int8_model import to_int8
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 
@@ -32,6 +34,8 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
     state = {name: _fill(name, shape, block) for name, shape in shapes.items()}
     model = SpeechModel.from_state(config, state, where="random weights").to(device).eval().requires_grad_(False)
     silence_ends(model)
+    if device.type == "cuda":
+        fuse(model.decoder)
     return model
 
 
@@ -64,9 +68,15 @@ def random_codec(name: str, device: torch.device) -> AudioCodec:
     return spec.random(device) if spec.random is not None else load_codec(name, device=device)
 
 
-def random_lm(config: ModelConfig, device: torch.device, dtype: torch.dtype, compile: bool = False) -> SpeechLM:
-    """A `SpeechLM` of random weights with its codec."""
-    model = random_model(config, device, dtype)
-    if device.type == "cuda":
-        fuse(model.decoder)
-    return SpeechLM(model, Tokenizer.bytes(), random_codec(config.codec, device), compile=compile)
+def preset_lm(name: str, device: torch.device, dtype: str | None, quantize: str | None, mode: EncoderMode) -> SpeechLM:
+    """A preset with random weights and its codec; compiled on a GPU."""
+    config = with_encoder_mode(preset(name), mode)
+    model = random_model(config, device, bench_dtype(dtype, device))
+    if quantize:
+        to_int8(model)
+    return SpeechLM(model, Tokenizer.bytes(), random_codec(config.codec, device), compile=device.type == "cuda")
+
+
+def bench_dtype(given: str | None, device: torch.device) -> torch.dtype:
+    """The number format to measure in; without one, or with `auto`, bf16 on a GPU and fp32 elsewhere."""
+    return find_dtype(given) or (torch.bfloat16 if device.type == "cuda" else torch.float32)

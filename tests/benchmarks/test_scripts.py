@@ -18,10 +18,13 @@ from benchmarks.apart import ResourceUse, run_apart
 from benchmarks.bare import BareLoop
 from benchmarks.report import run_checks
 from infer.bench.measure import noise
-from infer.bench.random_model import random_lm
+from infer.bench.random_model import random_model
+from omni.codec.registry import load_codec
 from omni.errors import UserError
 from omni.generate.question import encode_questions
+from omni.generate.speech_lm import SpeechLM
 from omni.model.int8_model import to_int8
+from omni.text import Tokenizer
 from tests.infer.conftest import TINY
 from tests.realtime.fake_server import FakeServer, running
 
@@ -96,7 +99,7 @@ def test_memory_that_a_command_holds_is_its_own(tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_the_bare_loop_does_the_work_of_the_model(quantize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different ages, of which one leaves: hidden states are those of their whole columns."""
-    lm = random_lm(TINY, CPU, torch.float32)
+    lm = SpeechLM(random_model(TINY, CPU, torch.float32), Tokenizer.bytes(), load_codec(TINY.codec))
     if quantize:
         to_int8(lm.model)
     loop, found = BareLoop(lm, noise(0.3), 3, 64), list[Any]()

@@ -11,8 +11,11 @@ import torch
 
 from infer.bench import bench as bench_module
 from infer.bench import measure
+from infer.bench import random_model as random_models
 from infer.bench.measure import READERS, first_audio, noise, readings, steps_and_readings, weights_of_a_step, whole_answer
-from infer.bench.random_model import random_lm, random_model
+from infer.bench.random_model import random_model
+from omni.codec.base import AudioCodec
+from omni.codec.registry import load_codec
 from omni.codec.snac import SnacCodec
 from omni.config import ModelConfig, preset
 from omni.generate.speech_lm import SpeechLM
@@ -35,15 +38,18 @@ def tiny_snac() -> SnacCodec:
 def configs(monkeypatch) -> dict[str, ModelConfig]:
     """Tiny models under the presets' names."""
     known = {"nano": TINY, "qwen2-0.5b-omni": SNAC}
-    monkeypatch.setattr(bench_module, "preset", lambda name: known[name])
-    monkeypatch.setattr(bench_module, "random_lm", lambda config, *_, **__: make(config))
+    for module in (bench_module, random_models):
+        monkeypatch.setattr(module, "preset", lambda name: known[name])
+    monkeypatch.setattr(random_models, "random_codec", lambda name, _: codec(name))
     return known
 
 
+def codec(name: str) -> AudioCodec:
+    return tiny_snac() if name == "snac" else load_codec(name)
+
+
 def make(config: ModelConfig) -> SpeechLM:
-    if config.codec != "snac":
-        return random_lm(config, CPU, torch.float32)
-    return SpeechLM(random_model(config, CPU, torch.float32), Tokenizer.bytes(), tiny_snac())
+    return SpeechLM(random_model(config, CPU, torch.float32), Tokenizer.bytes(), codec(config.codec))
 
 
 @pytest.fixture(params=["codec2", "snac"])
@@ -143,6 +149,6 @@ def test_the_command_measures_a_folder(folder, run, more):
 
 
 def test_a_bad_question_is_found_before_a_model_is_built(configs, run, monkeypatch):
-    monkeypatch.setattr(bench_module, "random_lm", lambda *_, **__: pytest.fail("a model was built"))
+    monkeypatch.setattr(random_models, "random_model", lambda *_, **__: pytest.fail("a model was built"))
     done = run("bench", "--question", "none.wav")
     assert done.code == 2 and "none.wav" in done.err
