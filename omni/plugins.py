@@ -120,9 +120,10 @@ def load_plugins(names: Sequence[str], where: str = "--plugin", folder: str | Pa
     for i, name in enumerate(names):
         parts = [Path(name).stem] if _is_path(name) else name.split(".") if isinstance(name, str) else [""]
         if parts[-1] == "py" or not all(part.isidentifier() for part in parts):
-            hint = str(name).removeprefix("./").removesuffix(".py").replace("/", ".")
+            hint = str(name).removesuffix(".py").replace("/", ".")
             good = hint if all(part.isidentifier() for part in hint.split(".")) else "my_package.my_module"
-            raise UserError(f"{where} {name!r} is not the name of a module: write it with dots, such as {good}")
+            how = "give its file a name of letters, digits and _" if _is_path(name) else f"write it with dots, such as {good}"
+            raise UserError(f"{where} {name!r} is not the name of a module: {how}")
         if name in names[:i]:
             raise UserError(f"{where} names {name} twice; leave one out")
     problems = []

@@ -66,6 +66,7 @@ def test_a_broken_module_is_one_line_with_its_place(folder: Path, text: str, nam
         (["one", "one"], ["one", "twice"]),
         (["one.py"], ["'one.py'", "such as one"]),
         (["my-package.one"], ["my-package.one"]),
+        (["./my-mod.py"], ["my-mod.py'", "give its file a name of letters"]),
         ([""], ["''"]),
         ([3], ["3"]),
     ],
