@@ -1,4 +1,4 @@
-"""An engine in a process of its own, with the faces of `omni.generate.speech_lm.SpeechLM`.
+"""An engine in a process of its own, with the calls of `omni.generate.speech_lm.SpeechLM`.
 
     engine = EngineProcess("runs/nano/model", slots=32)
     with engine.session() as session:
@@ -144,7 +144,7 @@ class EngineProcess(Sessions[RemoteSession]):
     def __repr__(self) -> str:
         return f"EngineProcess({self.facts.shown}, {f'process {self.pid}' if self.alive else 'ended'})"
 
-    # --- the faces of SpeechLM ----------------------------------------------------------------------------------------
+    # --- the calls of SpeechLM ----------------------------------------------------------------------------------------
 
     def _session_of(
         self,

@@ -1,4 +1,4 @@
-"""Sessions of an engine in another process: the faces of `omni.generate.session.Session`.
+"""Sessions of an engine in another process: the calls of `omni.generate.session.Session`.
 
 Questions are read, checked and resampled here, and `stop` functions are called here. The history is in the engine's process.
 """

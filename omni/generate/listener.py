@@ -26,8 +26,6 @@ class Listened(Protocol):
 
     def stop(self, reason: Reason = "cancelled", error: str | None = None) -> None: ...
 
-    def timings(self) -> Timings: ...
-
 
 class AnswerReader:
     """Takes the events of one answer, in any one thread at a time.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -46,9 +46,6 @@ from omni.pretrained import find_model
 from omni.stores.reading import local_path
 from omni.tasks import prompt
 from omni.text import Tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 LOG = logging.getLogger(__name__)
 

@@ -210,17 +210,17 @@ def test_iterators_are_heard_by_every_face(lm: SpeechLM) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FeatureStream, "_encode", watched)
-        faces: list[Callable[[Session], Any]] = [
+        ways: list[Callable[[Session], Any]] = [
             lambda s: s.ask(coming()).answer().text,
             lambda s: "".join(getattr(event, "text", "") for event in s.ask(coming())),
             lambda s: asyncio.run(answered(s, coming())).text,
             lambda s: asyncio.run(answered(s, coming_async())).text,
             lambda s: asyncio.run(events_of(s, coming_async())),
         ]
-        for face in faces:
+        for way in ways:
             heard_in.clear()
             with lm.session(**TALK) as session:
-                assert face(session) == wanted.text
+                assert way(session) == wanted.text
                 assert heard_in == [2560] * 6 + [len(question) - 6 * 2560]
 
 
