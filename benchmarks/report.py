@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from omni.engine.stats import Percentiles
 from omni.kernels import machine
 
 Figures = Iterator[tuple[str, dict[str, float]]]
@@ -74,6 +75,12 @@ def _merge(path: Path, device: torch.device, name: str, found: dict[str, Any]) -
     whole["checks"][name] = found
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def in_ms(name: str, times: Percentiles) -> dict[str, float]:
+    """Percentiles in milliseconds, by their names; none of nothing."""
+    found = {part: getattr(times, part) for part in ("p50", "p95", "p99")}
+    return {f"{name} {part} ms": 1e3 * value for part, value in found.items() if value is not None}
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -18,12 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from benchmarks.report import Figures, run_checks
+from benchmarks.report import Figures, in_ms, run_checks
 from infer.bench.measure import noise
+from infer.timing import Player
 from omni.audio.io import SAMPLE_RATE, read_audio, resample
+from omni.audio.wav import pcm16
+from omni.engine.stats import Percentiles
 
 RATE, PIECE = 24_000, 0.04
 """Samples per second, and seconds of one append."""
@@ -56,9 +59,8 @@ class Noted:
         """Counts, and percentiles in milliseconds."""
         found: dict[str, float] = {"answers": self.answers, "chunks": len(self.late), "errors": len(self.errors)}
         found["late"] = sum(late > 0 for late in self.late)
-        for name, parts in (("first", (50, 95, 99)), ("endpointing", (50, 95, 99)), ("late", (99,)), ("stopping", (95,))):
-            values = getattr(self, name)
-            found |= {f"{name} p{part} ms": 1e3 * float(np.percentile(values, part)) for part in parts if values}
+        for name in ("first", "endpointing", "late", "stopping"):
+            found |= in_ms(name, Percentiles.of(getattr(self, name)))
         return found
 
 
@@ -70,10 +72,8 @@ def talk(
     share = 0.0 if turns == "manual" else float(barge_in)
     for number in map(int, numbers.split(",")):
         noted = Noted()
-        people = [
-            SocketPerson(url.rstrip("/"), key or None, sound.numpy(), turns, share, noted, seed) for seed in range(number)
-        ]
-        asyncio.run(_play(people, float(seconds)))
+        people = [SocketPerson(url.rstrip("/"), key or None, sound, turns, share, noted, seed) for seed in range(number)]
+        asyncio.run(_play(people, 3.0 if small else float(seconds)))
         yield f"{number} sockets, {turns}", noted.figures()
         if noted.errors:
             print(f"such as: {noted.errors[0]}")
@@ -91,22 +91,21 @@ class SocketPerson:
         self,
         url: str,
         key: str | None,
-        sound: np.ndarray,
+        sound: Tensor,
         detection: str,
         barge_in: float,
         noted: Noted,
         seed: int,
     ) -> None:
         self._url, self._key, self._detection, self._barge_in, self._noted = url, key, detection, barge_in, noted
-        pcm = (np.clip(sound, -1, 1) * 32767).astype("<i2").tobytes()
-        step = round(PIECE * RATE) * 2
+        pcm, step = pcm16(sound), round(PIECE * RATE) * 2
         self._pieces = [self._append(pcm[place : place + step]) for place in range(0, len(pcm), step)]
         self._silence = self._append(bytes(step))
         self._random = random.Random(seed)
         self._over, self._sounding = asyncio.Event(), asyncio.Event()
         self._spoke: float | None = None
         self._known = 0.0
-        self._plays: float | None = None
+        self._player = Player(RATE)
         self._last_sound = self._started = 0.0
 
     @staticmethod
@@ -174,13 +173,13 @@ class SocketPerson:
             event, now = json.loads(message), time.monotonic()
             kind = event["type"]
             if kind == "input_audio_buffer.committed":
-                self._known, self._plays = now, None
+                self._known, self._player = now, Player(RATE)
                 if self._detection != "manual" and self._spoke is not None:  # else it ended in a pause of the question
                     noted.endpointing.append(now - self._spoke)
             elif kind == "input_audio_buffer.speech_started":
                 self._started = now
             elif kind == "response.output_audio.delta":
-                self._note_sound(len(event["delta"]) * 3 / 8 / RATE, now)
+                self._note_sound(len(event["delta"]) * 3 // 8, now)
             elif kind == "response.done":
                 noted.answers += 1
                 self._sounding.clear()
@@ -194,17 +193,14 @@ class SocketPerson:
             elif kind == "error":
                 noted.errors.append(event["error"]["message"])
 
-    def _note_sound(self, seconds: float, now: float) -> None:
+    def _note_sound(self, samples: int, now: float) -> None:
         self._last_sound = now
         self._sounding.set()
-        if self._plays is None:
+        late = self._player.receive(samples, now)
+        if late is None:
             self._noted.first.append(now - self._known)
-            self._plays = now
         else:
-            late = now - self._plays
             self._noted.late.append(late)
-            self._plays += max(late, 0.0)
-        self._plays += seconds
 
 
 CHECKS = {"talk": talk}

@@ -18,21 +18,23 @@ from omni.generate.results import Clock
 
 
 class Player:
-    """Simulates a player, to count underruns."""
+    """Simulates a player, to count underruns.
+
+    Attributes:
+        dry_at: when it has played all that came, in seconds; None before the first chunk.
+    """
 
     def __init__(self, sample_rate: int) -> None:
         self.sample_rate = sample_rate
         self.underruns = 0
-        self._dry_at: float | None = None
+        self.dry_at: float | None = None
 
-    def receive(self, samples: int, at: float) -> None:
-        """Note a chunk of that many samples that arrives at the time `at`, in seconds."""
-        if self._dry_at is None:
-            self._dry_at = at
-        elif at > self._dry_at:
-            self.underruns += 1
-            self._dry_at = at
-        self._dry_at += samples / self.sample_rate
+    def receive(self, samples: int, at: float) -> float | None:
+        """Takes a chunk of samples that arrives at the time `at`; returns the seconds it is late, None for the first."""
+        late = None if self.dry_at is None else at - self.dry_at
+        self.underruns += late is not None and late > 0
+        self.dry_at = (at if self.dry_at is None else max(at, self.dry_at)) + samples / self.sample_rate
+        return late
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +28,7 @@ class Percentiles:
     count: int = 0
 
     @classmethod
-    def of(cls, values: deque[float]) -> Percentiles:
+    def of(cls, values: Collection[float]) -> Percentiles:
         found = list(values)
         if not found:
             return cls()
@@ -174,7 +174,7 @@ class Recorder:
                 answers=self.answers,
                 underruns=self.underruns,
                 hearing=self.hearing,
-                step=Percentiles.of(deque(seconds for _, seconds in self.step)),
+                step=Percentiles.of([seconds for _, seconds in self.step]),
                 lateness=Percentiles.of(self.lateness),
                 first_audio=Percentiles.of(self.first_audio),
                 slack=self.slack,

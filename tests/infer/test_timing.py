@@ -36,8 +36,8 @@ def test_underruns_are_those_of_a_player_that_counts_samples(rate):
             arrivals.append((tick, rate * draw.randrange(1, 5)))
             tick += draw.randrange(1, 6)
         player = Player(rate)
-        for when, samples in arrivals:
-            player.receive(samples, float(when))
+        lates = [player.receive(samples, float(when)) for when, samples in arrivals]
+        assert lates[0] is None and sum(late > 0 for late in lates[1:] if late is not None) == player.underruns
         assert player.underruns == slow_player(arrivals, rate)
         counts.add(player.underruns)
     assert {0, 1, 2, 3} <= counts
