@@ -13,7 +13,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,9 +23,9 @@ from torch import Tensor
 
 from benchmarks.bare import BareLoop, answer
 from benchmarks.people import BarePeople
-from benchmarks.report import Figures, run_checks
+from benchmarks.report import Figures, in_ms, run_checks
 from infer.bench.live import context_of, play, random_folder
-from infer.bench.measure import TASK, first_audio, noise, steps_and_readings, whole_answer
+from infer.bench.measure import TASK, first_audio, first_sound, noise, steps_and_readings, whole_answer
 from infer.bench.people import Heard, Manner
 from infer.bench.random_model import preset_lm
 from infer.device import cpu_threads
@@ -35,8 +34,6 @@ from omni.config import preset as named
 from omni.encoder.whisper_config import EncoderMode
 from omni.engine.process import EngineProcess
 from omni.engine.stats import Percentiles
-from omni.generate.results import AudioChunk
-from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.kernels import measure_kernels
 from omni.model.int8_model import is_int8
@@ -130,19 +127,12 @@ def _heard(lm: SpeechLM, sound: Tensor) -> tuple[float, float, float]:
             time.sleep(max(0.0, start + number * PIECE - time.perf_counter()))
             coming.push(piece)
         busy, hearing, length = time.process_time() - busy, lm.engine.stats().hearing - before, len(sound) / SAMPLE_RATE
-        return _first(session, coming), hearing / length, busy / length
+        return first_sound(session, coming)[0], hearing / length, busy / length
 
 
 def _whole(lm: SpeechLM, sound: Tensor) -> float:
     with lm.session() as session:
-        return _first(session, sound)
-
-
-@torch.inference_mode()
-def _first(session: Session, question: object) -> float:
-    """Seconds until the first sound of an answer, which is then cancelled."""
-    start = time.perf_counter()
-    return next(time.perf_counter() - start for event in session.ask(question, TASK) if isinstance(event, AudioChunk))  # type: ignore[arg-type]
+        return first_sound(session, sound)[0]
 
 
 # --- live sessions ----------------------------------------------------------------------------------------------------
@@ -174,16 +164,14 @@ def people(
                 loop.heard, cpu, written = Heard(), time.process_time(), loop.written
                 loop.play(played)
                 cost = (time.process_time() - cpu) / max(loop.written - written, 1)
-                late, first = (Percentiles.of(deque(values)) for values in (loop.heard.lateness, loop.heard.first_audio))
+                late, first = (Percentiles.of(values) for values in (loop.heard.lateness, loop.heard.first_audio))
                 found = _times(late, first, loop.heard.underruns, cost)
                 yield f"{number} sessions, a bare loop", found | {"CPU, engine / loop": own / cost}
 
 
 def _times(late: Percentiles, first: Percentiles, underruns: int, cost: float) -> dict[str, float]:
     """Milliseconds by their names, and CPU milliseconds for a row's column."""
-    found = {"late p50": late.p50, "late p99": late.p99, "first audio p50": first.p50, "first audio p95": first.p95}
-    times = {f"{name} ms": 1e3 * value for name, value in found.items() if value is not None}
-    return {**times, "underruns": underruns, "CPU ms": cost * 1e3}
+    return {**in_ms("late", late), **in_ms("first audio", first), "underruns": underruns, "CPU ms": cost * 1e3}
 
 
 CHECKS = {check.__name__: check for check in (bare, ways, listening, people)}

@@ -21,6 +21,7 @@ from omni.engine.measure import LENGTH, measure_steps
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Timings
 from omni.generate.runner import Runner
+from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import synchronize
 from omni.profiling import seconds_of, timed
@@ -61,16 +62,20 @@ def first_audio(lm: SpeechLM, sound: Tensor, text_assist: bool, repeat: int) -> 
 
 
 def _first_audio(lm: SpeechLM, sound: Tensor, text_assist: bool) -> tuple[float, Timings]:
-    total, timings = 0.0, Timings()
     with lm.session(text_assist=text_assist) as session:
         synchronize(lm.model.device)
-        start = time.perf_counter()
-        for event in session.ask(sound, TASK):
-            if isinstance(event, AudioChunk) and not total:
-                total = time.perf_counter() - start
-                session.cancel()
-            elif isinstance(event, Ended):
-                timings = event.timings
+        return first_sound(session, sound)
+
+
+def first_sound(session: Session, question: Any) -> tuple[float, Timings]:
+    """Seconds until the first sound of an answer, which is then cancelled, and its times; UserError where it has no sound."""
+    start, total, timings = time.perf_counter(), 0.0, Timings()
+    for event in session.ask(question, TASK):
+        if isinstance(event, AudioChunk) and not total:
+            total = time.perf_counter() - start
+            session.cancel()
+        elif isinstance(event, Ended):
+            timings = event.timings
     if not total:
         raise UserError("the model answered without sound; ask something that it knows with --question FILE")
     return total, timings
