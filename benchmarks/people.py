@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.bare import BareLoop
 from infer.bench.people import BARGE, PAUSE, Heard, Manner
+from infer.timing import Player
 from omni.generate.history import forgotten_of
 from omni.generate.speech_lm import SpeechLM
 
@@ -24,15 +25,15 @@ LOW = 0.16
 
 @dataclass(eq=False)
 class _Row:
-    """An answer: its person, when it was asked, its position, frames and decoder, and when its sound began to play."""
+    """An answer: its person, when it was asked, its position, decoder, frames and columns, and who plays them."""
 
     person: int
     asked: float
     position: int
     stream: int
+    player: Player
     frames: int = 0
     columns: int = 1
-    plays: float | None = None
 
 
 class BarePeople:
@@ -62,13 +63,10 @@ class BarePeople:
         heapq.heapify(self._plans)
 
     @torch.inference_mode()
-    def play(self, seconds: float) -> float:
-        """Answers them for some seconds; returns the mean number of rows."""
-        begin = last = time.perf_counter()
-        work, between = 0.0, 0
+    def play(self, seconds: float) -> None:
+        """Answers them for some seconds."""
+        begin, between = time.perf_counter(), 0
         while (now := time.perf_counter()) - begin < seconds:
-            work += len(self._rows) * (now - last)
-            last = now
             self._take(now)
             least = min((self._holds(row, now) for row in self._rows), default=float("inf"))
             if self._pending and (not self._rows or between >= 2):
@@ -83,7 +81,6 @@ class BarePeople:
             else:
                 next_ = self._plans[0][0] - now if self._plans else 1.0
                 time.sleep(max(0.0, min(least - LOW, next_, 0.5)))
-        return work / seconds
 
     # --- people -------------------------------------------------------------------------------------------------------
 
@@ -108,24 +105,21 @@ class BarePeople:
 
     def _holds(self, row: _Row, now: float) -> float:
         """Seconds of sound that its listener has left; below zero before the first."""
-        return -1.0 if row.plays is None else row.frames / self.codec.frame_rate - (now - row.plays)
+        return -1.0 if row.player.dry_at is None else row.player.dry_at - now
 
     def _hear(self, row: _Row, now: float) -> None:
         """Note that the next frame came; the first sound is of two."""
-        start = row.frames / self.codec.frame_rate
         row.frames += 1
         if row.frames == 1:
             return
-        if row.plays is None:
-            row.plays = now
+        late = row.player.receive(self.codec.frame_samples * (2 if row.frames == 2 else 1), now)
+        if late is None:
             self._note("first_audio", now - row.asked)
             if self._random.random() < self.manner.barge_in:
                 self._plan(row.person, self._random.uniform(*BARGE) * self.manner.answer_seconds, "interrupt")
             return
-        late = now - (row.plays + start)
         self._note("lateness", late)
         if late > 0:
-            row.plays += late
             self._note("underruns")
 
     def _note(self, what: str, value: float | None = None) -> None:
@@ -148,7 +142,7 @@ class BarePeople:
         ends = [sum(self._turns[person]) + len(self.loop.columns) for _, person in some]
         self.loop.prefill(slice(len(self._rows), len(self._rows) + len(some)), ends, stays)
         for (asked, person), end in zip(some, ends, strict=True):
-            self._rows.append(_Row(person, asked, end, self._batch.open()))
+            self._rows.append(_Row(person, asked, end, self._batch.open(), Player(self.codec.sample_rate)))
 
     def _kept(self, turns: list[int]) -> list[int]:
         """Columns of the turns of a conversation that are left when the next question comes."""
