@@ -24,7 +24,6 @@ from omni.config import preset
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import find_device
 from omni.kernels import machine, measure_kernels
-from omni.model.int8_model import is_int8
 from omni.pretrained import find_model
 from omni.profiling import GIB, load
 
@@ -76,9 +75,9 @@ def _tables(
         if options.kernels == "measured":
             measure_kernels(lm.model)
         compiled, assist = name is not None and device.type == "cuda", name not in (None, "nano")
-        what = find_model(options.model or "") if name is None else f"{name}, {lm.config.codec}, random weights"
+        what = find_model(options.model or "") if name is None else f"{name}, random weights"
         around = "compiled, CUDA graph" if compiled else f"{threads} thread{'s' * (threads > 1)}"
-        what = f"{what} ({number_format(lm)}, {around})"
+        what = f"{what} ({lm}, {around})"
         rows = "text assist (two rows)" if assist else "one row"
         yield f"streaming: {what}, {rows}", _streaming(lm, options, sound, assist)
         yield f"steps: {what}, {rows}", _steps(lm, options, 2 if assist else 1, compiled)
@@ -122,13 +121,6 @@ def _steps(lm: SpeechLM, options: BenchOptions, rows: int, compile: bool) -> lis
         FigureRow("steps / readings", reading / step),
         FigureRow("weights", bytes_of(lm.model) / GIB, "GiB", "encoder, projector, decoder, embeddings"),
     ]
-
-
-def number_format(lm: SpeechLM) -> str:
-    """The number formats of a model: of its weights where they are held in fewer bits, and of all else."""
-    name = str(lm.model.decoder.norm.weight.dtype).removeprefix("torch.")
-    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)
-    return short if not is_int8(lm.model) else "int8" if short == "fp32" else f"int8 with {short}"
 
 
 def _figure(value: float) -> str:

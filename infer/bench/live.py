@@ -11,7 +11,6 @@ import gc
 import math
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -90,7 +89,7 @@ async def play(
         loop="nonstop" if manner.nonstop else "closed",
         sessions=number,
         seconds=passed,
-        **vars(heard) | {kind: Percentiles.of(deque(getattr(heard, kind))) for kind in ("lateness", "first_audio")},
+        **vars(heard) | {kind: Percentiles.of(getattr(heard, kind)) for kind in ("lateness", "first_audio")},
         step=stats.step,
         active=active,
         rows=stats.rows,
@@ -154,11 +153,11 @@ def _started(
         own: Any = {key: getattr(options, key) for key in ("quantize", "kernels", "codec_folder")}
         own |= {"device": str(device), "dtype": dtype, "compile": device.type == "cuda" and name is not None}
         engine = stack.enter_context(EngineProcess(folder, slots=slots, context=context, threads=threads, **own))
-        what, of = repr(engine).partition("SpeechLM(")[2].rpartition("), process")[0], f"{threads} thread{'s' * (threads > 1)}"
+        of = f"{threads} thread{'s' * (threads > 1)}"
         gc.collect()
         stack.callback(gc.unfreeze)
         gc.freeze()  # else what is imported is looked through while chunks wait to be noted
-        yield engine, f"live sessions: {name or folder} ({what}, {of}), {machine()['processor']}"
+        yield engine, f"live sessions: {name or folder} ({engine.facts.shown}, {of}), {machine()['processor']}"
 
 
 def random_folder(folder: str, config: ModelConfig, dtype: torch.dtype) -> SpeechModel:

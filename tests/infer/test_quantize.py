@@ -132,9 +132,9 @@ def test_every_table_of_a_bench_is_for_the_format_asked_for(run, folder, tmp_pat
     assert run("quantize", folder, "small").code == 0
     words = ["--repeat", "1", "--seconds", "0.2", "--answer_seconds", "0.2", "--json"]
     for model, more, said in (
-        ("small", [], "(int8, 1 thread)"),
-        (folder, ["--quantize", "int8", "--dtype", "bf16"], "(int8 with bf16, 1 thread)"),
-        (folder, ["--dtype", "bfloat16"], "(bf16, 1 thread)"),
+        ("small", [], "int8 with float32, cpu), 1 thread)"),
+        (folder, ["--quantize", "int8", "--dtype", "bf16"], "int8 with bfloat16, cpu), 1 thread)"),
+        (folder, ["--dtype", "bfloat16"], "streams, bfloat16, cpu), 1 thread)"),
     ):
         done = run("bench", "--model", model, *words, *more)
         assert done.code == 0, done.err
