@@ -103,13 +103,14 @@ def make_plan(
     given, config, described = config, with_alignment(config), gpu is not None or gpu_gib is not None
     shape, kind = shape_of(config.model), kind_of(config, described)
     config = placed(config, devices, kind)
-    world, cuda, here = config.fabric.processes, kind == "cuda", devices is None and not described
+    world, cuda = config.fabric.processes, kind == "cuda"
+    here = devices is None and not described and (not cuda or torch.cuda.is_available())
     if not world:
         raise UserError(f"fabric.devices is {config.fabric.devices!r}, which depends on the machine; give --devices N")
     config, larger = config.shared_by(ParallelDims.of(config.fabric, world).data)
     words, limit = _room(kind, gpu_gib, gpu, world)
     memory, model = estimate(config, shape, cuda), meta_model(config, shape)
-    refused, notes = _refused(given, config, here and (not cuda or torch.cuda.is_available()))
+    refused, notes = _refused(given, config, here)
     notes += [note for note in (larger, memory.uncounted) if note]
     speed = PEAK_FLOPS[gpu] if gpu else peak_flops(torch.device(kind)) if here and cuda else None
     run = pace(config, shape, model, world, speed and speed * mfu)
@@ -136,8 +137,9 @@ def count_parameters(model: SpeechModel) -> dict[str, tuple[int, int]]:
 def kind_of(config: FitConfig, described: bool = False) -> str:
     """The kind of device of a run: as configured, else what this machine has; one `described` by size or name is a GPU. A Mac's
     GPU is counted as a CPU."""
-    asked, there = config.fabric.accelerator, torch.cuda.is_available() or described
-    return "cuda" if asked != "mps" and (asked in ("gpu", "cuda") or described or (asked == "auto" and there)) else "cpu"
+    asked, mac = config.fabric.accelerator, torch.backends.mps.is_available()
+    gpu = asked == "cuda" or (asked == "gpu" and not mac) or (asked == "auto" and torch.cuda.is_available())
+    return "cuda" if asked != "mps" and (gpu or described) else "cpu"
 
 
 def placed(config: FitConfig, devices: int | None, kind: str) -> FitConfig:
