@@ -270,14 +270,16 @@ def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Memor
     parts = {name: size / share for name, size in held(config, model, packed).items()}
     parts["weights"] += sum(packed.values()) * (1 - 1 / share)  # whole in every process
     rows, kept_rows, uncounted = balanced(config, model, len(shape.layout))
-    buckets, gathered, unsharded = exchanged(config, model, world)
+    several = config.data.micro_batches > dims.data
+    buckets, gathered, unsharded = exchanged(config, model, world, several)
     batch = [*(getattr(passes.batch, name) for name in passes.batch.TENSORS), *passes.batch.supervised]
-    before = parts["gradients"] * (config.data.micro_batches > dims.data or rows > 0)
+    summed = 4.0 * count(p for _, p in learning(model)) / dims.tensor if several and share > 1 else parts["gradients"]
+    before = summed * (several or rows > 0)
     (decoder, d_again), (encoder, e_again) = passes.stacks()
     (heads, losses), (d_back, e_back), around = passes.heads(), passes.backward(), passes.around()
     groups = [g["params"] for g in parameter_groups(learning(model), config.optimizer) if g["rule"] == "muon"]
     muon = sum(map(count, groups))  # whose updates are orthogonalised together, all of a shape
-    full, whole = parts["gradients"], {"gathered": gathered + unsharded}
+    full, whole = parts["gradients"], {"gathered": unsharded}
     kept = {"activations": decoder + encoder + around + passes.copies()}
     phases: dict[str, Parts] = {
         "losses": {"gradients": before, **kept, "heads and losses": heads + losses, "gathered": gathered},
@@ -288,7 +290,7 @@ def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Memor
             "working": d_again + d_back,
             **whole,
         },
-        "backward of the encoder": {"gradients": full, "activations": encoder + around, "working": e_again + e_back, **whole},
+        "backward of the encoder": {"gradients": summed, "activations": encoder + around, "working": e_again + e_back, **whole},
         "optimizer": {"gradients": full, "working": 16.0 * muon},
     }
     if rows:
@@ -311,9 +313,10 @@ def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Memor
     return Memory(phases, stored * (1 + sharded) * config.checkpoint.asynchronous, stored * share, uncounted)
 
 
-def exchanged(config: FitConfig, model: nn.Module, world: int) -> tuple[float, float, float]:
+def exchanged(config: FitConfig, model: nn.Module, world: int, several: bool) -> tuple[float, float, float]:
     """Bytes of DDP's buckets, which hold all gradients once more, and of FSDP2's whole weights and gradients: of the root
-    (tables, heads, convolutions, projector), and of two blocks, or in the backward pass the gradients of one."""
+    (tables, heads, convolutions, projector) and of two blocks; in the backward pass also the gradients of root and a block, and
+    the weights of all blocks where one of `several` micro-batches follows (`train.distributed.sharding.unsynchronized`)."""
     frozen, trained = bytes_each(config)
     if world == 1 or config.fabric.strategy != "fsdp":
         return float(trained * count(p for _, p in learning(model))) * (world > 1), 0.0, 0.0
@@ -324,7 +327,8 @@ def exchanged(config: FitConfig, model: nn.Module, world: int) -> tuple[float, f
 
     blocks = [sizes(block) for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
     (weights, gradients), whole = ([part[i] for part in blocks] for i in (0, 1)), sizes(model)
-    return 0.0, float(whole[0] - sum(weights) + 2 * max(weights)), float(whole[1] - sum(gradients) + max(gradients))
+    gathered, own = whole[0] - sum(weights) + 2 * max(weights), whole[1] - sum(gradients) + max(gradients)
+    return 0.0, float(gathered), float((whole[0] if several else gathered) + own)
 
 
 def balanced(config: FitConfig, model: SpeechModel, streams: int) -> tuple[float, float, str]:

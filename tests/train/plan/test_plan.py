@@ -181,6 +181,16 @@ def test_fsdp_divides_what_is_kept_and_ddp_does_not() -> None:
     assert estimate(lora, shape(), cuda=True).parts["weights"] > sum(packed.values())  # whole in every process
 
 
+def test_fsdp_holds_whole_gradients_and_weights_between_micro_batches() -> None:
+    """In fp32, in which torch adds them; the last micro-batch of a step scatters them."""
+    one, several = (estimate(run(micro=n, devices=4, strategy="fsdp", precision="bf16-mixed"), shape()) for n in (4, 8))
+    n = sum(p.numel() for p in SpeechModel(shape()).parameters())
+    for phase in ("losses", "backward of the decoder", "backward of the encoder"):
+        assert several.phases[phase]["gradients"] == 4.0 * n > one.phases[phase]["gradients"]
+    assert several.phases["optimizer"] == one.phases["optimizer"]
+    assert several.phases["backward of the decoder"]["gathered"] > 2.0 * n > one.phases["losses"]["gathered"]
+
+
 @pytest.mark.parametrize("cuda", [False, True])
 def test_selective_checkpointing_keeps_more_than_all_and_less_than_none(cuda: bool) -> None:
     config, model = run(rows=4, length=128), shape(width=96, layers=4)
