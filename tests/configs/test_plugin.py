@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from omni import plugins
 from omni.errors import UserError
 from train.config.parse import read_fit_config
 from train.config.run import plain_config
@@ -37,6 +38,21 @@ def test_a_run_names_it_nowhere_and_holds_all_of_its_options() -> None:
     (source,) = plain_config(config)["data"]["sources"]
     assert config.plugins == () and source["options"]["reuse"] == 4 and source["options"]["peak"] == 0.5
     assert source["options"].keys() == SOURCES["spoken-digits"].__dataclass_fields__.keys()
+
+
+def test_plugins_of_ones_own_stay_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of `--plugin` and of a file, in a recipe and in a copy of one."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(plugins, "_loaded", [])
+    copy, mine, theirs = (tmp_path / name for name in ("copy.yaml", "by_option.py", "in_file.py"))
+    for file in (mine, theirs):
+        file.write_text("")
+    copy.write_text((CONFIGS / "nano.yaml").read_text().replace("[./digits]", f"[./digits, {theirs}]"))
+    plugins.load_plugins([str(mine)])
+    assert read_fit_config([str(CONFIGS / "nano.yaml")])[0].plugins == (str(mine),)
+    assert read_fit_config([str(copy)])[0].plugins == (str(mine), str(theirs))
+    copy.write_text(RUN % "" + "plugins: [digits]\n")
+    assert "digits" in read_fit_config([str(copy)])[0].plugins  # a module's name is of an installed package
 
 
 def test_its_options_are_checked_as_other_keys_are(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from omni.config import ModelConfig
 from omni.hardware import peak_flops, synchronize
-from omni.plugins import load_plugins
+from omni.plugins import load_plugins, loaded
 from omni.profiling import GIB, PeakMemory
 from train.config.run import FitConfig
 from train.distributed.fabric import compile_blocks
@@ -46,7 +46,7 @@ def dry_run(config: FitConfig, profile: str | None = None) -> None:
         print("no steps are taken: the run's devices are not here, or share its weights; `omni-train plan` counts them")
         return
     try:
-        peak, seconds = in_new_process(measure_steps, config, shape, device)
+        peak, seconds = in_new_process(measure_steps, replace(config, plugins=loaded()), shape, device)
     except (BrokenProcessPool, MemoryError, RuntimeError) as error:
         if not isinstance(error, BrokenProcessPool) and not is_out_of_memory(error):
             raise

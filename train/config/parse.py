@@ -8,7 +8,7 @@ import math
 import types
 import typing
 from argparse import SUPPRESS
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -21,7 +21,7 @@ from train.config.run import FitConfig
 from train.console.command import GIVE, RECIPES, find_config, load_yaml, read_config
 from train.console.options import Parser
 from train.data.config import SourceConfig
-from train.data.sources import SOURCES, find_source
+from train.data.sources import SOURCES, find_source, shipped
 
 
 def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
@@ -73,13 +73,15 @@ def _load_plugins(data: dict[str, Any], file: Path) -> None:
     if not isinstance(names, (list, tuple)):
         raise UserError(f"{file}: plugins is {names!r}; it must be a list of modules' names")
     if names:
-        names = [str(RECIPES / n) if not (file.parent / n).exists() and (RECIPES / n).exists() else n for n in map(str, names)]
-        data["plugins"] = _not_shipped(load_plugins(names, f"{file}: plugins:", file.parent))
+        beside = {n: RECIPES / n for n in map(str, names) if n.startswith("./") and not (file.parent / n).exists()}
+        names = [str(beside[n]) if n in beside and beside[n].exists() else n for n in map(str, names)]
+        load_plugins(names, f"{file}: plugins:", file.parent)
+        data["plugins"] = _own_plugins()
 
 
-def _not_shipped(plugins: Iterable[str]) -> list[str]:
-    """Plug-ins without those beside recipes of the package, which are found without being named."""
-    return [name for name in plugins if not name.startswith(str(RECIPES.resolve()))]
+def _own_plugins() -> list[str]:
+    """Names of the plug-ins of this process, by `--plugin` too, without those that ship with the package."""
+    return [name for name in loaded() if name not in shipped()]
 
 
 def read_run(argv: Sequence[str]) -> FitConfig:
@@ -116,7 +118,7 @@ def fit_parser(command: str = "fit") -> ConfigParser:
         "(docs/training.md).",
     )
     parser.add_config(FitConfig, "the YAML file (also as the first argument)")
-    if named := _not_shipped(loaded()):  # by --plugin, so that --print_config names them
+    if named := _own_plugins():  # so that --print_config names them
         parser.set_defaults({"plugins": named})
     parser.may_be_empty = False
     return parser

@@ -80,7 +80,12 @@ def find_source(kind: str, where: str = "source.kind") -> type[SourceOptions]:
         UserError: there is none; the closest name is given, after the key `where` it came from.
     """
     if kind not in SOURCES:
-        from train.console.command import RECIPES
-
-        load_plugins([str(file.parent) for file in sorted(RECIPES.glob("*/__init__.py"))])
+        load_plugins(shipped())
     return SOURCES.find(kind, where)
+
+
+def shipped() -> list[str]:
+    """Names of the plug-ins beside recipes of the package, which are found without being named."""
+    from train.console.command import RECIPES
+
+    return [str(file.parent.resolve()) for file in sorted(RECIPES.glob("*/__init__.py"))]
