@@ -123,7 +123,8 @@ def held(config: FitConfig, model: SpeechModel, packed: dict[str, int]) -> Parts
         state += (values * trained + beside) * count(group["params"])
     weights = sum(packed.get(name, frozen * p.numel()) for name, p in model.named_parameters() if not p.requires_grad)
     weights += frozen * count(model.buffers()) + trained * n
-    weights += 4 * count(model.encoder.parameters()) * (config.objective.distill_weight > 0 and bool(learning(model.encoder)))
+    heard = [p for name, p in model.encoder.named_parameters() if ".lora." not in name]
+    weights += 4 * count(heard) * (config.objective.distill_weight > 0 and any(p.requires_grad for p in heard))  # the teacher
     return {"weights": weights, "gradients": trained * n, "optimizer": state, "average": 4.0 * n * (config.ema is not None)}
 
 

@@ -212,8 +212,10 @@ def test_it_is_planned_and_drawn_without_training(tmp_path: Path, base: str, row
     from train.plan.plan import make_plan
 
     config = run_of(tmp_path / "run", base, rows, lora)
-    plan = make_plan(config)
-    assert not plan.problems and plan.memory.parts["weights"] > 0
-    workbench = build_workbench(config, shape_of(config.model))
-    assert (workbench.objective.teacher.encoder is None) == (lora is not None)  # type: ignore[union-attr]
+    plan, alone = make_plan(config), make_plan(replace(config, objective=replace(config.objective, distill_weight=0, align_first=0)))
+    assert not plan.problems
+    teacher = build_workbench(config, shape_of(config.model)).objective.teacher.encoder  # type: ignore[union-attr]
+    assert (teacher is None) == (lora is not None)
+    copied = sum(p.nbytes for p in teacher.parameters()) if teacher is not None else 0
+    assert plan.memory.parts["weights"] - alone.memory.parts["weights"] == copied
     assert "1 micro-batch" in dry_run(config)
