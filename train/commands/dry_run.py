@@ -51,10 +51,10 @@ def dry_run(config: FitConfig, profile: str | None = None) -> None:
         if not isinstance(error, BrokenProcessPool) and not is_out_of_memory(error):
             raise
         raise out_of_memory(error, device, step=1) from error
-    batch, one = worst_batch(config.data, shape), config.fabric.processes or 1
-    work = StepFlops(meta_model(config, shape), config.objective)(batch, targets(batch)) * config.data.micro_batches / one
+    batch, one, model = worst_batch(config.data, shape), config.fabric.processes or 1, meta_model(config, shape)
+    work = StepFlops(model, config.objective)(batch, targets(batch)) * config.data.micro_batches / one
     speed, columns = peak_flops(device), batch.positions * config.data.micro_batches
-    counted = estimate(config, shape, kind == "cuda").step
+    counted = estimate(config, model, kind == "cuda").needed(in_step=True)
     own = f"peak {peak / GIB:.3f} GiB on each device ({counted / GIB:.3f} by the plan's arithmetic)"
     print(f"two steps of the fullest rows: {own}")
     share = f", {work / seconds / speed:.1%} of the device's peak" if speed else ""

@@ -18,7 +18,7 @@ from omni.config import ModelConfig
 from omni.generate.options import AnswerOptions
 from omni.lora.attach import adapted, add_adapter
 from omni.model.quantize import chosen_linears
-from omni.model.speech_model import SpeechModel
+from omni.model.speech_model import SpeechModel, Unfilled
 from omni.tasks import find_task
 from train.balance.section import balanced_tasks
 from train.config.run import FitConfig
@@ -71,15 +71,14 @@ class Memory:
     def total(self) -> float:
         return self.totals[self.phase]
 
-    @property
-    def step(self) -> float:
-        """Of the peak of a step."""
-        return max(size for name, size in self.totals.items() if name not in (START, ANSWERS))
+    def needed(self, in_step: bool) -> float:
+        """Bytes of the peak, or of that of a step."""
+        return max(size for name, size in self.totals.items() if not in_step or name not in (START, ANSWERS))
 
 
 def meta_model(config: FitConfig, shape: ModelConfig) -> SpeechModel:
     """Builds the model with its adapters on the meta device, nothing quantised; the trainable parameters are marked."""
-    with torch.device("meta"):
+    with Unfilled():
         model = SpeechModel(shape)
     if config.lora is not None:
         add_adapter(model, config.lora)
@@ -136,15 +135,15 @@ class Activations:
         p, r, out: bytes of a value of a product, of the stream between blocks, and of a block's linears' outputs.
     """
 
-    def __init__(self, config: FitConfig, shape: ModelConfig, model: SpeechModel, cuda: bool) -> None:
-        self.config, self.shape, self.model, self.cuda = config, shape, model, cuda
+    def __init__(self, config: FitConfig, model: SpeechModel, cuda: bool) -> None:
+        self.config, self.shape, self.model, self.cuda = config, model.config, model, cuda
         self.again, self.compiled = config.fabric.checkpointing, config.fabric.compile and cuda
         self.mixed = product_type(config.fabric.precision, config.lora is not None) is not None
         self.kind = config.lora.quantize if config.lora is not None else None
         self.r = 2 if config.fabric.precision == "bf16-true" and not (self.mixed and self.kind) else 4
         self.p = 2 if self.mixed else self.r
         self.out = self.r if self.kind else self.p  # bitsandbytes gives what it was given: a norm's fp32
-        self.batch, encoder, decoder = worst_batch(config.data, shape), shape.encoder, model.decoder
+        self.batch, encoder, decoder = worst_batch(config.data, model.config), model.config.encoder, model.decoder
         self.columns = self.batch.tokens[:, 0].numel() * (not config.objective.encoder_alone)
         self.frames = len(self.batch.frames) * encoder.positions if encoder.fixed_length else sum(self.batch.frames)
         self.hears = bool(learning(model.encoder))
@@ -257,8 +256,11 @@ def answer_bytes(config: FitConfig, cuda: bool) -> int:
     return torch.finfo(answering_type("cuda" if cuda else "cpu", config.fabric.precision)).bits // 8
 
 
-def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Memory:
+def estimate(config: FitConfig, model: SpeechModel, cuda: bool = False) -> Memory:
     """Counts the memory of a run of the fullest batches on each device, under the configuration's strategy and precision.
+
+    Args:
+        model: of `meta_model`.
 
     Raises:
         UserError: settings that do not fit each other, such as micro-batches that processes cannot share.
@@ -266,11 +268,11 @@ def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Memor
     world, sharded = config.fabric.processes or 1, config.fabric.strategy == "fsdp"
     dims = ParallelDims.of(config.fabric, world)
     process_shards(config.data.micro_batches, 0, dims.data)
-    model, share = meta_model(config, shape), dims.shards * dims.tensor if sharded else 1
-    packed, passes = packed_bytes(config, model), Activations(config, shape, model, cuda)
+    share = dims.shards * dims.tensor if sharded else 1
+    packed, passes = packed_bytes(config, model), Activations(config, model, cuda)
     parts = {name: size / share for name, size in held(config, model, packed).items()}
     parts["weights"] += sum(packed.values()) * (1 - 1 / share)  # whole in every process
-    rows, kept_rows, uncounted = balanced(config, model, len(shape.layout))
+    rows, kept_rows, uncounted = balanced(config, model)
     several = config.data.micro_batches > dims.data
     buckets, gathered, unsharded = exchanged(config, model, world, several)
     batch = [*(getattr(passes.batch, name) for name in passes.batch.TENSORS), *passes.batch.supervised]
@@ -302,7 +304,7 @@ def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Memor
         copies = 0.0 if same else float(size * count(p for n, p in model.named_parameters() if ".lora." not in n))
         phases[ANSWERS] = {"activations": passes.answers(), "copies of weights": copies}
     sizes = float(sum(t.nbytes for t in batch))
-    sound = 4 * SAMPLE_RATE / shape.encoder.frames_per_second * max(passes.batch.frames, default=0)
+    sound = 4 * SAMPLE_RATE / model.config.encoder.frames_per_second * max(passes.batch.frames, default=0)
     held_out = config.validation.questions * (sizes / passes.batch.examples + sound) * (not cuda)
     fixed = {"gradients": 0.0, "balance": kept_rows / share, "buckets": buckets, "batch": sizes, "held-out rows": held_out}
     steady = {**parts, **fixed}
@@ -332,12 +334,12 @@ def exchanged(config: FitConfig, model: nn.Module, world: int, several: bool) ->
     return 0.0, float(gathered), float((whole[0] if several else gathered) + own)
 
 
-def balanced(config: FitConfig, model: SpeechModel, streams: int) -> tuple[float, float, str]:
+def balanced(config: FitConfig, model: SpeechModel) -> tuple[float, float, str]:
     """Bytes of the gradients that a balance of tasks takes of each, and of those it keeps, and what of it is not counted."""
     section = config.balance
     if section is None or (section.at != "parameters" and not section.kind.bilevel):
         return 0.0, 0.0, ""
-    m = len(balanced_tasks(section, config.data)) or streams
+    m = len(balanced_tasks(section, config.data)) or len(model.layout)
     if section.kind.bilevel:
         return 0.0, 0.0, f"not counted: copies of what is trained, and up to {m} gradients of it, of balance {section.method}"
     rows = m * bytes_each(config)[1] * float(count(p for _, p in learning(model)))

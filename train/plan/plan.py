@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
@@ -10,7 +11,6 @@ from typing import Any
 import psutil
 import torch
 
-from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.hardware import PEAK_FLOPS, peak_flops
 from omni.model.speech_model import SpeechModel
@@ -109,12 +109,13 @@ def make_plan(
         raise UserError(f"fabric.devices is {config.fabric.devices!r}, which depends on the machine; give --devices N")
     config, larger = config.shared_by(ParallelDims.of(config.fabric, world).data)
     words, limit = _room(kind, gpu_gib, gpu, world)
-    memory, model = estimate(config, shape, cuda), meta_model(config, shape)
+    model = meta_model(config, shape)
+    memory = estimate(config, model, cuda)
     refused, notes = _refused(given, config, here)
     notes += [note for note in (larger, memory.uncounted) if note]
     speed = PEAK_FLOPS[gpu] if gpu else peak_flops(torch.device(kind)) if here and cuda else None
-    run = pace(config, shape, model, world, speed and speed * mfu)
-    alone, together = fitting(config, shape, limit, cuda) if limit is not None and memory.total > limit else ([], [])
+    run = pace(config, model, world, speed and speed * mfu)
+    alone, together = fitting(config, model, memory.total, limit or math.inf, cuda)
     strategy = {"auto": "ddp" if world > 1 else "one process"}.get(config.fabric.strategy, config.fabric.strategy)
     refused = refused or [run["problem"]] * bool(run["problem"])
     return Plan(count_parameters(model), memory, world, strategy, words, limit, run, alone, together, refused, notes)
@@ -218,21 +219,16 @@ def changes(config: FitConfig, most: int) -> Iterator[tuple[dict[str, Any], str]
 
 
 def savings(
-    config: FitConfig, shape: ModelConfig, most: int, cuda: bool, in_step: bool = False, limit: float = 0.0
+    config: FitConfig, model: SpeechModel, start: float, most: int, cuda: bool, in_step: bool = False, limit: float = 0.0
 ) -> list[Knob]:
-    """What each knob alone saves, of the memory of a step or of all, where that is a hundredth or more; fsdp on no more devices
-    than `limit` asks for."""
-
-    def size(one: FitConfig) -> float:
-        memory = estimate(one, shape, cuda)
-        return memory.step if in_step else memory.total
-
-    start, found, enough = size(config), list[Knob](), False
+    """What each knob alone saves of `start`, the bytes of a step or of all, where that is a hundredth or more; fsdp on no more
+    devices than `limit` asks for."""
+    found, enough = list[Knob](), False
     for values, price in changes(config, most):
         spread = "fabric.devices" in values
         try:
             other = changed(config, values)
-            total = size(other)
+            total = estimate(other, model, cuda).needed(in_step)
         except UserError:  # such as Muon with fsdp, or micro-batches that a balance cannot split
             continue
         if total < 0.99 * start and not (spread and enough):
@@ -245,35 +241,39 @@ def savings(
 def savings_here(config: FitConfig, in_step: bool) -> list[Knob]:
     """What each knob saves of a run on this machine, the most first; `config` is one with its alignment head."""
     kind = kind_of(config)
-    here = placed(config, None, kind)
+    here, model = placed(config, None, kind), meta_model(config, shape_of(config.model))
     most = max(here.fabric.processes or 1, torch.cuda.device_count() if kind == "cuda" else 1)
-    return sorted(savings(here, shape_of(config.model), most, kind == "cuda", in_step), key=lambda one: -one.saved)
+    start = estimate(here, model, kind == "cuda").needed(in_step)
+    return sorted(savings(here, model, start, most, kind == "cuda", in_step), key=lambda one: -one.saved)
 
 
-def fitting(config: FitConfig, shape: ModelConfig, limit: float, cuda: bool) -> tuple[list[Knob], list[Knob]]:
-    """Each knob alone, and, where none alone is enough, those that save most on one device after another until the run fits."""
+def fitting(config: FitConfig, model: SpeechModel, start: float, limit: float, cuda: bool) -> tuple[list[Knob], list[Knob]]:
+    """Each knob alone, and, where none alone is enough, those that save most on one device after another until the run fits;
+    none where it fits."""
+    if start <= limit:
+        return [], []
     most, together = MANY[-1] if cuda else config.fabric.processes or 1, list[Knob]()
-    alone = found = savings(config, shape, most, cuda, limit=limit)
+    alone = found = savings(config, model, start, most, cuda, limit=limit)
     while found and not any(one.total <= limit for one in (*alone, *together)):
         together.append(max(found, key=lambda one: (one.config.fabric.processes == config.fabric.processes, one.saved)))
-        found = savings(together[-1].config, shape, most, cuda, limit=limit)
+        found = savings(together[-1].config, model, together[-1].total, most, cuda, limit=limit)
     return alone, together if together and together[-1].total <= limit else []
 
 
 # --- pace -------------------------------------------------------------------------------------------------------------
 
 
-def pace(config: FitConfig, shape: ModelConfig, model: SpeechModel, world: int, speed: float | None) -> dict[str, Any]:
+def pace(config: FitConfig, model: SpeechModel, world: int, speed: float | None) -> dict[str, Any]:
     """The pace of two micro-batches of the data at `speed` FLOP/s of a device; of full rows where `problem` says why."""
-    micro, batches, examples, problem = config.data.micro_batches, [worst_batch(config.data, shape)], None, ""
+    micro, examples, problem = config.data.micro_batches, None, ""
     try:
         initial = build_initial(config.model, config.seed, weights=False)
-        tools = shape, initial.tokenizer, initial.codec, config.objective.encoder_alone
+        tools = model.config, initial.tokenizer, initial.codec, config.objective.encoder_alone
         shard = PackerShard(build_pipeline(config.data, *tools), 0, 1)
         batches = [shard.batch() for _ in range(2)]
         examples = micro / 2 * sum(b.examples for b in batches)
     except (UserError, OSError) as error:
-        problem = str(error)
+        batches, problem = [worst_batch(config.data, model.config)], str(error)
     forward, backward = 1.0, 1.0
     if config.balance is not None:
         forward, backward = config.balance.passes(config.data, config.objective.by_heads, len(model.layout), world)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.tasks import TASKS
-from tests.train.plan.test_plan import run, shape
+from tests.train.plan.test_plan import counted, run, saved, shape
 from train.balance.section import BalanceSection, balanced_tasks
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
@@ -20,8 +20,8 @@ from train.data.config import SourceConfig
 from train.distributed.process_group import ProcessGroup
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import cells, targets
-from train.plan.memory import estimate, meta_model
-from train.plan.plan import pace, savings
+from train.plan.memory import meta_model
+from train.plan.plan import pace
 from train.plan.step import build_workbench
 from train.plan.worst_batch import worst_batch
 from train.trainer.balanced_step import Balanced, Balancing
@@ -41,13 +41,13 @@ def balanced(method: str, level: str | None = None, micro: int = 1, settings: An
 def test_gradients_by_task_are_counted_and_what_is_not_is_said(method: str, at: str | None) -> None:
     """Three rows, and the same as one table; what is kept of each; of bilevel methods a line."""
     config, model = balanced(method, at), shape()
-    found, rows = estimate(config, model), 3 * 4.0 * sum(p.numel() for p in meta_model(config, model).parameters())
+    found, rows = counted(config, model), 3 * 4.0 * sum(p.numel() for p in meta_model(config, model).parameters())
     assert bool(found.uncounted) == (method == "forum")
     if method != "forum":
         assert found.phases["gradients of tasks"]["working"] == 2 * rows and found.uncounted == ""
         assert found.phases["optimizer"]["balance"] == (rows if method == "dbmtl" else 0)
     two = replace(config, fabric=replace(config.fabric, devices=2, strategy="fsdp"), data=replace(config.data, micro_batches=2))
-    assert method != "upgrad" or estimate(two, model).phases["gradients of tasks"]["working"] == rows
+    assert method != "upgrad" or counted(two, model).phases["gradients of tasks"]["working"] == rows
 
 
 class OneProcess:
@@ -122,16 +122,16 @@ def test_a_pass_ahead_is_counted_where_a_process_has_several_micro_batches() -> 
 
 def test_further_passes_take_time_and_are_said() -> None:
     config, model = balanced("upgrad", "parameters"), shape()
-    plain, full = (pace(one, model, meta_model(one, model), 1, 1e12) for one in (replace(config, balance=None), config))
+    plain, full = (pace(one, meta_model(one, model), 1, 1e12) for one in (replace(config, balance=None), config))
     assert full["seconds"] == pytest.approx(3 * plain["seconds"]) and full["columns"] == plain["columns"]
     assert (full["forwards"], full["backwards"]) == (3, 3) and (plain["forwards"], plain["backwards"]) == (1, 1)
 
 
 def test_knobs_leave_out_what_a_balance_cannot_have() -> None:
     config, model = balanced("modo", micro=3, rows=4), shape(layers=1)
-    found = savings(config, model, 64, cuda=True)
+    found = saved(config, model, 64, cuda=True)
     assert found and all(one.config.data.micro_batches % 3 == 0 for one in found)
     with pytest.raises(UserError, match="one micro-batch|to balance"):
-        estimate(
+        counted(
             replace(config, data=replace(config.data, sources=(SourceConfig("spoken-digits", tasks={"A1A2": 1.0}),))), model
         )

@@ -16,8 +16,8 @@ from train.config.parse import read_run
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig, FabricConfig, LoRASection, ModelSection, OptimizerConfig, ValidationConfig
 from train.data.config import DataConfig, PackingConfig, SourceConfig, tasks_of
-from train.plan.memory import ANSWERS, estimate, held, meta_model, packed_bytes
-from train.plan.plan import changed, count_parameters, fitting, savings
+from train.plan.memory import ANSWERS, Memory, estimate, held, meta_model, packed_bytes
+from train.plan.plan import Knob, changed, count_parameters, fitting, savings
 from train.plan.step import build_workbench
 from train.plan.worst_batch import worst_batch
 
@@ -33,6 +33,22 @@ def shape(width: int = 64, layers: int = 2, encoder_layers: int = 1, **decoder: 
         projector=ProjectorConfig("mlp", hidden=64, stack=2),
         decoder=replace(nano.decoder, width=width, layers=layers, heads=4, kv_heads=2, mlp_width=3 * width, **decoder),
     )
+
+
+def counted(config: FitConfig, model: ModelConfig, cuda: bool = False) -> Memory:
+    return estimate(config, meta_model(config, model), cuda)
+
+
+def saved(config: FitConfig, model: ModelConfig, most: int, **more: Any) -> list[Knob]:
+    """Knobs of a run; for the arguments see `savings`."""
+    paper, cuda = meta_model(config, model), more.pop("cuda", False)
+    start = estimate(config, paper, cuda).needed(more.get("in_step", False))
+    return savings(config, paper, start, most, cuda, **more)
+
+
+def fitted(config: FitConfig, model: ModelConfig, limit: float, cuda: bool) -> tuple[list[Knob], list[Knob]]:
+    paper = meta_model(config, model)
+    return fitting(config, paper, estimate(config, paper, cuda).total, limit, cuda)
 
 
 def run(rows: int = 2, length: int = 64, micro: int = 1, optimizer: str = "adamw", **fabric: Any) -> FitConfig:
@@ -91,7 +107,7 @@ def documented(name: str, rows: int = 2, micro: int = 1, rule: str = "adamw", lo
 
 @pytest.mark.parametrize(("name", "values", "gib"), [*MEASURED, *FOLLOWED])
 def test_documented_shapes_are_counted_within_fifteen_percent(name: str, values: dict[str, Any], gib: float) -> None:
-    memory = estimate(documented(name, **values), preset("qwen2-0.5b-omni"), cuda=True)
+    memory = counted(documented(name, **values), preset("qwen2-0.5b-omni"), cuda=True)
     assert memory.total / GIB == pytest.approx(gib, rel=0.15), memory.parts
 
 
@@ -112,7 +128,7 @@ def test_steps_on_a_cpu_take_what_is_counted(model: ModelConfig, config: FitConf
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")
     wanted, seconds = in_new_process(measure_steps, config, model, torch.device("cpu"))
     assert wanted > 40 * MIB and seconds > 0
-    assert estimate(config, model).step / MIB == pytest.approx(wanted / MIB, rel=0.15)
+    assert counted(config, model).needed(in_step=True) / MIB == pytest.approx(wanted / MIB, rel=0.15)
 
 
 @pytest.mark.long
@@ -171,19 +187,19 @@ def test_what_learns_beside_a_base_in_bf16_is_counted_in_full() -> None:
 
 def test_fsdp_divides_what_is_kept_and_ddp_does_not() -> None:
     spread = ((1, "auto"), (2, "auto"), (2, "fsdp"), (4, "fsdp"))
-    one, ddp, two, four = (estimate(run(micro=8, devices=n, strategy=name), shape()) for n, name in spread)
+    one, ddp, two, four = (counted(run(micro=8, devices=n, strategy=name), shape()) for n, name in spread)
     learning = 4.0 * sum(p.numel() for p in SpeechModel(shape()).parameters())
     assert ddp.total == pytest.approx(one.total + learning) and four.total < two.total
     for part in ("weights", "optimizer"):
         assert two.parts[part] == 2 * four.parts[part] == one.parts[part] / 2
     lora = replace(run(micro=4, devices=4, strategy="fsdp"), lora=LoRASection(rank=4, quantize="nf4"))
     packed = packed_bytes(lora, meta_model(lora, shape()))
-    assert estimate(lora, shape(), cuda=True).parts["weights"] > sum(packed.values())  # whole in every process
+    assert counted(lora, shape(), cuda=True).parts["weights"] > sum(packed.values())  # whole in every process
 
 
 def test_fsdp_holds_whole_gradients_and_weights_between_micro_batches() -> None:
     """In fp32, in which torch adds them; the last micro-batch of a step scatters them."""
-    one, several = (estimate(run(micro=n, devices=4, strategy="fsdp", precision="bf16-mixed"), shape()) for n in (4, 8))
+    one, several = (counted(run(micro=n, devices=4, strategy="fsdp", precision="bf16-mixed"), shape()) for n in (4, 8))
     n = sum(p.numel() for p in SpeechModel(shape()).parameters())
     for phase in ("losses", "backward of the decoder", "backward of the encoder"):
         assert several.phases[phase]["gradients"] == 4.0 * n > one.phases[phase]["gradients"]
@@ -195,7 +211,7 @@ def test_fsdp_holds_whole_gradients_and_weights_between_micro_batches() -> None:
 def test_selective_checkpointing_keeps_more_than_all_and_less_than_none(cuda: bool) -> None:
     config, model = run(rows=4, length=128), shape(width=96, layers=4)
     levels = [changed(config, {"fabric.checkpointing": how}) for how in (False, "selective", True)]
-    kept = [estimate(one, model, cuda).phases["losses"]["activations"] for one in levels]
+    kept = [counted(one, model, cuda).phases["losses"]["activations"] for one in levels]
     assert kept[0] > 1.2 * kept[1] > 1.2 * 1.2 * kept[2], [size / MIB for size in kept]
 
 
@@ -248,36 +264,36 @@ def test_parameters_are_the_models(model: ModelConfig) -> None:
 def test_what_fits_is_told_from_what_does_not_and_knobs_save_what_they_say() -> None:
     """The 60 GiB that were measured do not fit into 48, and fit into 80; each knob's run needs what is said."""
     config, model = documented(MEASURED[1][0], **MEASURED[1][1]), preset("qwen2-0.5b-omni")
-    whole = estimate(config, model, cuda=True).total
+    whole = counted(config, model, cuda=True).total
     assert 48 * GIB < whole < 80 * GIB
-    alone, together = fitting(config, model, 48 * GIB, cuda=True)
+    alone, together = fitted(config, model, 48 * GIB, cuda=True)
     assert {"--fabric.checkpointing true", "--data.packing.rows 8 --data.micro_batches 2"} <= {one.keys for one in alone}
     assert together == [] and any(one.total <= 48 * GIB for one in alone)
     for one in alone:
         assert one.total + one.saved == pytest.approx(whole) and one.saved > 0
-        assert estimate(one.config, model, cuda=True).total == pytest.approx(one.total)
+        assert counted(one.config, model, cuda=True).total == pytest.approx(one.total)
 
 
 def test_knobs_are_turned_together_where_none_is_enough() -> None:
     config, model = run(rows=4, length=128), shape()
-    limit = 0.9 * min(one.total for one in savings(config, model, 1, cuda=False))
-    alone, together = fitting(config, model, limit, cuda=False)
+    limit = 0.9 * min(one.total for one in saved(config, model, 1))
+    alone, together = fitted(config, model, limit, cuda=False)
     totals = [one.total for one in together]
     assert not any(one.total <= limit for one in alone) and len(together) > 1
     assert totals == sorted(totals, reverse=True) and totals[-1] <= limit < totals[-2]
-    assert fitting(config, model, 1.0, cuda=False)[1] == []
+    assert fitted(config, model, 1.0, cuda=False)[1] == []
 
 
 def test_answers_are_asked_fewer_at_a_time_where_they_take_most() -> None:
     config, model = replace(run(rows=1), validation=ValidationConfig(questions=64)), shape()
-    whole = estimate(config, model)
-    assert whole.phase == ANSWERS and whole.total > whole.step
-    assert savings(config, model, 1, cuda=False)[0].keys == "--validation.rows 8"
-    assert "--validation.rows 8" not in [one.keys for one in savings(config, model, 1, cuda=False, in_step=True)]
+    whole = counted(config, model)
+    assert whole.phase == ANSWERS and whole.total > whole.needed(in_step=True)
+    assert saved(config, model, 1)[0].keys == "--validation.rows 8"
+    assert "--validation.rows 8" not in [one.keys for one in saved(config, model, 1, in_step=True)]
 
 
 def test_a_checkpoint_is_the_state_and_its_copy_is_no_part_of_the_peak() -> None:
-    memory, least = estimate(run(), shape()), 3 * 4 * sum(p.numel() for p in SpeechModel(shape()).parameters())
+    memory, least = counted(run(), shape()), 3 * 4 * sum(p.numel() for p in SpeechModel(shape()).parameters())
     assert least <= memory.disk == memory.snapshot < 1.1 * least
     between = changed(run(), {"checkpoint.asynchronous": False})
-    assert estimate(between, shape()).snapshot == 0 and estimate(between, shape()).total == memory.total
+    assert counted(between, shape()).snapshot == 0 and counted(between, shape()).total == memory.total

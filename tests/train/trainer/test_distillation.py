@@ -212,7 +212,10 @@ def test_it_is_planned_and_drawn_without_training(tmp_path: Path, base: str, row
     from train.plan.plan import make_plan
 
     config = run_of(tmp_path / "run", base, rows, lora)
-    plan, alone = make_plan(config), make_plan(replace(config, objective=replace(config.objective, distill_weight=0, align_first=0)))
+    plan, alone = (
+        make_plan(config),
+        make_plan(replace(config, objective=replace(config.objective, distill_weight=0, align_first=0))),
+    )
     assert not plan.problems
     teacher = build_workbench(config, shape_of(config.model)).objective.teacher.encoder  # type: ignore[union-attr]
     assert (teacher is None) == (lora is not None)
