@@ -116,6 +116,9 @@ def make_plan(
     speed = PEAK_FLOPS[gpu] if gpu else peak_flops(torch.device(kind)) if here and cuda else None
     run = pace(config, model, world, speed and speed * mfu)
     alone, together = fitting(config, model, memory.total, limit or math.inf, cuda)
+    if devices is not None:  # which is stronger than fabric.devices
+        for knobs in (alone, together):
+            knobs[:] = [replace(one, keys=one.keys.replace("--fabric.devices", "--devices")) for one in knobs]
     strategy = {"auto": "ddp" if world > 1 else "one process"}.get(config.fabric.strategy, config.fabric.strategy)
     refused = refused or [run["problem"]] * bool(run["problem"])
     return Plan(count_parameters(model), memory, world, strategy, words, limit, run, alone, together, refused, notes)
@@ -211,9 +214,10 @@ def changes(config: FitConfig, most: int) -> Iterator[tuple[dict[str, Any], str]
     yield {"fabric.checkpointing": "selective"}, "norms, activations and the like computed twice"
     yield {"fabric.checkpointing": True}, "about a third more work"
     for n in [n for n in MANY if (config.fabric.processes or 1) <= n <= most]:
-        spread = {"fabric.strategy": "fsdp", "fabric.devices": n, "fabric.num_nodes": 1}
+        spread = {"fabric.strategy": "fsdp", "fabric.devices": n}
+        nodes = {"fabric.num_nodes": 1} if config.fabric.num_nodes > 1 else {}
         share = {"data.micro_batches": -(-micro // n) * n} if micro % n else {}
-        yield {**spread, **share}, f"{n} devices that exchange weights in every block"
+        yield {**spread, **nodes, **share}, f"{n} devices that exchange weights in every block"
     rounded = "small updates of the weights are lost" if config.lora is None else "weights below adapters are rounded"
     yield {"fabric.precision": "bf16-true"}, rounded
 
@@ -232,7 +236,7 @@ def savings(
         except UserError:  # such as Muon with fsdp, or micro-batches that a balance cannot split
             continue
         if total < 0.99 * start and not (spread and enough):
-            keys = " ".join(f"--{key} {str(value).lower()}" for key, value in values.items() if key != "fabric.num_nodes")
+            keys = " ".join(f"--{key} {str(value).lower()}" for key, value in values.items())
             found.append(Knob(keys, price, other, total, start - total))
             enough = enough or (spread and total <= limit)
     return found

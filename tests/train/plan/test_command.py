@@ -72,6 +72,22 @@ def test_command_answers_in_json_and_tables(file: str, nowhere: str, capsys: pyt
     assert "IT DOES NOT FIT" in shown and "--fabric.precision bf16-true" in shown
 
 
+def test_keys_reproduce_the_planned_run(file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    described = [file, "--gpu_gib", "0.61", "--data.micro_batches", "16", "--validation.questions", "0", "--json"]
+    for words, named in (
+        (["--devices", "8"], "--fabric.strategy fsdp --devices 16"),
+        (
+            ["--fabric.devices", "4", "--fabric.num_nodes", "2"],
+            "--fabric.strategy fsdp --fabric.devices 16 --fabric.num_nodes 1",
+        ),
+    ):
+        assert main([*described, *words]) == 1
+        (knob,) = [one for one in json.loads(capsys.readouterr().out)["knobs"] if one["keys"] == named]
+        main([*described, *words, *named.split()])
+        assert json.loads(capsys.readouterr().out)["memory"]["total"] == pytest.approx(knob["total"])
+
+
 def test_hours_follow_from_the_peak(file: str) -> None:
     config = read_run([file])
     one, two = (make_plan(config, gpu="H100", mfu=0.5, devices=n).pace for n in (1, 2))
