@@ -58,7 +58,7 @@ def saving_lines(config: FitConfig, in_step: bool, limit: float = math.inf) -> l
     from train.plan.plan import GIB, savings_here
 
     try:
-        found = savings_here(config, in_step)
+        found = savings_here(config, in_step, limit)
     except Exception as error:  # arithmetic is not worth an error in place of the one that it is for
         return [f"`omni-train plan` counts what saves memory, but failed here ({in_one_line(error)})"]
     if found and all(one.total > limit for one in found):

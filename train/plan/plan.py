@@ -43,8 +43,13 @@ class Knob:
     keys: str
     price: str
     config: FitConfig
-    total: float = 0.0
-    saved: float = 0.0
+    total: float
+    saved: float
+
+    @property
+    def key(self) -> str:
+        """The first of its options, without the value."""
+        return self.keys.partition(" ")[0]
 
 
 @dataclass(frozen=True)
@@ -242,13 +247,14 @@ def savings(
     return found
 
 
-def savings_here(config: FitConfig, in_step: bool) -> list[Knob]:
-    """What each knob saves of a run on this machine, the most first; `config` is one with its alignment head."""
+def savings_here(config: FitConfig, in_step: bool, limit: float) -> list[Knob]:
+    """What keys save of a run on this machine, the most first and each key once; `config` is one with its alignment head."""
     kind = kind_of(config)
     here, model = placed(config, None, kind), meta_model(config, shape_of(config.model))
     most = max(here.fabric.processes or 1, torch.cuda.device_count() if kind == "cuda" else 1)
     start = estimate(here, model, kind == "cuda").needed(in_step)
-    return sorted(savings(here, model, start, most, kind == "cuda", in_step), key=lambda one: -one.saved)
+    found = sorted(savings(here, model, start, most, kind == "cuda", in_step, limit), key=lambda one: -one.saved)
+    return [one for i, one in enumerate(found) if one.key not in [other.key for other in found[:i]]]
 
 
 def fitting(config: FitConfig, model: SpeechModel, start: float, limit: float, cuda: bool) -> tuple[list[Knob], list[Knob]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import resource
 import weakref
 from pathlib import Path
@@ -305,6 +306,17 @@ def test_an_estimate_that_fails_hides_nothing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("train.plan.plan.savings_here", fail)
     (line,) = saving_lines(config, True)
     assert line.startswith("`omni-train plan` counts what saves memory, but failed here (ValueError: no")
+
+
+def test_a_key_is_advised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though fsdp saves on two devices, on four and on eight, and checkpointing at two levels."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(plan, "kind_of", lambda _: "cuda")
+    config = recipe("nano", fabric={"devices": 1}, optimizer={"name": "adamw"})
+    for limit in (math.inf, 0.1 * GIB):
+        found = plan.savings_here(config, True, limit)
+        keys = [one.key for one in found]
+        assert len(set(keys)) == len(keys) and "--fabric.strategy" in keys and len(saving_lines(config, True)) == 4
 
 
 def test_where_no_key_saves_enough_none_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
