@@ -54,10 +54,10 @@ class Conversed:
     cut_follow_ups: float | None
 
 
-def examine_conversations(lm: SpeechLM, source: SpokenDigits, count: int = 40, seed: int = 2) -> Conversed:
-    """Holds `count` conversations of four turns (see the module). `seed` determines them, and where answers are cut."""
-    rows = source.conversations(count, seed=seed)
-    held = [(row, TASKS[number % 2], key) for number, row in enumerate(rows) for key in (None, (seed, number))]
+def examine_conversations(lm: SpeechLM, source: SpokenDigits, count: int = 40) -> Conversed:
+    """Holds `count` conversations of four turns (see the module)."""
+    rows = source.conversations(count, seed=2)
+    held = [(row, TASKS[number % 2], key) for number, row in enumerate(rows) for key in (None, (2, number))]
     display, right = Display(len(held)), []
     try:
         with ThreadPoolExecutor(TOGETHER) as pool:
@@ -107,11 +107,11 @@ def _share(right: Iterable[bool]) -> float | None:
     return statistics.fmean(given) if given else None
 
 
-def paused_questions(source: SpokenDigits, count: int, seed: int = 3) -> list[PausedQuestion]:
+def paused_questions(source: SpokenDigits, count: int) -> list[PausedQuestion]:
     """Questions in held-out voices in turn, arithmetic and digits alternately, each with a pause at a drawn place."""
     config, found = source.config, list[PausedQuestion]()
     for number in range(count):
-        rng = dice(seed, "paused", number)
+        rng = dice(3, "paused", number)
         question = draw_question(config, rng, "digits" if number % 2 else "arithmetic")
         voice = config.held_out[number // 2 % len(config.held_out)]
         manner = rng.randint(*config.rate), rng.randint(*config.pitch), rng.randint(*config.pitch_range)

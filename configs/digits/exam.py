@@ -178,10 +178,10 @@ def converse(lm: SpeechLM, source: SpokenDigits, folder: Path) -> dict[str, Any]
 # --- report ------------------------------------------------------------------------------------------------------------
 
 
-def minutes_to_goal(folder: Path, goal: float = GOAL) -> float | None:
+def minutes_to_goal(folder: Path) -> float | None:
     """Minutes of training after which a validation first reached the goal; None if none did."""
     for row in read_table(folder / VALIDATION):
-        if row.get("exact_match", 0.0) >= goal:
+        if row.get("exact_match", 0.0) >= GOAL:
             return row["seconds"] / 60
     return None
 

@@ -228,8 +228,9 @@ def _spelled(config: RecordedDigitsConfig, language: str, others: Sequence[str] 
     return [word.split("|") for word in others or words.split() or NUMBERS[:10]]
 
 
-def trimmed(sound: Tensor, decibels: float, frame: int = RATE // 100) -> Tensor:
-    """Trim a recording [S] to the first and the last frame that is louder than `decibels` relative to its loudest one."""
+def trimmed(sound: Tensor, decibels: float) -> Tensor:
+    """Trim a recording [S] to the first and the last frame of 10 ms that is louder than `decibels` relative to its loudest one."""
+    frame = RATE // 100
     power = torch.nn.functional.avg_pool1d(sound.square()[None, None], frame, ceil_mode=True)[0, 0]
     loud = (power >= power.max() * 10 ** (decibels / 10)).nonzero()
     return sound[int(loud[0]) * frame : (int(loud[-1]) + 1) * frame]

@@ -109,12 +109,12 @@ class SpokenDigits:
             rows.append(Row((turn,), id=str(i), source=f"{self.name}/{kind}", speaker=voice, where=f"held-out question {i}"))
         return rows
 
-    def conversations(self, count: int = 40, turns: int = 4, seed: int = 1) -> list[Row]:
-        """Make conversations for evaluation, in the held-out voices in turn; follow-ups are as frequent as in training."""
+    def conversations(self, count: int, seed: int = 1) -> list[Row]:
+        """Make conversations of four turns for evaluation, in the held-out voices in turn; follow-ups are as frequent as in training."""
         rows = []
         for i in range(count):
             rng, voice = dice(seed, "conversation", i), self.config.held_out[i // 2 % len(self.config.held_out)]
-            asked = tuple(self._turn(rng, question, voice) for question in draw_questions(self.config, rng, turns))
+            asked = tuple(self._turn(rng, question, voice) for question in draw_questions(self.config, rng, 4))
             where = f"held-out conversation {i}"
             rows.append(Row(asked, id=str(i), source=f"{self.name}/conversation", speaker=voice, where=where))
         return rows
@@ -215,13 +215,9 @@ def draw_questions(config: SpokenDigitsConfig, rng: random.Random, count: int) -
     return questions
 
 
-def draw_follow_up(
-    config: SpokenDigitsConfig, rng: random.Random, before: Question, kind: Literal["twice", "again"] | None = None
-) -> Question:
-    """Draw a question that refers to the one before, of the given kind (`twice` needs a number of `RESULTS`), or of either."""
-    if kind is None:
-        kind = "twice" if before.number in RESULTS and rng.random() < 0.5 else "again"
-    if kind == "again":
+def draw_follow_up(config: SpokenDigitsConfig, rng: random.Random, before: Question) -> Question:
+    """Draw a question that refers to the one before: for it again, or, of a number of `RESULTS`, for twice as much."""
+    if before.number not in RESULTS or rng.random() >= 0.5:
         return replace(before, kind="again", text=rng.choice(config.again_phrases))
     assert before.number is not None
     return Question("twice", rng.choice(config.twice_phrases), *doubled_number(before.number), 2 * before.number)

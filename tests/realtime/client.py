@@ -161,9 +161,9 @@ class RealtimeClient:
         await self.send("session.update", session={"type": "realtime", **session})
         return await self.expect("session.updated")
 
-    async def write(self, text: str, **values: Any) -> ServerEvent:
+    async def write(self, text: str) -> ServerEvent:
         """Add a user's text; returns its `conversation.item.added`."""
-        await self.send("conversation.item.create", item=written(text), **values)
+        await self.send("conversation.item.create", item=written(text))
         return await self.expect("conversation.item.added")
 
     async def respond(self, **response: Any) -> Played:
