@@ -1,4 +1,4 @@
-"""`omni-train data COMMAND ...`: prepare, index, validate, describe, listen to and filter data."""
+"""`omni-train data COMMAND ...`: prepare, validate, describe, listen to and filter data."""
 
 from __future__ import annotations
 
