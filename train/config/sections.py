@@ -78,7 +78,7 @@ class FabricConfig:
 
     accelerator: str = "auto"
     devices: int | str = "auto"
-    num_nodes: int = 1
+    num_nodes: int = ranged(1, 1)
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     replicas: int = ranged(1, 1)
     tensor_parallel: int = ranged(1, 1)
@@ -99,9 +99,9 @@ class FabricConfig:
             self.give_up_seconds is None or self.give_up_seconds >= self.patience_seconds,
             f"fabric.give_up_seconds is {self.give_up_seconds}, less than patience_seconds, {self.patience_seconds}; give more",
         )
-        listed = [device.strip() for device in str(self.devices).split(",") if device.strip()]
+        listed = [device.strip() for device in str(self.devices).split(",")]
         _need(
-            bool(listed) and (all(device.isdecimal() for device in listed) or listed in (["auto"], ["-1"])),
+            listed != ["0"] and (all(device.isdecimal() for device in listed) or listed in (["auto"], ["-1"])),
             f"fabric.devices is {self.devices!r}; give a number, a list such as '0,1', or auto",
         )
         for name in ("replicas", "tensor_parallel"):

@@ -108,10 +108,8 @@ def make_plan(
     given, config, described = config, with_alignment(config), gpu is not None or gpu_gib is not None
     shape, kind = shape_of(config.model), kind_of(config, described)
     config = placed(config, devices, kind)
-    world, cuda = config.fabric.processes, kind == "cuda"
+    world, cuda = config.fabric.processes or 1, kind == "cuda"
     here = devices is None and not described and (not cuda or torch.cuda.is_available())
-    if not world:
-        raise UserError(f"fabric.devices is {config.fabric.devices!r}, which depends on the machine; give --devices N")
     config, larger = config.shared_by(ParallelDims.of(config.fabric, world).data)
     words, limit = _room(kind, gpu_gib, gpu, world)
     model = meta_model(config, shape)
@@ -158,7 +156,7 @@ def placed(config: FitConfig, devices: int | None, kind: str) -> FitConfig:
         asked = (fabric.num_nodes, fabric.replicas, -(-devices // 8))
         nodes = next((n for n in asked if n > 1 and devices % n == 0), 1)
         fabric = replace(fabric, devices=devices // nodes, num_nodes=nodes)
-    elif fabric.devices in ("auto", -1, "-1"):
+    elif fabric.processes is None:
         fabric = replace(fabric, devices=max(1, torch.cuda.device_count()) if kind == "cuda" else 1)
     return replace(config, fabric=fabric)
 

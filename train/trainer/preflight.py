@@ -178,8 +178,6 @@ def check_devices(fabric: FabricConfig) -> None:
         raise UserError("fabric.precision is 16-mixed, which a CPU does not compute in; use bf16-mixed, or 32-true")
     if on_cpu and (str(fabric.devices) == "-1" or "," in str(fabric.devices)):
         raise UserError(f"fabric.devices is {fabric.devices}; on a CPU give a number of processes, or auto")
-    if fabric.processes is None and fabric.devices not in ("auto", -1, "-1"):
-        raise UserError(f"fabric.devices is {fabric.devices!r}; give a number, a list such as '0,1', or auto")
     started = not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"}.isdisjoint(os.environ)
     if started or fabric.processes is None or kind not in ("auto", "cpu", "cuda", "gpu") or (mac and kind != "cpu"):
         return

@@ -335,6 +335,8 @@ def nano(**given: Any) -> FitConfig:
         ),
         (lambda: nano(checkpoint=CheckpointConfig(metric="loss/audio4")), "loss/audio4, but the model has 4 audio streams"),
         (lambda: FabricConfig(devices="foo"), "fabric.devices is 'foo'; give a number, a list such as '0,1', or auto"),
+        (lambda: FabricConfig(devices="0,"), "fabric.devices is '0,'; give a number"),
+        (lambda: FabricConfig(num_nodes=0), "fabric.num_nodes is 0; it must be at least 1"),
         (
             lambda: nano(objective=ObjectiveConfig(stream_weights=(1, 2))),
             "stream_weights has 2 entries; the layout has 5 s",

@@ -136,7 +136,7 @@ def test_one_thing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        (["devices", "0"], "fabric.devices is 0, but there are 2 core(s), for at most 8 processes here"),
+        (["devices", "0"], "fabric.devices is 0; give a number, a list such as '0,1', or auto"),
         (["devices", "1000"], "fabric.devices is 1000, but there are 2 core(s), for at most 8 processes here"),
         (["devices", "1.5"], "fabric.devices is '1.5'; give a number"),
         (["accelerator", "cuda"], "fabric.accelerator is cuda, but PyTorch finds no GPU here"),
