@@ -229,7 +229,7 @@ def _spelled(config: RecordedDigitsConfig, language: str, others: Sequence[str] 
 
 
 def trimmed(sound: Tensor, decibels: float) -> Tensor:
-    """Trim a recording [S] to the first and the last frame of 10 ms that is louder than `decibels` relative to its loudest one."""
+    """Trim a recording [S] to the first and the last 10 ms that are louder than `decibels` relative to the loudest."""
     frame = RATE // 100
     power = torch.nn.functional.avg_pool1d(sound.square()[None, None], frame, ceil_mode=True)[0, 0]
     loud = (power >= power.max() * 10 ** (decibels / 10)).nonzero()

@@ -110,7 +110,7 @@ class SpokenDigits:
         return rows
 
     def conversations(self, count: int, seed: int = 1) -> list[Row]:
-        """Make conversations of four turns for evaluation, in the held-out voices in turn; follow-ups are as frequent as in training."""
+        """Make conversations of four turns, in held-out voices in turn; follow-ups are as frequent as in training."""
         rows = []
         for i in range(count):
             rng, voice = dice(seed, "conversation", i), self.config.held_out[i // 2 % len(self.config.held_out)]
