@@ -283,16 +283,10 @@ def estimate(config: FitConfig, model: SpeechModel, cuda: bool = False) -> Memor
     groups = [g["params"] for g in parameter_groups(learning(model), config.optimizer) if g["rule"] == "muon"]
     muon = sum(map(count, groups))  # whose updates are orthogonalised together, all of a shape
     full, whole = parts["gradients"], {"gathered": unsharded}
-    kept = {"activations": decoder + encoder + around + passes.copies()}
+    kept = {"gradients": before, "activations": decoder + encoder + around + passes.copies()}
     phases: dict[str, Parts] = {
-        "losses": {"gradients": before, **kept, "heads and losses": heads + losses, "gathered": gathered},
-        "backward of the decoder": {
-            "gradients": before,
-            **kept,
-            "heads and losses": heads,
-            "working": d_again + d_back,
-            **whole,
-        },
+        "losses": {**kept, "heads and losses": heads + losses, "gathered": gathered},
+        "backward of the decoder": {**kept, "heads and losses": heads, "working": d_again + d_back, **whole},
         "backward of the encoder": {"gradients": summed, "activations": encoder + around, "working": e_again + e_back, **whole},
         "optimizer": {"gradients": full, "working": 16.0 * muon},
     }

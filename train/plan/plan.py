@@ -46,11 +46,6 @@ class Knob:
     total: float
     saved: float
 
-    @property
-    def key(self) -> str:
-        """The first of its options, without the value."""
-        return self.keys.partition(" ")[0]
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -251,8 +246,10 @@ def savings_here(config: FitConfig, in_step: bool, limit: float) -> list[Knob]:
     here, model = placed(config, None, kind), meta_model(config, shape_of(config.model))
     most = max(here.fabric.processes or 1, torch.cuda.device_count() if kind == "cuda" else 1)
     start = estimate(here, model, kind == "cuda").needed(in_step)
-    found = sorted(savings(here, model, start, most, kind == "cuda", in_step, limit), key=lambda one: -one.saved)
-    return [one for i, one in enumerate(found) if one.key not in [other.key for other in found[:i]]]
+    found = dict[str, Knob]()
+    for one in sorted(savings(here, model, start, most, kind == "cuda", in_step, limit), key=lambda one: -one.saved):
+        found.setdefault(one.keys.split()[0], one)
+    return list(found.values())
 
 
 def fitting(config: FitConfig, model: SpeechModel, start: float, limit: float, cuda: bool) -> tuple[list[Knob], list[Knob]]:
