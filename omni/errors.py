@@ -44,17 +44,9 @@ class RoomError(UserError):
 
 
 class LostError(UserError):
-    """Another process of a run has died, or does not go on: nobody's mistake, and the same command may succeed.
-
-    Attributes:
-        quiet: another process says it.
-    """
+    """Another process of a run has died, or does not go on: nobody's mistake, and the same command may succeed."""
 
     code = 75  # EX_TEMPFAIL of sysexits.h
-
-    def __init__(self, text: str, quiet: bool = False) -> None:
-        super().__init__(text)
-        self.quiet = quiet
 
 
 class SoundWarning(UserWarning):

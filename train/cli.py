@@ -74,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         if isinstance(error, LostError):
-            if not error.quiet:
-                say(f"error: {error}")
+            say(f"error: {error}")
             return error.code
         if not _helper() or error.alone:  # all processes of a run fail alike; the first one reports
             say(f"error: {error}")

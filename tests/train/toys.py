@@ -45,8 +45,7 @@ from train.config.sections import (
 from train.distributed.fabric import build_fabric, leave
 from train.distributed.launching import launch
 from train.distributed.precision import quantized_type
-from train.distributed.process_group import ProcessGroup
-from train.distributed.watchdog import watched
+from train.distributed.process_group import ProcessGroup, lost_named
 from train.objective.objective import HEADS, Losses
 from train.trainer.build import build_loop, process_group
 from train.trainer.callbacks import Callback
@@ -232,7 +231,7 @@ def toy_fit(
     if config.validation.every_steps is not None and parts.validate is None:
         parts = replace(parts, held_out=HeldOut(toy_held_out(fabric.global_rank, fabric.world_size)))
     folder = Path(config.run_folder)
-    with watched(group, config.fabric):
+    with lost_named(group):
         loop = build_loop(config, plain_config(config), parts, fabric, folder, group, callbacks, profile)
         outcome = loop.run()
     weights = {f"model.{k}": v.detach().clone() for k, v in loop.objective.state_dict().items()}
@@ -257,12 +256,11 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
 
 
 def lose(how: str, seconds: float) -> None:
-    """Have this process sleep, stop, die, or fail, when its watchdog knows what it is doing."""
-    time.sleep(0.1)
+    """Have this process sleep, stop, die, or fail, before a step."""
     if how == "sleep":
         time.sleep(seconds or 1e6)
     elif how == "stop":
-        later = f"sleep {seconds}; kill -CONT {os.getpid()}" if seconds else f"sleep 4; kill -KILL {os.getpid()}"
+        later = f"sleep {seconds}; kill -CONT {os.getpid()}" if seconds else f"sleep 8; kill -KILL {os.getpid()}"
         subprocess.Popen(["sh", "-c", later])
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "write":

@@ -214,8 +214,7 @@ class Checkpointer:
         if copied is None:
             if not beside:
                 self._release()  # the last save of a run
-            with self.group.waiting_for(self.saves):
-                self._write(held)
+            self._write(held)
         else:
             self.writing = Background(lambda: self._write(copied))
         self.saved = held.target
@@ -261,8 +260,7 @@ class Checkpointer:
             UserError: it cannot be written; in all processes alike, and again each time.
         """
         if self.writing is not None:
-            with self.group.waiting_for(self.saves):
-                self.writing.join()
+            self.writing.join()
             if self.writing.error is not None:
                 raise self.writing.error
             self.writing = None
@@ -271,8 +269,7 @@ class Checkpointer:
         """End the run's saves, whatever became of them; without `wait`, what is being written stays unfinished if the process
         ends first."""
         if self.writing is not None and wait:
-            with self.group.waiting_for(self.saves):
-                self.writing.join()
+            self.writing.join()
         self.writing = None
 
     def checked(self, batches: Iterator[Any]) -> Iterator[Any]:

@@ -10,8 +10,8 @@ from omni.errors import UserError
 
 IGNORED_KEYS = (
     "run_folder", "resume", "fabric.accelerator", "fabric.devices", "fabric.num_nodes", "fabric.strategy", "fabric.replicas",
-    "fabric.tensor_parallel", "fabric.checkpointing", "fabric.compile", "fabric.deterministic", "fabric.patience_seconds",
-    "fabric.give_up_seconds", "checkpoint", "validation", "log", "data.workers", "data.prefetch", "data.cache",
+    "fabric.tensor_parallel", "fabric.checkpointing", "fabric.compile", "fabric.deterministic", "fabric.timeout_seconds",
+    "checkpoint", "validation", "log", "data.workers", "data.prefetch", "data.cache",
     "data.broken_limit", "guard", "objective.chunk", "model.tokenizer", "model.codec_folder", "model.init_from",
 )  # fmt: skip
 """Keys that may differ between the starts of a run: they do not change the training but for rounding, or they are paths."""

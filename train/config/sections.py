@@ -71,9 +71,8 @@ class FabricConfig:
             least memory, about a third more work), or all in them but products and attention (`selective`).
         compile: compile the transformer blocks with torch.compile.
         deterministic: on a GPU, add in the same order every time, so that a run repeats bit for bit; slower.
-        patience_seconds: of several processes: waiting for others after which a line says for whom, and what that one does.
-        give_up_seconds: waiting after which the run ends (exit code 75), null for never. Validation, saving and the start may
-            take any time.
+        timeout_seconds: in which all processes have to come to a step's exchange; then the run ends (exit code 75), and PyTorch
+            names those that did not. Validation, saving and the start may take longer.
     """
 
     accelerator: str = "auto"
@@ -86,8 +85,7 @@ class FabricConfig:
     checkpointing: bool | Literal["selective"] = False
     compile: bool = False
     deterministic: bool = False
-    patience_seconds: float = ranged(300.0, above=0)
-    give_up_seconds: float | None = ranged(3600.0, above=0, way=", or null for never")
+    timeout_seconds: float = ranged(3600.0, above=0)
 
     def __post_init__(self) -> None:
         _need(
@@ -95,10 +93,6 @@ class FabricConfig:
             f"fabric.checkpointing is {self.checkpointing!r}; give true, false or selective",
         )
         check_fields(self, "fabric")
-        _need(
-            self.give_up_seconds is None or self.give_up_seconds >= self.patience_seconds,
-            f"fabric.give_up_seconds is {self.give_up_seconds}, less than patience_seconds, {self.patience_seconds}; give more",
-        )
         listed = [device.strip() for device in str(self.devices).split(",")]
         _need(
             listed != ["0"] and (all(device.isdecimal() for device in listed) or listed in (["auto"], ["-1"])),

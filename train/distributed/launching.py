@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -19,21 +18,19 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
-from lightning_fabric.strategies.launchers import subprocess_script
 
 from omni.errors import LostError, UserError
 from omni.files import write_whole
 from omni.process import ENDING, say
 from train.distributed.collectives import keep_collectives
-from train.distributed.store import START, fresh, outlives
-from train.distributed.watchdog import AGAIN
+from train.distributed.process_group import AGAIN
 
 T = TypeVar("T")
 
 PATIENT = 15.0
 """Seconds after which a process that waits for the others at the start says so; again after twice as long."""
-ENDED = 20.0
-"""Seconds after the end of a process that the first one has started, in which the watchdog tells of it."""
+START = timedelta(minutes=30)
+"""Longest time that processes wait for each other at their start."""
 LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each look for a file that another process has written: network file systems show it late."""
 
@@ -63,37 +60,57 @@ def launch(fabric: Fabric, plain: Mapping[str, Any] | None = None) -> None:
         UserError: they have different configurations, the address of the first one is unknown, or its port is taken.
     """
     keep_collectives()
-    ready = bool(int(os.environ.get("LT_CLI_USED", "0")))  # by `fabric run`
-    start = (lambda: None) if ready else fabric.launch
-    if fabric.world_size == 1:
-        start()
-    elif outlives(os.environ):
-        device, wait = fabric.device, getattr(fabric.strategy, "_timeout", None)
-        if device.type == "cuda":  # NCCL connects at once
-            torch.cuda.set_device(device)
-        rank, world = int(os.environ["RANK"]), fabric.world_size
-        with _meeting(world, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]):
-            store = fresh(rank, world)
-            if plain is not None:
-                _check_same(_told(store, rank, world, plain))
-            dist.init_process_group(
-                dist.get_default_backend_for_device(device),
-                store=store,
-                rank=rank,
-                world_size=world,
-                timeout=wait,
-                device_id=None if device.type == "cpu" else device,
-            )
-            start()
+    around = getattr(fabric.strategy, "cluster_environment", None)
+    address, port = (str(getattr(around, name, "")) for name in ("main_address", "main_port"))
+    with _meeting(fabric.world_size, address, port):
+        if fabric.world_size > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            _meet_again(fabric)
+        if not int(os.environ.get("LT_CLI_USED", "0")):
+            fabric.launch()
+    if plain is not None and fabric.world_size > 1:
+        told: list[Any] = [None] * fabric.world_size
+        dist.all_gather_object(told, (socket.gethostname(), dict(plain)))
+        _check_same(told)
+
+
+def _meet_again(fabric: Fabric) -> None:
+    """Make the process group over a part of torchrun's store that is new at each restart."""
+    device, rank, world = fabric.device, int(os.environ["RANK"]), fabric.world_size
+    if device.type == "cuda":  # NCCL connects at once
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),
+        store=fresh(rank, world),
+        rank=rank,
+        world_size=world,
+        timeout=getattr(fabric.strategy, "_timeout", None),
+        device_id=None if device.type == "cpu" else device,
+    )
+
+
+def fresh(rank: int, world: int) -> dist.Store:
+    """The part of torchrun's store that belongs to this start of the processes alone; all of them must call it.
+
+    torchrun (torch 2.14) keeps the store when it restarts its processes: without this they would find the addresses of those
+    that have died. A number of restarts does not tell starts apart, because each node counts its own. So every process sends
+    the first one a new word, and is told the prefix in answer to it.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.PrefixStore("omni", dist.TCPStore(address, port, is_master=False, timeout=START))
+    if rank:
+        word = uuid4().hex
+        store.set(f"word/{rank}", word)
+        prefix = store.get(f"answer/{word}").decode()
+        store.add(f"{prefix}/joined", 1)
     else:
-        around = getattr(fabric.strategy, "cluster_environment", None)
-        address, port = (str(getattr(around, name, "")) for name in ("main_address", "main_port"))
-        with _meeting(fabric.world_size, address, port), _observed():
-            start()
-        if plain is not None:
-            told: list[Any] = [None] * fabric.world_size
-            dist.all_gather_object(told, (socket.gethostname(), dict(plain)))
-            _check_same(told)
+        prefix, answered = uuid4().hex, dict[int, str]()
+        while store.add(f"{prefix}/joined", 0) < world - 1:
+            for other in range(1, world):
+                if store.check([f"word/{other}"]) and answered.get(other) != (word := store.get(f"word/{other}").decode()):
+                    answered[other] = word
+                    store.set(f"answer/{word}", prefix)
+            time.sleep(0.02)
+    return dist.PrefixStore(prefix, store)
 
 
 # --- the meeting ------------------------------------------------------------------------------------------------------
@@ -139,46 +156,7 @@ def _say_waiting(over: threading.Event, world: int, place: str) -> None:
         waited *= 2
 
 
-@contextmanager
-def _observed() -> Iterator[None]:
-    """While processes are started: those of this one are observed by `_observe`, and not by Fabric, which kills this process
-    within five seconds, before it has said which one was lost."""
-    library: Any = subprocess_script
-    before = library._launch_process_observer
-    library._launch_process_observer = _observe
-    try:
-        yield
-    finally:
-        library._launch_process_observer = before
-
-
-def _observe(started: Sequence[subprocess.Popen[Any]]) -> None:
-    """Ends this process where one that it has started has failed, and nothing else tells of it in time."""
-
-    def look() -> None:
-        failed: list[int] = []
-        while not failed:
-            time.sleep(1.0)
-            codes = [one.poll() for one in started]
-            if all(code == 0 for code in codes):
-                return
-            failed = [rank for rank, code in enumerate(codes, 1) if code]
-        time.sleep(ENDED)
-        say(f"error: process {failed[0]} has died (pid {started[failed[0] - 1].pid}); {AGAIN}")
-        os._exit(LostError.code)
-
-    threading.Thread(target=look, daemon=True).start()
-
-
 # --- agreement --------------------------------------------------------------------------------------------------------
-
-
-def _told(store: dist.Store, rank: int, world: int, plain: Mapping[str, Any]) -> list[Any]:
-    """Host and configuration of every process."""
-    store.set(f"config/{rank}", json.dumps([socket.gethostname(), plain]))
-    names = [f"config/{other}" for other in range(world)]
-    store.wait(names, START)
-    return [json.loads(text) for text in store.multi_get(names)]
 
 
 def _check_same(told: Sequence[Any]) -> None:

@@ -1,7 +1,9 @@
-"""The processes of a run, and the small values that they exchange."""
+"""The processes of a run, and the small values that they exchange; who is lost ends the run, and is named."""
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +15,20 @@ import torch.distributed as dist
 from lightning_fabric import Fabric
 from torch import Tensor
 
-from omni.errors import UserError
+from omni.errors import LostError, UserError
 from omni.files import PASSING
-from train.distributed.activity import Activity
+from train.distributed.collectives import last_collective
 
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=4)
-"""Timeout of processes that wait for each other, validation by one of them included; a process that dies is noticed at once."""
+"""Timeout of processes that wait for one of them, as in validation; a process that dies is noticed at once."""
+NAMING, LEAVING = timedelta(seconds=10), 30.0
+"""Time in which the others answer where one is looked for, and seconds in which the process group has to end then."""
+AGAIN = "the same command goes on from the last checkpoint, if there is one"
+LOST = ("Connection closed by peer", "gloo/transport", "Connection reset by peer", "Timed out waiting", "NCCL communicator",
+        "monitoredBarrier")  # fmt: skip
+"""Parts of the messages of errors that mean that another process cannot be reached."""
 
 
 class ProcessGroup:
@@ -28,20 +36,19 @@ class ProcessGroup:
 
     Args:
         tensor: number of tensor-parallel processes: neighbours that compute the same batches.
+        timeout: seconds in which all processes have to come to a step's exchange (`meet`).
 
     Attributes:
         rank, world: number of this process, and how many there are.
         data_rank, data_world: the same of processes with batches of their own, or groups of tensor-parallel ones.
         counts: whether this process's sums count, which are those of all of its tensor-parallel group.
-        activity: what this process is doing, for `train.distributed.watchdog`.
-        step: of the training.
+        step, phase: of the training, and what this process does, for messages.
     """
 
-    def __init__(self, fabric: Fabric, tensor: int = 1) -> None:
+    def __init__(self, fabric: Fabric, tensor: int = 1, timeout: float = PATIENCE.total_seconds()) -> None:
         self.rank, self.world = fabric.global_rank, fabric.world_size
         self.data_rank, self.data_world, self.counts = self.rank // tensor, self.world // tensor, self.rank % tensor == 0
-        self.activity, self.step = Activity(since=time.monotonic()), 0
-        self.outer: ProcessGroup | None = None
+        self.step, self.phase, self.timeout = 0, "start", timedelta(seconds=timeout)
         self.group: Any = None
         if self.world > 1:
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -51,40 +58,10 @@ class ProcessGroup:
         """True for the process of rank 0, which writes files and shows progress."""
         return self.rank == 0
 
-    def enter_phase(self, name: str, long: bool = False) -> None:
-        """Note what this process does from now on; all processes must call it alike.
-
-        Args:
-            long: it may take any time, as what the first process does alone.
-        """
-        self.activity = self.activity.phased(name, long, self.step)
-
-    @contextmanager
-    def waiting_for(self, inner: ProcessGroup) -> Iterator[None]:
-        """A context in which this process waits for what exchanges in another group of the same processes, here or in a thread:
-        that it waits for the others there is noted here, too."""
-        inner.outer = self
-        self._note_waiting(inner.activity.waiting)
-        try:
-            yield
-        finally:
-            inner.outer = None
-            self._note_waiting(False)
-
-    def _note_waiting(self, waits: bool) -> None:
-        self.activity = self.activity._replace(waiting=waits, since=time.monotonic())
-
-    @contextmanager
-    def _exchange(self) -> Iterator[None]:
-        """Notes that this process waits for the others."""
-        phase = self.activity
-        self.activity = phase.exchanging()
-        if (outer := self.outer) is not None:
-            outer._note_waiting(True)
-        yield
-        self.activity = self.activity.phased(phase.phase, phase.long, phase.step)
-        if (outer := self.outer) is not None:
-            outer._note_waiting(False)
+    def meet(self) -> None:
+        """Wait for all processes; RuntimeError of PyTorch where one does not come in time, which the first process names."""
+        if self.world > 1:
+            dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor over processes, those of a tensor-parallel group once, in float64 on the CPU."""
@@ -94,8 +71,7 @@ class ProcessGroup:
     def sum_all(self, values: Tensor) -> Tensor:
         """Sum a float64 tensor on the CPU over all processes."""
         if self.world > 1:
-            with self._exchange():
-                dist.all_reduce(values, group=self.group)
+            dist.all_reduce(values, group=self.group)
         return values
 
     def broadcast(self, value: T) -> T:
@@ -103,8 +79,7 @@ class ProcessGroup:
         if self.world == 1:
             return value
         box = [value]
-        with self._exchange():
-            dist.broadcast_object_list(box, src=0, group=self.group)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
@@ -112,14 +87,12 @@ class ProcessGroup:
         if self.world == 1:
             return [value]
         box: list[Any] = [None] * self.world
-        with self._exchange():
-            dist.all_gather_object(box, value, group=self.group)
+        dist.all_gather_object(box, value, group=self.group)
         return box
 
     def wait(self) -> None:
         if self.world > 1:
-            with self._exchange():
-                dist.barrier(group=self.group)
+            dist.barrier(group=self.group)
 
     def raise_if_any_failed(self, error: UserError | None) -> None:
         """Raise a UserError in all processes where one has failed: a process's own error, or else that of the lowest rank."""
@@ -158,3 +131,51 @@ class ProcessGroup:
                 failure.again = error.errno in PASSING
         self.raise_if_any_failed(failure)
         return result
+
+
+@contextmanager
+def lost_named(group: ProcessGroup) -> Iterator[None]:
+    """A context in which errors that mean that another process cannot be reached become one line.
+
+    Raises:
+        LostError: with the processes that PyTorch names, and the collective in which this one waited.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_lost(error):
+            raise
+        threading.Thread(target=_end_what_hangs, daemon=True).start()
+        waited = last_collective()
+        text = f"{_reason(error)}{_absent(group) if 'Timed out' in str(error) else ''}{waited and f'; it waited in {waited}'}"
+        raise LostError(f"step {group.step}, process {group.rank}, {group.phase}: {text}; {AGAIN}") from error
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """True where an error, or one that led to it, says that another process cannot be reached."""
+    while error is not None:
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        if "DistError" in kinds or ("RuntimeError" in kinds and any(part in str(error) for part in LOST)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:300]
+
+
+def _absent(group: ProcessGroup) -> str:
+    """Which processes do not answer, in PyTorch's words; the first process knows."""
+    try:
+        dist.monitored_barrier(group.group, NAMING, wait_all_ranks=True)
+    except RuntimeError as error:
+        return f"; {_reason(error)}"
+    return ""
+
+
+def _end_what_hangs() -> None:
+    """End a process whose process group does not: NCCL may wait for a process that is lost."""
+    time.sleep(LEAVING)
+    if dist.is_initialized():
+        os._exit(LostError.code)

@@ -38,9 +38,8 @@ from train.distributed.deterministic import deterministic
 from train.distributed.fabric import build_fabric, compile_blocks, count_processes, leave, restarted, setup
 from train.distributed.launching import check_shared, launch
 from train.distributed.precision import quantized_type
-from train.distributed.process_group import ProcessGroup
+from train.distributed.process_group import ProcessGroup, lost_named
 from train.distributed.sharding import ParallelDims
-from train.distributed.watchdog import watched
 from train.objective.flops import StepFlops
 from train.objective.objective import Objective, cells, targets
 from train.optim.ema import Average
@@ -120,7 +119,7 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
     loop: Loop | None = None
     try:
         group = process_group(config, fabric)
-        with watched(group, config.fabric), ExitStack() as stack:
+        with lost_named(group), ExitStack() as stack:
             wait = LEFT_SECONDS if restarted(os.environ) else 0.0
             group.run_on_first(lambda: stack.enter_context(locked(folder, wait)))
             check_shared(folder, group)
@@ -169,7 +168,8 @@ def prepare(
 
 def process_group(config: FitConfig, fabric: Fabric) -> ProcessGroup:
     """The process group of a run that was launched."""
-    return ProcessGroup(fabric, ParallelDims.of(config.fabric, fabric.world_size).tensor)
+    tensor = ParallelDims.of(config.fabric, fabric.world_size).tensor
+    return ProcessGroup(fabric, tensor, config.fabric.timeout_seconds)
 
 
 def build_loop(

@@ -76,7 +76,7 @@ class Feed:
             UserError: the data of any process are broken; on all of them, so that none waits for another.
         """
         start = time.perf_counter()
-        self.group.enter_phase("waiting for data")
+        self.group.phase = "waiting for data"
         batches: Sequence[Batch] = ()
         failure: UserError | None = None
         ended = False
@@ -98,7 +98,8 @@ class Feed:
         told = torch.tensor([positions, flops, clock, float(failure is not None), float(ended), *flags], dtype=torch.float64)
         if not self.group.counts:
             counts, told[:2] = torch.zeros_like(counts), 0
-        self.group.enter_phase("exchange of counts")
+        self.group.phase = "exchange of counts"
+        self.group.meet()
         everyone = self.group.sum_all(torch.cat([counts, told]))
         self.held_up = time.perf_counter() - start - self.waited
         positions, flops, clock, failed, ended_in, *flags = everyone[len(counts) :].tolist()

@@ -142,7 +142,7 @@ class Loop:
                         figures = self._report(factor)
                     self.meter.pause()
                     self.profiler.end(position.step)
-                    self.group.enter_phase("callbacks")
+                    self.group.phase = "callbacks"
                     self.callbacks.call("on_step", position.step, figures)
                     if slow is not None:
                         self.progress.say(slow)
@@ -160,7 +160,7 @@ class Loop:
                 outcome = Outcome(position.step, stopped, self.saved, self.exported, position.figures)
                 self.callbacks.call("on_end", outcome)
                 self.callbacks.check()
-            self.group.enter_phase("upload", long=True)
+            self.group.phase = "upload"
             self.checkpointer.tell_uploads(wait=True)
             trained = self.data_counts.trained(self.checkpointer.own_shards().values())
             self.progress.close()
@@ -209,7 +209,7 @@ class Loop:
     def _save(self, beside: bool = False) -> None:
         """Saves the state; `beside` the steps that follow, unless a callback is to be told when it is written."""
         before = self.saved
-        self.group.enter_phase("writing checkpoint", long=True)
+        self.group.phase = "writing checkpoint"
         self.checkpointer.save(self._clock(), beside and not self.callbacks.listen("on_save"))
         if self.saved != before:
             self.callbacks.call("on_save", self.position.step, self.saved)
@@ -231,7 +231,7 @@ class Loop:
 
     def _report(self, factor: float) -> Figures:
         """Shows the step, and writes and returns its row of the log; empty where it has none."""
-        self.group.enter_phase("exchange of losses")
+        self.group.phase = "exchange of losses"
         position, share = self.position, self._used()
         lr = factor * max(group["base_lr"] for group in self.optimizer.param_groups)
         if position.step % self.config.log.every and share < 1 and not self.used_up:
@@ -321,7 +321,7 @@ class Loop:
         batches = parts.held_out.batches
         if not asked and not batches:
             return True
-        self.group.enter_phase("held-out loss")
+        self.group.phase = "held-out loss"
         try:
             losses = held_out_loss(
                 self.module, self.objective, self._breakable(batches), parts.tasks, parts.streams, self.fabric.device,
@@ -329,7 +329,7 @@ class Loop:
             )  # fmt: skip
         except BrokenOff:
             return False
-        self.group.enter_phase("validation answers", long=True)
+        self.group.phase = "validation answers"
         device = self.fabric.device if self.config.lora is None else "cpu"  # adapters are merged into copies
         weights, validate = self._weights(device) if asked else {}, parts.validate
 
@@ -395,7 +395,7 @@ class Loop:
             if stopped:
                 return stopped
         self.stop.phase = "end"
-        self.group.enter_phase("export of the model", long=True)
+        self.group.phase = "export of the model"
         average, export = self.average.values if self.average else None, self.parts.export
 
         def work(weights: Mapping[str, Tensor]) -> Path | None:

@@ -56,9 +56,9 @@ class PlainStep:
     highest: HighestLosses
 
     def __call__(self, step: StepBatches, progress: float) -> None:
-        self.group.enter_phase("forward and backward")
+        self.group.phase = "forward and backward"
         self.gradients(step, step.denominators.to(self.fabric.device, non_blocking=True), progress)
-        self.group.enter_phase("optimizer step")
+        self.group.phase = "optimizer step"
         for p in self.idle(progress):
             p.grad = None
         limit = math.inf if self.clip is None else self.clip
@@ -77,9 +77,9 @@ class PlainStep:
         """
         for i, batch in enumerate(step.batches):
             with accumulating(self.fabric, self.module, i + 1 < len(step.batches)):
-                self.group.enter_phase("forward pass")
+                self.group.phase = "forward pass"
                 losses = self.module(batch.to(self.fabric.device), denominators, progress, *self.highest.options)
-                self.group.enter_phase("backward pass")
+                self.group.phase = "backward pass"
                 self.fabric.backward(losses.total * self.group.data_world)
             self.meter.add(losses)
             self.highest.add(losses, batch)

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from omni.errors import LostError, UserError
 from omni.profiling import GIB
-from train.distributed.process_group import ProcessGroup
-from train.distributed.watchdog import AGAIN
+from train.distributed.process_group import AGAIN, ProcessGroup
 from train.optim.ema import Average
 
 

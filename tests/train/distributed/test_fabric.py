@@ -11,7 +11,6 @@ import sys
 from _thread import start_new_thread
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +33,6 @@ from tests.train.toys import (
 from train.checkpoint import retention
 from train.config.sections import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig, ValidationConfig
 from train.distributed import fabric as parallel
-from train.distributed import launching
 from train.distributed.fabric import build_fabric, compile_blocks, launch_names, placement, restarted
 from train.trainer.logs import METRICS, VALIDATION, read_table
 
@@ -202,7 +200,7 @@ def test_two_processes_killed_and_started_again(runs: Path, tmp_path: Path, laun
     shutil.copytree(runs / "fsdp", tmp_path, dirs_exist_ok=True)  # an earlier run, which the first start deletes
     dead, other = two("tests.train.toys", json.dumps({**options, "kill": ["SIGKILL", 5]}), launcher=launcher)
     assert (dead.code, other.code) == (-signal.SIGKILL, LostError.code)
-    assert re.search(r"error: step 6: process 0 has died.*\(host \S+, pid \d+\)", other.said), other.said
+    assert re.search(r"error: step \d, process 1, .*(from rank 0|Connection closed|reset by peer)", other.said), other.said
     assert retention.newest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-00000003"
     assert [row["step"] for row in read_table(tmp_path / METRICS)] == [1, 2, 3, 4, 5]
     first, second = two("tests.train.toys", json.dumps(options), launcher=launcher, again=True)
@@ -271,33 +269,6 @@ def test_a_process_that_leaves_lets_the_threads_of_its_group_finish(monkeypatch:
     finally:
         sys.setswitchinterval(before)
     assert ended == ["group", "thread"]
-
-
-@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda:1", "nccl")])
-def test_under_torchrun_the_process_group_has_a_store_of_this_start(
-    monkeypatch: pytest.MonkeyPatch, device: str, backend: str
-) -> None:
-    done: list[Any] = []
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    for name, value in (("RANK", "3"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launching, "fresh", lambda rank, world: ("store", rank, world))
-    monkeypatch.setattr(launching.dist, "init_process_group", lambda backend, **given: done.append((backend, given)))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(device))
-    fabric: Any = SimpleNamespace(
-        device=torch.device(device),
-        world_size=4,
-        strategy=SimpleNamespace(_timeout=parallel.PATIENCE),
-        launch=lambda: done.append("launched"),
-    )
-    launching.launch(fabric)
-    own = torch.device(device) if backend == "nccl" else None
-    given = {"store": ("store", 3, 4), "rank": 3, "world_size": 4, "timeout": parallel.PATIENCE, "device_id": own}
-    assert done == [*([own] if own else []), (backend, given), "launched"]
-    done.clear()
-    fabric.world_size = 1
-    launching.launch(fabric)
-    assert done == ["launched"]
 
 
 def test_only_the_decoders_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,18 +107,6 @@ def test_a_signal_ends_whoever_waits_at_the_start(number: int) -> None:
         assert waiting.wait(10) == -number
 
 
-def test_a_process_that_is_lost_is_told_before_whoever_started_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[int] = []
-    over = threading.Event()
-    monkeypatch.setattr(launching.os, "_exit", lambda code: ended.append(code) or over.set())
-    monkeypatch.setattr(launching, "ENDED", 0.0)
-    monkeypatch.setattr(launching, "say", lambda line: ended.append(line))  # type: ignore[arg-type]
-    monkeypatch.setattr(launching.time, "sleep", lambda seconds: None)
-    codes = iter([None, None, -9, -9])
-    launching._observe([SimpleNamespace(poll=lambda: next(codes), pid=5)])  # type: ignore[list-item]
-    assert over.wait(10) and ended[1] == 75 and "process 1 has died (pid 5)" in str(ended[0])
-
-
 def test_a_mistake_that_only_another_process_has_is_told_by_it(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(cli, "GRACE", 0.0)
     monkeypatch.setenv("RANK", "2")
