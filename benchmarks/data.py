@@ -121,8 +121,8 @@ def memory(device: torch.device, small: bool) -> Figures:
             found.append(taken)
             figures = {"MiB": taken.resident / 2**20, "without files": taken.anonymous / 2**20, "rows/s": count / taken.seconds}
             yield f"{count:,} short rows", figures
-    for (less, few), (more, many) in pairwise(zip(counts, found, strict=True)):
-        shares = {"RSS": many.resident / max(few.resident, 1), "without files": many.anonymous / max(few.anonymous, 1)}
+    for (less, fewer), (more, many) in pairwise(zip(counts, found, strict=True)):
+        shares = {"RSS": many.resident / max(fewer.resident, 1), "without files": many.anonymous / max(fewer.anonymous, 1)}
         yield f"{more:,} / {less:,} rows", shares
 
 

@@ -135,13 +135,13 @@ class BarePeople:
         kept = {person: self._kept(self._turns[person]) for _, person in self._pending}
         again = {person: sum(turns) if len(turns) < len(self._turns[person]) else 0 for person, turns in kept.items()}
         stays = again[self._pending[0][1]]
-        some = [(asked, person) for asked, person in self._pending if again[person] == stays][:2]
-        self._pending = [one for one in self._pending if one not in some]
-        for _, person in some:
+        starting = [(asked, person) for asked, person in self._pending if again[person] == stays][:2]
+        self._pending = [one for one in self._pending if one not in starting]
+        for _, person in starting:
             self._turns[person] = kept[person]
-        ends = [sum(self._turns[person]) + len(self.loop.columns) for _, person in some]
-        self.loop.prefill(slice(len(self._rows), len(self._rows) + len(some)), ends, stays)
-        for (asked, person), end in zip(some, ends, strict=True):
+        ends = [sum(self._turns[person]) + len(self.loop.columns) for _, person in starting]
+        self.loop.prefill(slice(len(self._rows), len(self._rows) + len(starting)), ends, stays)
+        for (asked, person), end in zip(starting, ends, strict=True):
             self._rows.append(_Row(person, asked, end, self._batch.open(), Player(self.codec.sample_rate)))
 
     def _kept(self, turns: list[int]) -> list[int]:

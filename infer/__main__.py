@@ -56,18 +56,18 @@ def run(words: Sequence[str]) -> bool:
 
     options = parse(take_plugins(words))
     if isinstance(options, AskOptions):
-        options, told = choose_model(options)
+        options, notes = choose_model(options)
         options, also = choose_questions(options)
         answers = check_ask(options)
-        _tell([*told, *also])
+        _tell([*notes, *also])
         from infer.ask import ask
 
         all_imported()
         return ask(options, answers)
     if isinstance(options, ChatOptions):
-        options, told = choose_model(options)
+        options, notes = choose_model(options)
         check_chat(options)
-        _tell([] if options.list_devices else told)
+        _tell([] if options.list_devices else notes)
         from infer.chat.chat import chat
 
         all_imported()
@@ -80,9 +80,9 @@ def run(words: Sequence[str]) -> bool:
         quantize(options)
         return True
     if isinstance(options, ServeOptions):
-        options, told = choose_model(options)
+        options, notes = choose_model(options)
         check_serve(options)
-        _tell(told)
+        _tell(notes)
         from infer.serve.serve import serve
 
         all_imported()

@@ -38,7 +38,7 @@ class Output(Protocol):
 
     def write(self, samples: Tensor) -> None: ...
 
-    def end(self, how: How) -> None: ...
+    def end(self, outcome: How) -> None: ...
 
 
 class WavOutput:
@@ -51,8 +51,8 @@ class WavOutput:
     def write(self, samples: Tensor) -> None:
         self._writer.append(samples)
 
-    def end(self, how: How) -> None:
-        if self._writer.samples and how != "failed":
+    def end(self, outcome: How) -> None:
+        if self._writer.samples and outcome != "failed":
             self._writer.close()
             self.kept = True
         else:
@@ -70,8 +70,8 @@ class EncodedOutput:
     def write(self, samples: Tensor) -> None:
         self._chunks.append(samples)
 
-    def end(self, how: How) -> None:
-        if any(map(len, self._chunks)) and how != "failed":
+    def end(self, outcome: How) -> None:
+        if any(map(len, self._chunks)) and outcome != "failed":
             write_audio(self._path, torch.cat(self._chunks), self._rate)
             self.kept = True
 
@@ -88,7 +88,7 @@ class PipeOutput:
         self._stream.write(pcm16(samples))
         self._stream.flush()
 
-    def end(self, how: How) -> None:
+    def end(self, outcome: How) -> None:
         pass
 
 
@@ -112,8 +112,8 @@ class SpeakerOutput:
     def write(self, samples: Tensor) -> None:
         self._stream.write(pcm16(samples))
 
-    def end(self, how: How) -> None:
-        if how == "done":
+    def end(self, outcome: How) -> None:
+        if outcome == "done":
             self._stream.stop()  # plays what is left
         else:
             self._stream.abort()
@@ -147,8 +147,8 @@ class Paced:
         self._check()
         self._queue.put(samples)
 
-    def end(self, how: How) -> None:
-        if how != "done":
+    def end(self, outcome: How) -> None:
+        if outcome != "done":
             self._stop.set()
         self._queue.put(None)
         try:
@@ -156,8 +156,8 @@ class Paced:
         except (KeyboardInterrupt, SystemExit):
             self.end("stopped")
             raise
-        self._output.end("failed" if self._error is not None else how)
-        if how == "done":
+        self._output.end("failed" if self._error is not None else outcome)
+        if outcome == "done":
             self._check()
 
     def _check(self) -> None:
@@ -203,8 +203,8 @@ class Outputs:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        how: How = "done" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
-        how = "failed" if self.broken else how
+        outcome: How = "done" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
+        outcome = "failed" if self.broken else outcome
         with contextlib.ExitStack() as stack:
             for output in self._outputs:
-                stack.callback(output.end, how)
+                stack.callback(output.end, outcome)

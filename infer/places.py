@@ -39,8 +39,8 @@ def choose_model(options: Answering) -> tuple[Answering, list[str]]:
 def choose_questions(options: AskOptions) -> tuple[AskOptions, list[str]]:
     """The options with the question that ships with the package, where its name is no file here, and what to tell of it."""
     files = tuple(find_question(file) for file in options.files)
-    told = [] if files == options.files else [f"{QUESTION}: the one that ships with omni-speech"]
-    return replace(options, files=files), told
+    notes = [] if files == options.files else [f"{QUESTION}: the one that ships with omni-speech"]
+    return replace(options, files=files), notes
 
 
 def choose_tasks(name: str | None, spoken: Sequence[bool]) -> list[Task]:

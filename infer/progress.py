@@ -23,7 +23,7 @@ class WorkBar:
 
     def __init__(self, what: str, unit: str = "B", on: bool = True) -> None:
         self.what, self.on = what, on
-        self.started = self.told = time.monotonic()
+        self.started = self.shown_at = time.monotonic()
         terminal = on and sys.stderr.isatty()
         shape = "{desc}: {percentage:3.0f}% {bar} {remaining} left {postfix}" if unit == "s" else None
         bytes_ = unit == "B"
@@ -38,8 +38,8 @@ class WorkBar:
             self.bar.total = total
             self.bar.set_postfix_str(note, refresh=False)
             self.bar.update(done - self.bar.n)
-        elif self.on and now - self.told >= LINE_SECONDS and total:
-            self.told = now
+        elif self.on and now - self.shown_at >= LINE_SECONDS and total:
+            self.shown_at = now
             left = f", {_minutes((total - done) * (now - self.started) / done)} left" if done else ""
             print(f"{self.what}: {done / total:.0%} done{left}{f' ({note})' if note else ''}", file=sys.stderr, flush=True)
 

@@ -188,17 +188,17 @@ def broken(hidden: Any, logits: Any, out: Any) -> None:
     """Note which rows have logits [B, N] that are not all finite numbers, or a hidden state [B, W] that is zero throughout."""
     limit = np.int32(0x7F800000)
     for b in range(len(hidden)):
-        pattern, state, most, some = logits[b].view(np.int32), hidden[b], np.int32(0), False
+        pattern, state, most, written = logits[b].view(np.int32), hidden[b], np.int32(0), False
         for n in range(len(pattern)):
             most = max(most, pattern[n] & np.int32(0x7FFFFFFF))
         for w in range(len(state)):
-            some |= state[w] != 0
-        out[b] = most >= limit or not some
+            written |= state[w] != 0
+        out[b] = most >= limit or not written
 
 
 @_brief
 def push(
-    rows: Any, rests: Any, sampled: Any, odd: Any, step: Any, text_active: Any, audio_active: Any, text_ended: Any,
+    rows: Any, rests: Any, sampled: Any, nonfinite: Any, step: Any, text_active: Any, audio_active: Any, text_ended: Any,
     audio_end: Any, history: Any, done: Any, ends: Any, pads: Any, delays: Any, sizes: Any, padded: Any,
     column: Any, position: Any, packed: Any,
 ) -> None:  # fmt: skip
@@ -206,7 +206,7 @@ def push(
 
     Args:
         rows: of the state, [B]; those that rest (`rests` [B], or none) keep theirs.
-        sampled: [B, K]; odd: whether the logits of audio and of text are broken, [2, B].
+        sampled: [B, K]; nonfinite: whether the logits of audio and of text are broken, [2, B].
         step ... done: of the cursor; ends, pads, delays, sizes: of its layout, [K]; padded: whether it fills with pad.
         column, position: what is fed next, [R, K] and [R]; packed: the results, [R, K + A + 7].
     """
@@ -222,7 +222,7 @@ def push(
         now, live, limit, out = step[r], not done[r], audio_end[r], packed[r]
         speaks, newest = audio_active[r] and live, now - deepest
         writing = text_active[r] and live and not text_ended[r]
-        broken = (speaks and newest <= limit and odd[0, i]) or (writing and odd[1, i])
+        broken = (speaks and newest <= limit and nonfinite[0, i]) or (writing and nonfinite[1, i])
         for k in range(a):
             counts = now >= delays[k] if padded else k == last and now > 0
             if speaks and counts and sampled[i, k] == ends[k]:
@@ -534,15 +534,15 @@ def _attend(
     for d in range(0, whole, LANES):
         at, h = values[row, 0, g, d:].ctypes.data, 0
         while h < group:
-            some = group - h if group - h < 4 else 4
-            if some > 2:  # of three, the fourth is any numbers
+            tile = group - h if group - h < 4 else 4
+            if tile > 2:  # of three, the fourth is any numbers
                 _tile_of_four(scores[h].ctypes.data, 1, scores.shape[1], at, kv_heads * size, count, sums.ctypes.data)
             else:
-                some = 1
+                tile = 1
                 _tile_of_one(scores[h].ctypes.data, 1, 0, at, kv_heads * size, count, sums.ctypes.data)
-            for i in range(some):
+            for i in range(tile):
                 _copy(sums[i], out[g * group + h + i, d : d + LANES])
-            h += some
+            h += tile
     for h in range(group if whole < size else 0):
         here = out[g * group + h, whole:]
         _clear(here)
@@ -860,11 +860,11 @@ def encoder_block(
         for d in range(width):
             x[t, d] += q[t, d] + out_bias[d]
     _layer_norm(x, mlp_norm, mlp_norm_bias, eps, normed)
-    wide, falls, few = np.empty((rows, inner), np.float32), np.empty(inner, np.float32), np.empty(inner, np.int32)
-    fine = few.view(np.float32)
+    wide, falls, exponents = np.empty((rows, inner), np.float32), np.empty(inner, np.float32), np.empty(inner, np.int32)
+    fine = exponents.view(np.float32)
     product(normed, up, wide)
     for t in range(rows):
-        _gelu(wide[t], up_bias, falls, few, fine)
+        _gelu(wide[t], up_bias, falls, exponents, fine)
     product(wide, down, q)
     for t in range(rows):
         for d in range(width):

@@ -346,8 +346,8 @@ def bf16_pays(model: nn.Module, kernels: Kernels, rows: int = 1) -> bool:
 
 def machine() -> dict[str, str]:
     """What the measurements are of besides their `Product`."""
-    told = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return {"processor": str(told.get("cpu_name") or platform.processor() or platform.machine()), "torch": torch.__version__}
+    cpu = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return {"processor": str(cpu.get("cpu_name") or platform.processor() or platform.machine()), "torch": torch.__version__}
 
 
 @cache

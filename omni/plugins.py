@@ -122,8 +122,8 @@ def load_plugins(names: Sequence[str], where: str = "--plugin", folder: str | Pa
         if parts[-1] == "py" or not all(part.isidentifier() for part in parts):
             hint = str(name).removesuffix(".py").replace("/", ".")
             good = hint if all(part.isidentifier() for part in hint.split(".")) else "my_package.my_module"
-            how = "give its file a name of letters, digits and _" if _is_path(name) else f"write it with dots, such as {good}"
-            raise UserError(f"{where} {name!r} is not the name of a module: {how}")
+            way = "give its file a name of letters, digits and _" if _is_path(name) else f"write it with dots, such as {good}"
+            raise UserError(f"{where} {name!r} is not the name of a module: {way}")
         if name in names[:i]:
             raise UserError(f"{where} names {name} twice; leave one out")
     problems = []

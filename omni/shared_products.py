@@ -183,8 +183,8 @@ def _multiply_int8(x: Any, weight: Any, scale: Any, out: Any, first: Any, last: 
     for low in range(0, rows, 32):  # which the processor's cache holds
         for n in range(first, last, wide):
             step = inputs if n + wide <= last and wide == 2 else 0
-            for some in range(low, min(low + 32, rows), tall):
-                b = max(min(some, rows - tall), 0)
+            for start in range(low, min(low + 32, rows), tall):
+                b = max(min(start, rows - tall), 0)
                 if many:
                     _four_rows(x[b].ctypes.data, row_step, weight[n].ctypes.data, step, inputs, sums.ctypes.data)
                 else:

@@ -20,7 +20,7 @@ from omni.generate.speech_lm import SpeechLM
 from train.console.progress import Display
 from train.data.number_words import NUMBERS
 from train.data.rows.row import Row
-from train.data.seeding import dice
+from train.data.seeding import seeded_rng
 from train.eval.held_out import SAMPLE_RATE, evaluate, items_of
 from train.eval.turn_ends import PAUSE, SILENCE, PausedQuestion
 from train.scoring.text import normalise
@@ -88,7 +88,7 @@ def _converse(lm: SpeechLM, row: Row, task: str, cut: tuple[int, int] | None = N
             answer = session.ask(question, task).answer()
             right.append(normalise(answer.text) == normalise(turn.answer_text))
             if cut is not None and answer.audio is not None and number < len(row.turns) - 1:
-                seconds = len(answer.audio) / answer.sample_rate * dice(*cut, number).random()
+                seconds = len(answer.audio) / answer.sample_rate * seeded_rng(*cut, number).random()
                 session.cancel(played_seconds=seconds)
     return right
 
@@ -111,7 +111,7 @@ def paused_questions(source: SpokenDigits, count: int) -> list[PausedQuestion]:
     """Questions in held-out voices in turn, arithmetic and digits alternately, each with a pause at a drawn place."""
     config, found = source.config, list[PausedQuestion]()
     for number in range(count):
-        rng = dice(3, "paused", number)
+        rng = seeded_rng(3, "paused", number)
         question = draw_question(config, rng, "digits" if number % 2 else "arithmetic")
         voice = config.held_out[number // 2 % len(config.held_out)]
         manner = rng.randint(*config.rate), rng.randint(*config.pitch), rng.randint(*config.pitch_range)

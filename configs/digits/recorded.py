@@ -27,7 +27,7 @@ from train.console.progress import Kind
 from train.data.augment.audio import coloured_noise
 from train.data.number_words import NUMBERS
 from train.data.rows.row import Codes, Row, RowTurn, Sound
-from train.data.seeding import dice
+from train.data.seeding import seeded_rng
 from train.data.tts.cache import keep_words, say_word
 from train.data.tts.espeak import SAMPLE_RATE, check_voice, synthesise
 
@@ -82,7 +82,7 @@ class RecordedDigits:
     def row(self, index: int) -> Row:
         """Make the digit string of draw `index`."""
         utterance = self.identity(index)
-        rng = dice(self.seed, "recorded", utterance)
+        rng = seeded_rng(self.seed, "recorded", utterance)
         c = self.config
         share = rng.random() if c.voices or c.more else 1.0
         wordy = share < c.voices + c.more and c.wordy > 0 and rng.random() < c.wordy
@@ -104,7 +104,7 @@ class RecordedDigits:
         rows = []
         for i in range(count):
             speaker = self.config.held_out[i % len(self.config.held_out)]
-            rows.append(self._row(dice(seed, "recorded-held-out", i), speaker, i, f"held-out string {i}", False))
+            rows.append(self._row(seeded_rng(seed, "recorded-held-out", i), speaker, i, f"held-out string {i}", False))
         return rows
 
     def _length(self, rng: random.Random) -> int:

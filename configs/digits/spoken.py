@@ -22,7 +22,7 @@ from omni.audio.io import resample
 from omni.codec.base import AudioCodec
 from train.data.number_words import NUMBERS, spoken_number
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word
-from train.data.seeding import dice
+from train.data.seeding import seeded_rng
 from train.data.tts.espeak import SAMPLE_RATE, check_voice, synthesise
 
 from .options import SpokenDigitsConfig
@@ -79,7 +79,7 @@ class SpokenDigits:
     def row(self, index: int) -> Row:
         """Make the conversation of draw `index`."""
         utterance = self.identity(index)
-        rng = dice(self.seed, "utterance", utterance)
+        rng = seeded_rng(self.seed, "utterance", utterance)
         config = self.config
         count = rng.choices(range(1, len(config.turns) + 1), config.turns)[0]
         voice = self.choose_voice(rng)
@@ -99,7 +99,7 @@ class SpokenDigits:
         for i in range(count):
             kind: Literal["arithmetic", "digits"] = "digits" if i % 2 else "arithmetic"
             voice = self.config.held_out[i // 2 % len(self.config.held_out)]
-            rng = dice(seed, "held-out", i)
+            rng = seeded_rng(seed, "held-out", i)
             for _ in range(100):
                 question = draw_question(self.config, rng, kind)
                 if question.text not in asked:
@@ -113,7 +113,7 @@ class SpokenDigits:
         """Make conversations of four turns, in held-out voices in turn; follow-ups are as frequent as in training."""
         rows = []
         for i in range(count):
-            rng, voice = dice(seed, "conversation", i), self.config.held_out[i // 2 % len(self.config.held_out)]
+            rng, voice = seeded_rng(seed, "conversation", i), self.config.held_out[i // 2 % len(self.config.held_out)]
             asked = tuple(self._turn(rng, question, voice) for question in draw_questions(self.config, rng, 4))
             where = f"held-out conversation {i}"
             rows.append(Row(asked, id=str(i), source=f"{self.name}/conversation", speaker=voice, where=where))

@@ -111,13 +111,13 @@ def _streaming(lm: SpeechLM, options: BenchOptions, sound: Tensor, assist: bool)
 
 def _steps(lm: SpeechLM, options: BenchOptions, rows: int, compile: bool) -> list[FigureRow]:
     """Measures steps per second beside readings of the same weights."""
-    step, reading, how, size = steps_and_readings(lm, rows, compile, max(options.repeat, 3))
+    step, reading, fastest, size = steps_and_readings(lm, rows, compile, max(options.repeat, 3))
     rate = 0.0 if lm.codec is None else lm.codec.frame_rate
     return [
         FigureRow("step", step * 1e3, "ms", "text and audio heads, no codec"),
         FigureRow("steps", 1 / step, "/s", f"{rate:.1f} /s play in real time"),
         FigureRow("weights a step reads", size / GIB, "GiB", "blocks and heads"),
-        FigureRow("readings", 1 / reading, "/s", f"{size / reading / 1e9:.1f} GB/s, by {how}"),
+        FigureRow("readings", 1 / reading, "/s", f"{size / reading / 1e9:.1f} GB/s, by {fastest}"),
         FigureRow("steps / readings", reading / step),
         FigureRow("weights", bytes_of(lm.model) / GIB, "GiB", "encoder, projector, decoder, embeddings"),
     ]

@@ -150,5 +150,5 @@ def steps_and_readings(lm: SpeechLM, rows: int, compile: bool, rounds: int) -> t
         for name, read in ways.items():
             spent[name].append(seconds_of(read, device))
         taken.append(measure_steps(runner, None, [rows]).by_rows[rows].seconds)
-    how = min(spent, key=lambda name: statistics.median(spent[name]))
-    return statistics.median(taken), statistics.median(spent[how]), how, sum(w.nbytes for w in weights)
+    fastest = min(spent, key=lambda name: statistics.median(spent[name]))
+    return statistics.median(taken), statistics.median(spent[fastest]), fastest, sum(w.nbytes for w in weights)

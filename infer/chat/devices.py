@@ -68,7 +68,7 @@ def all_devices(sound: Any) -> list[SoundDevice]:
     ]
 
 
-def those(devices: list[SoundDevice], kind: Kind) -> str:
+def listing(devices: list[SoundDevice], kind: Kind) -> str:
     """The devices of a kind, for an error."""
     found = [str(device) for device in devices if device.channels(kind)]
     return f"there are {', '.join(found)}" if found else f"there is no {NAMES[kind]} at all; connect one"
@@ -85,7 +85,7 @@ def find_device(sound: Any, kind: Kind, given: str | None) -> SoundDevice:
     if given is None:
         found = [device for device in able if kind in device.default]
         if not found:
-            way = f": {those(devices, kind)}" if not able else f"; choose one with {option}: {those(devices, kind)}"
+            way = f": {listing(devices, kind)}" if not able else f"; choose one with {option}: {listing(devices, kind)}"
             raise UserError(f"the system names no {name}{way}")
         return found[0]
     if given.isascii() and given.isdigit():
@@ -95,13 +95,13 @@ def find_device(sound: Any, kind: Kind, given: str | None) -> SoundDevice:
             wanted = sound.query_devices(given, kind)["index"]
         except (ValueError, sound.PortAudioError):
             matching = [device for device in able if given.lower() in f"{device.name}, {device.host}".lower()]
-            few = f"{option} {given!r} is the name of several: {', '.join(map(str, matching))}; give the number of one"
-            none = f"{option} {given!r} is no {name}; {those(devices, kind)}"
-            raise UserError(few if len(matching) > 1 else none) from None
+            problem = f"{option} {given!r} is the name of several: {', '.join(map(str, matching))}; give the number of one"
+            none = f"{option} {given!r} is no {name}; {listing(devices, kind)}"
+            raise UserError(problem if len(matching) > 1 else none) from None
         found = [device for device in devices if device.index == wanted]
     if not found or not found[0].channels(kind):
         other = f" ({found[0].name!r} has no {kind})" if found else ""
-        raise UserError(f"{option} {given} is no {name}{other}; {those(devices, kind)}")
+        raise UserError(f"{option} {given} is no {name}{other}; {listing(devices, kind)}")
     return found[0]
 
 
@@ -145,7 +145,7 @@ def open_stream(
             return OpenStream(stream, one, channels)
     raise UserError(
         f"the {NAMES[kind]} {device} cannot be opened ({'; '.join(refusals)}); end other programs that use it, or choose "
-        f"another with {OPTIONS[kind]}: {those(all_devices(sound), kind)}"
+        f"another with {OPTIONS[kind]}: {listing(all_devices(sound), kind)}"
     )
 
 
@@ -163,7 +163,7 @@ def start_stream(sound: Any, device: SoundDevice, kind: Kind, stream: Any) -> No
     except sound.PortAudioError as error:
         raise UserError(
             f"the {NAMES[kind]} {device} cannot be started ({' '.join(str(error).split())}); end other programs that use it, "
-            f"or choose another with {OPTIONS[kind]}: {those(all_devices(sound), kind)}"
+            f"or choose another with {OPTIONS[kind]}: {listing(all_devices(sound), kind)}"
         ) from error
 
 

@@ -43,7 +43,7 @@ class Loudspeaker:
         self._taken = 0  # samples of the answer that the device has got
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=512)  # when heard, first sample, samples
         self._whole = self._stopping = False
-        self._told = 0.0
+        self._last_time = 0.0
         opened = open_stream(sound, device, "output", rate, self._fill, self._finished)
         self._stream, self._rate, self._channels = opened.stream, opened.rate, opened.channels
         self._resample = self._resampler()
@@ -90,8 +90,8 @@ class Loudspeaker:
     def _now(self) -> float:
         """The stream's time; of a device that is gone, the last that it told."""
         with contextlib.suppress(self._sound.PortAudioError):
-            self._told = self._stream.time
-        return self._told
+            self._last_time = self._stream.time
+        return self._last_time
 
     def _played(self, now: float) -> int:
         for at, first, count in reversed(self._marks):

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from infer.chat.asking import Answered, Asker, Failed, Remarked, SpokenTurn, Transcribed, Transcriber
-from infer.chat.devices import NAMES, OPTIONS, Kind, SoundDevice, all_devices, those
+from infer.chat.devices import NAMES, OPTIONS, Kind, SoundDevice, all_devices, listing
 from infer.chat.keys import Key
 from infer.chat.loudspeaker import Loudspeaker
 from infer.chat.microphone import MicrophoneInput
@@ -175,7 +175,7 @@ class SpokenChat:
 
     def _raise_lost(self, kind: Kind) -> None:
         device: SoundDevice = (self._microphone if kind == "input" else self._loudspeaker).device
-        others = those([one for one in all_devices(self._microphone.sound) if one.index != device.index], kind)
+        others = listing([one for one in all_devices(self._microphone.sound) if one.index != device.index], kind)
         raise UserError(
             f"the {NAMES[kind]} {device} is gone, or {'gives' if kind == 'input' else 'takes'} no more sound; connect it again "
             f"or choose another with {OPTIONS[kind]}: besides it {others}"

@@ -88,9 +88,9 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
     async def failed(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 413:
             return told_error(too_large(settings.limits.body_bytes), 413, "too_large")
-        told = told_error(str(error.detail), error.status_code)
-        told.headers.update(error.headers or {})
-        return told
+        response = told_error(str(error.detail), error.status_code)
+        response.headers.update(error.headers or {})
+        return response
 
     @app.websocket(REALTIME)
     async def realtime(socket: WebSocket) -> None:

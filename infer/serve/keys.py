@@ -121,8 +121,8 @@ def read_keys(path: str | Path) -> tuple[str, ...]:
                 f"--key_file {str(path)!r}: line {number} is no key; use 16 ASCII characters or more, without spaces or commas"
             )
         if key.startswith(SECRET):
-            told = f"line {number} begins with {SECRET}, as client secrets do, and would never be known; use another key"
-            raise UserError(f"--key_file {str(path)!r}: {told}")
+            problem = f"line {number} begins with {SECRET}, as client secrets do, and would never be known; use another key"
+            raise UserError(f"--key_file {str(path)!r}: {problem}")
         found.append(key)
     if not found:
         raise UserError(f"--key_file {str(path)!r} has no key; write one a line")

@@ -78,9 +78,9 @@ class Gate:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "websocket" and scope["path"] != REALTIME:
-            told = told_error(f"there is no WebSocket at {scope['path'][:80]!r}; connect to {REALTIME}", 404)
+            respond = told_error(f"there is no WebSocket at {scope['path'][:80]!r}; connect to {REALTIME}", 404)
             if "websocket.http.response" in scope.get("extensions", {}):
-                await told(scope, receive, send)
+                await respond(scope, receive, send)
             else:
                 await send({"type": "websocket.close", "code": 1008, "reason": f"connect to {REALTIME}"})
         elif scope["type"] == "http" and length_of(scope) > self._most:

@@ -146,7 +146,7 @@ def read_part(source: AudioSource, start: int, stop: int, *, name: str | None = 
 def read_stream(source: BinaryIO, name: str) -> bytearray:
     """Reads a pipe, device or socket that gives a sound file to its end. UserError: its first bytes are of none, or it does not
     end."""
-    head = bytes(_some(source, HEAD))
+    head = bytes(_read_up_to(source, HEAD))
     if head and container(head) is None:
         kind = foreign(head)
         if kind:
@@ -154,7 +154,7 @@ def read_stream(source: BinaryIO, name: str) -> bytearray:
         raise UserError(
             f"{name} gives no sound file that can be read: give WAV, FLAC, OGG or MP3 (raw PCM needs its sample rate)"
         )
-    data = _some(source, MAX_STREAM_BYTES + 1 - len(head), bytearray(head))
+    data = _read_up_to(source, MAX_STREAM_BYTES + 1 - len(head), bytearray(head))
     if len(data) > MAX_STREAM_BYTES:
         raise UserError(
             f"{name} continues after {MAX_STREAM_BYTES >> 20} MiB, the most that is read of a stream: write it to a file"
@@ -162,7 +162,7 @@ def read_stream(source: BinaryIO, name: str) -> bytearray:
     return data
 
 
-def _some(source: BinaryIO, count: int, data: bytearray | None = None) -> bytearray:
+def _read_up_to(source: BinaryIO, count: int, data: bytearray | None = None) -> bytearray:
     """Reads up to `count` further bytes and appends them to `data`; fewer only at the end."""
     data = bytearray() if data is None else data
     most = len(data) + count
@@ -246,7 +246,7 @@ def _from_open(source: BinaryIO, name: str, ends: bool) -> Recording:
 def _checked(file: BinaryIO, name: str, ends: bool) -> Recording:
     """Opens a file at its position; refuses one that is empty, or known by its first bytes to be something else."""
     start = file.tell()
-    head = bytes(_some(file, HEAD))
+    head = bytes(_read_up_to(file, HEAD))
     if not head and start:
         raise UserError(f"{name} has been read to its end: go back with seek(0)")
     if not head:

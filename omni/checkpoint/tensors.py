@@ -193,12 +193,12 @@ class FileStamp:
     """Size and CRC-32 of a file, taken while it was written.
 
     Attributes:
-        odd: the names of its tensors that hold NaN or infinity.
+        nonfinite: the names of its tensors that hold NaN or infinity.
     """
 
     bytes: int
     crc32: int
-    odd: tuple[str, ...] = ()
+    nonfinite: tuple[str, ...] = ()
 
 
 def write_safetensors(
@@ -224,7 +224,7 @@ def write_safetensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     done = crc = 0
-    odd: dict[str, None] = {}
+    nonfinite: dict[str, None] = {}
     with path.open("wb", buffering=0) as handle:
 
         def put(data: Any) -> None:
@@ -238,13 +238,13 @@ def write_safetensors(
         for name in order:
             for piece in pieces(tensors[name]):
                 if not finite(piece):
-                    odd[name] = None
+                    nonfinite[name] = None
                 put(piece.contiguous().view(-1).view(torch.uint8).numpy())
                 done += piece.nbytes
                 if on_progress is not None:
                     on_progress(done, end)
         os.fsync(handle.fileno())
-    return FileStamp(8 + len(text) + end, crc, tuple(odd))
+    return FileStamp(8 + len(text) + end, crc, tuple(nonfinite))
 
 
 ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")

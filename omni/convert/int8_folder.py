@@ -68,7 +68,7 @@ def quantize_folder(
         if progress.crc_of(source / WEIGHTS) != listed[WEIGHTS][1]:
             raise UserError(f"{source / WEIGHTS} does not match its checksum in {CONFIG}; fetch or save the folder again")
         files[WEIGHTS] = write_safetensors(folder / WEIGHTS, tensors)
-        for name in files[WEIGHTS].odd:  # one that is not held in int8
+        for name in files[WEIGHTS].nonfinite:  # one that is not held in int8
             raise not_finite(name, source / WEIGHTS)
         for path in others:
             name = path.relative_to(source).as_posix()

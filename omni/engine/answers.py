@@ -49,7 +49,7 @@ class RemoteAnswer:
 
     def __init__(self, link: Teller, number: int, asked: Asked, seed: int | None, clock: Clock, pace: Pace, rate: int) -> None:
         self.number, self.asked, self.seed, self.clock, self.pace, self.rate = number, asked, seed, clock, pace, rate
-        self.taken = self.told = self.samples = self.reader = 0
+        self.taken = self.acknowledged = self.samples = self.reader = 0
         self._plays: float | None = None  # when a live listener's sound began, less the time in which it waited
         self._late: list[float] = []  # seconds by which newest chunks were decoded after they were due
         self.cancelled = self.settled = self.started = False
@@ -162,12 +162,12 @@ class RemoteAnswer:
     def _count(self) -> None:
         if not self.cancelled:
             self.taken += 1
-            if self.taken - self.told >= EVERY or self._eager:
+            if self.taken - self.acknowledged >= EVERY or self._eager:
                 self._tell()
 
     def _tell(self) -> None:
-        if self.taken > self.told:
-            self.told = self.taken
+        if self.taken > self.acknowledged:
+            self.acknowledged = self.taken
             late, self._late = self._late, []
             self._link.tell("taken", self.number, self.taken, late)
         self._eager = self._eager and bool(self._events)

@@ -65,8 +65,8 @@ class SoundDecoder:
         for number, events in answers:
             if count := sum(len(event.codes) for event in events if isinstance(event, CodedSound)):
                 alike.setdefault(count, []).append((number, events))
-        for some in alike.values():
-            self._decode(some, failed)
+        for alike_streams in alike.values():
+            self._decode(alike_streams, failed)
         for number, events in answers:
             if number in failed or any(isinstance(event, Ended) for event in events):
                 self.close(number)

@@ -46,19 +46,19 @@ def encode(model: SpeechModel, alike: Sequence[Running]) -> list[Running]:
                 exchange.features, exchange.heard = exchange.heard.finish(), None
         todo = [exchange for exchange in todo if exchange.features is None]
         for low in range(0, len(todo), TOGETHER):
-            some = todo[low : low + TOGETHER]
-            found = encode_questions(model, [Asked(e.turn, e.clip, e.prepared) for e in some])
-            for exchange, features in zip(some, found, strict=True):
+            chunk = todo[low : low + TOGETHER]
+            found = encode_questions(model, [Asked(e.turn, e.clip, e.prepared) for e in chunk])
+            for exchange, features in zip(chunk, found, strict=True):
                 exchange.features, exchange.prepared = features, None
     finish_queued(model.device)
     broken = []
     for running in alike:
         running.encode = running.clock.seconds
-        odd = [e for e in running.said if not is_finite(e.features)]
-        if odd:
+        nonfinite = [e for e in running.said if not is_finite(e.features)]
+        if nonfinite:
             running.reply.fail(FEATURES_NOT_FINITE)
             broken.append(running)
-        for exchange in odd:
+        for exchange in nonfinite:
             exchange.features = None
     return broken
 

@@ -104,11 +104,11 @@ class Intake:
             batch.free(talk)
         if not self.placed:
             return None
-        if odd := [talk for talk in self.placed if unheard(talk.running)]:
-            if advance(odd[0].running):
+        if pending := [talk for talk in self.placed if unheard(talk.running)]:
+            if advance(pending[0].running):
                 return None
             fitting = TOGETHER if slack == float("inf") else max(1, int(slack / self._hearing))
-            chosen, start = same_kind(odd, fitting), time.perf_counter()
+            chosen, start = same_kind(pending, fitting), time.perf_counter()
             broken = encode(batch.model, [talk.running for talk in chosen])
             for talk in [talk for talk in chosen if talk.running in broken]:
                 self.placed.remove(talk)

@@ -111,13 +111,13 @@ class Listen:
 
     def encode_before(self, model: SpeechModel) -> bool:
         """Encode the question that `lacks` features; returns whether that was done."""
-        odd = self.lacks(model.layout)
-        assert odd is not None
+        missing = self.lacks(model.layout)
+        assert missing is not None
         try:
             with CHANGING, using(selection_of(model, [self.selection], model.device)), torch.inference_mode():
-                (features,) = encode_questions(model, [Asked(odd.turn, odd.clip, odd.prepared)])
+                (features,) = encode_questions(model, [Asked(missing.turn, missing.clip, missing.prepared)])
             if is_finite(features):
-                odd.features, odd.prepared = features, None
+                missing.features, missing.prepared = features, None
                 return True
         except Exception as error:
             self._fails(error)

@@ -176,11 +176,11 @@ class RemoteSession(Conversation[RemoteAnswer]):
     def _interrupt(self, answer: RemoteAnswer, played: float | None, shown: int | None) -> None:
         self._end(answer, "interrupt", played, shown)
 
-    def _end(self, answer: RemoteAnswer, how: str, *interrupted: Any) -> None:
+    def _end(self, answer: RemoteAnswer, request: str, *interrupted: Any) -> None:
         """Have an answer settled, interrupted or withdrawn there."""
         answer.quiet()
         try:
-            ended = self._link.request(how, self._number, answer.number, answer.taken, *interrupted)
+            ended = self._link.request(request, self._number, answer.number, answer.taken, *interrupted)
         except EngineLost as error:
             if answer.settled:
                 raise

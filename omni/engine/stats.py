@@ -114,13 +114,13 @@ class Recorder:
             self.lateness.append(late)
             self.underruns += late > 0
 
-    def late(self, recent: int, few: int) -> float | None:
+    def late(self, recent: int, least: int) -> float | None:
         """The 99th percentile of the lateness of the newest chunks, as it was `AGAIN` chunks ago at most; None before a few."""
         with self._lock:
             if self._judged is not None and self._chunks - self._judged[0] < AGAIN:
                 return self._judged[1]
             lateness, number = list(self.lateness)[-recent:], self._chunks
-        if len(lateness) < few:
+        if len(lateness) < least:
             return None
         late = float(np.percentile(lateness, 99))
         self._judged = number, late  # what it is by now is another thread's, which may clear it

@@ -120,12 +120,12 @@ def answer_all(engine: Engine, questions: Iterable[Callable[[], tuple[Session, R
         while todo or under:
             free = at_once - len(under)
             if todo and (not under or free >= max(1, at_once // PART)):
-                some = [todo.popleft() for _ in range(min(free, len(todo)))]
-                under |= {number: question() for number, question in some}
-                for number, _ in some:
+                batch = [todo.popleft() for _ in range(min(free, len(todo)))]
+                under |= {number: question() for number, question in batch}
+                for number, _ in batch:
                     running = under[number][1]
                     running.pace, running.wake = "whole", _setter(running, ended)
-                engine.ask([under[number][1] for number, _ in some])
+                engine.ask([under[number][1] for number, _ in batch])
             while not ended.wait(None if (check := _CHECK.get()) is None else CHECK_SECONDS):
                 if check is not None:
                     check()

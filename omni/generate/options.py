@@ -186,16 +186,16 @@ def make_options(values: Mapping[str, Any]) -> AnswerOptions:
 def _sampling(given: Mapping[str, Any]) -> Sampling:
     fields = dict(given)
     wanted = fields.pop("do_sample", None)
-    heat = fields.get("temperature")
+    temperature = fields.get("temperature")
     if wanted is not None:
         check_switch("do_sample", wanted)
     if wanted is False:
-        if heat:
-            raise UserError(f"do_sample is False, but temperature is {heat}; leave one of them out")
+        if temperature:
+            raise UserError(f"do_sample is False, but temperature is {temperature}; leave one of them out")
         return Sampling(repetition_penalty=fields.get("repetition_penalty", 1.0))
-    if wanted and heat == 0:
+    if wanted and temperature == 0:
         raise UserError("do_sample is True, but temperature is 0, which draws nothing; leave one of them out")
-    if heat is None and (wanted or "top_k" in fields or "top_p" in fields):
+    if temperature is None and (wanted or "top_k" in fields or "top_p" in fields):
         fields["temperature"] = 1.0
     return Sampling(**fields)
 

@@ -64,8 +64,8 @@ class StepRecords:
                 self._hosts.setdefault(record.host.shape[1], []).append(record.host)
             known = record.host[: len(record.rows)]
             wide = known.shape[1] > k + a + 7
-            odds = known[:, k + a + 7 :].to(torch.int32).view(torch.float32).tolist() if wide else [()] * len(known)
-            for row, values, own in zip(record.rows, known.tolist(), odds, strict=True):
+            logprobs = known[:, k + a + 7 :].to(torch.int32).view(torch.float32).tolist() if wide else [()] * len(known)
+            for row, values, own in zip(record.rows, known.tolist(), logprobs, strict=True):
                 if row is None or row.done or not row.live:
                     continue
                 has_frame, text, has_text, done, needs_text, needs_audio, broken = values[k + a : k + a + 7]

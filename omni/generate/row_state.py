@@ -173,62 +173,62 @@ class RowState:
             self._write_likeliest(plan, rows, hidden, decoder)
             return
         sampled = self._pad.expand(len(slots), -1).clone()
-        odd = torch.zeros(2, len(slots), dtype=torch.bool, device=sampled.device)  # of audio and text
-        odds = torch.zeros(sampled.shape, device=sampled.device) if plan.logprobs else None
+        nonfinite = torch.zeros(2, len(slots), dtype=torch.bool, device=sampled.device)  # of audio and text
+        logprobs = torch.zeros(sampled.shape, device=sampled.device) if plan.logprobs else None
         if plan.audio:
             own, here = self.index(tuple(slots[i] for i in plan.audio)), self.index(plan.audio)
             with using(self.selection(plan, own)):
                 logits = decoder.audio_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
             sampled[here, :a] = self.sampler.audio(logits, own, self.cursor.step[own], plan.audio_mode)
-            if odds is not None:
-                odds[here, :a] = log_probabilities(self.sampler.audio_choices(logits), sampled[here, :a])
-            odd[0, here] = broken_rows(hidden.audio[here], logits)
+            if logprobs is not None:
+                logprobs[here, :a] = log_probabilities(self.sampler.audio_choices(logits), sampled[here, :a])
+            nonfinite[0, here] = broken_rows(hidden.audio[here], logits)
         if plan.text:
             own, here = self.index(tuple(slots[i] for i in plan.text)), self.index(plan.text)
             with using(self.selection(plan, own)):
                 logits = decoder.text_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
             text = self.sampler.text(logits, own, self.cursor.step[own], plan.text_mode)
-            strange = broken_rows(hidden.text[here], logits)
-            own_odds = log_probabilities(self.sampler.text_choices(logits), text[:, None])[:, 0] if plan.logprobs else None
+            text_nonfinite = broken_rows(hidden.text[here], logits)
+            text_logprobs = log_probabilities(self.sampler.text_choices(logits), text[:, None])[:, 0] if plan.logprobs else None
             if plan.coupled:
                 written = torch.arange(own.start, own.stop, device=text.device) if isinstance(own, slice) else own
                 writer = torch.searchsorted(written, self.partner[rows]).clamp_max(len(text) - 1)
-                text, strange = text[writer], strange[writer]
-                own_odds = None if own_odds is None else own_odds[writer]
+                text, text_nonfinite = text[writer], text_nonfinite[writer]
+                text_logprobs = None if text_logprobs is None else text_logprobs[writer]
             sampled[:, a] = text
-            if odds is not None and own_odds is not None:
-                odds[:, a] = own_odds
-            odd[1] = strange
+            if logprobs is not None and text_logprobs is not None:
+                logprobs[:, a] = text_logprobs
+            nonfinite[1] = text_nonfinite
         if sampled.device.type == "cpu":
-            self._push(plan, rows, sampled.numpy(), odd.numpy())
+            self._push(plan, rows, sampled.numpy(), nonfinite.numpy())
         else:
-            self._push_tensors(plan, rows, sampled, odd)
+            self._push_tensors(plan, rows, sampled, nonfinite)
         if plan.audio_mode.penalty or plan.text_mode.penalty:
             self.sampler.remember(self.column[rows], rows)
-        if odds is not None:
-            self.wide[rows] = torch.cat([self.packed[rows], odds.view(torch.int32).long()], dim=1)
+        if logprobs is not None:
+            self.wide[rows] = torch.cat([self.packed[rows], logprobs.view(torch.int32).long()], dim=1)
 
     def _write_likeliest(self, plan: StepPlan, rows: slice | Tensor, hidden: Hidden, decoder: Decoder) -> None:
         """`write` on a CPU where no row draws, by few of PyTorch's operations (see `fed`)."""
         a, count = self.layout.n_audio, len(plan.slots)
-        sampled, odd = np.repeat(self._pad.numpy()[None], count, 0), np.zeros((2, count), np.bool_)
+        sampled, nonfinite = np.repeat(self._pad.numpy()[None], count, 0), np.zeros((2, count), np.bool_)
         with using(self.selection(plan, rows)):
             if plan.audio:
                 logits = decoder.audio_logits(hidden).numpy(force=True)[:, -1]
                 self.sampler.likeliest(logits, sampled[:, :a], text=False)
-                note_broken(hidden.audio, logits, odd[0])
+                note_broken(hidden.audio, logits, nonfinite[0])
             if plan.text:
                 logits = decoder.text_logits(hidden).numpy(force=True)[:, -1]
                 self.sampler.likeliest(logits, sampled[:, a:], text=True)
-                note_broken(hidden.text, logits, odd[1])
-        self._push(plan, rows, sampled, odd)
+                note_broken(hidden.text, logits, nonfinite[1])
+        self._push(plan, rows, sampled, nonfinite)
 
-    def _push(self, plan: StepPlan, rows: slice | Tensor, sampled: Array, odd: Array) -> None:
+    def _push(self, plan: StepPlan, rows: slice | Tensor, sampled: Array, nonfinite: Array) -> None:
         """Push sampled ids [B, K] to the rows' cursors and note what came of it; compiled."""
         index = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows.numpy()
         rests = self.resting.numpy()[index if plan.resting else slice(0)]
         cursor, state = self._arrays
-        compiled.push(index, rests, sampled, odd, *cursor, self.layout.fill == "pad", *state)  # type: ignore[call-arg]
+        compiled.push(index, rests, sampled, nonfinite, *cursor, self.layout.fill == "pad", *state)  # type: ignore[call-arg]
 
     @cached_property
     def _arrays(self) -> tuple[list[Any], list[Any]]:
@@ -237,10 +237,10 @@ class RowState:
         state = [self.column, self.position, self.packed]
         return [one.numpy() for one in (*cursor, *self.cursor.constants)], [one.numpy() for one in state]
 
-    def _push_tensors(self, plan: StepPlan, rows: slice | Tensor, sampled: Tensor, odd: Tensor) -> None:
+    def _push_tensors(self, plan: StepPlan, rows: slice | Tensor, sampled: Tensor, nonfinite: Tensor) -> None:
         """The same on any device, which is not waited for."""
         cursor = self.cursor.select(rows)
-        broken = (cursor.needs_audio & odd[0]) | (cursor.needs_text & odd[1])
+        broken = (cursor.needs_audio & nonfinite[0]) | (cursor.needs_text & nonfinite[1])
         after, push = cursor.push(sampled)
         position = self.position[rows]
         values = {name: getattr(after, name) for name in ("step", "text_ended", "audio_end", "history", "done")}

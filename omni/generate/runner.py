@@ -228,8 +228,8 @@ class Runner:
         selection = tuple(self._selection) if mixed else tuple(one for one in used if one is not None)
         modes = audio_mode if audio else mode, text_mode if text else mode
         edits = active_edits(self.model)
-        odds = any(row.logprobs for row in chosen)
-        return StepPlan(slots, text, audio, coupled, resting, *modes, visible, selection, mixed, edits, odds)
+        logprobs = any(row.logprobs for row in chosen)
+        return StepPlan(slots, text, audio, coupled, resting, *modes, visible, selection, mixed, edits, logprobs)
 
     def _width(self, rows: int) -> int:
         """Number of rows that a step feeds; where each number costs a graph, a power of two or all."""

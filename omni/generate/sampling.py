@@ -169,13 +169,13 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
     out = logits.argmax(-1)
     if u is None:
         return out
-    heat = torch.where(temperature > 0, temperature, 1.0)
+    divisor = torch.where(temperature > 0, temperature, 1.0)
     filters = (top_k > 0) | (top_p < 1)
     if mode.plain:
-        weights = ((logits - logits.amax(-1, keepdim=True)) / heat[..., None]).exp().to(finest(logits.device))
+        weights = ((logits - logits.amax(-1, keepdim=True)) / divisor[..., None]).exp().to(finest(logits.device))
         out = torch.where((temperature > 0) & ~filters, invert(weights, u), out)
     if mode.ranks:
-        weights, ids = candidates(logits, heat, top_k, top_p, mode.ranks)
+        weights, ids = candidates(logits, divisor, top_k, top_p, mode.ranks)
         index = invert(weights, u)
         chosen = ids.gather(-1, index[..., None]).squeeze(-1)
         out = torch.where((temperature > 0) & filters, chosen, out)

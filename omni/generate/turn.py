@@ -123,9 +123,9 @@ class Reply:
         self.error: str | None = None
         self._sample_rate = codec.sample_rate if codec is not None else 0
         self._loudness = Loudness(codec.sample_rate) if codec is not None and limits.silence is not None else None
-        self._odds: list[tuple[float, ...]] = []  # log-probabilities of each column, where they were asked for
-        self._text_odds: list[float] = []
-        self._frame_odds: list[list[float]] = []
+        self._logprobs: list[tuple[float, ...]] = []  # log-probabilities of each column, where they were asked for
+        self._text_logprobs: list[float] = []
+        self._frame_logprobs: list[list[float]] = []
         self._samples = 0  # returned so far
         self._tokens: list[int] = []  # number of tokens of text with each column
         self.time, self._reader, self._said = time or SpeechTime(), CharacterReader(), 0.0
@@ -140,9 +140,9 @@ class Reply:
             return events
         self.columns.append(written.column)
         if written.logprobs is not None:
-            self._odds.append(written.logprobs)
+            self._logprobs.append(written.logprobs)
             if written.text is not None:
-                self._text_odds.append(written.logprobs[-1])
+                self._text_logprobs.append(written.logprobs[-1])
         full = written.frame is not None and len(self.frames) == self.limits.frames
         if written.done:
             self.reason = "end"
@@ -156,9 +156,9 @@ class Reply:
         self._tokens.append(len(self.text.ids))
         if written.frame is not None and not full:
             self.frames.append(written.frame)
-            if self._odds:  # each stream's code was sampled its delay after the frame
+            if self._logprobs:  # each stream's code was sampled its delay after the frame
                 first, delays = len(self.columns) - 1 - self.layout.max_delay, self.layout.delays[:-1]
-                self._frame_odds.append([self._odds[first + delay][i] for i, delay in enumerate(delays)])
+                self._frame_logprobs.append([self._logprobs[first + delay][i] for i, delay in enumerate(delays)])
         return events
 
     def tokens_by(self, column: int) -> int:
@@ -212,8 +212,12 @@ class Reply:
 
     def logprobs(self, tokens: int, frames: int) -> Logprobs:
         """Log-probabilities of the first tokens and frames."""
-        codes = torch.tensor(self._frame_odds[:frames]).T if self._frame_odds[:frames] else torch.zeros(self.layout.n_audio, 0)
-        return Logprobs(tuple(self._text_odds[:tokens]), codes if self.task.audio else None)
+        codes = (
+            torch.tensor(self._frame_logprobs[:frames]).T
+            if self._frame_logprobs[:frames]
+            else torch.zeros(self.layout.n_audio, 0)
+        )
+        return Logprobs(tuple(self._text_logprobs[:tokens]), codes if self.task.audio else None)
 
     def _say(self, events: list[TextDelta], text: str) -> None:
         if self._stop.found:  # of the text's tokens only those before the stop string stay

@@ -84,7 +84,7 @@ class StoreCache:
         self.folder = cache_folder() / "stores" if folder is None else folder
         self._lock = threading.Lock()
         self._unlooked: int | None = None  # bytes written since the size was looked at; None before the first look
-        self._told = False
+        self._warned = False
         self._held: dict[Path, int] = {}
         self._recent: OrderedDict[str, bytes] = OrderedDict()
 
@@ -116,12 +116,12 @@ class StoreCache:
             with replacing(path) as part:
                 part.write_bytes(data + zlib.crc32(data).to_bytes(CHECKSUM, "little"))
         except OSError as error:
-            if not self._told:
+            if not self._warned:
                 way = "free some space, or set OMNI_CACHE to a folder on another disk, or OMNI_CACHE_GB to less"
                 LOG.warning(
                     "the cache %s cannot be written (%s): data are read without it; %s", self.folder, error.strerror, way
                 )
-            self._told = True
+            self._warned = True
             self._remember(key, data)
             return
         self.written(len(data))

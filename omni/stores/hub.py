@@ -148,10 +148,10 @@ def _checked(at: HubAddress, place: Path) -> Path:
     listed: Any = {}
     with suppress(OSError, ValueError, AttributeError):  # what is wrong with it is told where it is read
         listed = json.loads((place / "config.json").read_bytes()).get("files", {})
-    odd = [name for name in listed if not str(name).endswith(KINDS)] if isinstance(listed, Mapping) else []
-    if odd:
+    other = [name for name in listed if not str(name).endswith(KINDS)] if isinstance(listed, Mapping) else []
+    if other:
         raise UserError(
-            f"{at}/{str(odd[0])[:80]} is not read from the hub, only JSON and safetensors are: a pickle could run code; ask "
+            f"{at}/{str(other[0])[:80]} is not read from the hub, only JSON and safetensors are: a pickle could run code; ask "
             "its author for safetensors (`omni-train convert` writes them)"
         )
     return place

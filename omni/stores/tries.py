@@ -32,7 +32,7 @@ PASSING_ERRORS = {
 }
 """Names of errors, or of their bases, of fsspec and of the libraries below it that may pass: they say nothing of a status."""
 
-_dice = random.SystemRandom()  # of its own: seeds of a run are not touched
+_rng = random.SystemRandom()  # of its own: seeds of a run are not touched
 
 Result = TypeVar("Result")
 
@@ -78,7 +78,7 @@ def tried(work: Callable[[], Result], address: str, doing: str = "read", tries: 
         except Exception as error:
             if not may_pass(error) or number == tries:
                 raise refusal(error, address, doing, number) from error
-            wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (number - 1)) * _dice.uniform(0.5, 1.5)
+            wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (number - 1)) * _rng.uniform(0.5, 1.5)
             level = logging.WARNING if number == 1 else logging.DEBUG
             LOG.log(level, "%s was not %s (%s): again in %.1f s", shown(address), doing, reason(error), wait)
             time.sleep(wait)

@@ -128,9 +128,9 @@ def lacking_memory(needed: int, on_cpu: bool, group: ProcessGroup) -> str | None
         on_cpu: steps take memory of the machine as well: as much as they have taken at most so far.
     """
     growth = max(0, high_water() - int(psutil.Process().memory_info().rss)) if on_cpu else 0
-    told = group.gather((socket.gethostname(), needed, growth, free_memory()))
-    for host in sorted({host for host, *_ in told}):
-        sizes, more, rooms = zip(*(rest for name, *rest in told if name == host), strict=True)
+    needs = group.gather((socket.gethostname(), needed, growth, free_memory()))
+    for host in sorted({host for host, *_ in needs}):
+        sizes, more, rooms = zip(*(rest for name, *rest in needs if name == host), strict=True)
         free = max(0.0, min(rooms) - sum(more))
         if sum(sizes) > SHARE * free:
             return f"a copy of the state takes {sum(sizes) / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free on {host}"

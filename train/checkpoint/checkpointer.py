@@ -290,7 +290,7 @@ class Checkpointer:
                 self.uploads.wait()
             except KeyboardInterrupt:
                 self.say(f"the upload was broken off; everything is in {self.folder}")
-        for line in self.uploads.told():
+        for line in self.uploads.messages():
             self.say(line)
 
     def check_finite(self, what: str, value: float) -> None:

@@ -86,7 +86,7 @@ class Uploads:
                 self._thread.start()
             self._turn.notify_all()
 
-    def told(self) -> list[str]:
+    def messages(self) -> list[str]:
         """What happened since it was last asked for: a line each."""
         with self._turn:
             lines, self._lines = self._lines, []

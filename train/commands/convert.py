@@ -29,9 +29,9 @@ def main(argv: Sequence[str]) -> int:
     print(f"{target}: {what}")
     for name, stamp in sorted(files.items()):
         print(f"  {name:<28}{stamp.bytes:>16,} bytes   crc32 {stamp.crc32:08x}")
-    odd = [tensor for _, stamp in sorted(files.items()) for tensor in stamp.odd]
-    if odd:
-        which = odd[0] if len(odd) == 1 else f"{len(odd)} tensors (the first is {odd[0]})"
+    nonfinite = [tensor for _, stamp in sorted(files.items()) for tensor in stamp.nonfinite]
+    if nonfinite:
+        which = nonfinite[0] if len(nonfinite) == 1 else f"{len(nonfinite)} tensors (the first is {nonfinite[0]})"
         print(f"warning: NaN or infinity in {which}: fetch {source} again, or ask who trained it", file=sys.stderr)
     print(f"{size / 1e9:.2f} GB in {duration(seconds)} ({size / 1e6 / max(seconds, 1e-3):.0f} MB/s)")
     return 0

@@ -179,7 +179,7 @@ class Bar(Screen):
 
     def __init__(self, on: bool = True, stream: TextIO | None = None) -> None:
         super().__init__("auto" if on else "off", stream, unit="B", unit_scale=True, desc="writing", leave=False)
-        self.started = self.told = time.monotonic()
+        self.started = self.shown_at = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         if self.bar is not None:
@@ -187,8 +187,8 @@ class Bar(Screen):
             self.bar.update(done - self.bar.n)
             return
         now = time.monotonic()
-        if now - self.told >= LINE_SECONDS and done:
-            self.told = now
+        if now - self.shown_at >= LINE_SECONDS and done:
+            self.shown_at = now
             rate = done / (now - self.started)
             left = duration((total - done) / rate)
             self.say(f"{short(done)}B of {short(total)}B written ({done / total:.0%}), {short(rate)}B/s, {left} left")
@@ -214,7 +214,7 @@ class Display(Screen):
             bar_format="{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} items {postfix}",
         )  # fmt: skip
         self.total, self.before, self.items, self.seconds = total, before, 0, 0.0
-        self.told = time.monotonic()
+        self.shown_at = time.monotonic()
         self.start: float | None = None
         self.first = 0
         if self.bar is not None:
@@ -230,8 +230,8 @@ class Display(Screen):
         if self.bar is not None:
             self.bar.set_postfix_str(self.pace(), refresh=False)
             self.bar.update(items)
-        elif self.kind == "lines" and time.monotonic() - self.told >= LINE_SECONDS:
-            self.told = time.monotonic()
+        elif self.kind == "lines" and time.monotonic() - self.shown_at >= LINE_SECONDS:
+            self.shown_at = time.monotonic()
             done = self.before + self.items
             print(f"{done} of {self.total} items ({100 * done / self.total:.1f}%), {self.pace()}", file=self.stream, flush=True)
 

@@ -24,12 +24,12 @@ def key(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def dice(*parts: int | str) -> random.Random:
+def seeded_rng(*parts: int | str) -> random.Random:
     """Make a Python generator seeded by `key(*parts)`."""
     return random.Random(key(*parts))
 
 
-def torch_dice(*parts: int | str) -> torch.Generator:
+def seeded_generator(*parts: int | str) -> torch.Generator:
     """Make a torch generator (CPU) seeded by `key(*parts)`."""
     import torch
 

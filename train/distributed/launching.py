@@ -68,9 +68,9 @@ def launch(fabric: Fabric, plain: Mapping[str, Any] | None = None) -> None:
         if not int(os.environ.get("LT_CLI_USED", "0")):
             fabric.launch()
     if plain is not None and fabric.world_size > 1:
-        told: list[Any] = [None] * fabric.world_size
-        dist.all_gather_object(told, (socket.gethostname(), dict(plain)))
-        _check_same(told)
+        gathered: list[Any] = [None] * fabric.world_size
+        dist.all_gather_object(gathered, (socket.gethostname(), dict(plain)))
+        _check_same(gathered)
 
 
 def _meet_again(fabric: Fabric) -> None:
@@ -159,10 +159,10 @@ def _say_waiting(over: threading.Event, world: int, place: str) -> None:
 # --- agreement --------------------------------------------------------------------------------------------------------
 
 
-def _check_same(told: Sequence[Any]) -> None:
+def _check_same(gathered: Sequence[Any]) -> None:
     """Refuses (UserError, in all processes) configurations that are not the first one's."""
-    first = _flat(told[0][1])
-    for rank, (host, plain) in enumerate(told):
+    first = _flat(gathered[0][1])
+    for rank, (host, plain) in enumerate(gathered):
         here = _flat(plain)
         for key in (key for key in {**first, **here} if first.get(key) != here.get(key)):
             error = UserError(
@@ -193,14 +193,14 @@ def check_shared(folder: Path, group: Exchanging) -> None:
         time.sleep(seconds)
         if sees := (folder / name).exists():
             break
-    told = group.gather((socket.gethostname(), sees))
+    gathered = group.gather((socket.gethostname(), sees))
     if group.first:
         (folder / name).unlink(missing_ok=True)
-    for rank, (host, there) in enumerate(told):
+    for rank, (host, there) in enumerate(gathered):
         if not there:
             error = UserError(
                 f"run_folder: process {rank} (host {host}) does not see {folder.absolute()} of the first process (host "
-                f"{told[0][0]}); name a folder that all nodes share"
+                f"{gathered[0][0]}); name a folder that all nodes share"
             )
             error.shared = True
             raise error

@@ -25,7 +25,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.tasks import find_task
 from train.data.build import build_mixture, build_source
 from train.data.rows.row import Row
-from train.data.seeding import dice, key
+from train.data.seeding import key, seeded_rng
 from train.edit.apply import choose_linears
 from train.edit.config import EditFitConfig, SpeakConfig
 from train.edit.facts import plain
@@ -108,7 +108,7 @@ class Corrections:
         task = tasks[number % len(tasks)]
         size = most * TRIES + 2 * count
         drawn = self._draw(range(number * size, number * size + most * TRIES))
-        wanted = dice(self.config.seed, "together", number).randint(1, most) if most > 1 else 1
+        wanted = seeded_rng(self.config.seed, "together", number).randint(1, most) if most > 1 else 1
         asked: list[Row] = []
         edits: list[Row] = []
         for row in drawn:

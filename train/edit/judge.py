@@ -201,10 +201,10 @@ def _heard(
         if name not in known:
             known[name] = portrait(answer.codes)
 
-    def sounds_as(answer: Answer, text: str, those: Mapping[str, Tensor]) -> bool:
+    def sounds_as(answer: Answer, text: str, portraits: Mapping[str, Tensor]) -> bool:
         if answer.codes is None or not answer.codes.shape[1]:
             return False
-        return list(those)[nearest(portrait(answer.codes), list(those.values()))] == text
+        return list(portraits)[nearest(portrait(answer.codes), list(portraits.values()))] == text
 
     spoken: list[bool] = []
     stayed: list[bool] = []

@@ -14,7 +14,7 @@ from omni.audio.io import resample
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from train.data.rows.row import Codes, Row, RowTurn, Sound
-from train.data.seeding import dice, key
+from train.data.seeding import key, seeded_rng
 from train.data.tts.voices import make_voice
 from train.edit.config import SpeakConfig
 from train.edit.facts import Fact, Facts, codes_of
@@ -29,7 +29,7 @@ class Synthesiser:
 
     def ask(self, text: str, number: int) -> tuple[Sound, str]:
         """Speaks a question in the voice of that number; returns the sound and the name of the voice."""
-        c, rng = self.config, dice(self.seed, "ask", text, number)
+        c, rng = self.config, seeded_rng(self.seed, "ask", text, number)
         spec = c.voices[number % len(c.voices)]
         kind, _, name = spec.partition(":")
         if kind == "espeak" and name and not name.startswith("+"):

@@ -109,11 +109,11 @@ def collect_files(model: Path, at: HubAddress, options: CardOptions | None, run:
         UserError: the folder is damaged, has files that could run code, or the card cannot be written.
     """
     names = listed_names(model)
-    odd = [name for name in names if not name.endswith(KINDS)]
-    if odd:
+    bad = [name for name in names if not name.endswith(KINDS)]
+    if bad:
         raise UserError(
-            f"{model / odd[0]} is neither JSON nor safetensors, and nothing else is read from the hub: "
-            f"`omni-train convert {model} TARGET --codec_folder {(model / odd[0]).parent}` writes it as safetensors; push that"
+            f"{model / bad[0]} is neither JSON nor safetensors, and nothing else is read from the hub: "
+            f"`omni-train convert {model} TARGET --codec_folder {(model / bad[0]).parent}` writes it as safetensors; push that"
         )
     check_whole(model)
     adapters = adapters_in(model)

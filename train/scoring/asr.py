@@ -177,8 +177,8 @@ class Sphinx:
             from pocketsphinx import Decoder
         except ImportError as error:
             raise UserError('pocketsphinx is not installed; run: pip install "omni-speech[demo]"') from error
-        some = "(" + " | ".join(sorted(set(words))) + ")"
-        rule = some + f" [{some}]" * (longest - 1)
+        grammar = "(" + " | ".join(sorted(set(words))) + ")"
+        rule = grammar + f" [{grammar}]" * (longest - 1)
         grammar = f"#JSGF V1.0;\ngrammar answers;\npublic <answer> = {rule};\n"
         self._decoder = Decoder(lm=None, loglevel="FATAL", samprate=16000)
         self._decoder.add_jsgf_string("answers", grammar)

@@ -95,12 +95,12 @@ class Feed:
         self.waited = time.perf_counter() - start
         clock = self.clock() if self.group.first else 0.0
         flags = [float(self.stop.number == s) for s in SIGNALS]
-        told = torch.tensor([positions, flops, clock, float(failure is not None), float(ended), *flags], dtype=torch.float64)
+        extras = torch.tensor([positions, flops, clock, float(failure is not None), float(ended), *flags], dtype=torch.float64)
         if not self.group.counts:
-            counts, told[:2] = torch.zeros_like(counts), 0
+            counts, extras[:2] = torch.zeros_like(counts), 0
         self.group.phase = "exchange of counts"
         self.group.meet()
-        everyone = self.group.sum_all(torch.cat([counts, told]))
+        everyone = self.group.sum_all(torch.cat([counts, extras]))
         self.held_up = time.perf_counter() - start - self.waited
         positions, flops, clock, failed, ended_in, *flags = everyone[len(counts) :].tolist()
         if failed:

@@ -160,8 +160,8 @@ def updated(now: Configuration, change: Event, started: bool) -> Configuration:
     change = _without_unset(change)
     beta = [key for key in BETA if key in change]
     if beta:
-        told = ", ".join(f"session.{key} (now session.{BETA[key]})" for key in beta)
-        raise ProtocolError(f"unknown, as of the API's beta: {told}", "unknown_parameter", f"session.{beta[0]}")
+        accepted = ", ".join(f"session.{key} (now session.{BETA[key]})" for key in beta)
+        raise ProtocolError(f"unknown, as of the API's beta: {accepted}", "unknown_parameter", f"session.{beta[0]}")
     if started and change.get("type", now.type) != now.type:
         raise ProtocolError(
             f"session.type is {now.type!r} and stays so; open another session for {repr(change['type'])[:40]}",
@@ -263,11 +263,11 @@ def shown(now: Configuration, voices: Voices, session_id: str, expires_at: int) 
     }
 
 
-def ignored(change: Event, told: Event, place: str = "") -> list[str]:
+def ignored(change: Event, accepted: Event, place: str = "") -> list[str]:
     """Places in a change that change nothing here: the session as it is told afterwards does not have them so."""
     found: list[str] = []
     for key, value in change.items():
-        now = told.get(key)
+        now = accepted.get(key)
         if isinstance(value, dict) and isinstance(now, dict):
             found += ignored(value, now, f"{place}{key}.")
         elif (key != "rate" and value not in (None, now, {"id": now})) or (value and place + key in ECHOED):

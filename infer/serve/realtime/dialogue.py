@@ -85,14 +85,14 @@ def turns_of(items: Iterable[ConversationItem]) -> tuple[list[DialogueTurn], Dia
 def prompted(items: Sequence[ConversationItem], own: str, instructions: str) -> DialogueTurn | None:
     """A written turn to be answered where there is no question, as a greeting is: a response's own instructions, or system
     messages since the last turn, or the session's instructions; None without any."""
-    told: list[str] = []
+    texts: list[str] = []
     for item in reversed(items):
         if item.role == "user":  # it could not be answered
             instructions = ""
         if item.role in ("user", "assistant"):
             break
-        told[:0] = [part.text or "" for part in item.content]
-    text = own or "\n".join(told) or instructions
+        texts[:0] = [part.text or "" for part in item.content]
+    text = own or "\n".join(texts) or instructions
     return DialogueTurn(ContentPart("input_text", text), (*PROMPT, None, 0)) if text.strip() else None
 
 

@@ -24,8 +24,8 @@ def told_of(error: Exception) -> ProtocolError:
     if str(error).startswith(OURS):
         return ProtocolError(str(error), "server_error", kind="server_error")
     if isinstance(error, RoomError):
-        told = f"instructions, {str(error).partition(':')[0]}: shorten instructions, history or question"
-        return ProtocolError(told, failure_of(error).code)
+        message = f"instructions, {str(error).partition(':')[0]}: shorten instructions, history or question"
+        return ProtocolError(message, failure_of(error).code)
     failure = failure_of(error)
     return ProtocolError(str(failure), failure.code, failure.param, failure.kind)
 

@@ -41,7 +41,7 @@ class PartialTranscripts:
         self._task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # with those that were cancelled
         self._due = self._asked = 0.0
-        self._told = ""
+        self._sent_text = ""
 
     def follow(self, item: str, first: float, last: float, question: Callable[[], Any]) -> None:
         """More of a turn has come.
@@ -59,7 +59,7 @@ class PartialTranscripts:
 
     def stop(self) -> None:
         """The turn was committed or dropped: what is under way is cancelled, and nobody waits for it."""
-        task, self._task, self._told = self._task, None, ""
+        task, self._task, self._sent_text = self._task, None, ""
         self._due = time.monotonic() + EVERY
         if task is not None:
             task.cancel()
@@ -78,8 +78,8 @@ class PartialTranscripts:
                 return
             session = await self._ready()
             text = await self._text(session, asked, round(CHARACTERS * (seconds + 1)))
-            if text and text != self._told:
-                self._told = text
+            if text and text != self._sent_text:
+                self._sent_text = text
                 self._owner.send({"type": EVENT, "item_id": item, "content_index": 0, "transcript": text})
             session = None
         except UserError:  # nothing was heard yet, or the engine was lost: the turn's own transcript says so

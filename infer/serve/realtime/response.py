@@ -200,12 +200,12 @@ class Response:
 
     async def _tell_place(self) -> None:
         """Tell the page its place while the question waits for room."""
-        told = 0
+        reported = 0
         while self._owner.wants_omni and not self._begun:
             await asyncio.sleep(QUEUE_LOOK)
             place = await self._dialogue.place()
-            if place != told:
-                told = place
+            if place != reported:
+                reported = place
                 self._owner.send({"type": "omni.queue", "response_id": self.id, "place": place})
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -324,8 +324,11 @@ class Response:
         if self._why is not None:
             return "cancelled", {"type": "cancelled", "reason": self._why}
         if error is not None:
-            told = told_of(error)
-            return "failed", {"type": "failed", "error": {"type": told.kind, "code": told.code, "message": str(told)}}
+            cause = told_of(error)
+            return "failed", {
+                "type": "failed",
+                "error": {"type": cause.kind, "code": cause.code, "message": str(cause)},
+            }
         if ended.reason in ("length", "cache"):
             return "incomplete", {"type": "incomplete", "reason": "max_output_tokens"}
         return "completed", None

@@ -182,11 +182,11 @@ class RealtimeSession:
     async def _truncate_item(self, event: protocol.ItemTruncate) -> None:
         item = self.items.find(event.item_id, "item_truncate_invalid_item_id")
         if item.role != "assistant" or not item.content or item.content[0].type != "output_audio":
-            told = f"item {item.id[:80]!r} is no assistant's message with sound, and only those can be cut"
-            raise ProtocolError(told, param="item_id")
+            message = f"item {item.id[:80]!r} is no assistant's message with sound, and only those can be cut"
+            raise ProtocolError(message, param="item_id")
         if event.content_index:
-            told = f"content_index is {event.content_index}, but the sound of a message is its content 0"
-            raise ProtocolError(told, param="content_index")
+            message = f"content_index is {event.content_index}, but the sound of a message is its content 0"
+            raise ProtocolError(message, param="content_index")
         last = self.responses.last
         response = last if last is not None and last.item is item else None
         sent = response.outlet.sent if response is not None else item.sent

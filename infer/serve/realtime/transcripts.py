@@ -46,8 +46,8 @@ class Transcripts:
                 item.content[0].text = "" if item.content[0].silent else await self._text(item, name, where)
             except (UserError, ProtocolError) as error:
                 found = told_of(error)
-                told = {"type": found.kind, "code": "transcription_failed", "message": str(found)}
-                self._owner.send({"type": f"{name}.failed", **where, "error": told})
+                failure = {"type": found.kind, "code": "transcription_failed", "message": str(found)}
+                self._owner.send({"type": f"{name}.failed", **where, "error": failure})
                 return
             usage = {"type": "duration", "seconds": round(item.seconds, 3)}
             self._owner.send({"type": f"{name}.completed", **where, "transcript": item.content[0].text, "usage": usage})

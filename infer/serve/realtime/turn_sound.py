@@ -76,9 +76,9 @@ class TurnSound:
             self._given.append(samples)
             self._count += len(samples)
 
-    def _try(self, how: str, samples: np.ndarray) -> bool:
+    def _try(self, method: str, samples: np.ndarray) -> bool:
         try:
-            getattr(self._listening, how)(samples)
+            getattr(self._listening, method)(samples)
         except UserError:  # too long, or the engine was lost: the question says so
             self.over = True
         return not self.over

@@ -79,8 +79,8 @@ class CallTransport:
         try:
             self.channel.send(data.decode())
         except ValueError:  # larger than the client takes
-            told = f"an event of type {event['type']} with {len(data):,} bytes is larger than your data channel takes"
-            self.put({"event_id": new_id("event"), **ProtocolError(told, "event_too_large", kind="server_error").event()})
+            problem = f"an event of type {event['type']} with {len(data):,} bytes is larger than your data channel takes"
+            self.put({"event_id": new_id("event"), **ProtocolError(problem, "event_too_large", kind="server_error").event()})
 
     def end(self, reason: str) -> None:
         if not self.ending.done():
@@ -253,8 +253,8 @@ def checked_offer(offer: str) -> str:
         raise _bad_offer("is no SDP") from None
     kinds = [one.kind for one in media]
     if sorted(kinds) != ["application", "audio"]:
-        told = ", ".join(kinds)[:100] or "nothing"
-        raise _bad_offer(f"must have one section of audio and one of application (a data channel); it has {told}")
+        problem = ", ".join(kinds)[:100] or "nothing"
+        raise _bad_offer(f"must have one section of audio and one of application (a data channel); it has {problem}")
     sound = media[kinds.index("audio")]
     if sound.direction not in ("sendrecv", "recvonly"):
         raise _bad_offer(f"must take sound (a=sendrecv or a=recvonly); it says {sound.direction}")
@@ -273,5 +273,5 @@ def checked_offer(offer: str) -> str:
     return "\r\n".join(kept) + "\r\n"
 
 
-def _bad_offer(told: str) -> ProtocolError:
-    return ProtocolError(f"the offer {told}", "invalid_offer", "sdp")
+def _bad_offer(problem: str) -> ProtocolError:
+    return ProtocolError(f"the offer {problem}", "invalid_offer", "sdp")

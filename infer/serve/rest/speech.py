@@ -48,13 +48,13 @@ async def speak(job: Job) -> Response:
     if body.form not in ("pcm", "wav"):
         data = await job.while_connected(_file(job, body))
         if body.stream_format == "sse":
-            return event_stream(job, _told(job, _one(data)))
+            return event_stream(job, _events(job, _one(data)))
         return Response(data, media_type=MEDIA[body.form])
     rate: int = job.server.host.engine.sample_rate
     events = await job.while_connected(_begun(job, body))
     pieces = _grown(raw(events, rate), body.form)
     return (
-        event_stream(job, _told(job, pieces))
+        event_stream(job, _events(job, pieces))
         if body.stream_format == "sse"
         else StreamedResponse(job, pieces, MEDIA[body.form])
     )
@@ -88,7 +88,7 @@ async def _one(data: bytes) -> AsyncIterator[bytes]:
     yield data
 
 
-async def _told(job: Job, pieces: AsyncIterator[bytes]) -> AsyncIterator[Event]:
+async def _events(job: Job, pieces: AsyncIterator[bytes]) -> AsyncIterator[Event]:
     """Pieces of sound as events."""
     async for piece in pieces:
         yield {"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()}

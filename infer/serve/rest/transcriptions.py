@@ -71,8 +71,8 @@ async def transcribe(job: Job) -> Response:
     if body.response_format == "json":
         return JSONResponse({"text": text, "usage": usage})
     language = body.language or "unknown"
-    told = {"task": "transcribe", "language": language, "duration": round(seconds, 3), "text": text, "usage": usage}
-    return JSONResponse(told)
+    reply = {"task": "transcribe", "language": language, "duration": round(seconds, 3), "text": text, "usage": usage}
+    return JSONResponse(reply)
 
 
 def read_fields(form: FormData) -> TranscriptionRequest:

@@ -20,7 +20,7 @@ from train.data.batching.examples import ExampleMaker
 from train.data.batching.pipeline import Pipeline
 from train.data.config import PackingConfig
 from train.data.rows.row import Codes, Row, RowTurn, Sound
-from train.data.seeding import dice, key
+from train.data.seeding import key, seeded_rng
 from train.data.sources.mixture import Mixture, TaskMixture
 
 TOKENIZER = Tokenizer.bytes()
@@ -76,7 +76,7 @@ class ToySource:
 
     def row(self, index: int) -> Row:
         self.made.append(index)
-        rng = dice(self.name, self.identity(index))
+        rng = seeded_rng(self.name, self.identity(index))
         g = torch.Generator().manual_seed(key(self.name, self.identity(index)))
         turns = []
         for _ in range(rng.randint(1, self.turns)):

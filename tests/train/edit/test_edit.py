@@ -29,7 +29,7 @@ from train.commands.edit import main, read_command
 from train.data.config import SourceConfig
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Row, RowTurn
-from train.data.seeding import torch_dice
+from train.data.seeding import seeded_generator
 from train.edit.apply import draw_untouched
 from train.edit.config import ApplyConfig, EditEvalConfig, SpeakConfig
 from train.edit.facts import read_facts
@@ -55,7 +55,7 @@ JUDGE = ("--speak.voices", f"[{VOICE}]", "--speak.answer_voice", VOICE, "--voice
 
 def say(text: str, seed: int) -> tuple[Tensor, int]:
     """A voice: noise that depends on the text, a little louder or softer."""
-    return 0.2 * torch.randn(3200, generator=torch_dice("say", text)) * (1 + seed % 3 / 10), 16000
+    return 0.2 * torch.randn(3200, generator=seeded_generator("say", text)) * (1 + seed % 3 / 10), 16000
 
 
 def write(place: Path, lines: list[dict]) -> Path:

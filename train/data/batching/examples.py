@@ -30,7 +30,7 @@ from train.data.batching.transcripts import Alignment
 from train.data.batching.turn_labels import turn_labels
 from train.data.batching.unused import TOO_LONG, Unusable
 from train.data.rows.row import Row, RowTurn, Sound
-from train.data.seeding import dice, torch_dice
+from train.data.seeding import seeded_generator, seeded_rng
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class ExampleMaker:
             codes=codes,
         )
         if number < len(prepared.row.turns) - 1 and self.cut > 0:
-            rng = dice(self.seed, "cut", draw, number)
+            rng = seeded_rng(self.seed, "cut", draw, number)
             if rng.random() < self.cut:
                 ids = interrupted(ids, turn, self.tokenizer, self.codec.frame_rate if self.codec is not None else 1.0, rng)
         return ids, clips
@@ -272,7 +272,7 @@ class ExampleMaker:
             raise (TooLong if len(audio) else UserError)(str(error)) from error
         clean = audio
         if self.augment is not None:
-            changed = augment_audio(audio, self.augment, torch_dice(self.seed, *key))
+            changed = augment_audio(audio, self.augment, seeded_generator(self.seed, *key))
             if len(changed) <= encoder.max_samples or len(audio) > encoder.max_samples:
                 audio = changed  # not where only the slower speed makes it too long for the window
         pieces = encoder.split(audio)
@@ -291,15 +291,15 @@ class ExampleMaker:
     def _vary(self, heard: HeardClip, *key: int | str) -> HeardClip:
         """Augment a clip by the seed `key`."""
         assert self.augment is not None
-        encoder, dice, (mel, frames, voice) = self.model.encoder, torch_dice(self.seed, *key), heard
+        encoder, generator, (mel, frames, voice) = self.model.encoder, seeded_generator(self.seed, *key), heard
         if encoder.fixed_length:
-            changed = augment_mel(mel, self.augment, dice, frames=min(2 * frames, mel.shape[1]))
+            changed = augment_mel(mel, self.augment, generator, frames=min(2 * frames, mel.shape[1]))
             return HeardClip(changed, frames)
         if encoder.feature_floor is None:
-            changed = augment_mel(mel, self.augment, dice)
+            changed = augment_mel(mel, self.augment, generator)
         else:
             rate = encoder.frames_per_second * encoder.feature_frames(1)
-            changed, voice = augment_turn(mel, voice, self.augment, dice, rate, encoder.feature_floor)
+            changed, voice = augment_turn(mel, voice, self.augment, generator, rate, encoder.feature_floor)
         if changed.shape[1] > encoder.feature_frames(encoder.positions):  # as in `_features`
             return heard
         return HeardClip(changed, encoder.frames_of(changed.shape[1]), voice)

@@ -228,9 +228,9 @@ class _Turn:
         if (turn.answer_audio is not None or turn.answer_codes is not None) and not turn.answer_text.strip():
             yield "empty_text", "the spoken answer has no answer_text"
         for name, text in (("question_text", turn.question_text), ("answer_text", turn.answer_text)):
-            odd = next((c for c in text if c == "\ufffd" or (unicodedata.category(c) == "Cc" and c not in "\n\r\t")), None)
-            if odd is not None:
-                yield "odd_text", f"{name} holds the character U+{ord(odd):04X}"
+            control = next((c for c in text if c == "\ufffd" or (unicodedata.category(c) == "Cc" and c not in "\n\r\t")), None)
+            if control is not None:
+                yield "odd_text", f"{name} holds the character U+{ord(control):04X}"
 
     def _rate(self, side: str, text: str, seconds: float | None) -> Iterator[tuple[str, str]]:
         """Check that a text of c characters takes between c / highest and c / lowest + `PAUSE_SECONDS` seconds."""

@@ -197,7 +197,7 @@ def row_judge(
 
     def judge_all(rows: range) -> list[JudgedBlock]:
         items = iter(scan.part(rows))
-        return [block(some) for some in iter(lambda: list(islice(items, BLOCK)), [])]
+        return [block(chunk) for chunk in iter(lambda: list(islice(items, BLOCK)), [])]
 
     return judge_all
 

@@ -96,8 +96,8 @@ class RowMapper:
             with suppress(*_BAD):
                 names, asked = names | dict.fromkeys(record.data), asked | self._asked(record.data, record.where, self.files)
         near = {name: get_close_matches(name, asked - names.keys(), 1) for name in names if name and name not in asked}
-        told = [f"{name} (did you mean {close[0]}?)" if close else name for name, close in near.items()]
-        return f"{UNTAKEN} {', '.join(told[:_TOLD])}{', ...' * (len(told) > _TOLD)}" if told else ""
+        listed = [f"{name} (did you mean {close[0]}?)" if close else name for name, close in near.items()]
+        return f"{UNTAKEN} {', '.join(listed[:_TOLD])}{', ...' * (len(listed) > _TOLD)}" if listed else ""
 
 
 class RecordSource(OpenedSource):

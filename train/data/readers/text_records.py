@@ -110,8 +110,8 @@ class JsonLines(TextRecords):
         where = f"{self.path} line {number + 1}"
         try:
             data = json.loads(raw.removeprefix(codecs.BOM_UTF8).decode().rstrip(", \t\r\n"))
-            odd = (b"N" in raw and b"NaN" in raw) or (b"I" in raw and b"Infinity" in raw)  # single bytes are found faster
-            return _object(where, finite(data) if odd else data)
+            nonfinite = (b"N" in raw and b"NaN" in raw) or (b"I" in raw and b"Infinity" in raw)  # single bytes are found faster
+            return _object(where, finite(data) if nonfinite else data)
         except ValueError as error:
             return Record(where, {}, f"is no JSON ({error}): fix or drop the line")
         except RecursionError:

@@ -21,7 +21,7 @@ from omni.errors import UserError
 from omni.files import replacing, writing
 from train.data.rows.parquet_files import check_columns, has_large_groups, look, one_line, readable, whole
 from train.data.rows.parts import EVERYTHING, PARTS, LeafColumns, Needed
-from train.data.rows.places import DataFile, brought, find_files, how, looked_at, opened
+from train.data.rows.places import DataFile, brought, find_files, looked_at, opened, parquet_open_kwargs
 from train.data.rows.reference import Reference
 from train.data.rows.row import OPTIONAL, Row, features, from_plain, to_plain
 
@@ -101,7 +101,7 @@ class OpenFile:
 
         self.file = file
         with whole(file):
-            self.parquet = pq.ParquetFile(opened(file), page_checksum_verification=True, **how(file))
+            self.parquet = pq.ParquetFile(opened(file), page_checksum_verification=True, **parquet_open_kwargs(file))
         check_columns(file, self.parquet.schema_arrow)
         metadata = self.parquet.metadata
         if metadata.num_rows != count:

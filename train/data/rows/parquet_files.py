@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from train.data.rows.places import DataFile, how, opened
+from train.data.rows.places import DataFile, opened, parquet_open_kwargs
 from train.data.rows.row import OPTIONAL, features
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def first_rows(file: DataFile, group: int, count: int) -> list[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     with readable(file):
-        batches = pq.ParquetFile(opened(file), **how(file)).iter_batches(count, row_groups=[group])
+        batches = pq.ParquetFile(opened(file), **parquet_open_kwargs(file)).iter_batches(count, row_groups=[group])
         batch = next(batches, None)  # None for a group without rows
         return [] if batch is None else batch.to_pylist()
 

@@ -101,7 +101,7 @@ def opened(file: DataFile) -> Any:
     return pa.OSFile(os.fsencode(file)) if isinstance(file, Path) else ObjectReader(file)
 
 
-def how(file: DataFile) -> dict[str, bool]:
+def parquet_open_kwargs(file: DataFile) -> dict[str, bool]:
     """How `pyarrow.parquet.ParquetFile` reads a file: columns side by side are one request to a store.
 
     None is mapped (`memory_map`): a file that gets shorter while it is read would end the process.

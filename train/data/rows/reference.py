@@ -98,10 +98,10 @@ class Reference:
         address, _, fragment = (text or "").partition("#")
         if "://" not in address or not fragment:
             return None
-        told = dict(parse_qsl(fragment, keep_blank_values=True))
+        fields = dict(parse_qsl(fragment, keep_blank_values=True))
         try:
-            numbers = {name: int(told[name]) for name in ("size", "time", "crc32", "start", "stop") if name in told}
-            channels = tuple(int(number) for number in told.get("channels", "").split(",") if number)
+            numbers = {name: int(fields[name]) for name in ("size", "time", "crc32", "start", "stop") if name in fields}
+            channels = tuple(int(number) for number in fields.get("channels", "").split(",") if number)
         except ValueError:
             return None
         here = address.startswith(FILE)
@@ -109,16 +109,16 @@ class Reference:
             return None
         part = SoundPart(numbers.pop("start"), numbers.pop("stop"), channels) if {"start", "stop"} <= numbers.keys() else None
         place = os.fsdecode(unquote_to_bytes(address[len(FILE) :])) if here else unquote(address)
-        return cls(place, version=told.get("version", ""), part=part, **numbers)
+        return cls(place, version=fields.get("version", ""), part=part, **numbers)
 
     def __str__(self) -> str:
-        told: dict[str, Any] = {"size": self.size}
-        told |= {"time": self.time, "crc32": self.crc32} if self.is_file else {"version": self.version}
+        fields: dict[str, Any] = {"size": self.size}
+        fields |= {"time": self.time, "crc32": self.crc32} if self.is_file else {"version": self.version}
         if self.part is not None:
-            told |= {"start": self.part.start, "stop": self.part.stop}
-            told |= {"channels": ",".join(map(str, self.part.channels))} if self.part.channels else {}
+            fields |= {"start": self.part.start, "stop": self.part.stop}
+            fields |= {"channels": ",".join(map(str, self.part.channels))} if self.part.channels else {}
         address = Path(self.address).as_uri() if self.is_file else quote(self.address, safe=_PLAIN)
-        return f"{address}#{urlencode(told, safe=',')}"
+        return f"{address}#{urlencode(fields, safe=',')}"
 
     @property
     def is_file(self) -> bool:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from omni.errors import UserError
 from omni.tasks import find_task
-from train.data.seeding import dice, shuffled, shuffled_all
+from train.data.seeding import seeded_rng, shuffled, shuffled_all
 from train.data.sources.shares import Shares, Weight, check_schedule
 from train.data.sources.streams import StreamDraw
 from train.data.sources.windows import WindowDraw, Windows
@@ -65,7 +65,7 @@ class TaskMixture:
     def task(self, draw: int, turn: int, seed: int) -> str:
         """Draw the task of a turn of that draw."""
         weights = self.weights(draw)
-        return dice(seed, "task", draw, turn).choices(list(weights), list(weights.values()))[0]
+        return seeded_rng(seed, "task", draw, turn).choices(list(weights), list(weights.values()))[0]
 
 
 def check_weights(what: str, weights: Mapping[str, float]) -> None:

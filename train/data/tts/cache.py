@@ -77,7 +77,7 @@ def keep_words(wanted: Mapping[str, Iterable[str]], rate: int, folder: str, prog
     screen.say(
         f"speaking {total} words in {len(lacking)} voice{'s' * (len(lacking) > 1)}; {folder} keeps them for the next run"
     )
-    stopped, told = threading.Event(), _Tally(screen, total)
+    stopped, tally = threading.Event(), _Tally(screen, total)
 
     def speak(voice: str) -> None:
         said: dict[str, Tensor] = {}
@@ -85,7 +85,7 @@ def keep_words(wanted: Mapping[str, Iterable[str]], rate: int, folder: str, prog
             if stopped.is_set():
                 return
             said[word] = _record(voice, word, rate)
-            told.tick()
+            tally.tick()
         _keep(_file(place, voice, rate), voice, rate, said)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -106,15 +106,15 @@ class _Tally:
 
     def __init__(self, screen: Screen, total: int) -> None:
         self.screen, self.total, self.done, self.lock = screen, total, 0, threading.Lock()
-        self.told = time.monotonic()
+        self.shown_at = time.monotonic()
 
     def tick(self) -> None:
         with self.lock:
             self.done += 1
             if self.screen.bar is not None:
                 self.screen.bar.update()
-            elif time.monotonic() - self.told >= LINE_SECONDS:
-                self.told = time.monotonic()
+            elif time.monotonic() - self.shown_at >= LINE_SECONDS:
+                self.shown_at = time.monotonic()
                 self.screen.say(f"{self.done} of {self.total} words ({100 * self.done / self.total:.0f}%)")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from omni.ranges import check_fields, ranged
 from train.data.rows.row import Sound
-from train.data.seeding import dice
+from train.data.seeding import seeded_rng
 from train.data.tts.contract import Voice
 
 
@@ -48,7 +48,7 @@ class SpeakingVoice:
         """Speak the text, see `Voice.say`; a pause is a comma, which every program knows."""
         import torch
 
-        rng, halting = dice(seed, "speaking", text), dice(seed, "hesitant", text)
+        rng, halting = seeded_rng(seed, "speaking", text), seeded_rng(seed, "hesitant", text)
         words = text.split()
         if len(words) > 1 and rng.random() < self.config.pause:
             place = rng.randrange(len(words) - 1)

@@ -20,7 +20,7 @@ from omni.audio.io import audio_info, read_audio
 from omni.errors import UserError
 from omni.plugins import Registry
 from train.data.rows.row import Sound
-from train.data.seeding import dice
+from train.data.seeding import seeded_rng
 from train.data.sources.mixture import check_weights
 from train.data.tts import flite
 from train.data.tts.contract import Voice
@@ -111,7 +111,7 @@ class MixedVoice:
         return self.voices[name].speaker(language, seed) or name
 
     def _drawn(self, seed: int) -> str:
-        return dice(seed, "voice").choices(list(self.voices), self.weights)[0]
+        return seeded_rng(seed, "voice").choices(list(self.voices), self.weights)[0]
 
 
 class _Drawn(NamedTuple):
@@ -153,7 +153,7 @@ class EspeakVoice:
         return f"espeak:{self._settings(language, seed).voice}"
 
     def _settings(self, language: str, seed: int) -> _Drawn:
-        rng = dice(seed, "espeak")
+        rng = seeded_rng(seed, "espeak")
         if self.name:
             voice = _accents(language)[0] + self.name if self.name.startswith("+") else self.name
             return _drawn([voice], rng, self.speaking)
@@ -178,7 +178,7 @@ class FliteVoice:
         return f"flite:{self._settings(seed).voice}"
 
     def _settings(self, seed: int) -> _Drawn:
-        return _drawn(self.voices, dice(seed, "flite"), self.speaking)
+        return _drawn(self.voices, seeded_rng(seed, "flite"), self.speaking)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from train.data.batching.columns import turn_columns
 from train.data.batching.examples import Prepared
 from train.data.batching.interrupt import heard, interrupted
 from train.data.rows.row import RowTurn, Word
-from train.data.seeding import dice
+from train.data.seeding import seeded_rng
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -47,7 +47,7 @@ def test_of_a_cut_answers_text_the_words_heard_are_kept():
     assert [heard(turn, seconds) for seconds in (0.0, 0.05, 0.15, 0.25, 0.35, 9.0)] == [0, 0, 3, 3, 8, 8]
     assert heard(replace(turn, words=()), 0.2) is None and heard(replace(turn, answer_text="1, 2"), 0.2) is None
     whole = Turn("T1A2", question=[1], text=TOKENIZER.encode("one, two"), codes=torch.zeros(4, 10, dtype=torch.long))
-    cuts = [interrupted(whole, turn, TOKENIZER, 25.0, dice(i)) for i in range(40)]
+    cuts = [interrupted(whole, turn, TOKENIZER, 25.0, seeded_rng(i)) for i in range(40)]
     assert {(cut.codes.shape[1], TOKENIZER.decode(cut.text)) for cut in cuts} == {
         (frames, "" if frames < 3 else "one" if frames < 8 else "one, two") for frames in range(10)
     }

@@ -19,7 +19,7 @@ from omni.errors import UserError
 from tests.sounds import encoded
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound, features, to_plain
-from train.data.seeding import torch_dice
+from train.data.seeding import seeded_generator
 
 RATE = 8000
 SIZES = {"codec2": (512, 512, 16, 64), "snac": (4096,) * 7}
@@ -29,7 +29,7 @@ WORDS = ["nought", "one", "two", "three", "four", "five", "six", "seven", "eight
 
 def noise(seconds: float, *key: int | str) -> Tensor:
     """Sound [S] that differs by key."""
-    return (torch.rand(round(seconds * RATE), generator=torch_dice(*key)) - 0.5) * 0.5
+    return (torch.rand(round(seconds * RATE), generator=seeded_generator(*key)) - 0.5) * 0.5
 
 
 def wav(samples: Tensor, rate: int = RATE) -> bytes:
@@ -42,7 +42,7 @@ def row(index: int, codec: str = "codec2", **changes: Any) -> Row:
     words = " ".join(WORDS[int(digit)] for digit in str(index + 100))
     seconds = 0.1 * len(words)
     frames = round(seconds * FRAME_RATES[codec])
-    codes = torch.stack([torch.randint(size, (frames,), generator=torch_dice("codes", index)) for size in SIZES[codec]])
+    codes = torch.stack([torch.randint(size, (frames,), generator=seeded_generator("codes", index)) for size in SIZES[codec]])
     turn = RowTurn(
         question_text=f"say {words}",
         question_audio=Sound(data=wav(noise(seconds, "question", index))),

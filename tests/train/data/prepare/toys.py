@@ -16,7 +16,7 @@ from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
 from train.data.readers import Broken, OpenedSource
 from train.data.rows.row import Codes, Row, RowTurn, Sound
-from train.data.seeding import torch_dice
+from train.data.seeding import seeded_generator
 
 
 class ToySource(OpenedSource):
@@ -39,7 +39,7 @@ class ToySource(OpenedSource):
             yield Broken(f"toy.jsonl row {index}", "no such recording") if index in self.broken else self.row(index)
 
     def row(self, index: int) -> Row:
-        g = torch_dice("toy", index)
+        g = seeded_generator("toy", index)
         question = answer = codes = None
         bad = self.kind == "sound" and index in self.bad_sound
         if self.kind != "text":

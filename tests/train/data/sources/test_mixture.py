@@ -8,7 +8,7 @@ import pytest
 
 from omni.errors import UserError
 from tests.train.data.toys import MODELS, ToySource, codec_of
-from train.data.seeding import dice, key, shuffled, torch_dice
+from train.data.seeding import key, seeded_generator, seeded_rng, shuffled
 from train.data.sources.mixture import Mixture, Stage, TaskMixture
 from train.data.sources.shares import BLOCK
 
@@ -39,8 +39,8 @@ def test_shuffling_prefers_no_place():
 def test_keys_tell_their_parts_apart():
     assert len({key(1, 2), key(12), key("1", 2), key("1", "2"), key(1, "2"), key(2, 1), key("12")}) == 7
     assert key(1, "a") == key(1, "a") < 1 << 63
-    assert dice(3).random() == dice(3).random() != dice(4).random()
-    assert torch_dice(3).initial_seed() == torch_dice(3).initial_seed() != torch_dice(4).initial_seed()
+    assert seeded_rng(3).random() == seeded_rng(3).random() != seeded_rng(4).random()
+    assert seeded_generator(3).initial_seed() == seeded_generator(3).initial_seed() != seeded_generator(4).initial_seed()
 
 
 @pytest.mark.parametrize("weights", [(1.0,), (0.5, 0.3, 0.2), (1, 0, 3), (1e-3, 1.0), (0.1, 0.2, 0.3, 0.4)])

@@ -25,7 +25,7 @@ from omni.errors import UserError
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
 from train.data.readers.templates.script import Script, SlotDialogue, at, read_script, say
 from train.data.rows.row import Row, RowTurn
-from train.data.seeding import dice, key, shuffled
+from train.data.seeding import key, seeded_rng, shuffled
 
 PARTS = ("train", "held_out", "all")
 """Parts of the combinations: those to train on, those kept for evaluation, and both."""
@@ -82,7 +82,7 @@ class DialogueSource(OpenedSource):
         seed, part = options.seed, options.part
         places = [shuffled(index, len(self), seed, "order", len(self))]
         if len(self._joined) > 1:
-            rng = dice(seed, "joined", len(self), index)
+            rng = seeded_rng(seed, "joined", len(self), index)
             count = rng.choices(range(1, len(self._joined) + 1), self._joined)[0]
             others = (place for place in _numbers(rng, len(self)) if not self._find(place)[0].dialogue.begins)
             places += itertools.islice(others, count - 1)
