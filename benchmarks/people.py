@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.bare import BareLoop
-from infer.bench.people import BARGE, PAUSE, Heard, Manner
+from infer.bench.people import BARGE, PAUSE, Manner, PlayedAudio
 from infer.timing import Player
 from omni.generate.history import forgotten_of
 from omni.generate.speech_lm import SpeechLM
@@ -50,7 +50,7 @@ class BarePeople:
     def __init__(self, lm: SpeechLM, manner: Manner, number: int, context: int, seed: int = 0) -> None:
         assert lm.codec is not None
         self.codec, self.manner, self.context = lm.codec, manner, context
-        self.heard: Heard | None = None
+        self.heard: PlayedAudio | None = None
         self.written = 0
         self._most = round(manner.answer_seconds * lm.codec.frame_rate)
         self.loop = BareLoop(lm, manner.question, number, context + self._most + lm.model.layout.max_delay + 1)

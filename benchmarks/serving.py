@@ -26,7 +26,7 @@ from benchmarks.people import BarePeople
 from benchmarks.report import Figures, in_ms, run_checks
 from infer.bench.live import context_of, play, random_folder
 from infer.bench.measure import TASK, first_audio, first_sound, noise, steps_and_readings, whole_answer
-from infer.bench.people import Heard, Manner
+from infer.bench.people import Manner, PlayedAudio
 from infer.bench.random_model import preset_lm
 from infer.device import cpu_threads
 from omni.audio.io import SAMPLE_RATE
@@ -161,7 +161,7 @@ def people(
                 yield f"{number} sessions, engine", _times(run.lateness, run.first_audio, run.underruns, own)
                 loop = BarePeople(reference, manner, number, context, seed=number)
                 loop.play(manner.cycle)
-                loop.heard, cpu, written = Heard(), time.process_time(), loop.written
+                loop.heard, cpu, written = PlayedAudio(), time.process_time(), loop.written
                 loop.play(played)
                 cost = (time.process_time() - cpu) / max(loop.written - written, 1)
                 late, first = (Percentiles.of(values) for values in (loop.heard.lateness, loop.heard.first_audio))

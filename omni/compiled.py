@@ -143,7 +143,7 @@ def embed(tokens: Any, offsets: Any, audio: Any, text: Any, scale: Any, out: Any
 
 @_brief
 def place(input_pos: Any, rows: Any, positions: Any, ring: Any, window: Any, writes: Any, mask: Any) -> None:
-    """Note where rows are fed among the cache's positions [R, S], as `KVCache.attend_to` does.
+    """Note where rows are fed among the cache's positions [R, S], as `KVCache.begin_forward` does.
 
     Args:
         input_pos: [B], -1 for what rests; rows: of the cache, [B].
@@ -164,7 +164,7 @@ def place(input_pos: Any, rows: Any, positions: Any, ring: Any, window: Any, wri
 
 
 @_brief
-def turns(input_pos: Any, frequencies: Any, cos: Any, sin: Any) -> None:
+def rope_cos_sin(input_pos: Any, frequencies: Any, cos: Any, sin: Any) -> None:
     """Write cos and signed sin [B, D] of positions [B] (`omni.model.blocks.rope_table`)."""
     half = len(frequencies)
     for b in range(len(input_pos)):

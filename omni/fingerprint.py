@@ -28,6 +28,6 @@ class Fingerprint:
             and [weight.data_ptr() for weight in self.weights] == self._places
         )
 
-    def acted_on(self) -> bool:
+    def has_forward_hooks(self) -> bool:
         """Whether something is to act beside one of them: a hook."""
         return any(self._hooks)

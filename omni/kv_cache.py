@@ -1,6 +1,6 @@
 """The key/value cache: passed into the model, never held by it.
 
-Two classes share one small interface, `attend_to(input_pos)` once per forward and `update(layer, k, v)` in every layer:
+Two classes share one small interface, `begin_forward(input_pos)` once per forward and `update(layer, k, v)` in every layer:
 
 - `KVCache` is preallocated and written in place; it refuses to be written while autograd records.
 - `FunctionalKVCache` concatenates; gradients flow through it.
@@ -28,7 +28,7 @@ from omni.hardware import to_device
 class Cache(Protocol):
     """Interface of a cache, as the decoder uses it."""
 
-    def attend_to(self, input_pos: Tensor) -> Tensor:
+    def begin_forward(self, input_pos: Tensor) -> Tensor:
         """Start a forward at `input_pos` [B, T]; returns the mask [B, 1, T, S] of the slots that each position may see."""
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +184,7 @@ class KVCache:
     def clean(self, positions: int | None = None) -> None:
         """Zero the forgotten slots of these rows among those that are read (or among the first `positions`, where given).
 
-        `attend_to` does it too; a step that runs compiled or as a captured graph needs it done before.
+        `begin_forward` does it too; a step that runs compiled or as a captured graph needs it done before.
         """
         high = self._visible if positions is None or self.ring else min(positions, self.slots)
         for number in self._numbers:
@@ -193,7 +193,7 @@ class KVCache:
                 torch._foreach_zero_([memory[number, low:high] for memory in self._memory])  # few kernels on a GPU
                 self._clean[number] = high
 
-    def attend_to(self, input_pos: Tensor) -> Tensor:
+    def begin_forward(self, input_pos: Tensor) -> Tensor:
         if input_pos.ndim != 2 or input_pos.shape[0] != self.rows:
             raise UserError(f"input_pos has shape {tuple(input_pos.shape)}; a cache of {self.rows} rows needs [{self.rows}, T]")
         width = input_pos.shape[1]
@@ -217,13 +217,13 @@ class KVCache:
             mask = mask & (held > now - self.window)
         return mask | (now < 0)  # padding attends to everything: its result is not used, but must not become NaN
 
-    def attend_to_some(self, input_pos: Tensor) -> Tensor:
-        """`attend_to` on a CPU, compiled, with a mask [B, 1, T, S] that is added to the scores: 0, or minus infinity. Few of
-        PyTorch's operations: in each the thread gives up the interpreter's lock."""
+    def write_slots_and_mask(self, input_pos: Tensor) -> Tensor:
+        """`begin_forward` on a CPU, compiled, with a mask [B, 1, T, S] that is added to the scores: 0, or minus
+        infinity. Few of PyTorch's operations are used: in each the thread gives up the interpreter's lock."""
         rows = np.arange(self.rows) if self._rows is None else self._rows.numpy()
         now, (batch, columns) = np.ascontiguousarray(input_pos.numpy().reshape(-1)), input_pos.shape
         if batch != len(rows) or (not self.ring and now.max() >= self.slots) or (self.ring and columns > self.chunk):
-            self.attend_to(input_pos)  # which says what is wrong
+            self.begin_forward(input_pos)  # which says what is wrong
         self.clean()
         mask, writes = np.empty((len(now), self._visible), np.float32), np.empty(len(now), np.int64)
         every = np.repeat(rows, columns)
@@ -238,7 +238,7 @@ class KVCache:
                 "train, leave input_pos and cache None, or pass a FunctionalKVCache to train through a cache"
             )
         if self._writes is None:
-            raise RuntimeError("KVCache.update needs attend_to(input_pos) first, once per forward")
+            raise RuntimeError("KVCache.update needs begin_forward(input_pos) first, once per forward")
         dtype, wanted = self.dtype, k.dtype
         if wanted != dtype:
             k, v = k.to(dtype), v.to(dtype)
@@ -274,7 +274,7 @@ class FunctionalKVCache:
         self.values: list[Tensor | None] = [None] * layers
         self.positions: Tensor | None = None
 
-    def attend_to(self, input_pos: Tensor) -> Tensor:
+    def begin_forward(self, input_pos: Tensor) -> Tensor:
         old = self.positions
         held = input_pos if old is None else torch.cat([old, input_pos], dim=1)
         self.positions = held

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from infer.bench.figures import LiveFigures, LiveTable
 from infer.bench.measure import TASK
-from infer.bench.people import Heard, LiveLoad, Manner
+from infer.bench.people import LiveLoad, Manner, PlayedAudio
 from infer.bench.random_model import bench_dtype, random_model, with_encoder_mode
 from infer.device import cpu_threads, is_small
 from infer.options import BenchOptions
@@ -72,7 +72,7 @@ async def play(
         load.invite(number)
         await load.wait(manner.cycle if warm_up is None else warm_up)
         await load.call(engine.call, "engine.clear_stats")
-        heard = load.heard = Heard()
+        heard = load.heard = PlayedAudio()
         start, theirs, own, here = time.perf_counter(), sum(process.cpu_times()[:2]), time.process_time(), engine.decoding
         while (passed := time.perf_counter() - start) < seconds:
             await load.wait(min(1.0, seconds / 8, seconds - passed))

@@ -33,7 +33,7 @@ BARGE = (0.25, 0.75)
 
 
 @dataclass
-class Heard:
+class PlayedAudio:
     """What the listeners of a load noted while it was measured: seconds, and numbers; see `LiveFigures`.
 
     A chunk is due when what came before it has played; the listener waits for one that is late, and later ones are due later.
@@ -80,7 +80,7 @@ class LiveLoad:
     def __init__(self, engine: EngineProcess, manner: Manner, context: int, seed: int = 0) -> None:
         self.engine, self.manner, self.context = engine, manner, context
         self.random, self.over = random.Random(seed), False
-        self.heard: Heard | None = None
+        self.heard: PlayedAudio | None = None
         self._calls = ThreadPoolExecutor(16, "bench-call", torch.set_num_threads, (1,))
         self._people, self._sessions = list[asyncio.Task[None]](), list[Any]()
         self._noting = threading.Lock()
@@ -132,7 +132,7 @@ class LiveLoad:
     async def _turn(self, session: Any) -> float:
         """Asks, and hears the answer out or interrupts it; returns the seconds of silence before the next question."""
         self.note("questions")
-        hearer = await self.call(AnswerHearer, self, session, asyncio.get_running_loop())
+        hearer = await self.call(AnswerListener, self, session, asyncio.get_running_loop())
         await hearer.sounds.wait()
         interrupts = self.random.random() < self.manner.barge_in
         limit = self.random.uniform(*BARGE) * self.manner.answer_seconds if interrupts else None
@@ -148,7 +148,7 @@ class LiveLoad:
         return 0.0 if self.manner.nonstop else max(hearer.end - hearer.played(), 0.0) + self.random.uniform(*PAUSE)
 
 
-class AnswerHearer:
+class AnswerListener:
     """Asks, and hears the answer: notes in the reader thread when its chunks come, and when they were due.
 
     `sounds` and `over` are set in the loop once it sounds, and once it is written; `end` is the seconds of its sound that came.

@@ -67,7 +67,7 @@ class _TransformerStep:
             return x
         cache = self._cache if len(call.rows) == self._cache.rows else self._cache.select(call.rows)
         positions = call.positions(self._place, x.shape[1])
-        mask = cache.attend_to(positions)
+        mask = cache.begin_forward(positions)
         angles = (positions[..., None].float() * layer.inverse_frequencies).repeat(1, 1, 2)[:, None]  # [N, 1, T, D]
         turn = angles.cos(), angles.sin()
         for number, block in enumerate(layer.blocks):

@@ -26,8 +26,8 @@ from omni.attention import attention, multiplied_in, takes_packed
 from omni.audio.mel import samples_before
 from omni.encoder import whisper_compiled
 from omni.encoder.base import Encoder, EncoderStream, register_encoder
-from omni.encoder.heard_frames import HeardFrames
 from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, AttentionGroup, Chunks, Packing, pack
+from omni.encoder.streaming_key_values import StreamingKeyValues
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.fingerprint import Fingerprint
@@ -157,7 +157,7 @@ class WhisperEncoder(Encoder):
             shape = self.compiled_shape()
             self._known = Fingerprint(self.whisper), shape if whisper_compiled.can_be_read(self.whisper) else None
         parts, shape = self._known
-        return shape is not None and self.kernels.compiled(shape, "encoder") and not parts.acted_on()
+        return shape is not None and self.kernels.compiled(shape, "encoder") and not parts.has_forward_hooks()
 
     def _convolve(self, mels: Tensor, packing: Packing) -> Tensor:
         """Both convolutions (kernel 3; stride 1, then 2) as linear maps of neighbouring rows: `[sum T, D]`.
@@ -227,7 +227,7 @@ class WhisperStream(EncoderStream):
         self.before = torch.zeros(samples_before(self.config.hop))
         self.mels = like.new_zeros(2, self.config.n_mels)
         self.row = like.new_zeros(1, self.config.width)
-        self.heard = [HeardFrames(self.history) for _ in range(self.config.layers)]
+        self.heard = [StreamingKeyValues(self.history) for _ in range(self.config.layers)]
 
     def copy(self) -> WhisperStream:
         """Another stream, which goes on from here by itself."""
@@ -343,7 +343,7 @@ class EncoderBlock(ResidualAttentionBlock):
         x = x + self.attn.out(attended)
         return x + self.mlp(self.mlp_ln(x))
 
-    def next_chunk(self, x: Tensor, heard: HeardFrames) -> Tensor:
+    def next_chunk(self, x: Tensor, heard: StreamingKeyValues) -> Tensor:
         """A clip's next chunk `[T, D]`, whose frames also hear those before it."""
         y = self.attn_ln(x)
         q, k, v = (

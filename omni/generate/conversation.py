@@ -22,7 +22,7 @@ from omni.generate.bounds import check_number
 from omni.generate.feature_stream import FeatureStream, KnownFeatures
 from omni.generate.incoming import Withdrawn, is_coming
 from omni.generate.listener import AnswerReader, Listened
-from omni.generate.listening import HeardSoFar, Listening
+from omni.generate.listening import AudioSoFar, Listening
 from omni.generate.messages import Message
 from omni.generate.question import Asked, Coming, Question
 from omni.generate.results import Answer, Clock, Ended, Event
@@ -145,7 +145,7 @@ class Conversation(ABC, Generic[A]):
 
     def ask(
         self,
-        question: Question | Coming | Listening | HeardSoFar | AsyncIterable[Any],
+        question: Question | Coming | Listening | AudioSoFar | AsyncIterable[Any],
         task: Task | str = "A1A2",
         *,
         sample_rate: int = SAMPLE_RATE,
@@ -171,7 +171,7 @@ class Conversation(ABC, Generic[A]):
 
     def read(
         self,
-        question: Question | Coming | Listening | HeardSoFar,
+        question: Question | Coming | Listening | AudioSoFar,
         task: Task | str,
         sample_rate: int,
         seed: int | None = None,
@@ -205,7 +205,7 @@ class Conversation(ABC, Generic[A]):
 
     def _read(
         self,
-        question: Question | Coming | Listening | HeardSoFar,
+        question: Question | Coming | Listening | AudioSoFar,
         task: Task | str,
         sample_rate: int,
         seed: int | None,
@@ -215,7 +215,7 @@ class Conversation(ABC, Generic[A]):
         clock = Clock()
         if isinstance(question, Listening):
             asked = question.asked(self, find_task(task))
-        elif isinstance(question, HeardSoFar):
+        elif isinstance(question, AudioSoFar):
             asked = question.listening.known(find_task(task))
         else:
             asked = self._read_question(question, task, sample_rate)

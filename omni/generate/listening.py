@@ -144,10 +144,10 @@ class Listening:
         await take_all_async(pieces, self.push)
         self._incoming.check()
 
-    def so_far(self) -> HeardSoFar:
+    def so_far(self) -> AudioSoFar:
         """What has been heard by now, as a question for another session of the same engine: `other.ask(listening.so_far(),
         "A1T1")`. Nothing is encoded for it, and what the other session has been asked of this sound before is not fed again."""
-        return HeardSoFar(self)
+        return AudioSoFar(self)
 
     def known(self, task: Task) -> Asked:
         """The question that `so_far` is.
@@ -201,7 +201,7 @@ class Listening:
 
 
 @dataclass(frozen=True)
-class HeardSoFar:
+class AudioSoFar:
     """What has been heard of a sound that is still coming, when it is asked."""
 
     listening: Listening

@@ -154,8 +154,8 @@ class _ForkCache:
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
 
-    def attend_to(self, input_pos: Tensor) -> Tensor:
-        mask = self.cache.attend_to(input_pos)
+    def begin_forward(self, input_pos: Tensor) -> Tensor:
+        mask = self.cache.begin_forward(input_pos)
         mask[:, :, -1, mask.shape[3] - 2] = False
         return mask
 

@@ -140,7 +140,7 @@ class Decoder(nn.Module):
         x = self.embed(tokens, features, feature_index)
         mask: Tensor | PackedRows | None
         if input_pos is not None and cache is not None:
-            mask = cache.attend_to(input_pos)
+            mask = cache.begin_forward(input_pos)
             if positions is None:
                 positions = input_pos.clamp_min(0)
         else:

@@ -30,8 +30,8 @@ def fuse(model: nn.Module) -> int:
         linears = [getattr(part, name) for name in getattr(type(part), "TOGETHER", ())]
         if linears and all(map(_plain, linears)) and len({linear.bias is None for linear in linears}) == 1:
             with torch.inference_mode(False), torch.no_grad():
-                weight = as_one([linear.weight for linear in linears])
-                bias = None if linears[0].bias is None else as_one([linear.bias for linear in linears])
+                weight = fuse_weights([linear.weight for linear in linears])
+                bias = None if linears[0].bias is None else fuse_weights([linear.bias for linear in linears])
             linears[0].__dict__["fused"] = FusedWeight(weight, bias, tuple(map(_place, linears)))
             count += 1
     return count
@@ -46,7 +46,7 @@ def _place(linear: nn.Linear) -> tuple[int, int]:
     return linear.weight.data_ptr(), 0 if linear.bias is None else linear.bias.data_ptr()
 
 
-def as_one(weights: Sequence[Tensor]) -> Tensor:
+def fuse_weights(weights: Sequence[Tensor]) -> Tensor:
     """Weights one after another, of which they become views."""
     if len(weights) == 1 and weights[0].is_contiguous():
         return weights[0].detach()

@@ -21,7 +21,7 @@ from omni.fingerprint import Fingerprint
 from omni.kernels import SMALL, StepShape
 from omni.kv_cache import KVCache
 from omni.model.blocks import Attention, Block, RMSNorm, SwiGLU
-from omni.model.fused import as_one
+from omni.model.fused import fuse_weights
 from omni.model.int8 import Int8Linear, few_rows, packed_of, raw_product
 
 Array = np.ndarray[Any, Any]
@@ -57,7 +57,7 @@ class DecoderStep:
         if len(self._blocks) != len(blocks):
             self._blocks = [_BlockStep() for _ in blocks]
         columns = tokens.shape[2]
-        steps = [step if step.is_of(block, columns > 1) else None for step, block in zip(self._blocks, blocks, strict=True)]
+        steps = [step if step.matches(block, columns > 1) else None for step, block in zip(self._blocks, blocks, strict=True)]
         if not any(steps) or (columns > 1 and not all(steps)):
             return None
         if columns > 1 or features is not None:
@@ -68,10 +68,10 @@ class DecoderStep:
             return None
         x = embedded
         (rows, width), shape = x.shape, (tokens.shape[0], columns, x.shape[1])
-        mask = cache.attend_to_some(input_pos)
+        mask = cache.write_slots_and_mask(input_pos)
         cos, sin = (np.empty((rows, 2 * len(decoder.rope)), np.float32) for _ in range(2))
         place = _Place(cache, mask.numpy().reshape(rows, -1), cos, sin)
-        compiled.turns(np.ascontiguousarray(input_pos.numpy().reshape(-1)), decoder.rope.numpy(), cos, sin)
+        compiled.rope_cos_sin(np.ascontiguousarray(input_pos.numpy().reshape(-1)), decoder.rope.numpy(), cos, sin)
         found: list[Tensor] = []
         run: list[tuple[Any, _BlockStep, int]] = []  # neighbours that are one call
         for layer, (block, step) in enumerate(zip(blocks, steps, strict=True)):
@@ -98,14 +98,14 @@ class DecoderStep:
         if decoder.kernels is None or not len(decoder.blocks) or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
         weight: Any = head.weight
-        if type(head) not in (nn.Linear, nn.Embedding) or _acted_on(head) or type(weight) is not nn.Parameter:
+        if type(head) not in (nn.Linear, nn.Embedding) or _has_forward_hooks(head) or type(weight) is not nn.Parameter:
             return None
         if getattr(head, "bias", None) is not None:
             return None
         if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in (x, weight)) or weight.numel() > SMALL:
             return None
         (step,) = self._blocks[:1] or [_BlockStep()]
-        if torch.is_autocast_enabled("cpu") or not step.is_of(decoder.blocks[0], False) or step.shape.numbers != "float32":
+        if torch.is_autocast_enabled("cpu") or not step.matches(decoder.blocks[0], False) or step.shape.numbers != "float32":
             return None
         rows, table = np.ascontiguousarray(x.numpy().reshape(-1, x.shape[-1])), _array(weight)
         out = np.empty((len(rows), len(table)), np.float32)
@@ -115,7 +115,7 @@ class DecoderStep:
     def _embed(self, decoder: Any, tokens: Tensor) -> Array | None:
         """Embeddings [B, W] of one column, in memory of their own; None where they are not float32."""
         tables = decoder.audio_embedding, decoder.text_embedding
-        if any(type(table) is not nn.Embedding or _acted_on(table) for table in tables):
+        if any(type(table) is not nn.Embedding or _has_forward_hooks(table) for table in tables):
             return _owned(decoder.embed(tokens))
         audio, text = (table.weight.numpy(force=True) for table in tables)
         out = np.empty((tokens.shape[0], text.shape[1]), np.float32)
@@ -135,13 +135,13 @@ def _array(x: Tensor) -> Array:
     return np.ascontiguousarray(x.numpy(force=True))
 
 
-def _acted_on(part: nn.Module) -> bool:
+def _has_forward_hooks(part: nn.Module) -> bool:
     return bool(part._forward_hooks or part._forward_pre_hooks)
 
 
 def _normed(norm: nn.RMSNorm, x: Array, shape: tuple[int, ...]) -> Tensor:
     """x [B T, W] normed, as [B, T, W]; in memory of its own."""
-    if type(norm) is not RMSNorm or _acted_on(norm):
+    if type(norm) is not RMSNorm or _has_forward_hooks(norm):
         found: Tensor = norm(torch.from_numpy(x.reshape(shape).copy()))
         return found
     out = np.empty_like(x)
@@ -203,11 +203,11 @@ class _BlockStep:
         self.places: list[int] = []
         self._held: list[Array] = []  # the weights that are read as arrays
 
-    def is_of(self, block: nn.Module, several: bool) -> bool:
+    def matches(self, block: nn.Module, several: bool) -> bool:
         """Whether the block is compiled for one column, or for several: it measured faster, and nothing acts beside a part."""
         if block is not self._block or self._parts is None or not self._parts.same():
             self._look(block)
-        if self.shape is None or self._parts.acted_on():  # type: ignore[union-attr]
+        if self.shape is None or self._parts.has_forward_hooks():  # type: ignore[union-attr]
             return False
         kernels: Any = block._modules["attention"].kernels  # type: ignore[union-attr]
         return kernels is not None and kernels.compiled(self.shape, "prefill" if several else "step")
@@ -228,7 +228,7 @@ class _BlockStep:
                 shape = None
             else:
                 with torch.inference_mode(False), torch.no_grad():
-                    arrays = [as_one(group).numpy() for group in groups if group]
+                    arrays = [fuse_weights(group).numpy() for group in groups if group]
                 if part.q_norm is None:
                     arrays[2:2] = [_NONE, _NONE]
         if len(arrays) > 4:

@@ -165,7 +165,7 @@ def test_training_through_a_functional_cache():
         with guard.step((data(i), cache), trace=True):
             for t in range(3):
                 k, v = model(data(t)).view(1, 1, 4, 2 * WIDTH).chunk(2, dim=-1)
-                cache.attend_to(torch.arange(4)[None] + 4 * t)
+                cache.begin_forward(torch.arange(4)[None] + 4 * t)
                 keys, values = cache.update(0, k, v)
             (keys * values).mean().backward()
             optimizer.step()

@@ -26,7 +26,7 @@ from PIL import Image
 
 from infer.bench import people
 from infer.bench.figures import COLUMNS, LiveFigures, LiveTable, cells, draw
-from infer.bench.people import AnswerHearer, Heard, LiveLoad, Manner
+from infer.bench.people import AnswerListener, LiveLoad, Manner, PlayedAudio
 from omni import plugins
 from omni.codec.registry import CODECS, load_codec
 from omni.config import to_dict
@@ -119,11 +119,11 @@ def manner(**own: Any) -> Manner:
     return replace(Manner(torch.zeros(800), 4 * FRAME, 0.0, False), **own)  # 50 ms of question
 
 
-def played(engine: FakeEngine, how: Manner, done: Callable[[Heard], bool]) -> Heard:
-    async def talk() -> Heard:
+def played(engine: FakeEngine, how: Manner, done: Callable[[PlayedAudio], bool]) -> PlayedAudio:
+    async def talk() -> PlayedAudio:
         load = LiveLoad(engine, how, 64)  # type: ignore[arg-type]
         try:
-            heard = load.heard = Heard()
+            heard = load.heard = PlayedAudio()
             load.invite(1)
             end = time.perf_counter() + 20
             while not done(heard):
@@ -158,7 +158,7 @@ def test_lateness_is_when_a_chunk_came_less_when_it_was_due(monkeypatch: pytest.
     loop.call_soon_threadsafe = lambda set_: set_()
     events: list[Event] = []
     now[0] = 99.5
-    hearer = AnswerHearer(load, session, loop)  # type: ignore[arg-type]
+    hearer = AnswerListener(load, session, loop)  # type: ignore[arg-type]
     for number, at in enumerate((100.0, 100.0, 100.1, 100.1)):
         now[0] = at
         events.append(AudioChunk(torch.zeros(1), number * FRAME, (number + 1) * FRAME))
@@ -205,12 +205,12 @@ def test_questions_from_before_it_is_measured_are_left_out() -> None:
     """Their sound counts, and how long it took to come does not."""
     engine = FakeEngine([0.15, 0.15, 0.2])
 
-    async def talk() -> Heard:
+    async def talk() -> PlayedAudio:
         load = LiveLoad(engine, manner(), 64)  # type: ignore[arg-type]
         load.invite(1)
         while engine.count("ask") < 1:
             await load.wait(0.002)
-        heard = load.heard = Heard()
+        heard = load.heard = PlayedAudio()
         while heard.answers < 1:
             await load.wait(0.002)
         load.heard = None

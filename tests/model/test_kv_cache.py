@@ -299,7 +299,7 @@ def test_a_compiled_step_makes_no_buffer_as_large_as_a_layer(monkeypatch):
     view = cache.select(range(3)).limit(64)
 
     def step(position, x):
-        mask = view.attend_to(position)
+        mask = view.begin_forward(position)
         for layer in range(2):
             x = attention(x, *view.update(layer, x, x + 1), mask)
         return x

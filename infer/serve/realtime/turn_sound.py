@@ -11,7 +11,7 @@ import numpy as np
 from infer.serve.realtime.configuration import PCM_RATE
 from infer.serve.realtime.input_buffer import InputBuffer
 from omni.errors import UserError
-from omni.generate.listening import HeardSoFar
+from omni.generate.listening import AudioSoFar
 from omni.generate.turn_end import TurnFrames
 
 PIECE = 0.1
@@ -50,7 +50,7 @@ class TurnSound:
         if self.over:
             await self.drop()
 
-    def so_far(self) -> HeardSoFar | None:
+    def so_far(self) -> AudioSoFar | None:
         """What was heard of it by now, as a question; None where it is not listened to."""
         return None if self._listening is None or self.over else self._listening.so_far()
 

@@ -47,7 +47,7 @@ class Clip:
     turn: Tensor | None = None
 
 
-class HeardClip(NamedTuple):
+class ClipFeatures(NamedTuple):
     """A window of a question's sound: features [M, F], its number of encoder frames, and frames with speech [F] bool, None
     where nobody asks for them."""
 
@@ -97,7 +97,7 @@ class Prepared:
     def __init__(self, row: Row, kept_as: tuple[int, int] | None = None) -> None:
         self.row = row
         self.kept_as = kept_as
-        self.heard: dict[int, list[HeardClip]] = {}
+        self.heard: dict[int, list[ClipFeatures]] = {}
         self.codes: dict[int, Tensor] = {}
         self.ids: dict[str, list[int]] = {}
 
@@ -263,7 +263,7 @@ class ExampleMaker:
             clips.append(Clip(mel, frames, transcript, None if voice is None else turn_labels(voice, frames)))
         return clips
 
-    def _features(self, audio: Tensor, *key: int | str) -> list[HeardClip]:
+    def _features(self, audio: Tensor, *key: int | str) -> list[ClipFeatures]:
         """Features [M, F] and encoder frames of each window of a question [S], its sound augmented by the seed `key`."""
         encoder, stack = self.model.encoder, self.model.projector.stack
         try:
@@ -281,20 +281,20 @@ class ExampleMaker:
                 f"the question lasts {len(audio) / SAMPLE_RATE:.1f} s and is split into windows of {encoder.positions} frames, "
                 f"which projector.stack {stack} does not divide: cut it, or change one of them"
             )
-        heard = [HeardClip(encoder.features(piece), encoder.clip_frames(len(piece))) for piece in pieces]
+        heard = [ClipFeatures(encoder.features(piece), encoder.clip_frames(len(piece))) for piece in pieces]
         if not self.model.turn or len(heard) > 1:
             return heard
         voice = speech(heard[0].mel if self.augment is None or self.augment.noise_snr_db is None else encoder.features(clean))
         place = torch.arange(heard[0].mel.shape[1]) * len(voice) // heard[0].mel.shape[1]  # speed may have changed the length
         return [heard[0]._replace(voice=voice[place])]
 
-    def _vary(self, heard: HeardClip, *key: int | str) -> HeardClip:
+    def _vary(self, heard: ClipFeatures, *key: int | str) -> ClipFeatures:
         """Augment a clip by the seed `key`."""
         assert self.augment is not None
         encoder, generator, (mel, frames, voice) = self.model.encoder, seeded_generator(self.seed, *key), heard
         if encoder.fixed_length:
             changed = augment_mel(mel, self.augment, generator, frames=min(2 * frames, mel.shape[1]))
-            return HeardClip(changed, frames)
+            return ClipFeatures(changed, frames)
         if encoder.feature_floor is None:
             changed = augment_mel(mel, self.augment, generator)
         else:
@@ -302,7 +302,7 @@ class ExampleMaker:
             changed, voice = augment_turn(mel, voice, self.augment, generator, rate, encoder.feature_floor)
         if changed.shape[1] > encoder.feature_frames(encoder.positions):  # as in `_features`
             return heard
-        return HeardClip(changed, encoder.frames_of(changed.shape[1]), voice)
+        return ClipFeatures(changed, encoder.frames_of(changed.shape[1]), voice)
 
     def _codes(self, prepared: Prepared, number: int, turn: RowTurn) -> Tensor:
         """Codes [A, F] of the answer: the row's own, or encoded from its audio."""

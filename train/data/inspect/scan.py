@@ -19,7 +19,7 @@ from omni.errors import UserError
 from train.console.progress import Display, Kind
 from train.data.readers.records import plain_rows
 from train.data.rows.parquet_files import one_line
-from train.data.rows.places import DataFile, find_files, looked_at, opened, reading
+from train.data.rows.places import DataFile, find_files, opened, parallel_map, reading
 from train.data.rows.row import OPTIONAL, ROW_VERSION, Row, features, from_plain
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Scan:
         if counts is None:
             display = Display(len(self.files), kind=progress if len(self.files) > MANY else "off")
             counts = []
-            for metadata, _ in looked_at(self._head, self.files):
+            for metadata, _ in parallel_map(self._head, self.files):
                 counts.append(metadata.num_rows if metadata else 0)
                 display.tick(1, 0.0)
             display.close()

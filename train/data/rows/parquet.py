@@ -21,7 +21,7 @@ from omni.errors import UserError
 from omni.files import replacing, writing
 from train.data.rows.parquet_files import check_columns, has_large_groups, look, one_line, readable, whole
 from train.data.rows.parts import EVERYTHING, PARTS, LeafColumns, Needed
-from train.data.rows.places import DataFile, brought, find_files, looked_at, opened, parquet_open_kwargs
+from train.data.rows.places import DataFile, brought, find_files, opened, parallel_map, parquet_open_kwargs
 from train.data.rows.reference import Reference
 from train.data.rows.row import OPTIONAL, Row, features, from_plain, to_plain
 
@@ -148,7 +148,7 @@ class StoredRows:
         for one in [path] if isinstance(path, (str, os.PathLike)) else path:
             found, seen = find_files(one), list[int]()
             counts = found.counts()
-            for metadata, schema in looked_at(look, found.files if counts is None else found.files[:1]):
+            for metadata, schema in parallel_map(look, found.files if counts is None else found.files[:1]):
                 seen.append(metadata.num_rows)
                 absent.append({name for name in OPTIONAL if name not in schema.names})
                 large = large or has_large_groups(metadata)

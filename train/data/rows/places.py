@@ -124,7 +124,7 @@ def brought(file: DataFile) -> str:
     return str(file if isinstance(file, Path) else local_file(file))
 
 
-def looked_at(look: Callable[[DataFile], Found], files: Iterable[DataFile]) -> Iterator[Found]:
+def parallel_map(look: Callable[[DataFile], Found], files: Iterable[DataFile]) -> Iterator[Found]:
     """What `look` finds in each file; a store's files are looked at side by side."""
     files = list(files)
     if not any(isinstance(file, StoredObject) for file in files):

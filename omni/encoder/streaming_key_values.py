@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class HeardFrames:
+class StreamingKeyValues:
     """Keys and values of a clip's last frames in one layer, in memory of twice their size: each is copied few times.
 
     Args:
@@ -20,7 +20,7 @@ class HeardFrames:
         self.memory: Tensor | None = None
         self.shared = False  # with another, so that it is not written
 
-    def copy(self) -> HeardFrames:
+    def copy(self) -> StreamingKeyValues:
         """Another one, which copies what is held once more is heard."""
         found = copy(self)
         found.shared = True
