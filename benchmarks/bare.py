@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infer.bench.measure import TASK
-from omni.attention import attention
+from omni.cpu.kernels import Kernels, apply, multiply
 from omni.generate.question import Asked, encode_questions
 from omni.generate.speech_lm import SpeechLM
-from omni.kernels import Kernels, apply, multiply
+from omni.model.attention import attention
 from omni.model.blocks import Block
 from omni.model.int8 import FEWEST, Int8Linear, exact, packed_of
 from omni.model.int8_model import Int8Embedding

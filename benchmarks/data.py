@@ -34,8 +34,8 @@ from omni.audio.io import SAMPLE_RATE
 from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ
 from omni.config import preset
-from omni.profiling import in_turns, ratio, seconds_of
 from omni.text import Tokenizer
+from omni.utils.profiling import in_turns, ratio, seconds_of
 from train.data.batching.examples import ExampleMaker
 from train.data.batching.loader import StepLoader
 from train.data.batching.pipeline import Pipeline

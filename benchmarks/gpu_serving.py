@@ -29,8 +29,8 @@ from omni.generate.runner import Runner
 from omni.generate.sampling import GREEDY, Sampling
 from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel
-from omni.profiling import seconds_of, timed
 from omni.tasks import Turn, prompt
+from omni.utils.profiling import seconds_of, timed
 
 SAMPLED = Sampling(0.8, 40)
 STEPS = (

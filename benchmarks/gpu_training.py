@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.report import Figures, run_checks
-from omni.attention import PackedRows, takes_packed
-from omni.attention import attention as attend
 from omni.config import ModelConfig, preset
-from omni.hardware import peak_flops, synchronize
 from omni.layout import IGNORE
-from omni.profiling import timed
+from omni.model.attention import PackedRows, takes_packed
+from omni.model.attention import attention as attend
 from omni.tasks import TASKS
+from omni.utils.hardware import peak_flops, synchronize
+from omni.utils.profiling import timed
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch

@@ -31,13 +31,13 @@ from infer.bench.random_model import preset_lm
 from infer.device import cpu_threads
 from omni.audio.io import SAMPLE_RATE
 from omni.config import preset as named
+from omni.cpu.kernels import measure_kernels
 from omni.encoder.whisper_config import EncoderMode
 from omni.engine.process import EngineProcess
 from omni.engine.stats import Percentiles
 from omni.generate.speech_lm import SpeechLM
-from omni.kernels import measure_kernels
 from omni.model.int8_model import is_int8
-from omni.profiling import seconds_of
+from omni.utils.profiling import seconds_of
 
 PIECE = 0.02
 """Seconds of a piece of a question, which comes when it would be spoken."""

@@ -27,9 +27,9 @@ from benchmarks.report import Figures, run_checks
 from omni.config import preset
 from omni.errors import UserError
 from omni.files import sync
-from omni.hardware import synchronize
 from omni.layout import IGNORE
-from omni.profiling import GIB, PeakMemory, free_memory, in_turns, ratio, seconds_of, timed
+from omni.utils.hardware import synchronize
+from omni.utils.profiling import GIB, PeakMemory, free_memory, in_turns, ratio, seconds_of, timed
 from train.balance.section import BalanceSection, check_balance
 from train.checkpoint.state import capture
 from train.config.parse import read_fit_config

@@ -17,7 +17,7 @@ from typing import NoReturn
 from infer.messages import in_options
 from omni.errors import UserError, in_one_line
 from omni.plugins import take_plugins
-from omni.process import BROKEN_PIPE, FAILED, INTERRUPTED, all_imported, forget, lead, open_streams, say
+from omni.utils.process import BROKEN_PIPE, FAILED, INTERRUPTED, all_imported, forget, lead, open_streams, say
 
 USER_MISTAKE = 2
 

@@ -23,8 +23,8 @@ from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta, Timings
 from omni.generate.sampling import Sampling
 from omni.generate.session import Session
-from omni.hardware import find_device
 from omni.tasks import Task
+from omni.utils.hardware import find_device
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from omni.checkpoint.places import CONFIG, adapters_in, check_folder
 from omni.errors import UserError
 from omni.files import real_place, replaceable
 from omni.generate.bounds import BOUNDS, Bound, check_number
-from omni.hardware import QUANTIZED, check_device, check_dtype, check_kernels, check_quantize
 from omni.pretrained import find_model
-from omni.remote import refuse_remote
 from omni.stores.reading import local_path
 from omni.tasks import Task
+from omni.utils.hardware import QUANTIZED, check_device, check_dtype, check_kernels, check_quantize
+from omni.utils.remote import refuse_remote
 
 THREADS_PER_CORE = 4
 """Most threads per core; more would only wait for each other, and each takes a stack."""

@@ -11,8 +11,8 @@ import jsonargparse
 
 from infer.given import take_questions
 from infer.options import AskOptions, BenchOptions, ChatOptions, QuantizeOptions, ServeOptions
-from omni.arguments import StrictParser
 from omni.errors import UserError, closest
+from omni.utils.arguments import StrictParser
 
 COMMANDS: dict[str, type[Any]] = {
     "ask": AskOptions,

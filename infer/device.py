@@ -10,8 +10,8 @@ import torch
 
 from omni.checkpoint.folder import stored_dtype
 from omni.checkpoint.places import WEIGHTS
-from omni.hardware import find_dtype, multiplies_bf16
 from omni.model.speech_model import SpeechModel
+from omni.utils.hardware import find_dtype, multiplies_bf16
 
 SMALL_MODEL = 64 << 20
 """Bytes of weights below which one thread is as fast as several: each operation of a step then takes microseconds,

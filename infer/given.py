@@ -12,7 +12,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from omni.arguments import is_option
+from omni.utils.arguments import is_option
 
 SOUND, TEXT = "s", "t"
 

@@ -14,8 +14,8 @@ from omni.audio.wav import FORMATS
 from omni.errors import UserError
 from omni.files import beside, replaceable
 from omni.pretrained import NAMES, QUESTION, find_model, find_question, shipped
-from omni.remote import refuse_remote
 from omni.tasks import TASKS, Task, find_task
+from omni.utils.remote import refuse_remote
 
 PIPE = "-"
 """Standard input among the questions, standard output as a place for the answer."""

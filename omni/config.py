@@ -20,8 +20,8 @@ from omni.encoder.config import EncoderConfig, encoder_kind
 from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
 from omni.errors import UserError, closest
 from omni.layout import LARGEST, Layout
-from omni.ranges import check_fields, ranged
 from omni.tasks import find_task
+from omni.utils.ranges import check_fields, ranged
 
 T = TypeVar("T")
 

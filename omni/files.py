@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from omni.errors import UserError
-from omni.remote import refuse_remote
+from omni.utils.remote import refuse_remote
 
 LONGEST = 255
 """Longest file name, in bytes, that file systems accept."""

@@ -42,7 +42,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from omni.errors import UserError
-from omni.ranges import check_fields
+from omni.utils.ranges import check_fields
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from omni.errors import RoomError, UserError
 from omni.files import refuse_pointer
-from omni.remote import refuse_remote
+from omni.utils.remote import refuse_remote
 
 
 class Tokenizer:

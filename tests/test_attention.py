@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
-from omni.attention import PackedRows, _ampere, attention, takes_packed
 from omni.config import preset
+from omni.model.attention import PackedRows, _ampere, attention, takes_packed
 from omni.model.decoder import causal_mask
 from omni.model.speech_model import SpeechModel
 
@@ -26,7 +26,7 @@ OTHER_DOORS = {
     "flex_attention",
     "varlen_attn",
 }
-OPEN = {"omni/attention.py"}
+OPEN = {"omni/model/attention.py"}
 """The door."""
 
 
@@ -55,7 +55,7 @@ def test_attention_has_one_door() -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What was asked of cuDNN, as in a process that has made no model yet."""
     asked: list[bool] = []
-    monkeypatch.setattr("omni.attention._chosen", False)
+    monkeypatch.setattr("omni.model.attention._chosen", False)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
     return asked
 

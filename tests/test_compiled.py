@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omni import compiled
+from omni.cpu import compiled
 
 Array = np.ndarray[Any, Any]
 Place = Callable[..., Array]

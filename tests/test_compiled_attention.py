@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omni import compiled, hardware
+from omni.cpu import compiled
+from omni.utils import hardware
 
 ROWS, SLOTS = 5, 60
 

@@ -71,7 +71,7 @@ def test_names_that_are_not_text_are_printed_in_every_encoding(door: str, env: d
 @pytest.mark.usefixtures("terminal_signals")
 def test_signals_that_are_ignored_stay_so_and_others_end_in_order(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from omni.process import all_imported, lead\n"
+        "import os, signal, sys; from omni.utils.process import all_imported, lead\n"
         "def main():\n"
         "    all_imported()\n"
         "    try:\n"
@@ -105,7 +105,7 @@ SWALLOWED = {
 def test_a_signal_whose_exception_is_swallowed_ends_the_process_all_the_same(name: str, tmp_path: Path) -> None:
     first, then, out = SWALLOWED[name]
     code = (
-        "import os, signal; from omni import process\n"
+        "import os, signal; from omni.utils import process\n"
         "process.GRACE = 0.0\n"
         "def main():\n"
         f"    {first}\n"
@@ -128,7 +128,7 @@ IMPORTERS = {
     "ask": ["-m", "infer", "ask", "--text", "hi", "--model", "model"],
     "late": [
         "-c",
-        "from omni import process\ndef main():\n    process.all_imported(); import torch; return 0\nprocess.lead(main)",
+        "from omni.utils import process\ndef main():\n    process.all_imported(); import torch; return 0\nprocess.lead(main)",
     ],
 }
 
@@ -151,7 +151,7 @@ def test_a_signal_while_a_large_library_is_imported_ends_the_process_at_once(
 @pytest.mark.usefixtures("terminal_signals")
 def test_ctrl_c_raises_as_in_python_when_all_is_imported(tmp_path: Path) -> None:
     code = (
-        "import os, signal; from omni import process\n"
+        "import os, signal; from omni.utils import process\n"
         "def main():\n"
         "    process.all_imported()\n"
         "    try: os.kill(os.getpid(), signal.SIGINT)\n"
@@ -167,7 +167,7 @@ def test_ctrl_c_raises_as_in_python_when_all_is_imported(tmp_path: Path) -> None
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_while_the_interpreter_ends_leaves_no_traceback(number: signal.Signals, tmp_path: Path) -> None:
     code = (
-        "import atexit, os; from omni import process\n"
+        "import atexit, os; from omni.utils import process\n"
         f"def late(): os.kill(os.getpid(), {int(number)}); print('not reached', flush=True)\n"
         "def main():\n"
         "    process.all_imported(); atexit.register(late); return 0\n"
@@ -220,7 +220,7 @@ def test_what_nobody_foresaw_is_one_line_and_code_1(
 
 def test_a_thread_s_end_is_one_line(tmp_path: Path) -> None:
     code = (
-        "import threading; from omni.process import lead\n"
+        "import threading; from omni.utils.process import lead\n"
         "def main():\n"
         "    thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join(); return 0\n"
         "lead(main)\n"
@@ -238,7 +238,7 @@ def test_what_the_library_warns_of_is_a_line(bar: str, own: str, tmp_path: Path)
         f"import logging, sys\ndef main():\n    {bar}\n    {own}\n"
         "    logging.getLogger('omni.stores').warning('not %s', 'read')\n"
         "    logging.getLogger('omni.stores').info('fetching'); return 0\n"
-        "from omni.process import lead\nlead(main)\n"
+        "from omni.utils.process import lead\nlead(main)\n"
     )
     done = call(["-c", code], tmp_path)
     assert not done.returncode

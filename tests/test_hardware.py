@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from omni.attention import attention
-from omni.hardware import PEAK_FLOPS, multiplies_bf16, peak_flops_of
+from omni.model.attention import attention
 from omni.model.blocks import RMSNorm
+from omni.utils.hardware import PEAK_FLOPS, multiplies_bf16, peak_flops_of
 from train.config.sections import FabricConfig
 
 

@@ -143,3 +143,21 @@ def test_no_public_class_name_is_taken_twice():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(name)
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
+STOPPED = {"dice", "heat", "odd", "odds", "some", "those", "told", "faces", "few", "how"}
+"""Identifiers that say less than a noun of the field."""
+
+
+def identifiers(source: str) -> set[str]:
+    """Names that a source gives or asks for."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        found |= {getattr(node, key) for key in ("id", "arg", "name", "attr") if isinstance(getattr(node, key, None), str)}
+    return {name.strip("_") for name in found}
+
+
+def test_names_are_nouns_of_the_field():
+    assert identifiers("def told(few, *, odd=1): return few.how") >= {"told", "few", "odd", "how"}
+    used = {name: identifiers(file.read_text(encoding="utf-8")) & STOPPED for name, file in FILES.items()}
+    assert {name: words for name, words in used.items() if words} == {}

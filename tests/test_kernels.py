@@ -17,13 +17,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from omni import compiled as compiled_module
-from omni import kernels as kernels_module
 from omni.checkpoint.folder import save_folder
 from omni.checkpoint.places import WEIGHTS
-from omni.errors import UserError
-from omni.generate.speech_lm import SpeechLM
-from omni.kernels import (
+from omni.cpu import compiled as compiled_module
+from omni.cpu import kernels as kernels_module
+from omni.cpu.kernels import (
     COMPILED,
     FORMS,
     MODULES,
@@ -45,6 +43,8 @@ from omni.kernels import (
     step_weights,
     use_kernels,
 )
+from omni.errors import UserError
+from omni.generate.speech_lm import SpeechLM
 from omni.model.int8_model import to_int8
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
@@ -417,11 +417,11 @@ def test_a_damaged_file_is_told_and_left_out(case: str, model: SpeechModel, capl
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("omni.kernels").addHandler(handler)
+    logging.getLogger("omni.cpu.kernels").addHandler(handler)
     try:
         assert not load_kernels().measured
     finally:
-        logging.getLogger("omni.kernels").removeHandler(handler)
+        logging.getLogger("omni.cpu.kernels").removeHandler(handler)
     assert len(told) == 1 and str(path) in told[0] and "damaged" in told[0]
 
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from omni import quiet
+from omni.utils import quiet
 
 
 class Kept(logging.Handler):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from omni.errors import UserError
-from omni.ranges import check_fields, ranged
+from omni.utils.ranges import check_fields, ranged
 
 
 @dataclass(frozen=True)

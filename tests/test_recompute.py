@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni.lora.attach import add_adapter
 from omni.lora.config import LoRAConfig
+from omni.model.recompute import Recompute
 from omni.model.speech_model import SpeechModel
-from omni.recompute import Recompute
 from tests.train.objective.test_objective import MODELS, make_examples, pack
 from train.data.batching.batch import Batch
 from train.distributed.fabric import compile_blocks

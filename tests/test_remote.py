@@ -18,8 +18,8 @@ from omni.errors import UserError
 from omni.files import real_place
 from omni.generate.speech_lm import SpeechLM
 from omni.lora.peft import load_adapter
-from omni.remote import refuse_remote, spelled
 from omni.text import Tokenizer
+from omni.utils.remote import refuse_remote, spelled
 from train.data.inspect.measures import BadSound, load
 from train.data.inspect.scan import Scan
 from train.data.readers import ReaderOptions, open_source

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni import hardware, shared_products
-from omni.shared_products import multiply
+from omni.cpu import shared_products
+from omni.cpu.shared_products import multiply
+from omni.utils import hardware
 
 
 def product(numbers: str, x: Tensor, weight: Tensor, scale: Tensor | None = None, threads: int = 1) -> Tensor:
@@ -71,7 +72,7 @@ def test_what_was_compiled_is_found_by_the_next_process(numbers: str) -> None:
 def test_damaged_files_are_told_and_made_again(damage: bytes, tmp_path: Path) -> None:
     """Of functions that are called from Python, and of those that threads call."""
     code = (
-        "import logging, torch; from omni import compiled, shared_products as s; logging.basicConfig(); compiled.start(); "
+        "import logging, torch; from omni.cpu import compiled, shared_products as s; logging.basicConfig(); compiled.start(); "
         "out = torch.empty(1, 1); s.multiply('float32', torch.ones(1, 3), torch.ones(1, 3), None, out, 1); print(out.item())"
     )
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}

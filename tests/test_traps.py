@@ -15,8 +15,8 @@ import torch
 from omni.config import DecoderConfig, ModelConfig
 from omni.encoder.whisper_config import WhisperConfig
 from omni.generate.speech_lm import SpeechLM
-from omni.kv_cache import FunctionalKVCache
 from omni.layout import IGNORE, Layout
+from omni.model.kv_cache import FunctionalKVCache
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Turn, example
 from omni.text import Tokenizer

@@ -14,7 +14,7 @@ def main() -> int:
 
 def script() -> NoReturn:
     """The console script `omni-train`. Unlike `python -m train` it finds this package whatever is in the present folder."""
-    from omni.process import lead
+    from omni.utils.process import lead
 
     lead(main)
 

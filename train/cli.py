@@ -14,7 +14,7 @@ from pathlib import Path
 
 from omni.errors import LostError, UserError, in_one_line
 from omni.plugins import take_plugins
-from omni.process import BROKEN_PIPE, FAILED, INTERRUPTED, all_imported, forget, say
+from omni.utils.process import BROKEN_PIPE, FAILED, INTERRUPTED, all_imported, forget, say
 from train.console.command import check_command
 
 GRACE = 5.0

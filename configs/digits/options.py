@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from omni.errors import UserError
-from omni.ranges import check_fields, ranged
+from omni.utils.ranges import check_fields, ranged
 from train.data.tts.espeak import SAMPLE_RATE
 from train.data.tts.voices import check_spec
 

@@ -21,11 +21,11 @@ from infer.device import bytes_of, cpu_threads
 from infer.options import BenchOptions
 from omni.audio.io import SAMPLE_RATE, read_audio
 from omni.config import preset
+from omni.cpu.kernels import machine, measure_kernels
 from omni.generate.speech_lm import SpeechLM
-from omni.hardware import find_device
-from omni.kernels import machine, measure_kernels
 from omni.pretrained import find_model
-from omni.profiling import GIB, load
+from omni.utils.hardware import find_device
+from omni.utils.profiling import GIB, load
 
 
 class FigureRow(NamedTuple):

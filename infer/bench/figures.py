@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from omni.charts import COLORS, GRID, INK, printable, pyplot_quietly, save_figure
 from omni.engine.stats import Percentiles
+from omni.utils.charts import COLORS, GRID, INK, printable, pyplot_quietly, save_figure
 
 COLUMNS = (
     *("sessions", "loop", "late\nms", "under-\nruns", "step\nms", "first audio\nms", "active", "engine\nCPU", "load\nCPU"),

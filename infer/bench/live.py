@@ -32,19 +32,19 @@ from omni.checkpoint.folder import read_config, save_folder
 from omni.checkpoint.places import CODEC
 from omni.codec.registry import CODECS
 from omni.config import ModelConfig, preset
+from omni.cpu.kernels import machine, measure_kernels
 from omni.engine.measure import powers_to
 from omni.engine.process import EngineProcess
 from omni.engine.stats import Percentiles
 from omni.errors import UserError
-from omni.kernels import machine, measure_kernels
 from omni.model.int8_model import to_int8
 from omni.model.speech_model import SpeechModel
 from omni.pretrained import find_model
-from omni.process import say
-from omni.profiling import GIB
 from omni.stores.reading import local_path
 from omni.tasks import Turn, prompt
 from omni.text import Tokenizer
+from omni.utils.process import say
+from omni.utils.profiling import GIB
 
 
 def live_table(options: BenchOptions, device: torch.device, name: str | None, sound: Tensor) -> LiveTable:

@@ -23,9 +23,9 @@ from omni.generate.results import AudioChunk, Ended, Timings
 from omni.generate.runner import Runner
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
-from omni.hardware import synchronize
-from omni.profiling import seconds_of, timed
 from omni.tasks import TASKS
+from omni.utils.hardware import synchronize
+from omni.utils.profiling import seconds_of, timed
 
 TASK = TASKS["A1A2"]
 

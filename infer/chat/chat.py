@@ -24,11 +24,11 @@ from infer.options import ChatOptions
 from infer.portaudio import load_sounddevice
 from infer.turns.settings import PCM_RATE, Eagerness, SemanticVad, ServerVad
 from infer.turns.vad import Silero
-from omni import hardware
 from omni.edit.deltas import Edits
 from omni.errors import UserError
 from omni.generate.question import longest
 from omni.generate.speech_lm import SpeechLM
+from omni.utils import hardware
 
 TRANSCRIPT_TOKENS = 512
 """Most tokens of a transcript."""

@@ -11,8 +11,8 @@ from infer.options import DEFAULT_MODEL, ChatOptions
 from infer.portaudio import load_sounddevice
 from omni.errors import UserError
 from omni.generate.bounds import BOUNDS, Bound
-from omni.hardware import check_device, check_dtype, check_kernels, check_quantize
-from omni.remote import refuse_remote
+from omni.utils.hardware import check_device, check_dtype, check_kernels, check_quantize
+from omni.utils.remote import refuse_remote
 
 CHAT = {
     "threshold": Bound(0, 1, "0.5 is the default", whole=False),

@@ -30,8 +30,8 @@ from infer.serve.server import Server
 from infer.serve.settings import Answering, ServerLimits, ServeSettings
 from omni.engine.process import EngineProcess
 from omni.errors import SoundWarning, UserError
-from omni.hardware import find_device
-from omni.process import say
+from omni.utils.hardware import find_device
+from omni.utils.process import say
 
 LARGEST_MESSAGE = 21 * 2**20
 """Bytes of a WebSocket's message: 15 MiB of sound in base64, and some more."""

@@ -26,7 +26,7 @@ from omni.audio.resample import StreamResampler, resample
 from omni.audio.sniff import HEAD, container, foreign
 from omni.audio.wav import WavWriter, pcm16, write_wav
 from omni.errors import UserError, warn_about_sound
-from omni.remote import refuse_remote
+from omni.utils.remote import refuse_remote
 
 if TYPE_CHECKING:
     from torch import Tensor

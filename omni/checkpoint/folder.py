@@ -34,10 +34,10 @@ from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
 from omni.convert.lazy import lazies_of
 from omni.errors import PackageError, UserError
 from omni.files import refuse_pointer, replacing_folder
-from omni.hardware import QUANTIZED
 from omni.model.speech_model import SpeechModel
 from omni.stores.reading import local_path, naming
 from omni.text import Tokenizer
+from omni.utils.hardware import QUANTIZED
 
 LOG = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omni.attention import attention
 from omni.codec.streaming import product
 from omni.codec.streams import LayerPlace, RowPlan, StreamCall, StreamStep
-from omni.kv_cache import KVCache
+from omni.model.attention import attention
+from omni.model.kv_cache import KVCache
 
 
 class MimiBlock(NamedTuple):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni.errors import UserError
 from omni.plugins import Registry
-from omni.remote import refuse_remote
+from omni.utils.remote import refuse_remote
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from omni.convert.contract import Foreign
 from omni.convert.kinds import KINDS
 from omni.convert.lazy import WriteCallback
 from omni.errors import UserError, closest
-from omni.remote import refuse_remote
+from omni.utils.remote import refuse_remote
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def quantize_folder(
     it is, with tokenizer, codec and the plain data.
 
     Args:
-        form: of the weights, one of `omni.hardware.QUANTIZED`.
+        form: of the weights, one of `omni.utils.hardware.QUANTIZED`.
         on_progress: called with the bytes of the weights that were read, and the number that will be: each is read for its
             checksum, and rounded in two readings.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from omni.errors import UserError
-from omni.ranges import check_fields, ranged
+from omni.utils.ranges import check_fields, ranged
 
 Sides = Literal["combined", "separate", "one_sided", "x_only", "delta_only"]
 

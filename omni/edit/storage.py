@@ -21,7 +21,7 @@ from omni.edit.deltas import Delta, Edits
 from omni.edit.linears import whole
 from omni.errors import UserError
 from omni.files import replacing_folder
-from omni.remote import refuse_remote
+from omni.utils.remote import refuse_remote
 
 FORMAT_VERSION = 1
 

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from omni.encoder.config import ENCODERS, EncoderConfig, PreparedSound
 from omni.errors import UserError
+from omni.model.recompute import Recompute
 from omni.plugins import named
-from omni.recompute import Recompute
 
 
 class Encoder(nn.Module):
     """An encoder's module.
 
     Attributes:
-        checkpointing: what to compute again in the backward pass, where the encoder can (`omni.recompute`).
+        checkpointing: what to compute again in the backward pass, where the encoder can (`omni.model.recompute`).
     """
 
     config: EncoderConfig

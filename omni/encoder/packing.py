@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from omni.attention import PackedRows
-from omni.hardware import to_device
+from omni.model.attention import PackedRows
+from omni.utils.hardware import to_device
 
 EQUAL_LENGTHS = 1.0
 """Group ratio on a CPU: only clips of one length share a call, so attention does no padded work either.

@@ -22,18 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from whisper.model import AudioEncoder, ResidualAttentionBlock
 
-from omni.attention import attention, multiplied_in, takes_packed
 from omni.audio.mel import samples_before
+from omni.cpu.kernels import Kernels, StepShape
 from omni.encoder import whisper_compiled
 from omni.encoder.base import Encoder, EncoderStream, register_encoder
 from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, AttentionGroup, Chunks, Packing, pack
 from omni.encoder.streaming_key_values import StreamingKeyValues
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
-from omni.fingerprint import Fingerprint
-from omni.hardware import to_device
-from omni.kernels import Kernels, StepShape
-from omni.recompute import run_block, selectively
+from omni.model.attention import attention, multiplied_in, takes_packed
+from omni.model.fingerprint import Fingerprint
+from omni.model.recompute import run_block, selectively
+from omni.utils.hardware import to_device
 
 WHOLE = 0.25
 """Share of the batches in training that are heard whole in mode "chunked"."""
@@ -47,7 +47,7 @@ class WhisperEncoder(Encoder):
         frames = [config.clip_frames(len(clip)) for clip in clips]
         hidden = encoder(mels, lengths, frames)  # [sum(frames), D], clip after clip
 
-    checkpointing: what each block computes again in the backward pass, for less memory (`omni.recompute`).
+    checkpointing: what each block computes again in the backward pass, for less memory (`omni.model.recompute`).
     kernels: what was measured on this CPU, of an encoder that serves.
     """
 
@@ -141,7 +141,7 @@ class WhisperEncoder(Encoder):
         return WhisperStream(self) if self.config.chunk_samples is not None else super().stream()
 
     def compiled_shape(self) -> StepShape | None:
-        """What its blocks are called in measurements (`omni.kernels`); None where they cannot be compiled."""
+        """What its blocks are called in measurements (`omni.cpu.kernels`); None where they cannot be compiled."""
         return whisper_compiled.encoder_shape(self.whisper, self.config.heads)
 
     def _compiled(self) -> bool:

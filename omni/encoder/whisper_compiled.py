@@ -1,4 +1,4 @@
-"""A small Whisper encoder on a CPU, compiled where it measured faster (`omni.compiled`, `omni.kernels`): one call for
+"""A small Whisper encoder on a CPU, compiled where it measured faster (`omni.cpu.compiled`, `omni.cpu.kernels`): one call for
 all clips. Something that acts beside a part (an adapter, an edit, a hook) keeps it as it is.
 
 N clips, M mel bands, F feature frames, T encoder frames, D width.
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from whisper.model import Linear, MultiHeadAttention
 
-from omni import compiled
-from omni.kernels import SMALL, StepShape
+from omni.cpu import compiled
+from omni.cpu.kernels import SMALL, StepShape
 
 Array = np.ndarray[Any, Any]
 

@@ -12,7 +12,7 @@ from omni.audio.io import SAMPLE_RATE
 from omni.audio.mel import HOP, LOWEST, WINDOW, MelFloor, log_mel, mel_frames, samples_before
 from omni.encoder.config import ENCODERS, EncoderConfig, LongAudio
 from omni.errors import UserError, warn_about_sound
-from omni.ranges import check_fields
+from omni.utils.ranges import check_fields
 
 if TYPE_CHECKING:
     from torch import Tensor

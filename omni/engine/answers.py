@@ -22,7 +22,7 @@ EVERY = 16
 """Events after which their number is told to the engine's process; a quarter of what a row is written ahead."""
 
 
-class Sender(Protocol):
+class Peer(Protocol):
     """What answers need of `omni.engine.link.Link`."""
 
     lost: EngineLost | None
@@ -47,7 +47,7 @@ class RemoteAnswer:
         reader: thread that waits for an event, 0 for none; -1 for a task.
     """
 
-    def __init__(self, link: Sender, number: int, asked: Asked, seed: int | None, clock: Clock, pace: Pace, rate: int) -> None:
+    def __init__(self, link: Peer, number: int, asked: Asked, seed: int | None, clock: Clock, pace: Pace, rate: int) -> None:
         self.number, self.asked, self.seed, self.clock, self.pace, self.rate = number, asked, seed, clock, pace, rate
         self.taken = self.acknowledged = self.samples = self.reader = 0
         self._plays: float | None = None  # when a live listener's sound began, less the time in which it waited

@@ -41,8 +41,8 @@ from omni.errors import BusyError, UserError
 from omni.generate.bounds import check_number
 from omni.generate.feature_stream import FeatureStream
 from omni.generate.runner import Runner
-from omni.hardware import release_threads
 from omni.model.speech_model import SpeechModel
+from omni.utils.hardware import release_threads
 
 SPARE = 0.1
 """Seconds until a listener needs sound, in which somebody may be answered who is in no hurry."""

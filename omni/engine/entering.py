@@ -12,11 +12,11 @@ from omni.engine.client import Running
 from omni.generate.prefill import Fork, Prefill, pack
 from omni.generate.rows import RunnerRow
 from omni.generate.runner import Runner
-from omni.hardware import finish_queued
 from omni.lora.attach import active_edits, changes, selection_of
 from omni.lora.selection import using
 from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel
+from omni.utils.hardware import finish_queued
 
 TOGETHER = 16
 """Questions that are prefilled together at most."""

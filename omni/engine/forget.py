@@ -20,11 +20,11 @@ from omni.errors import UserError
 from omni.generate.history import Exchange, Key, forgotten, lay_out
 from omni.generate.prefill import Prefill, pack
 from omni.generate.runner import Runner
-from omni.hardware import finish_queued
 from omni.layout import Layout
 from omni.lora.attach import CHANGING, active_edits, changes, selection_of
 from omni.lora.selection import RowSelection, using
 from omni.tasks import Columns
+from omni.utils.hardware import finish_queued
 
 LOG = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import torch
 from omni.engine.client import Running
 from omni.generate.history import Exchange
 from omni.generate.question import FEATURES_NOT_FINITE, Asked, encode_questions, is_finite
-from omni.hardware import cores, finish_queued
 from omni.lora.selection import using
 from omni.model.speech_model import SpeechModel
+from omni.utils.hardware import cores, finish_queued
 
 TOGETHER = 16
 """Questions that are encoded together at most."""

@@ -22,12 +22,12 @@ from omni.generate.feature_stream import FeatureStream
 from omni.generate.history import Exchange, dropped_for, lay_out
 from omni.generate.question import Asked, encode_questions, is_finite
 from omni.generate.runner import Runner
-from omni.hardware import finish_queued
 from omni.layout import Layout
 from omni.lora.attach import CHANGING, selection_of
 from omni.lora.selection import RowSelection, using
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, Turn
+from omni.utils.hardware import finish_queued
 
 LOG = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 A step is measured as an engine takes it: a runner's step of n rows, while the codec turns a frame of each of n answers into
 sound in another thread. Rows stand in the middle of the cache. There is no encoder, prefill, event or listener in it.
 
-What was measured is kept in the user's cache folder beside the kernels (`omni.kernels`), in a file for each processor and
+What was measured is kept in the user's cache folder beside the kernels (`omni.cpu.kernels`), in a file for each processor and
 PyTorch, by device, threads, number format, kernels, model and codec.
 """
 
@@ -26,12 +26,12 @@ from torch import Tensor
 
 from omni.codec.base import AudioCodec
 from omni.config import to_dict
+from omni.cpu.kernels import machine
 from omni.errors import UserError
 from omni.files import cache_folder, write_json
 from omni.generate.rows import Start
 from omni.generate.runner import Runner
 from omni.generate.sampling import GREEDY
-from omni.kernels import machine
 from omni.model.decoder import Hidden
 from omni.model.int8_model import is_int8
 from omni.model.speech_model import SpeechModel

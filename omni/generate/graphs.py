@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from omni.generate.rows import RunnerRow, Start
-from omni.hardware import capture_lock
+from omni.utils.hardware import capture_lock
 
 REHEARSALS = 3
 """Runs before a capture, in which libraries make their workspaces and choose their kernels."""

@@ -20,8 +20,8 @@ from omni.encoder.config import PreparedSound
 from omni.errors import RoomError
 from omni.generate.feature_stream import FeatureStream, new_sound
 from omni.generate.question import Asked
-from omni.kv_cache import KVCache
 from omni.layout import Layout
+from omni.model.kv_cache import KVCache
 from omni.tasks import Columns, Task, Turn, answer, join, prompt, system_message
 
 Key = tuple[int, ...]

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 
-from omni import compiled
 from omni.checkpoint.folder import LoadedFolder, load_folder
 from omni.checkpoint.places import find_adapter
+from omni.cpu import compiled
+from omni.cpu.kernels import serve_measured
 from omni.errors import UserError
-from omni.hardware import check_kernels, check_quantize, find_device, find_dtype
-from omni.kernels import serve_measured
 from omni.lora.attach import activate, active_names, attach
 from omni.lora.peft import check_base, load_adapter
 from omni.lora.weights import base_weight, has_weight
@@ -23,6 +22,7 @@ from omni.model.int8 import prepare
 from omni.model.int8_model import is_int8
 from omni.model.linears import linears_of
 from omni.model.speech_model import SpeechModel
+from omni.utils.hardware import check_kernels, check_quantize, find_device, find_dtype
 
 LOG = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from omni.hardware import to_device
-from omni.kv_cache import KVCache
 from omni.layout import Layout
 from omni.model.decoder import Hidden
+from omni.model.kv_cache import KVCache
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns
+from omni.utils.hardware import to_device
 
 
 class Prompt(NamedTuple):

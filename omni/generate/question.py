@@ -25,9 +25,9 @@ from omni.errors import UserError, warn_about_sound
 from omni.generate.feature_stream import FeatureStream, KnownFeatures
 from omni.generate.incoming import Incoming, is_coming
 from omni.model.speech_model import SpeechModel
-from omni.remote import refuse_remote
 from omni.tasks import TASKS, Task, Turn, find_task, prompt
 from omni.text import Tokenizer
+from omni.utils.remote import refuse_remote
 
 FEATURES_NOT_FINITE = (
     "the encoder makes features of the question that are not finite numbers: leave out the adapter or the edit that acts on "

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omni import compiled
+from omni.cpu import compiled
 from omni.cursor import Cursor
 from omni.generate.rows import Start
 from omni.generate.sampling import Mode, Sampler, broken_rows, log_probabilities, note_broken
 from omni.generate.staging import Staging
-from omni.hardware import to_device
 from omni.layout import Layout
 from omni.lora.selection import RowSelection, Selection, using
 from omni.model.decoder import Decoder, Hidden
+from omni.utils.hardware import to_device
 
 Array = np.ndarray[Any, Any]
 

@@ -26,10 +26,10 @@ from omni.generate.records import StepRecords
 from omni.generate.row_state import RowState, StepPlan
 from omni.generate.rows import RunnerRow, Start, StepOutput
 from omni.generate.sampling import Mode
-from omni.kv_cache import KVCache
 from omni.lora.attach import active_edits, attached_names, changes
 from omni.lora.selection import RowSelection, all_names, using
 from omni.model.decoder import Hidden
+from omni.model.kv_cache import KVCache
 from omni.model.speech_model import SpeechModel
 
 P = ParamSpec("P")

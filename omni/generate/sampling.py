@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omni import compiled
+from omni.cpu import compiled
 from omni.errors import UserError, closest
 from omni.generate.sampling_config import Sampling
 from omni.generate.staging import Staging

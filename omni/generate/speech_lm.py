@@ -119,7 +119,7 @@ class SpeechLM(Sessions[Session]):
             dtype: of the weights: `float32`, `bfloat16` or `float16`; None and `auto` keep them as they are stored.
             quantize: `int8` for linears and tables in int8 (`omni.model.int8_model`), on a CPU; a folder in int8 is so anyway.
             codec_folder: the codec's weights, where they are not in the folder.
-            kernels: `measured` takes what `omni.kernels` found faster on this CPU, bfloat16 included; `reference` does not.
+            kernels: `measured` takes what `omni.cpu.kernels` found faster on this CPU, bfloat16 included; `reference` does not.
             chunk_ms: how much of a question a chunked encoder hears at once, 0 for all of it; None for what is stored.
 
         Raises:

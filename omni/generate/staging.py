@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from omni.hardware import to_device
+from omni.utils.hardware import to_device
 
 
 class Staging:

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from omni.errors import UserError
-from omni.hardware import to_device
 from omni.lora.config import LoRAConfig
 from omni.lora.layer import LowRank
 from omni.lora.selection import Active, RowSelection, Selection, current
 from omni.model.linears import TEXT_HEAD, linears_of
-from omni.patterns import match_names
+from omni.utils.hardware import to_device
+from omni.utils.patterns import match_names
 
 DEFAULT = "default"
 """Name of an adapter that is added without one."""

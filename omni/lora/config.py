@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from omni.errors import UserError
-from omni.ranges import check_fields, ranged
+from omni.utils.ranges import check_fields, ranged
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class LoRAConfig:
     """Settings of an adapter.
 
     Attributes:
-        targets: names of the linears it adds to, as patterns (`omni.patterns`); by default the decoder's blocks.
+        targets: names of the linears it adds to, as patterns (`omni.utils.patterns`); by default the decoder's blocks.
         rank: columns between A and B.
         alpha: strength; see the module's formula.
         dropout: share of the inputs that A does not see in training.

@@ -36,7 +36,7 @@ from omni.lora.attach import fits
 from omni.lora.config import LoRAConfig
 from omni.lora.weights import AdapterWeights
 from omni.model.linears import TEXT_HEAD, TEXT_TABLE, checksum
-from omni.remote import refuse_remote
+from omni.utils.remote import refuse_remote
 
 CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omni.attention import PackedRows, attention
 from omni.config import DecoderConfig
-from omni.kernels import Kernels, apply
-from omni.kv_cache import Cache
+from omni.cpu.kernels import Kernels, apply
+from omni.model.attention import PackedRows, attention
 from omni.model.fused import fused_product
 from omni.model.int8 import Normed, normed, together
-from omni.recompute import selectively
+from omni.model.kv_cache import Cache
+from omni.model.recompute import selectively
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
@@ -189,7 +189,7 @@ class Block(nn.Module):
         layer: int,
         selective: bool = False,
     ) -> Tensor:
-        """[B, T, W] to [B, T, W]; `selective`: see `omni.recompute`."""
+        """[B, T, W] to [B, T, W]; `selective`: see `omni.model.recompute`."""
         if selective:
             return selectively(self, self.forward, x, rope, mask, cache, layer)
         part, mlp = self.attention, self.mlp

@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omni.attention import PackedRows, multiplied_in, takes_packed
 from omni.config import DecoderConfig
-from omni.kernels import Kernels, StepShape, apply, multiply
-from omni.kv_cache import Cache, KVCache
+from omni.cpu.kernels import Kernels, StepShape, apply, multiply
 from omni.layout import Layout
+from omni.model.attention import PackedRows, multiplied_in, takes_packed
 from omni.model.blocks import Block, RMSNorm, rope_frequencies, rope_table
 from omni.model.int8_model import Int8Embedding
+from omni.model.kv_cache import Cache, KVCache
 from omni.model.quantize import dense_weight, is_quantized
+from omni.model.recompute import Recompute, run_block
 from omni.model.step import DecoderStep, step_shape
-from omni.recompute import Recompute, run_block
 
 
 class Hidden(NamedTuple):
@@ -174,7 +174,7 @@ class Decoder(nn.Module):
         return run_block(block, self.checkpointing if cache is None else False, x, rope, mask, cache, layer)
 
     def step_shape(self) -> StepShape | None:
-        """What a step of its blocks is called in measurements (`omni.kernels`); None where it cannot be compiled."""
+        """What a step of its blocks is called in measurements (`omni.cpu.kernels`); None where it cannot be compiled."""
         return step_shape(self.blocks[0]) if len(self.blocks) else None
 
     # --- heads -----------------------------------------------------------------------------------------------------

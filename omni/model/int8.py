@@ -21,7 +21,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from omni import shared_products
+from omni.cpu import shared_products
 
 MOST = 127
 """Largest number of either sign."""

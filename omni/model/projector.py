@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from omni.config import ProjectorConfig
 from omni.errors import UserError
-from omni.hardware import to_device
 from omni.model.blocks import SwiGLU
 from omni.model.multitask_projector import SHARING, make_sharing
 from omni.tasks import TASKS
+from omni.utils.hardware import to_device
 
 
 class Projector(nn.Module):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.model.linears import checksum_of, text_rows_of
-from omni.patterns import match_names
-from omni.quiet import silence_bitsandbytes
+from omni.utils.patterns import match_names
+from omni.utils.quiet import silence_bitsandbytes
 
 Kind = Literal["nf4", "int8"]
 
@@ -68,7 +68,7 @@ def quantize(
     """Quantise the weights of linears to 4 bits (nf4 with double quantisation) or 8, in place; outputs have the inputs' type.
 
     Args:
-        patterns: names of the linears (`omni.patterns`).
+        patterns: names of the linears (`omni.utils.patterns`).
         dtype: type of the products of nf4, and of its dequantised weights; those of int8 follow the inputs.
         share: sends a value of the first of several processes to all of them: others need no weights to quantise, which may
             lie on the meta device.

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from omni.attention import PackedRows, choose_kernels
 from omni.config import ModelConfig
 from omni.encoder import whisper  # noqa: F401 (registers it)
 from omni.encoder.base import build_encoder
 from omni.errors import UserError
-from omni.kv_cache import Cache, KVCache
 from omni.layout import Layout
+from omni.model.attention import PackedRows, choose_kernels
 from omni.model.decoder import Decoder, Hidden
+from omni.model.kv_cache import Cache, KVCache
 from omni.model.projector import Projector
-from omni.recompute import Recompute
+from omni.model.recompute import Recompute
 
 
 class SpeechModel(nn.Module):

@@ -1,4 +1,4 @@
-"""A step of the decoder on a CPU, or a prefill, compiled where it measured faster (`omni.compiled`, `omni.kernels`).
+"""A step of the decoder on a CPU, or a prefill, compiled where it measured faster (`omni.cpu.compiled`, `omni.cpu.kernels`).
 
 In float32 a small model's blocks are a single call, and in int8 there is one between two products. The float32 weights of one
 input become views of one tensor, so that what changes them in place changes it. In a step, a block beside whose parts
@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from omni import compiled
-from omni.fingerprint import Fingerprint
-from omni.kernels import SMALL, StepShape
-from omni.kv_cache import KVCache
+from omni.cpu import compiled
+from omni.cpu.kernels import SMALL, StepShape
 from omni.model.blocks import Attention, Block, RMSNorm, SwiGLU
+from omni.model.fingerprint import Fingerprint
 from omni.model.fused import fuse_weights
 from omni.model.int8 import Int8Linear, few_rows, packed_of, raw_product
+from omni.model.kv_cache import KVCache
 
 Array = np.ndarray[Any, Any]
 _NONE, _NO_ROWS = np.empty(0, np.float32), np.empty((0, 0), np.float32)
@@ -264,7 +264,7 @@ class _BlockStep:
 
 
 def step_shape(block: nn.Module) -> StepShape | None:
-    """What a block's step is called in measurements (`omni.kernels`); None where it cannot be compiled."""
+    """What a block's step is called in measurements (`omni.cpu.kernels`); None where it cannot be compiled."""
     if type(block) is not Block:
         return None
     part, mlp = block.attention, block.mlp

@@ -17,8 +17,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from omni.errors import PackageError, UserError, closest
-from omni.remote import shown
 from omni.stores.tries import ChangedError, MissingError, is_short, stall_seconds, tried
+from omni.utils.remote import shown
 
 SLOWEST = 64 << 10
 """Bytes a second: a request that is slower as a whole is given up, and made again."""

@@ -21,8 +21,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from omni.errors import PackageError, UserError
-from omni.remote import shown
 from omni.stores.tries import TRIES, MissingError, may_pass, reason, stall_seconds, tried
+from omni.utils.remote import shown
 
 LOG = logging.getLogger(__name__)
 

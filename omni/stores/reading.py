@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 
 from omni.errors import UserError
 from omni.files import flush
-from omni.remote import find_address, shown
 from omni.stores.cache import key_of, own_cache
 from omni.stores.drivers import (
     StoredObject,
@@ -36,6 +35,7 @@ from omni.stores.drivers import (
 from omni.stores.hub import parse_hub, snapshot
 from omni.stores.pointers import POINTED, POINTERS, entry_of, write_pointers
 from omni.stores.tries import MissingError, StoreError
+from omni.utils.remote import find_address, shown
 
 LOG = logging.getLogger(__name__)
 

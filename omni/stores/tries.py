@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from omni.errors import UserError
 from omni.files import FULL, PASSING
-from omni.remote import shown
+from omni.utils.remote import shown
 
 LOG = logging.getLogger(__name__)
 

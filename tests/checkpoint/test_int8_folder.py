@@ -29,8 +29,8 @@ from omni.model.decoder import Hidden
 from omni.model.int8 import Int8Linear
 from omni.model.int8_model import TABLES, Int8Embedding, is_int8, to_int8
 from omni.model.speech_model import SpeechModel
-from omni.profiling import high_water
 from omni.text import Tokenizer
+from omni.utils.profiling import high_water
 from tests.checkpoint.test_folder import CONFIGS
 
 pytestmark = pytest.mark.usefixtures("quick_disk")

@@ -14,7 +14,7 @@ from omni.checkpoint.folder import load_folder, save_folder
 from omni.config import PRESETS, preset
 from omni.convert.huggingface import read, text_config, their_config
 from omni.errors import UserError
-from omni.kv_cache import FunctionalKVCache
+from omni.model.kv_cache import FunctionalKVCache
 from omni.text import Tokenizer
 from tests.close import assert_near
 from tests.convert.hub_toys import TEXT, edit_config, save_text, text_logits, text_model

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from omni.diagnostics import Guard
 from omni.diagnostics.trace.held import held_by, held_in
-from omni.kv_cache import FunctionalKVCache
+from omni.model.kv_cache import FunctionalKVCache
+from omni.model.recompute import Recompute
 from omni.model.speech_model import SpeechModel
-from omni.recompute import Recompute
 from tests.diagnostics import programs
 from tests.diagnostics.programs import WIDTH, Program, data
 from tests.train.objective.test_objective import MODELS, make_examples, pack

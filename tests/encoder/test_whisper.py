@@ -12,12 +12,12 @@ import whisper
 from torch import Tensor
 from whisper.model import AudioEncoder
 
-from omni import compiled
+from omni.cpu import compiled
+from omni.cpu.kernels import COMPILED, Kernels, StepKey, Timing
 from omni.encoder.base import collate
 from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
 from omni.errors import UserError
-from omni.kernels import COMPILED, Kernels, StepKey, Timing
 from tests.close import assert_near
 
 SMALL = WhisperConfig(width=32, heads=2, layers=2, window_seconds=3.0)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from omni.cpu.kernels import COMPILED, Kernels, StepKey, Timing, use_kernels
 from omni.edit.deltas import Delta, Edits
 from omni.engine import client, schedule
 from omni.engine.slots import Slots
@@ -17,7 +18,6 @@ from omni.generate.results import AudioChunk, Event, TextDelta
 from omni.generate.sampling import GREEDY, Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
-from omni.kernels import COMPILED, Kernels, StepKey, Timing, use_kernels
 from omni.lora.attach import activate, add_adapter
 from omni.lora.config import LoRAConfig
 from omni.model.int8_model import to_int8

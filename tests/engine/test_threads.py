@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from omni.cpu.kernels import Kernels, use_kernels
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
-from omni.kernels import Kernels, use_kernels
 from omni.model.int8_model import to_int8
 from tests.close import assert_near
 from tests.generate.conftest import LAYOUTS, make_lm

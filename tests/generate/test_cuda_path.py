@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni import hardware
 from omni.edit.deltas import Delta, Edits
 from omni.generate.results import AudioChunk, TextDelta
 from omni.generate.rows import Start
@@ -32,6 +31,7 @@ from omni.lora.config import LoRAConfig
 from omni.lora.weights import merge, unmerge
 from omni.model.linears import linears_of
 from omni.model.speech_model import SpeechModel
+from omni.utils import hardware
 from tests.generate.conftest import LAYOUTS, make_lm, tone
 from tests.generate.test_runner import begin
 

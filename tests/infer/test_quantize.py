@@ -12,8 +12,8 @@ import torch
 
 from omni.checkpoint.folder import load_folder
 from omni.generate.speech_lm import SpeechLM
-from omni.hardware import find_device
 from omni.model.int8_model import is_int8
+from omni.utils.hardware import find_device
 from tests.infer.conftest import write_question
 
 

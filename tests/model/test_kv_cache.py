@@ -11,9 +11,9 @@ import torch
 from lightning_fabric import Fabric
 from torch import nn
 
-from omni.attention import attention
 from omni.errors import UserError
-from omni.kv_cache import FunctionalKVCache, KVCache
+from omni.model.attention import attention
+from omni.model.kv_cache import FunctionalKVCache, KVCache
 from tests.close import assert_near
 
 from .conftest import random_tokens

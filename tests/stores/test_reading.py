@@ -16,13 +16,13 @@ import pytest
 from omni import stores
 from omni.errors import UserError
 from omni.files import cache_folder
-from omni.remote import find_address
 from omni.stores import reading
 from omni.stores.cache import own_cache
 from omni.stores.drivers import look_up, read_range
 from omni.stores.pointers import POINTERS, pointed_at, stored_size
 from omni.stores.reading import BLOCK, ObjectReader, guarded, local_path
 from omni.stores.tries import ChangedError, StoreError
+from omni.utils.remote import find_address
 from tests.stores.web import web
 
 

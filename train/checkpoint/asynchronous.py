@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from omni.checkpoint.tensors import file_layout
 from omni.files import pages
-from omni.profiling import GIB, free_memory, high_water
+from omni.utils.profiling import GIB, free_memory, high_water
 from train.checkpoint.state import CheckpointContent
 from train.distributed.process_group import ProcessGroup
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from threading import Condition, Thread
 
 from omni.errors import UserError, in_one_line
-from omni.remote import find_address, shown
 from omni.stores.drivers import check_writable, join, look_up_all, write_bytes, write_object
 from omni.stores.reading import download, read_whole
 from omni.stores.tries import MissingError
+from omni.utils.remote import find_address, shown
 from train.checkpoint.retention import LAST, STATE
 
 MARKERS = (STATE, "config.json", "adapter_config.json")

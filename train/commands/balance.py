@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.files import write_json
-from omni.process import end_by_signal, importing
 from omni.tasks import find_task
+from omni.utils.process import end_by_signal, importing
 from train.balance.section import BalanceSection, check_balance
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
@@ -164,7 +164,7 @@ def draw(found: ExperimentCounts, file: Path) -> Path:
     """Draws exact match of every method by task: a point for each seed, and all together with the interval."""
     import numpy as np
 
-    from omni.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
+    from omni.utils.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
 
     pyplot = pyplot_quietly()
     figure_, axis = pyplot.subplots(figsize=(8, 4))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omni.convert.kinds import KINDS
-from omni.process import importing
+from omni.utils.process import importing
 from train.console.options import Parser, given_path
 from train.console.progress import Bar, duration
 from train.convert.options import ConvertOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
-from omni.process import importing
+from omni.utils.process import importing
 from train.console.options import Parser, add_progress, check_least, given_path
 from train.console.tables import print_table
 from train.data.inspect.display import add_processes, chosen_processes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omni.process import importing
+from omni.utils.process import importing
 from train.console.options import Parser, check_least, given_path
 from train.data.inspect.listen import draw, find_row, own_folder, sounds
 from train.data.inspect.scan import Scan

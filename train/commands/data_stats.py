@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni.errors import UserError
-from omni.process import importing
 from omni.tasks import find_task
+from omni.utils.process import importing
 from train.console.options import Parser, add_progress, given_path
 from train.console.progress import counted, duration
 from train.console.tables import print_table

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from omni.remote import spelled
+from omni.utils.remote import spelled
 from train.console.options import Parser, add_progress, check_least, given_path
 from train.console.progress import counted, duration
 from train.console.tables import print_table

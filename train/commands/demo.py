@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from omni.errors import UserError
-from omni.process import importing
+from omni.utils.process import importing
 from train.config.parse import read_run
 
 HELP = """usage: omni-train demo [CONFIG.yaml] [--any.key value ...]

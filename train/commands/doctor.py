@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni.process import end_by_signal, importing
+from omni.utils.process import end_by_signal, importing
 from train.config.parse import read_with_options
 from train.config.run import FitConfig
 from train.console.options import check_least

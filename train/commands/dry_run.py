@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from omni.config import ModelConfig
-from omni.hardware import peak_flops, synchronize
 from omni.plugins import load_plugins, loaded
-from omni.profiling import GIB, PeakMemory
+from omni.utils.hardware import peak_flops, synchronize
+from omni.utils.profiling import GIB, PeakMemory
 from train.config.run import FitConfig
 from train.distributed.fabric import compile_blocks
 from train.objective.flops import StepFlops

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from omni.checkpoint.places import check_folder
-from omni.process import importing, say
-from omni.remote import check_there
+from omni.utils.process import importing, say
+from omni.utils.remote import check_there
 from train.config.parse import ConfigParser, file_first
 from train.console.command import check_command
 from train.console.options import given_model, given_path

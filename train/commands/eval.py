@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
-from omni.process import importing
+from omni.utils.process import importing
 from train.config.parse import ConfigParser, read_fit_config
 from train.console.command import check_folder_to_be
 from train.console.options import Listing, Parser, add_progress, check_least, given_model, given_path

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from traceback import clear_frames
 
 from omni.errors import in_one_line
-from omni.process import importing
+from omni.utils.process import importing
 from train.config.parse import in_folder, read_with_options
 from train.config.run import FitConfig
 

@@ -10,7 +10,7 @@ from typing import Any
 from omni.checkpoint.places import check_folder
 from omni.config import PRESETS
 from omni.errors import UserError
-from omni.process import importing, say
+from omni.utils.process import importing, say
 from train.config.parse import in_folder, read_with_options
 
 HELP = """usage: omni-train plan CONFIG.yaml [--any.key value ...] [options]
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     config, name, options = read_with_options(argv, kinds, check_options, "plan")
     config, as_json = in_folder(config, name), options.pop("json", False)
     with importing():
-        from omni.hardware import PEAK_FLOPS
+        from omni.utils.hardware import PEAK_FLOPS
         from train.plan.plan import make_plan, show
 
     if options.get("gpu", "H100") not in PEAK_FLOPS:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from omni.errors import UserError
-from omni.process import importing
 from omni.stores.hub import CARD
+from omni.utils.process import importing
 from train.console.options import Parser, given_path
 
 

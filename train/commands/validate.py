@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
-from omni.hardware import check_device, check_quantize
-from omni.process import importing, say
 from omni.tasks import find_task
+from omni.utils.hardware import check_device, check_quantize
+from omni.utils.process import importing, say
 from train.config.parse import read_fit_config
 from train.console.options import Parser, check_least, given_model, given_path
 from train.console.progress import shown

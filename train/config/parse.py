@@ -14,9 +14,9 @@ from typing import Any, Literal, Union
 
 import yaml
 
-from omni.arguments import meant
 from omni.errors import UserError
 from omni.plugins import load_plugins, loaded
+from omni.utils.arguments import meant
 from train.config.run import FitConfig
 from train.console.command import GIVE, RECIPES, find_config, load_yaml, read_config
 from train.console.options import Parser

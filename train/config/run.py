@@ -15,7 +15,7 @@ from typing import Any, Literal
 from omni.config import preset
 from omni.errors import UserError
 from omni.plugins import load_plugins
-from omni.ranges import check_fields, ranged
+from omni.utils.ranges import check_fields, ranged
 from train.balance.section import BalanceSection, check_balance
 from train.config.sections import (
     LARGEST_SEED,

@@ -12,9 +12,9 @@ from omni.config import preset
 from omni.errors import UserError
 from omni.lora.config import LoRAConfig
 from omni.pretrained import find_model
-from omni.process import importing
-from omni.ranges import check_fields, ranged
 from omni.tasks import find_task
+from omni.utils.process import importing
+from omni.utils.ranges import check_fields, ranged
 
 LORA = "*.lora.*"
 """Names of adapters' parameters."""
@@ -65,7 +65,7 @@ class FabricConfig:
             keeps the gathering of parameters inside a node.
         tensor_parallel: neighbouring processes that share each matrix of the decoder and compute the same batch (fsdp alone).
         precision: `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed`, or `auto`: `bf16-mixed` where the device multiplies bf16
-            by itself (see `omni.hardware.multiplies_bf16`), else `32-true`; decided when the whole configuration is read. Under
+            by itself, else `32-true`; decided when the whole configuration is read. Under
             `bf16-true` adapters, and what is trained beside them, stay in fp32 (see `train.distributed.precision`).
         checkpointing: what the backward pass computes again instead of keeping it: nothing (`false`), the blocks (`true`;
             least memory, about a third more work), or all in them but products and attention (`selective`).
@@ -110,7 +110,7 @@ class FabricConfig:
         if self.precision != "auto":
             return self
         with importing():
-            from omni.hardware import multiplies_bf16
+            from omni.utils.hardware import multiplies_bf16
 
         return replace(self, precision="bf16-mixed" if multiplies_bf16(self.accelerator) else "32-true")
 

@@ -13,7 +13,7 @@ import yaml
 
 from omni.errors import UserError, closest
 from omni.files import refuse_pointer
-from omni.remote import refuse_remote
+from omni.utils.remote import refuse_remote
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 """Folder of the recipes, `configs` of a checkout: they come with the package, and are found by name."""

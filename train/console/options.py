@@ -10,9 +10,9 @@ from typing import Any, Literal
 import jsonargparse
 import yaml
 
-from omni.arguments import StrictParser
 from omni.errors import UserError
 from omni.pretrained import find_model
+from omni.utils.arguments import StrictParser
 
 
 class Parser(StrictParser, jsonargparse.ArgumentParser):

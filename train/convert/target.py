@@ -10,7 +10,7 @@ from omni.convert.kinds import FLOATS, KINDS
 from omni.encoder.whisper_config import ENCODER_PRESETS
 from omni.errors import UserError, closest
 from omni.files import real_place
-from omni.remote import check_there
+from omni.utils.remote import check_there
 from train.convert.options import ConvertOptions
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from omni.config import from_dict
 from omni.errors import UserError
-from omni.ranges import check_fields, ranged
 from omni.tasks import TASKS, Task, find_task
+from omni.utils.ranges import check_fields, ranged
 from train.data.augment.config import AugmentConfig
 from train.data.readers.contract import ReaderOptions
 from train.data.sources import SourceOptions, find_source

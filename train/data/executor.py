@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from omni.errors import UserError
-from omni.hardware import cores
 from omni.plugins import load_plugins, loaded
+from omni.utils.hardware import cores
 
 LOG = logging.getLogger("omni")
 

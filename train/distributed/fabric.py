@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from omni.convert.lazy import Lazy, LazyTensors
 from omni.errors import UserError
-from omni.quiet import silence
+from omni.utils.quiet import silence
 from train.config.sections import FabricConfig
 from train.distributed.precision import AdapterPrecision
 from train.distributed.process_group import PATIENCE, ProcessGroup

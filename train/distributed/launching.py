@@ -21,7 +21,7 @@ from lightning_fabric import Fabric
 
 from omni.errors import LostError, UserError
 from omni.files import write_whole
-from omni.process import ENDING, say
+from omni.utils.process import ENDING, say
 from train.distributed.collectives import keep_collectives
 from train.distributed.process_group import AGAIN
 

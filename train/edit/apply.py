@@ -18,8 +18,8 @@ from omni.edit.mend import Mend, load_mend
 from omni.edit.storage import save_edits
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
-from omni.patterns import match_names
 from omni.tasks import find_task
+from omni.utils.patterns import match_names
 from train.data.build import build_source
 from train.data.config import SourceConfig
 from train.data.rows.row import Row

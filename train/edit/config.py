@@ -8,8 +8,8 @@ from typing import Literal
 
 from omni.edit.config import FinetuneConfig, MendConfig
 from omni.errors import UserError
-from omni.ranges import check_fields, ranged
 from omni.tasks import find_task
+from omni.utils.ranges import check_fields, ranged
 from train.data.config import DataConfig, SourceConfig
 from train.data.tts.voices import check_spec
 

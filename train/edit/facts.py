@@ -25,8 +25,8 @@ import torch
 
 from omni.config import from_dict
 from omni.errors import UserError
-from omni.remote import check_there
 from omni.text import Tokenizer
+from omni.utils.remote import check_there
 
 
 @dataclass(frozen=True)

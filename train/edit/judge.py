@@ -221,7 +221,7 @@ def _heard(
 
 def draw(figures: Mapping[str, EditFigure], file: Path) -> None:
     """Draws shares as bars with their intervals."""
-    from omni.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
+    from omni.utils.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
 
     pyplot = pyplot_quietly()
     shares = {name: f for name, f in figures.items() if f.low is not None and f.high is not None}

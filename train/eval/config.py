@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from omni.errors import UserError
 from omni.generate.sampling_config import Sampling
-from omni.hardware import check_device, check_dtype, check_quantize
-from omni.ranges import check_fields, ranged
 from omni.tasks import find_task
+from omni.utils.hardware import check_device, check_dtype, check_quantize
+from omni.utils.ranges import check_fields, ranged
 from train.data.readers import ReaderOptions
 from train.scoring.text import find_normaliser
 

@@ -68,7 +68,7 @@ def delay_table(found: Mapping[int, Figures]) -> tuple[list[str], list[list[str]
 def draw_delays(found: Mapping[int, Figures], file: Path) -> Path:
     """Draws the shares and error rates, or all figures where there are none, over the length of a chunk, with 95 % intervals;
     whole clips at the right."""
-    from omni.charts import COLORS, pyplot_quietly, save_figure
+    from omni.utils.charts import COLORS, pyplot_quietly, save_figure
     from train.eval.measures import MEASURES
     from train.eval.pictures import SHARES, errors_of, lengths_of, tidy
 

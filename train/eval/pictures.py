@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from omni.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
+from omni.utils.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
 from train.eval.measures import MEASURES, Figure, pairs_of, shown
 from train.eval.report import TEXT_BEFORE, Record, Run, ScoreChange, signed
 

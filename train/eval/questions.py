@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from omni.remote import check_there, find_address
 from omni.stores.pointers import stored_size
 from omni.stores.reading import naming
 from omni.tasks import TASKS, Task, find_task
+from omni.utils.remote import check_there, find_address
 from train.data.readers import READERS, Broken, OpenedSource, ReaderOptions, data_path, open_source
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, text

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.files import locked
-from omni.process import importing
 from omni.stores.reading import local_path
 from omni.tasks import Task, find_task
+from omni.utils.process import importing
 from train.console.command import check_folder_to_be
 from train.data.readers import data_path
 from train.eval.config import EvalConfig, Progress

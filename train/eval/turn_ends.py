@@ -151,7 +151,7 @@ def turn_end_table(found: dict[str, dict[str, TurnFigures]]) -> tuple[list[str],
 
 def draw_turn_ends(curve: dict[float, dict[str, TurnFigures]], file: Path) -> Path:
     """Draws cut-offs against the delay's 95 % quantile over the threshold, a line for each kind of pause."""
-    from omni.charts import COLORS, pyplot_quietly, save_figure
+    from omni.utils.charts import COLORS, pyplot_quietly, save_figure
     from train.eval.pictures import tidy
 
     pyplot = pyplot_quietly()

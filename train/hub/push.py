@@ -13,9 +13,9 @@ from omni.errors import UserError
 from omni.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
 from omni.lora.peft import check_folder as check_adapter
 from omni.lora.peft import load_adapter
-from omni.remote import find_address, refuse_remote
 from omni.stores import hub
 from omni.stores.hub import CARD, KINDS, HubAddress, HubRepository, parse_hub
+from omni.utils.remote import find_address, refuse_remote
 from train.checkpoint.retention import CONFIG as RUN_CONFIG
 from train.console.progress import counted, duration, short
 from train.hub.card import CardOptions, write_card, written_here

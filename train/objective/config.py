@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omni.errors import UserError
-from omni.ranges import check_fields, ranged
+from omni.utils.ranges import check_fields, ranged
 
 
 def check_stream_weights(weights: Sequence[float], streams: int) -> None:

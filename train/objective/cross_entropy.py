@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from omni.attention import multiplied_in
+from omni.model.attention import multiplied_in
 
 
 class Heads(NamedTuple):

@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a training step, the numerator of MFU (model FLOPs utilisation); `omni.hardware` has the denominator."""
+"""Counts the FLOPs of a training step, the numerator of MFU (`omni.utils.hardware` has the denominator)."""
 
 from __future__ import annotations
 

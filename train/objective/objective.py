@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from omni.encoder.distance import frame_distances
 from omni.errors import UserError
-from omni.hardware import to_device
 from omni.lora.attach import low_rank
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
+from omni.utils.hardware import to_device
 from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head, no_teacher, no_turn_head
 from train.objective.cross_entropy import Heads, HeadTargets, vocabulary_shards
 from train.objective.distillation import Teacher

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from omni.hardware import to_device
 from omni.tasks import TASKS
+from omni.utils.hardware import to_device
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy, sum_by, task_cross_entropy
 
 if TYPE_CHECKING:

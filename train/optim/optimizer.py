@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
 from omni.model.linears import tied_names
-from omni.patterns import NONE, match_names
-from omni.quiet import silence_bitsandbytes
+from omni.utils.patterns import NONE, match_names
+from omni.utils.quiet import silence_bitsandbytes
 from train.config.sections import GroupConfig, OptimizerConfig
 from train.optim.muon import BatchedMuon
 

@@ -12,9 +12,9 @@ import psutil
 import torch
 
 from omni.errors import UserError
-from omni.hardware import PEAK_FLOPS, peak_flops
 from omni.model.speech_model import SpeechModel
-from omni.profiling import GIB
+from omni.utils.hardware import PEAK_FLOPS, peak_flops
+from omni.utils.profiling import GIB
 from train.config.run import FitConfig
 from train.console.progress import duration, short
 from train.console.tables import print_table

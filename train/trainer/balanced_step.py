@@ -24,7 +24,7 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from omni.errors import UserError
-from omni.patterns import match_names
+from omni.utils.patterns import match_names
 from train.balance.balancer import Balancer, build
 from train.balance.chooser import BalanceReport
 from train.balance.feature_hook import FeatureHook

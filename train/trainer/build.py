@@ -19,10 +19,10 @@ from omni.convert.lazy import LazyTensors, cast, lazies_of
 from omni.errors import UserError
 from omni.files import locked, write_whole
 from omni.generate.speech_time import EXTRA as SPEECH_TIME
-from omni.hardware import peak_flops
 from omni.lora.weights import merged_lazies, merged_state
-from omni.remote import refuse_remote
 from omni.tasks import TASKS
+from omni.utils.hardware import peak_flops
+from omni.utils.remote import refuse_remote
 from train.balance.section import BalanceSection, balanced_tasks
 from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer

@@ -13,7 +13,7 @@ from omni.lora.attach import add_adapter, attach, linear_of, linears_of
 from omni.lora.peft import check_base, load_adapter, save_adapter
 from omni.lora.weights import AdapterWeights, base_checksum, base_weight, replace_whole, weights_of
 from omni.model.quantize import quantize
-from omni.patterns import match_names
+from omni.utils.patterns import match_names
 from train.config.sections import LoRASection
 from train.distributed.process_group import ProcessGroup
 

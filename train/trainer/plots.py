@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omni.charts import COLORS, GRID, INK, printable, pyplot_quietly, save_figure
 from omni.tasks import TASKS
+from omni.utils.charts import COLORS, GRID, INK, printable, pyplot_quietly, save_figure
 from train.console.progress import duration
 from train.trainer.logs import BALANCE, METRICS, VALIDATION, read_table
 

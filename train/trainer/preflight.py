@@ -25,11 +25,11 @@ from omni.model.linears import tied_names
 from omni.model.multitask_projector import SHARING
 from omni.model.quantize import chosen_linears
 from omni.model.speech_model import SpeechModel
-from omni.patterns import match_names
-from omni.profiling import GIB
-from omni.remote import check_there
 from omni.stores.reading import local_path
 from omni.tasks import find_task
+from omni.utils.patterns import match_names
+from omni.utils.profiling import GIB
+from omni.utils.remote import check_there
 from train.checkpoint import config_diff, retention
 from train.checkpoint.upload import check_upload
 from train.config.run import FitConfig, plain_config

@@ -15,7 +15,7 @@ import torch
 
 from omni.errors import UserError, in_one_line
 from omni.files import replacing
-from omni.hardware import synchronize
+from omni.utils.hardware import synchronize
 from train.config.sections import BudgetConfig
 
 FOLDER = "profile"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Literal
 
-from omni.process import ENDING
+from omni.utils.process import ENDING
 
 SIGNALS = (*ENDING, signal.SIGINT)
 

@@ -7,7 +7,7 @@ import zlib
 from omni.encoder.base import Encoder
 from omni.model.linears import crc_of
 from omni.model.speech_model import SpeechModel
-from omni.patterns import match_names
+from omni.utils.patterns import match_names
 from train.config.run import FitConfig
 from train.distributed.process_group import ProcessGroup
 from train.objective.distillation import Teacher, frozen

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omni.errors import LostError, UserError
-from omni.profiling import GIB
+from omni.utils.profiling import GIB
 from train.distributed.process_group import AGAIN, ProcessGroup
 from train.optim.ema import Average
 

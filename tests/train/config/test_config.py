@@ -16,9 +16,9 @@ from omni.config import ModelConfig, from_dict, preset, to_dict
 from omni.errors import UserError
 from omni.lora.attach import add_adapter
 from omni.model.speech_model import SpeechModel
-from omni.patterns import match_names
 from omni.pretrained import find_model
 from omni.text import Tokenizer
+from omni.utils.patterns import match_names
 from train import recipe
 from train.checkpoint.retention import clear
 from train.commands.demo import main as demo

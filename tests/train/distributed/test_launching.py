@@ -92,7 +92,7 @@ def test_a_signal_ends_whoever_waits_at_the_start(number: int) -> None:
         "import os, signal, sys\n"
         "from datetime import timedelta\n"
         "import torch.distributed as dist\n"
-        "from omni.process import end_in_order\n"
+        "from omni.utils.process import end_in_order\n"
         "from train.distributed.launching import _meeting\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background ignores it
         "end_in_order()\n"

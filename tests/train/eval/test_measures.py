@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni.charts import pyplot_quietly
 from omni.errors import UserError
 from omni.generate.results import Answer, Timings
 from omni.tasks import TASKS
+from omni.utils.charts import pyplot_quietly
 from train.data.rows.row import Row, RowTurn
 from train.eval.answers import EvalQuestion, judge
 from train.eval.config import EvalConfig

@@ -11,7 +11,7 @@ from torch import nn
 
 from omni.errors import UserError
 from omni.model.multitask_projector import Bank
-from omni.patterns import match_names
+from omni.utils.patterns import match_names
 from tests.train.toys import ToyModel
 from train.config.sections import GroupConfig, OptimizerConfig
 from train.optim.ema import Average

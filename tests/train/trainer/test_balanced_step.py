@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from omni.model.speech_model import SpeechModel
-from omni.patterns import match_names
 from omni.tasks import TASKS
+from omni.utils.patterns import match_names
 from tests.close import assert_near
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts, slow_losses, slow_run
 from tests.train.toys import OF_THE_MACHINE

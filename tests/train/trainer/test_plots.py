@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from omni.charts import printable
+from omni.utils.charts import printable
 from train.trainer import plots
 from train.trainer.logs import METRICS, VALIDATION, CsvTable
 from train.trainer.plots import CURVES, curves, spectrogram, spectrograms

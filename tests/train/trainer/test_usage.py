@@ -16,7 +16,7 @@ import yaml
 from torch import Tensor, nn
 
 from omni.errors import UserError
-from omni.profiling import GIB
+from omni.utils.profiling import GIB
 from tests.golden.toys import RECIPE, inside, place
 from tests.train.toys import ALONE, ToyModel, toy_config, toy_fit, toy_parts
 from train import cli, recipe

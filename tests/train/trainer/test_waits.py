@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
 from omni.config import ModelConfig, preset
+from omni.model.recompute import Recompute
 from omni.model.speech_model import SpeechModel
-from omni.recompute import Recompute
 from omni.tasks import TASKS
 from tests import waits
 from tests.test_recompute import EVERY, gradients_of, made
@@ -51,7 +51,7 @@ LAYERS = HALF_B.decoder.layers, HALF_B.encoder.layers
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: True)
-    monkeypatch.setattr("omni.attention._ampere", lambda device: True)
+    monkeypatch.setattr("omni.model.attention._ampere", lambda device: True)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr("torch.nn.functional.ctc_loss", ctc_loss)
     monkeypatch.setattr("torch.utils._foreach_utils._foreach_supported_types", [Tensor, nn.Parameter, FakeTensor])

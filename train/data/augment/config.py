@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from omni.errors import UserError
-from omni.ranges import check_fields, ranged
+from omni.utils.ranges import check_fields, ranged
 
 Range = tuple[float, float]
 

@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar, overload
 import torch
 from torch import Tensor
 
-from omni.attention import PackedRows
 from omni.layout import IGNORE, Layout
+from omni.model.attention import PackedRows
 from train.data.batching.examples import Clip, Example
 
 

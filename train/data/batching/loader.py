@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from omni.errors import UserError
-from omni.process import ENDING
+from omni.utils.process import ENDING
 from train.data.batching.batch import Batch
 from train.data.batching.packer import PackerShard, States, shard_key, update_states
 from train.data.batching.pipeline import Pipeline

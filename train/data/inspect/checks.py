@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from omni.errors import UserError
-from omni.ranges import check_fields, ranged
 from omni.tasks import TASKS, find_task
+from omni.utils.ranges import check_fields, ranged
 from train.data.inspect.measures import BadSound, Measured, digest, measure, text_digest
 from train.data.prepare.codecs import BadCodes, Codecs
 from train.data.rows.row import Row, RowTurn, Sound

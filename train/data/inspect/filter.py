@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 from omni.audio.io import SAMPLE_RATE, resample
 from omni.errors import UserError
 from omni.files import LOCK, locked, write_json
-from omni.remote import refuse_remote
+from omni.utils.remote import refuse_remote
 from train.console.progress import Kind, percent
 from train.data.executor import HERE, Processes
 from train.data.inspect.checks import Bounds, Checked, check_row

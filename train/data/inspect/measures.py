@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from omni.audio.io import AudioInfo, audio_info, read_audio
 from omni.errors import UserError
-from omni.remote import refuse_remote
 from omni.stores.tries import StoreError
+from omni.utils.remote import refuse_remote
 from train.data.rows.reference import UnfitReference
 from train.data.rows.row import Sound, inside
 

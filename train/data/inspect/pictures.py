@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from omni.charts import COLORS, GRID, INK
+from omni.utils.charts import COLORS, GRID, INK
 from train.data.inspect.collect import Collected, Sample, StreamUse
 
 PANELS = {

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni.remote import spelled
 from omni.tasks import Task
+from omni.utils.remote import spelled
 from train.console.progress import Kind
 from train.data.executor import HERE, Processes
 from train.data.inspect.display import display_of, over

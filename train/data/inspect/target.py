@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omni.checkpoint.places import CODEC, TOKENIZER, check_folder
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
-from omni.process import importing
+from omni.utils.process import importing
 from train.console.options import Parser, given_model, given_path
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
-from omni.remote import spelled
+from omni.utils.remote import spelled
 from train.console.progress import Kind
 from train.data.executor import HERE, Processes
 from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Checked, check_row

@@ -8,7 +8,7 @@ from typing import Literal
 
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
-from omni.ranges import check_fields, ranged
+from omni.utils.ranges import check_fields, ranged
 from train.data.executor import Processes
 from train.data.readers import ReaderOptions
 from train.data.tts.speaking import SpeakingConfig

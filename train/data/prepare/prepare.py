@@ -11,8 +11,8 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.files import LOCK, flush, locked
-from omni.remote import find_address, refuse_remote
 from omni.stores.reading import naming
+from omni.utils.remote import find_address, refuse_remote
 from train.console.progress import Display, Kind, counted
 from train.data.executor import imap
 from train.data.prepare.config import BLOCK, PrepareConfig

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.codec.registry import load_codec
 from omni.errors import UserError
-from omni.remote import shown
 from omni.stores.pointers import check_cache
 from omni.stores.tries import StoreError
+from omni.utils.remote import shown
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.rows import PrepareTally, RowMaker
 from train.data.readers import Broken, OpenedSource, data_path

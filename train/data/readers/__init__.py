@@ -14,8 +14,8 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.plugins import Registry
-from omni.remote import check_there
 from omni.stores.reading import local_path
+from omni.utils.remote import check_there
 from train.data.readers.assistant import SLAM_OMNI, VOICE_ASSISTANT
 from train.data.readers.codes import PACKINGS, codes_kinds
 from train.data.readers.contract import Broken, OpenedSource, Reader, ReaderOptions

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from omni.remote import shown
+from omni.utils.remote import shown
 from train.data.rows.row import Row
 
 

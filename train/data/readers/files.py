@@ -16,10 +16,10 @@ from urllib.parse import unquote, urlsplit
 from omni.audio.io import AudioInfo, audio_info, read_part
 from omni.errors import UserError
 from omni.files import refuse_pointer
-from omni.remote import check_there
 from omni.stores.pointers import address_of, pointed_at
 from omni.stores.reading import guarded
 from omni.stores.tries import StoreError
+from omni.utils.remote import check_there
 from train.data.readers.contract import ReaderOptions
 from train.data.readers.media import present
 from train.data.rows.reference import SoundPart

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.files import refuse_pointer
-from omni.remote import check_there, find_address, shown
 from omni.stores.drivers import StoredObject, bare, list_objects, parent
 from omni.stores.reading import looked_up
+from omni.utils.remote import check_there, find_address, shown
 from train.data.readers.record import Record, finite
 from train.data.rows.places import DataFile
 

@@ -13,9 +13,9 @@ from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 from omni.errors import UserError
 from omni.files import refuse_pointer
-from omni.remote import check_there, find_address, shown
 from omni.stores.drivers import StoredObject, bare, read_range
 from omni.stores.reading import PIECE, ObjectReader, listed, local_file, looked_up
+from omni.utils.remote import check_there, find_address, shown
 
 SUFFIX, REPORT = ".parquet", "report.json"
 AT_ONCE = 16

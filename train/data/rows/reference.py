@@ -26,11 +26,11 @@ from urllib.parse import parse_qsl, quote, unquote, unquote_to_bytes, urlencode
 
 from omni.audio.io import AudioInfo, audio_info, read_audio, read_part, resample
 from omni.errors import UserError
-from omni.remote import shown
 from omni.stores.drivers import StoredObject, look_up
 from omni.stores.pointers import pointed_at
 from omni.stores.reading import ObjectReader, guarded
 from omni.stores.tries import ChangedError, MissingError
+from omni.utils.remote import shown
 from train.data.rows.places import DataFile, reading
 
 if TYPE_CHECKING:

@@ -41,9 +41,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from omni.audio.io import AudioInfo, audio_info, read_audio, resample
 from omni.codec.registry import code_orders
 from omni.errors import UserError
-from omni.remote import refuse_remote
 from omni.stores.pointers import has_pointers
 from omni.tasks import Task
+from omni.utils.remote import refuse_remote
 from train.data.rows.reference import PointedRecording, Reference, SoundPart
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from omni.remote import find_address
+from omni.utils.remote import find_address
 from train.data.readers import Broken, ReaderOptions, check_options, recognise_record
 from train.data.readers.files import Files
 from train.data.readers.order import ROWS, check_order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from omni.ranges import check_fields, ranged
+from omni.utils.ranges import check_fields, ranged
 from train.data.rows.row import Sound
 from train.data.seeding import seeded_rng
 from train.data.tts.contract import Voice

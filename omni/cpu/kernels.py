@@ -7,7 +7,7 @@ kept in the user's cache folder. Used for inference only: where autograd records
 called. Forms agree to rounding (1e-5 relative in float32).
 
 A block's step is compiled where that measured faster, in int8, and in float32 of a small model; of that also its prefill and
-its encoder (`omni.compiled`).
+its encoder (`omni.cpu.compiled`).
 
 M rows, K inputs, N outputs.
 """
@@ -30,11 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omni import compiled, shared_products
+from omni.cpu import compiled, shared_products
+from omni.cpu.shared_products import multiply as multiply_shared
 from omni.errors import UserError
 from omni.files import cache_folder, write_json
-from omni.hardware import multiplies_bf16
-from omni.shared_products import multiply as multiply_shared
+from omni.utils.hardware import multiplies_bf16
 
 LOG = logging.getLogger(__name__)
 

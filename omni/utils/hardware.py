@@ -85,7 +85,7 @@ def check_quantize(name: object, device: str = "cpu") -> None:
 
 
 KERNELS = ("measured", "reference")
-"""Forms of products: those that measured fastest on this CPU, or `F.linear` alone (`omni.kernels`)."""
+"""Forms of products: those that measured fastest on this CPU, or `F.linear` alone (`omni.cpu.kernels`)."""
 
 
 def check_kernels(name: object) -> None:

@@ -20,8 +20,8 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from omni.compiled import compiled_for_threads, compiled_function, compiled_sums, pointer_to, take
-from omni.hardware import in_threads
+from omni.cpu.compiled import compiled_for_threads, compiled_function, compiled_sums, pointer_to, take
+from omni.utils.hardware import in_threads
 
 _ZERO = np.float32(0)
 

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omni import compiled
+from omni.cpu import compiled
 from omni.errors import UserError
-from omni.hardware import to_device
+from omni.utils.hardware import to_device
 
 
 class Cache(Protocol):

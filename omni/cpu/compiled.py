@@ -28,7 +28,7 @@ from numba.core import cgutils
 from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
-from omni.hardware import in_threads
+from omni.utils.hardware import in_threads
 
 LOG = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class KeptFunctions(FunctionCache):  # type: ignore[misc]
 
 
 def compiled_for_threads(function: Callable[[Any], None]) -> Any:
-    """A function of an address, compiled now and kept; `omni.hardware.in_threads` takes its `address`."""
+    """A function of an address, compiled now and kept; `omni.utils.hardware.in_threads` takes its `address`."""
     make = cfunc(types.void(types.CPointer(types.int64)), cache=True)
     try:
         kept = KeptFunctions(function)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from omni.hardware import synchronize
+from omni.utils.hardware import synchronize
 
 
 class PeakMemory:
