@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import omni
-from omni.audio.io import audio_info, read_audio, write_wav
+from omni.audio.io import audio_info, read_audio
 from omni.checkpoint.folder import save_folder
 from omni.codec.registry import CODECS, CodecSpec
 from omni.engine.client import Running
@@ -154,22 +154,6 @@ def test_a_question_that_is_too_long_is_named_before_any_is_answered(monkeypatch
         lm.generate(["a", "x" * 601, "b"], "T1T2", batch_size=1)
 
 
-def test_a_written_question_is_not_taken_for_a_file() -> None:
-    lm = make_lm(LAYOUTS["pad"])
-    for question, task, use in (("What is two plus two?", "A1A2", "T1A2"), ("hello", "A1T2", "T1T2")):
-        with pytest.raises(UserError, match=rf"task='{use}'"):
-            lm.generate(question, task)
-    with pytest.raises(UserError, match=r"'hello.wav': No such file"):
-        lm.generate("hello.wav")
-
-
-def test_answers_can_be_compared(lm: SpeechLM) -> None:
-    one, other = (lm.generate("hello", "T1A2", max_seconds=0.3) for _ in range(2))
-    assert one == one and one != other
-    chunks = [e for e in lm.stream("hello", "T1A2", max_seconds=0.3) if isinstance(e, AudioChunk)]
-    assert chunks[0] == chunks[0] and chunks[0] not in chunks[1:]
-
-
 def test_options_of_a_session_are_those_of_a_single_question(lm: SpeechLM) -> None:
     assert set(OptionValues.__annotations__) == {f.name for f in dataclasses.fields(AnswerOptions)}
     answer = lm.generate("hello", "T1A2", context=16, max_seconds=2.0)
@@ -178,21 +162,6 @@ def test_options_of_a_session_are_those_of_a_single_question(lm: SpeechLM) -> No
     assert isinstance(last, Ended) and last.reason == "cache" and last.timings.steps == answer.timings.steps
     with pytest.raises(TypeError, match="temprature"):
         lm.generate("hello", "T1A2", temprature=1.0)  # type: ignore[call-arg]
-
-
-def test_a_waveform_at_another_rate_and_a_file_are_the_same_question(lm: SpeechLM, tmp_path: Path) -> None:
-    clip = tone(0.4)
-    answers = [lm.generate(clip, max_seconds=0.3)]
-    write_wav(tmp_path / "q.wav", clip, 16000)
-    answers.append(lm.generate(str(tmp_path / "q.wav"), max_seconds=0.3))
-    answers.append(lm.generate(tmp_path / "q.wav", max_seconds=0.3))
-    answers.append(lm.generate((tmp_path / "q.wav").read_bytes(), max_seconds=0.3))
-    assert len({a.tokens for a in answers}) == 1
-    t = torch.arange(int(0.4 * 24000)) / 24000
-    other = 0.3 * torch.sin(2 * torch.pi * 220 * t)
-    asked = omni.generate.question.read_question(other, "A1A2", lm.model, lm.tokenizer, 24000)
-    assert asked.clip is not None and len(asked.clip) == len(clip)
-    torch.testing.assert_close(asked.clip[100:-100], clip[100:-100], atol=5e-3, rtol=0)
 
 
 @pytest.mark.long
@@ -241,20 +210,10 @@ def test_a_saved_folder_answers_as_the_model_did(tmp_path: Path, monkeypatch: py
 
 def bad_questions() -> dict[str, tuple[dict[str, Any], str]]:
     return {
-        "empty": ({"question": torch.zeros(0)}, "no samples"),
-        "channels": ({"question": torch.zeros(4, 100)}, r"shape \[4, 100\], 4 channels"),
-        "complex": ({"question": torch.zeros(100, dtype=torch.complex64)}, "complex64"),
-        "nan": ({"question": torch.full((1000,), torch.nan)}, "not finite"),
-        "rate": ({"question": tone(0.3), "sample_rate": 0}, "sample rate is 0"),
-        "no file": ({"question": "nowhere.wav"}, "nowhere.wav"),
-        "nothing": ({"question": None}, "a NoneType; give a tensor"),
         "sound for text": ({"question": tone(0.3), "task": "T1A2"}, "asks in writing"),
         "no text": ({"question": "", "task": "T1T2"}, "text is empty"),
         "task": ({"question": "hi", "task": "T1A3"}, "'T1A3' is unknown; did you mean"),
-        "seconds": ({"question": "hi", "task": "T1T2", "max_seconds": 0.0}, "max_seconds is 0.0"),
         "tokens": ({"question": "hi", "task": "T1T2", "max_tokens": 0}, "max_tokens is 0"),
-        "system": ({"question": "hi", "task": "T1T2", "system": 5}, "system is 5; give a text"),
-        "stream": ({"question": "hi", "task": "T1T2", "sampling": {"voice": GREEDY}}, "'voice' is no stream"),
     }
 
 
@@ -336,19 +295,6 @@ def test_an_answer_that_cannot_be_saved_says_why(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "old.flac").read_bytes() == b"old"
 
 
-def test_what_is_printed_fits_a_line() -> None:
-    lm = make_lm(LAYOUTS["pad"])
-    with lm.session(max_seconds=0.5, top_k=3) as session:
-        answer = session.ask(tone(0.3)).answer()
-        chunks = [event for event in session.ask(tone(0.2)) if isinstance(event, AudioChunk)]
-        things = [lm, session, answer, chunks[0], session.options, dataclasses.replace(answer, text="\0" * 900)]
-        assert repr(session).startswith("Session(2 turns, ") and " of 512 positions" in repr(session)
-    for thing in [*things, session]:
-        assert len(repr(thing)) <= 120 and "\n" not in repr(thing) and repr(thing).startswith(type(thing).__name__ + "(")
-    assert repr(chunks[0]) == "AudioChunk(samples=tensor[4], end=0.04)" and "2 turns, closed" in repr(session)
-    assert "0.52 s at 100 Hz" in repr(answer) and "echo" in repr(lm) and "float32, cpu" in repr(lm)
-
-
 @pytest.fixture
 def silent_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model folder without a codec."""
@@ -375,13 +321,9 @@ def test_number_formats_and_devices_have_names(silent_folder: Path) -> None:
     assert SpeechLM.from_pretrained(silent_folder, torch.device("cpu"), "fp32").model.device.type == "cpu"
     for given, line in (
         ({"dtype": "int4"}, "dtype 'int4' is unknown; use auto, float32"),
-        ({"dtype": torch.int8}, "dtype 'torch.int8' is unknown"),
         ({"quantize": "int3"}, "quantize 'int3' is unknown; use int8"),
-        ({"quantize": "int8", "device": "meta"}, "device 'meta'"),
         ({"device": "gpu"}, "device 'gpu' is unknown; use auto, cpu, cuda"),
         ({"device": "cuda:97"}, r"device 'cuda:97': there are \d+ CUDA devices here"),
-        ({"device": 97}, r"device '97': there are \d+ CUDA devices here"),
-        ({"device": "xpu"}, "device 'xpu' is unknown"),
     ):
         with pytest.raises(UserError, match=line):
             SpeechLM.from_pretrained(silent_folder, **given)

@@ -119,14 +119,6 @@ def test_a_writing_that_breaks_off_leaves_nothing(run, model, tmp_path, monkeypa
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-def test_progress_is_told_where_there_is_no_terminal(run, model, monkeypatch):
-    monkeypatch.setattr("infer.progress.LINE_SECONDS", 0.0)
-    done = run("quantize", "model", "small")
-    shares = [int(line.split("%")[0].split()[-1]) for line in done.err.splitlines()]
-    assert shares == sorted(shares) and shares[0] < 50 and shares[-1] == 100
-    assert run("quantize", "model", "other", "--quiet").err == ""
-
-
 @pytest.mark.long
 def test_every_table_of_a_bench_is_for_the_format_asked_for(run, folder, tmp_path, monkeypatch):
     assert run("quantize", folder, "small").code == 0

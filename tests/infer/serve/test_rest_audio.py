@@ -243,10 +243,7 @@ def test_speech_as_events(app: FastAPI, lm: SpeechLM, form: str) -> None:
         ({"response_format": "aac"}, "response_format"),
         ({"input": ""}, "input"),
         ({"input": "x" * 4097}, "input"),
-        ({"input": ["x"]}, "input"),
-        ({"speed": 5}, "speed"),
         ({"speed": 1.5}, "speed"),
-        ({"stream_format": "ws"}, "stream_format"),
         ({"input": "x" * 600}, None),  # more than the model's context
     ],
 )

@@ -101,24 +101,6 @@ def test_a_truncated_folder_is_refused_by_its_size(base: Path, tmp_path: Path) -
     assert any("model.safetensors is truncated: 2 bytes of" in line for line in lines)
 
 
-def test_adapters_patterns_and_noise_are_looked_at_too(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    given = ("--model.init_from", str(base), "--lora.targets", "[decoder.blocks.*, decoder.text_head, decoder.bloks.*]")
-    more = ("--lora.trainable", "[adaptor.*]", "--data.augment.noise_folder", "noise", "--data.augment.noise_snr_db", "[5, 30]")
-    lines = lacking(read("mistral-7b/lora.yaml", *given, *more))
-    assert [line.partition(":")[0] for line in lines] == [
-        "data.sources.0.path", "data.augment.noise_folder", "lora.targets", "lora.targets", "lora.trainable",
-    ]  # fmt: skip
-    assert "head is its text embedding" in lines[2] and "'decoder.bloks.*' matches no linear" in lines[3]
-    groups = ("--optimizer.groups", '[{"pattern": "decoder.blocks.*"}, {"pattern": "decoder.norm.*", "lr": 1e-5}]')
-    lines = lacking(read("mini-omni/lora.yaml", "--model.init_from", str(base), *groups))
-    assert [line.partition(":")[0] for line in lines] == [
-        "data.sources.0.path", "model.codec_folder", "optimizer.groups",
-    ]  # fmt: skip
-    lines = lacking(read("mini-omni/lora.yaml", "--model.init_from", str(base), "--lora.init_from", "runs/adapter"))
-    assert any(line.startswith("lora.init_from: adapter runs/adapter does not exist") for line in lines)
-
-
 def test_one_thing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["fit", str(CONFIGS / "nano.yaml"), "--trainable", "[decoder.text_hat.*]"]) == 2

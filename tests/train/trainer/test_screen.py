@@ -12,17 +12,14 @@ import torch
 import yaml
 from torch import Tensor
 
-from omni.errors import UserError
 from tests.train.eval.toys import save_model
 from tests.train.toys import ALONE, OF_THE_MACHINE, toy_batch, toy_config, toy_fit, toy_parts
-from train.checkpoint.state import Position
 from train.cli import main
 from train.config.sections import BudgetConfig, LogConfig, ValidationConfig
 from train.console import progress as console
-from train.console.progress import OPEN, TrainProgress, figures_line, losses_line, short
-from train.trainer import announce, loop
+from train.console.progress import TrainProgress, losses_line
 from train.trainer import build as fit
-from train.trainer.held_out_loss import HeldOut
+from train.trainer import loop
 from train.trainer.logs import METRICS, read_table
 from train.trainer.metrics import StepMetrics
 from train.trainer.step_times import StepTimes
@@ -73,23 +70,6 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_without_a_size_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = {"loss": 1.5, "lr": 1e-3}
-    TrainProgress("auto", stream=(screen := Terminal(0, monkeypatch))).row(10, 0.1, 5.0, figures)
-    assert screen.getvalue() == "step 10 (10.0%) loss 1.50 lr 1.00e-03 45s left\n"
-    TrainProgress("bar", stream=(screen := Terminal(0, monkeypatch))).row(10, 0.1, 5.0, figures)
-    assert "step 10 loss 1.50" in screen.getvalue()
-
-
-def test_an_open_ended_run_says_the_time_to_its_expected_end_and_then_to_its_last() -> None:
-    screen, figures = io.StringIO(), {"loss": 1.5, "lr": 1e-3}
-    progress = TrainProgress("lines", most=1500.0, stream=screen)
-    for step, used, seconds in ((50, 0.5, 60.0), (120, OPEN, 150.0)):
-        progress.row(step, used, seconds, figures)
-    left = [line.partition("1.00e-03 ")[2] for line in screen.getvalue().splitlines()]
-    assert left == ["1:00 left", "at most 22:30 left"]
-
-
 def test_what_is_said_after_a_bar_comes_below_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bar stays as it was, without the time that was left."""
     bar = TrainProgress("auto", stream=(screen := Terminal(100, monkeypatch)))
@@ -102,28 +82,12 @@ def test_what_is_said_after_a_bar_comes_below_it_once(monkeypatch: pytest.Monkey
     assert after.endswith("\nstopped\n") and after.count("step 10") == 1 and "left" not in after
 
 
-def test_shares_and_error_rates_are_told_in_per_cent() -> None:
-    """Losses are not; and that there are more errors than words is all that a rate beyond 1 says."""
-    figures = {"exact_match": 0.98, "wer": 0.00952, "exact_match/A1T1": 1.0, "ended": 0.5, "loss/text": 2.3456}
-    assert figures_line(figures) == "exact match 98.0 %, wer 1.0 %, exact match/A1T1 100.0 %, ended 50.0 %, loss/text 2.35"
-    assert figures_line({"wer": 1.25, "loss": 1.25}) == "wer > 100 %, loss 1.25"
-
-
 def test_the_first_three_steps_of_every_start_are_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = toy_config(tmp_path, budget=BudgetConfig(steps=12), log=LINES)
     toy_fit(config)
     assert steps_said(capfd.readouterr().err) == [1, 2, 3, 5, 10, 12]
     toy_fit(replace(config, budget=BudgetConfig(steps=20), resume="force"))
     assert steps_said(capfd.readouterr().err) == [13, 14, 15, 20]
-
-
-@pytest.mark.parametrize("seconds", [0.0, 1000.0])
-def test_a_line_comes_when_there_was_none_for_long(
-    tmp_path: Path, seconds: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(loop, "LINE_SECONDS", seconds)
-    toy_fit(toy_config(tmp_path, log=LINES))
-    assert steps_said(capfd.readouterr().err) == (list(range(1, 9)) if seconds == 0 else [1, 2, 3, 5, 8])
 
 
 def test_lines_take_nothing_from_the_rows_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,29 +189,6 @@ def test_a_start_says_what_it_is_about_to_do(recipe: Path, tmp_path: Path, capfd
     assert "training" not in capfd.readouterr().err
 
 
-def test_held_out_rows_that_are_broken_are_said(tmp_path: Path) -> None:
-    parts = replace(toy_parts(), held_out=HeldOut((), 100, 99, {"rows 3": "rows 3, turn 0: no.wav", "rows 5": "rows 5"}))
-    lines = announce.ready_lines(toy_config(tmp_path), parts, [], Position(), None)
-    assert lines[1:] == [
-        "  held out    100 rows, 99 examples",
-        "  broken      2 of the held-out rows, which are left out (the first: rows 3, turn 0: no.wav)",
-    ]
-
-
-def test_what_is_known_of_the_rows_is_said_unless_nothing_is(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(fit, "check_start", lambda config: ["3 of 12 rows are short"])
-
-    def prepare(*_: object) -> None:
-        raise UserError("enough")
-
-    monkeypatch.setattr(fit, "prepare", prepare)
-    for progress, said in (("lines", "3 of 12 rows are short\n"), ("off", "")):
-        assert main(["fit", str(recipe), "--log.progress", progress]) == 2
-        assert capfd.readouterr().err == said + "error: enough\n"
-
-
 def test_a_loss_that_no_row_measures_is_refused_before_the_first_step(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", str(recipe), "--checkpoint.metric", "loss/text", "--data.packing.length", "20"]) == 2
     told = capfd.readouterr().err.splitlines()[-1]
@@ -264,8 +205,3 @@ def test_the_first_lines_come_before_anything_is_loaded(
     monkeypatch.setattr(fit, "build_initial", load)
     with pytest.raises(SystemExit, match="7"):
         main(["fit", str(recipe)])
-
-
-def test_numbers_are_three_digits_of_the_right_unit() -> None:
-    found = [short(value) for value in (0.5, 950.0, 999.4, 999.6, 2400.0, 999_700.0, 4.56e6, 1.31e9, 2.56e12)]
-    assert found == ["0.5", "950", "999", "1k", "2.4k", "1M", "4.56M", "1.31G", "2.56T"]
