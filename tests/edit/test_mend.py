@@ -339,14 +339,6 @@ def test_fine_tuning_stops_when_it_is_enough(model, name):
 
     edits = finetune(model, batch_of(name, 1), counted, config=FinetuneConfig(enough=100.0))
     assert len(calls) == 1 and not any(delta.b.any() for delta in edits.deltas.values())
-    with pytest.raises(UserError, match=r"finetune.norm 'l1' is unknown"):
-        FinetuneConfig("l1")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"must be above 0"):
-        FinetuneConfig(bound=0)
-    with pytest.raises(UserError, match=r"must be above 0"):
-        FinetuneConfig(lr=float("nan"))
-    with pytest.raises(UserError, match=r"finetune.rank is 0; it must be at least 1"):
-        FinetuneConfig(rank=0)
     with pytest.raises(UserError, match=r"low rank.*\bl2\b"):
         FinetuneConfig(rank=2)
 

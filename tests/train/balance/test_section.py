@@ -46,28 +46,17 @@ def test_tasks_are_those_of_all_sources_and_stages() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["mgdaa"], "balance.method 'mgdaa' is unknown; the closest names are mgda"),
         (["mgda", "--balance.level", "loss"], "balance.level is 'loss', which method mgda does not have"),
-        (["mgda", "--balance.level", "feature"], "balance.level 'feature' is unknown; the closest names are features"),
-        (["mgda", "--balance.settings", "{normalise: l2}"], "balance.settings.normalise is unknown to method mgda"),
         (["mgda", "--balance.tasks", "streams"], "each position belongs to a task and none to a stream"),
-        (["mgda", "--balance.own", "weighted"], "balance.own is weighted, which is for level parameters"),
         (["upgrad", "--balance.separate", "['*']"], "balance.separate is ['*'], which is for methods that take a gradient of"),
-        (["forum", "--balance.separate", "[]"], "but forum at level parameters does not; leave it out"),
         (["equal", "--balance.names", "[A1T9]"], "balance.names has 'A1T9', which is no task; did you mean A1T"),
-        (["equal", "--balance.names", "[A1T1, A1T1]"], "name each task once"),
         (["equal", "--balance.names", "[A1T1, T1T2]"], "balance.names has T1T2, but no source has that task"),
-        (["equal", "--balance.tasks", "streams", "--balance.names", "[A1T1]"], "balance.names are of tasks"),
         (["mgda", "--balance.names", "[A1T1, T1A2]"], "T1A2, which asks in writing"),
-        (["equal", "--balance.names", "[A1T1]"], "has 1 task"),
         (["upgrad", "--fabric.precision", "16-mixed"], "may overflow under fabric.precision 16-mixed"),
-        (["modo"], "takes three batches a step apart, but data.micro_batches is 1"),
         (
             ["moml", "--data.micro_batches", "4", "--fabric.devices", "2"],
             "data.micro_batches is 4 and fabric has 2 process(es); make data.micro_batches 2",
         ),
-        (["equal", "--balance.rows", "0"], "balance.rows is 0"),
-        (["equal", "--balance.methods", "x"], "unknown option --balance.methods; did you mean --balance.method"),
     ],
 )
 def test_what_does_not_combine_is_refused_when_it_is_read(options: list[str], words: str) -> None:
