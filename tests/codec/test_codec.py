@@ -215,17 +215,6 @@ def test_codes_out_of_range_name_value_stream_and_frame(codec: AudioCodec) -> No
     assert torch.equal(torch.cat(heard), codec.decode(codes))
 
 
-def test_codes_of_the_wrong_shape_or_type(codec: AudioCodec) -> None:
-    streams = len(codec.codebook_sizes)
-    with pytest.raises(UserError, match=rf"\[{streams} streams, frames\], not \[{streams + 1}, 3\]"):
-        codec.decode(torch.zeros(streams + 1, 3, dtype=torch.long))
-    with pytest.raises(UserError, match=rf"not \[{streams}\]"):
-        codec.decode(torch.zeros(streams, dtype=torch.long))
-    for wrong in (torch.zeros(streams, 2), torch.zeros(streams, 2, dtype=torch.bool)):
-        with pytest.raises(UserError, match=r"integer codes, not torch\.(float32|bool)"):
-            codec.decode(wrong)
-
-
 def test_a_finished_stream_takes_no_more(codec: AudioCodec) -> None:
     stream = codec.stream()
     stream.push(random_codes(codec, 5))

@@ -135,12 +135,6 @@ def test_copies_leave_no_file_and_are_released(codec, tmp_path, monkeypatch) -> 
     assert not releases[1].alive
 
 
-def test_a_temporary_folder_that_cannot_be_used(codec, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    with pytest.raises(UserError, match="TMPDIR"):
-        codec.stream()
-
-
 def test_a_copy_that_cannot_be_loaded_leaves_no_file(tmp_path, monkeypatch) -> None:
     library = tmp_path / "broken.so"
     library.write_bytes(b"not a library")
@@ -158,8 +152,3 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r'pip install "omni-speech\[nano\]"'):
         Codec2Codec()
     codec2.library_path.cache_clear()
-
-
-def test_an_extension_without_the_function(codec: Codec2Codec) -> None:
-    with pytest.raises(UserError, match="no function codec2_absent"):
-        codec2.library_of(codec2.library_path(), "codec2_absent")

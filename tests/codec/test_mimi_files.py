@@ -119,35 +119,12 @@ def test_tensors_that_do_not_fit(folder: Path) -> None:
     [
         ({"model_type": "encodec"}, "model_type is 'encodec', and the codec mimi needs 'mimi'"),
         ({"use_causal_conv": False}, "use_causal_conv is False, .* cannot be streamed"),
-        ({"trim_right_ratio": 0.5}, "trim_right_ratio is 0.5, .* cannot be streamed"),
-        ({"audio_channels": 2}, "audio_channels is 2, .* mono"),
-        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"pad_mode": "reflect"}, "pad_mode 'reflect' cannot be streamed"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "it needs rope_type 'default'"),
         ({"hidden_size": "32"}, "hidden_size is '32', not a whole number above 0"),
-        ({"sliding_window": 0}, "sliding_window is 0, not a whole number above 0"),
-        ({"norm_eps": None}, "norm_eps is None, not a number above 0"),
-        ({"attention_bias": 1}, "attention_bias is 1, not true or false"),
-        ({"upsampling_ratios": [3, -2]}, r"upsampling_ratios is \(3, -2\), not a list of whole numbers"),
         ({"upsample_groups": 5}, "hidden_size 32 must be a multiple of upsample_groups 5"),
-        ({"head_dim": 7}, "head_dim 7 is odd"),
-        ({"codebook_dim": 4}, "codebook_dim 4 must be vector_quantization_hidden_dimension, 8"),
         ({"num_semantic_quantizers": 16}, "num_quantizers 16 must exceed num_semantic_quantizers 16"),
-        ({"frame_rate": 4000}, "frame_rate 4000 must be at most half"),
     ],
 )
 def test_configurations_that_do_not_fit(folder: Path, entries: dict[str, Any], match: str) -> None:
     edit(folder, **entries)
     refused(folder, rf"config\.json: .*{match}")
-
-
-def test_configs_that_cannot_be_read(folder: Path) -> None:
-    config = folder / "config.json"
-    config.write_text("{")
-    refused(folder, "not JSON")
-    config.write_text("[]")
-    refused(folder, "no JSON object")
-    config.write_text("{}")
-    refused(folder, "has no model_type")
-    config.unlink()
-    refused(folder, "no Mimi config")

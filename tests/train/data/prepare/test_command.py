@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -115,37 +113,12 @@ def test_recordings_that_are_missing_are_one_reason(name, tmp_path):
     assert reason_of(str(error.value)) == str(error.value)
 
 
-def test_progress_says_the_rate_and_the_time_left_of_this_start(monkeypatch):
-    """Of 100 items 20 were there; the first 10 took what starting takes, the next 30 took 20 s and are 60 s of sound."""
-    now, stream = [100.0], io.StringIO()
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    display = progress.Display(100, 20, "lines", stream)
-    now[0] = 115.0
-    display.tick(10, 900.0)
-    now[0] = 120.0
-    display.tick(10, 20.0)
-    now[0] = 135.0
-    display.tick(20, 40.0)
-    assert stream.getvalue().splitlines() == [
-        "30 of 100 items (30.0%), starting",
-        "60 of 100 items (60.0%), 1.5 items/s, 3.0x real time, 27s left",
-    ]
-
-
-def test_one_is_no_plural() -> None:
-    assert [progress.counted(number, "item") for number in (0, 1, 1200)] == ["0 items", "1 item", "1200 items"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["--read.colums", "{}"], "unknown option --read.colums; did you mean --read.columns?"),
-        (["--read.columns", "{sound: wav}"], "columns maps 'sound', which is no field of a row"),
         (["--read.columns", "{answer_text: answer}"], "has no column 'answer': it has transcript, wav, reply, said"),
-        (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--config", "TWICE"], "twice.yaml line 3: limit is given again, after line 1; keep one"),
-        (["--limit", "0"], "limit is 0; it must be at least 1, or left out to prepare all"),
-        (["--workers", "few"], "option --workers is 'few'; give a whole number, or null"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(arguments, line, tmp_path, capsys):
