@@ -9,7 +9,7 @@ import torch
 
 from omni.errors import UserError
 from omni.layout import IGNORE, Layout
-from omni.tasks import TASKS, Turn, answer, example, find_task, prompt, system_message
+from omni.tasks import TASKS, Turn, answer, example, prompt, system_message
 
 LAYOUTS = ["codec2", "mini-omni"]
 
@@ -126,7 +126,3 @@ def test_a_system_message_comes_first_and_nothing_of_it_is_trained(layout, task)
 def test_bad_turns_are_refused_with_a_reason(turn, says):
     with pytest.raises(UserError, match=says):
         example(Layout.preset("codec2"), [turn])
-
-
-def test_find_task_takes_a_task_too():
-    assert find_task(TASKS["A1A2"]) is TASKS["A1A2"]

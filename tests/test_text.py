@@ -36,11 +36,6 @@ def test_half_a_surrogate_pair_is_refused(text, place):
         Tokenizer.bytes().encode(text)
 
 
-def test_a_place_that_cannot_be_written_is_an_os_error(tmp_path):
-    with pytest.raises(OSError):
-        Tokenizer.bytes().save(tmp_path)
-
-
 def test_what_cannot_fit_is_refused_unread(monkeypatch):
     tokenizer = Tokenizer.bytes()
     assert len(tokenizer.encode("a" * 2048, most=512)) == 2048

@@ -14,7 +14,7 @@ from omni.stores import drivers, tries
 from tests.train.toys import final_tensors, toy_config, toy_export, toy_fit, toy_parts
 from train.checkpoint import retention, upload
 from train.checkpoint.upload import Uploads, bring_back, check_upload
-from train.config.sections import BudgetConfig, CheckpointConfig, LogConfig
+from train.config.sections import CheckpointConfig, LogConfig
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -56,13 +56,6 @@ def test_a_run_that_lost_its_folder_goes_on_from_the_bucket(
     assert f"going on from {bucket.address('runs/a/checkpoints/step-00000006')}" in said.out + said.err
     wanted, found = final_tensors(tmp_path / "whole"), final_tensors(tmp_path / "second")
     assert wanted.keys() == found.keys() and all(tensor.equal(found[name]) for name, tensor in wanted.items())
-
-
-def test_another_configuration_is_refused(bucket: Any, tmp_path: Path) -> None:
-    saves = CheckpointConfig(every_minutes=None, upload=bucket.address("runs/a"))
-    toy_fit(toy_config(tmp_path / "first", checkpoint=saves, budget=BudgetConfig(steps=2)))
-    with pytest.raises(UserError, match="seed"):
-        toy_fit(toy_config(tmp_path / "second", checkpoint=saves, budget=BudgetConfig(steps=2), seed=5))
 
 
 def test_a_store_that_fails_does_not_end_a_run(bucket: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

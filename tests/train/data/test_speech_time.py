@@ -101,8 +101,3 @@ def _paced(row, codec):  # type: ignore[no-untyped-def]
         return Row((replace(turn, answer_codes=Codes(codec.name, torch.zeros(4, frames, dtype=torch.long))),))
 
     return changed
-
-
-def test_data_without_spoken_answers_have_no_speaking_time() -> None:
-    pipeline = pipeline_of(MODELS["codec2"])
-    assert estimate_speech_time(pipeline.mixture, ToyCodec((5,))) is None  # codes of another codec say nothing

@@ -72,18 +72,6 @@ def test_an_address_that_is_unknown_and_a_port_that_is_taken_are_one_line() -> N
         raise dist.DistNetworkError("The server socket has failed to listen: EADDRINUSE")
 
 
-def test_whoever_waits_at_the_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, over = list[str](), threading.Event()
-    monkeypatch.setattr(launching, "PATIENT", 0.01)
-    monkeypatch.setattr(launching, "say", lambda line: said.append(line) or (len(said) == 3 and over.set()))
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    monkeypatch.setenv("RANK", "1")
-    launching._say_waiting(over, 2, "node1:29500")
-    assert (
-        len(said) == 3 and "process 1: waiting for the others of 2 processes at node1:29500, for 0 s; Slurm's job 77" in said[0]
-    )
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_whoever_waits_at_the_start(number: int) -> None:

@@ -309,17 +309,10 @@ DIGITS = SourceConfig("spoken-digits")
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: DataConfig((DIGITS,), cut=1.5), "data.cut is 1.5"),
         (lambda: SourceConfig(kind="web"), "source.kind: source 'web' is unknown"),
         (lambda: SourceConfig(kind="stored"), "a source of kind 'stored' has no path"),
-        (lambda: SourceConfig("spoken-digits", path="a.parquet"), "leave out path 'a.parquet'"),
-        (lambda: SourceConfig("spoken-digits", tasks={"A9": 1.0}), "task 'A9' is unknown"),
         (lambda: DataConfig(sources=()), "data.sources is empty"),
-        (lambda: DataConfig((DIGITS,), micro_batches=0), "data.micro_batches is 0"),
-        (lambda: DataConfig((DIGITS,), workers=-2), "data.workers is -2"),
-        (lambda: DataConfig((DIGITS,), prefetch=-1), "^data.prefetch is -1; it must be at least 1"),
         (lambda: from_dict(DataConfig, {"souces": []}, "data"), "unknown key 'souces'; did you mean 'sources'"),
-        (lambda: held_out_rows(DataConfig((SourceConfig(kind="stored", path="a"),)), None, 4), "no source has held-out rows"),
     ],
 )
 def test_configurations_that_cannot_be_are_refused(make, named):

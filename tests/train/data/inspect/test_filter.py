@@ -221,13 +221,8 @@ def test_what_stops_a_filter_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     ("text", "why"),
     [
         ("question_second: {max: 3}", "unknown key 'question_second'; did you mean 'question_seconds'"),
-        ("question_seconds: {maximum: 3}", "unknown key 'maximum'; did you mean 'max'"),
-        ("question_seconds: 3", "question_seconds is 3; it must be a mapping with keys of Range: min, max"),
         ("turns: {max: 1}\nturns: {max: 2}", "rules.yaml line 2: turns is given again, after line 1; keep one"),
         ("question_seconds: {min: 3, max: 1}", "rules.yaml: a rule asks for at least 3 and at most 1"),
-        ("question_seconds: {max: .nan}", "rules.yaml: a rule asks for nan"),
-        ("languages: en", "languages is 'en'; it must be a list"),
-        ("drop_duplicates: [rows]", "it must be one of 'row'"),
         ("require: {", r"cannot be read \(.*\); give a YAML file"),
         ("max_wer: {question: 0.1}", "max_wer needs a Whisper"),
     ],
@@ -331,26 +326,3 @@ def test_hugging_face_folders_hear_the_same(weights: Path, tmp_path: Path) -> No
         theirs = model(input_features=mel, decoder_input_ids=ids).logits
         ours = asr.model(mel, ids)
     assert torch.allclose(ours, theirs, atol=1e-4)
-
-
-def test_weights_that_are_no_whisper(weights: Path, tmp_path: Path) -> None:
-    data = torch.load(weights, weights_only=True)
-    name = "decoder.blocks.0.cross_attn.key.weight"
-    less = {key: value for key, value in data["model_state_dict"].items() if key != name}
-    for number, (broken, why) in enumerate(
-        (
-            ({**data, "model_state_dict": less}, f"tensor {name} is missing"),
-            ({**data, "dims": {**data["dims"], "n_mels": "x"}}, "n_mels is 'x'"),
-            ({**data, "dims": {**data["dims"], "n_audio_ctx": 700}}, "has a window of 700 frames"),
-            ({"weights": 1}, "is no Whisper of OpenAI's"),
-        )
-    ):
-        file = tmp_path / f"{number}.pt"
-        torch.save(broken, file)
-        with pytest.raises(UserError, match=why):
-            WhisperTranscriber(file)
-    with pytest.raises(UserError, match="does not exist"):
-        WhisperTranscriber(tmp_path / "none.pt")
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(UserError, match="has model_type 'bert'"):
-        WhisperTranscriber(tmp_path)

@@ -34,8 +34,6 @@ def test_rows_are_found_by_number_place_and_id(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("12", "no row 12: it has 12"),
-        ("rows-00001.parquet:4", "no row 4: it has 4"),
         ("r12", "no row with the id 'r12'"),
     ],
 )

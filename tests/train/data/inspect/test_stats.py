@@ -35,7 +35,7 @@ from tests.train.data.inspect.toys import (
 from tests.train.data.toys import MODELS, TOKENIZER
 from train.commands.data_stats import main
 from train.data.batching.examples import ExampleMaker, Prepared
-from train.data.inspect.collect import Collector, StreamUse
+from train.data.inspect.collect import Collector
 from train.data.inspect.scan import Scan
 from train.data.inspect.stats import collect
 from train.data.inspect.target import Target
@@ -149,12 +149,6 @@ def test_bad_rows_are_noted_and_the_rest_counted(tmp_path: Path, monkeypatch: py
     minus = Codes("mystery", torch.tensor([[-5, 1]]))
     done = collect(Scan(stored(tmp_path / "negative", [row(0, answer_codes=minus)])), Codecs())
     assert not done.codes and sum(done.noted.values()) == 1
-
-
-def test_entropy_of_known_frequencies() -> None:
-    assert StreamUse(np.array([4, 4, 4, 4])).entropy == 2 and StreamUse(np.array([0, 9, 0, 0])).entropy == 0
-    assert StreamUse(np.array([2, 1, 1, 0])).entropy == 1.5 and StreamUse(np.array([2, 1, 1, 0])).used == 0.75
-    assert StreamUse(np.zeros(4, np.int64)).entropy == 0
 
 
 def test_models_are_named_in_one_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

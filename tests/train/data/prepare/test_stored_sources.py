@@ -21,7 +21,7 @@ from omni.files import cache_folder
 from omni.stores.pointers import POINTERS
 from omni.stores.tries import ChangedError, StoreError
 from tests.golden.toys import write_sound, write_table
-from train.data import executor, readers
+from train.data import executor
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
 from train.data.prepare.worker import PreparedBlock, block_maker
@@ -239,24 +239,7 @@ def test_a_damaged_recording_breaks_its_row_as_here(bucket: Any, tmp_path: Path)
     assert here.replace("'", "").replace(str(tmp_path / "set"), address) == there.replace("'", "")
 
 
-def test_readers_of_plug_ins_get_whole_files(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    SETS["recordings"](tmp_path / "set")
-    address = bucket.put_all(tmp_path / "set", "set")
-    assert (data_path(address) / "deep" / "3.flac").stat().st_size < 200
-    monkeypatch.setattr(readers, "_ALL", readers._ALL[1:])
-    sound = (tmp_path / "set" / "deep" / "3.flac").read_bytes()
-    assert (data_path(address) / "deep" / "3.flac").read_bytes() == sound
-
-
 def test_what_lies_beside_a_file_of_a_bucket_is_not_brought(bucket: Any, table: Path, tmp_path: Path) -> None:
     address = bucket.put_all(table.parent, "set")
     with pytest.raises(UserError, match="makes a row; .* is not brought with it: give the address of its folder"):
         prepare(f"{address}/{table.name}", tmp_path / "out", PrepareConfig(workers=0))
-
-
-def test_one_file_of_a_bucket_is_a_data_set(bucket: Any, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(
-        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
-    )
-    source = open_source(bucket.put("a.jsonl", (tmp_path / "a.jsonl").read_bytes()))
-    assert source.format == "chat" and len(source) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,8 @@ from tests.train.data.toys import MODELS, TASKS, ToySource, codec_of, maker_of, 
 from train.data.batching.loader import StepLoader
 from train.data.batching.pipeline import Pipeline
 from train.data.config import PackingConfig
-from train.data.inspect.scan import Scan
 from train.data.rows.parquet import StoredRows, write_rows
-from train.data.rows.places import find_files
 from train.data.rows.row import Row, RowTurn
-from train.data.rows.samples import sample_rows
 from train.data.sources.base import StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
 
@@ -96,25 +92,6 @@ def test_rows_are_read_in_pieces_from_where_they_are(bucket: Any, folder: Path) 
     assert sorted(drawn) == sorted(map(rows.where, range(16))) != drawn
 
 
-def test_one_file_and_samples(bucket: Any, folder: Path) -> None:
-    address = bucket.put_all(folder, "rows")
-    one = f"{address}/rows-00002.parquet"
-    assert [row.id for row in StoredRows(one)] == [row.id for row in StoredRows(folder / "rows-00002.parquet")]
-    assert [row.id for row in sample_rows(address)] == [row.id for row in sample_rows(str(folder))]
-    assert [file.name for file in find_files(address).files] == [file.name for file in find_files(folder).files]
-    assert len(Scan(address)) == 16
-
-
-def test_row_groups_that_are_too_large_are_copied(bucket: Any, tmp_path: Path) -> None:
-    write_rows(
-        tmp_path / "a" / "rows.parquet",
-        [Row((RowTurn(question_text="q", answer_text="a"),), id=str(i)) for i in range(100)],
-        100,
-    )
-    rows = StoredRows(bucket.put_all(tmp_path / "a", "large"), cache=tmp_path / "arrow")
-    assert [row.id for row in rows] == [str(i) for i in range(100)]
-
-
 # --- what is wrong ----------------------------------------------------------------------------------------------------------
 
 
@@ -137,16 +114,6 @@ def test_what_is_wrong_is_told_with_the_address(bucket: Any, folder: Path) -> No
     rows = StoredRows(address)
     bucket.put("rows/rows-00001.parquet", data[:-7] + b"changed")
     with pytest.raises(ChangedError, match=rf"{address}/rows-00001.parquet has changed"):
-        rows[6]
-
-
-def test_a_shard_that_the_report_does_not_describe(bucket: Any, folder: Path) -> None:
-    address = bucket.put_all(folder, "rows")
-    report = json.loads((folder / "report.json").read_text())
-    report["shards"][1]["rows"] = 8
-    bucket.put("rows/report.json", json.dumps(report).encode())
-    rows = StoredRows(address)
-    with pytest.raises(UserError, match=rf"data file {address}/rows-00001.parquet has 7 rows, and 8 .*its report"):
         rows[6]
 
 
