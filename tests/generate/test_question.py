@@ -177,27 +177,6 @@ def test_the_longest_question(model: SpeechModel, tmp_path: Path, monkeypatch: p
         heard(model, path)
 
 
-def test_what_is_hardly_heard_is_told(model: SpeechModel, tmp_path: Path) -> None:
-    with pytest.warns(SoundWarning, match="the question is silence"):
-        heard(model, np.zeros(16000))
-    with pytest.warns(SoundWarning, match="the question lasts 1 ms"):
-        heard(model, TONE[:16])
-    with pytest.warns(SoundWarning, match="opposite phase") as told:
-        assert torch.equal(heard(model, np.stack([TONE, -TONE])), torch.from_numpy(TONE))
-    assert told[0].filename == __file__  # the line that called, which its user can change
-    path = tmp_path / "loud.wav"
-    soundfile.write(path, TONE * 1000, 16000, subtype="FLOAT")
-    with pytest.raises(UserError, match=r"loud\.wav' has a sample of"):
-        heard(model, path)
-    path = tmp_path / "quiet.wav"
-    soundfile.write(path, TONE / 2000, 16000, subtype="FLOAT")
-    with pytest.warns(SoundWarning, match=r"quiet\.wav' is silent: its loudest 100 ms reach -75 dBFS"):
-        heard(model, path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        heard(model, TONE)
-
-
 def test_channels_are_taken_in_either_order() -> None:
     pair = np.stack([TONE, 0.5 * TONE])
     assert torch.equal(as_waveform(pair), as_waveform(pair.T)) and torch.equal(as_waveform(pair), torch.from_numpy(0.75 * TONE))

@@ -18,7 +18,6 @@ from transformers import (
 from omni.errors import UserError
 from omni.generate.sampling import (
     GREEDY,
-    Mode,
     Sampler,
     Sampling,
     candidates,
@@ -201,28 +200,6 @@ def test_settings_are_given_once_or_by_kind_or_by_stream() -> None:
         per_stream(layout, {"audoi": hot})
     with pytest.raises(UserError, match="must be a Sampling"):
         per_stream(layout, {"audio": 0.5})  # type: ignore[dict-item]
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"temperature": -1.0},
-        {"temperature": math.nan},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"repetition_penalty": 0.0},
-    ],
-)
-def test_settings_out_of_range_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(UserError, match=next(iter(bad))):
-        Sampling(**bad)  # type: ignore[arg-type]
-
-
-def test_greedy_rows_cost_nothing_but_the_maximum() -> None:
-    assert mode_of([GREEDY, Sampling(0.0, top_k=5, top_p=0.5)], 100) == Mode()
-    assert mode_of([Sampling(1.0, top_k=5), Sampling(1.0, top_k=9)], 100) == Mode(ranks=9)
-    assert mode_of([Sampling(1.0, top_k=100)], 100) == Mode(plain=True)
-    assert mode_of([Sampling(1.0, top_p=0.9)], 100) == Mode(ranks=100)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

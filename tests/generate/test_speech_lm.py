@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import logging
 from pathlib import Path
 from typing import Any
@@ -208,46 +207,6 @@ def test_a_saved_folder_answers_as_the_model_did(tmp_path: Path, monkeypatch: py
         SpeechLM.from_pretrained(tmp_path / "nowhere")
 
 
-def bad_questions() -> dict[str, tuple[dict[str, Any], str]]:
-    return {
-        "sound for text": ({"question": tone(0.3), "task": "T1A2"}, "asks in writing"),
-        "no text": ({"question": "", "task": "T1T2"}, "text is empty"),
-        "task": ({"question": "hi", "task": "T1A3"}, "'T1A3' is unknown; did you mean"),
-        "tokens": ({"question": "hi", "task": "T1T2", "max_tokens": 0}, "max_tokens is 0"),
-    }
-
-
-@pytest.mark.parametrize("name", bad_questions())
-def test_mistakes_are_refused_at_once_with_a_line(name: str) -> None:
-    lm = make_lm(LAYOUTS["pad"])
-    arguments, line = bad_questions()[name]
-    for call in (lm.generate, lm.stream, lambda question, **kw: lm.generate([question], **kw)):
-        with pytest.raises(UserError, match=line) as caught:
-            call(**arguments)  # type: ignore[operator]
-        assert "\n" not in str(caught.value)
-
-
-def test_parts_that_do_not_fit_are_refused() -> None:
-    lm, other = make_lm(LAYOUTS["pad"]), LAYOUTS["sampled"]
-    with pytest.raises(UserError, match=r"codec echo has codebooks \(14, 14, 14\)"):
-        SpeechLM(lm.model, lm.tokenizer, EchoCodec(other.codebook_sizes))
-    small = make_model(Layout.build([8, 8], 100, specials=5))
-    with pytest.raises(UserError, match=r"tokenizer.*\b256\b.*\b100\b"):
-        SpeechLM(small, lm.tokenizer)
-    with pytest.raises(UserError, match="3 tasks for 2 questions"):
-        lm.generate(["a", "b"], ["T1T2"] * 3)
-    with pytest.raises(UserError, match="1 seeds for 2 questions"):
-        lm.generate(["a", "b"], "T1T2", seed=[1])
-    with pytest.raises(UserError, match="batch_size is 0"):
-        lm.generate(["a"], "T1T2", batch_size=0)
-    with pytest.raises(UserError, match="context is 0"):
-        lm.session(context=0)
-    with pytest.raises(UserError, match="overflow 'drop' is unknown"):
-        lm.session(overflow="drop")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="takes 604 positions, but the model's context has 512"):
-        lm.generate(["x" * 601], "T1T2")
-
-
 # --- what is printed, saved and told ------------------------------------------------------------------------------------
 
 
@@ -264,35 +223,6 @@ def test_an_answer_can_be_saved(suffix: str, tmp_path: Path) -> None:
         assert torch.equal(read_audio(place, 8000), (sound * 32768).round() / 32768)
     else:
         assert (read_audio(place, 8000) - sound).abs().mean() < 0.02
-
-
-def test_an_answer_that_cannot_be_saved_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = make_lm(LAYOUTS["pad"])
-    spoken = lm.generate("hi", "T1A2", max_seconds=0.3, top_k=3)
-    silent = SpeechLM(lm.model, lm.tokenizer).generate("hi", "T1A2", max_tokens=3)
-    cases = [
-        (lm.generate("hi", "T1T2", max_tokens=3), "a.wav", "no sound to save in 'a.wav': its task only writes"),
-        (silent, "a.wav", "no codec made sound"),
-        (dataclasses.replace(spoken, audio=torch.zeros(0)), "a.wav", "no samples"),
-        (spoken, tmp_path / "a.xyz", r"a.xyz': the suffix says .* use .wav, .flac, .ogg, .mp3"),
-        (spoken, tmp_path / "a", "the suffix says"),
-        (spoken, tmp_path / "no" / "a.flac", "cannot write .*folder"),
-        (spoken, tmp_path / "no" / "a.wav", "cannot write .*folder"),
-    ]
-    (tmp_path / "d.flac").mkdir()
-    for answer, place, line in [*cases, (spoken, tmp_path / "d.flac", "not a file that can be replaced")]:
-        with pytest.raises(UserError, match=line):
-            answer.save(place)  # type: ignore[arg-type]
-    (tmp_path / "old.flac").write_bytes(b"old")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("soundfile.SoundFile.write", full)
-    with pytest.raises(UserError, match=r"cannot write .*old.flac': No space left"):
-        spoken.save(tmp_path / "old.flac")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["d.flac", "old.flac"]
-    assert (tmp_path / "old.flac").read_bytes() == b"old"
 
 
 @pytest.fixture
@@ -347,12 +277,3 @@ def test_what_the_library_does_is_logged_and_not_printed(
     assert any("a session of 512 positions starts" in line for line in lines)
     assert capfd.readouterr() == ("", "")
     assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("omni").handlers)
-
-
-def test_the_package_shows_its_door() -> None:
-    for name in omni.__all__:
-        assert getattr(omni, name).__name__ == name
-    assert {name for name in dir(omni) if not name.startswith("__")} == set(omni.__all__)
-    assert omni.__version__ == importlib.metadata.version("omni-speech") and "__version__" in dir(omni)
-    with pytest.raises(AttributeError, match="no attribute 'SpeechLLM'"):
-        omni.SpeechLLM  # noqa: B018

@@ -76,12 +76,8 @@ def test_a_folder_that_only_looks_like_a_model_is_not_overwritten(run, model, tm
 REFUSED = {
     "exists": (["model", "small"], "small exists; give another name, or --overwrite"),
     "itself": (["model", "model", "--overwrite"], "the model itself"),
-    "inside": (["model", "model/in"], "lies in it; name one beside it"),
     "no model folder": (["model", "other", "--overwrite"], "other is no model folder"),
     "twice": (["small", "new"], "small is quantised already (int8)"),
-    "no model": (["none", "new"], "none does not exist"),
-    "not a model": (["other", "new"], "has no config.json"),
-    "remote": (["model", "s3://bucket/new"], "s3://bucket/new"),
 }
 
 

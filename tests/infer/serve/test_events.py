@@ -130,20 +130,6 @@ def test_g711_both_ways(talk: Any) -> None:
     talk(body)
 
 
-def test_metadata_and_answers_beside_the_conversation(talk: Any) -> None:
-    async def body(client: Client) -> None:
-        await client.ask("one")
-        items = [item.id for item in client.session.items]
-        own = [{"type": "item_reference", "id": items[0]}]
-        done = await client.ask(conversation="none", input=own, metadata={"client_event_id": "x"}, output_modalities=["text"])
-        assert done["metadata"] == {"client_event_id": "x"} and "conversation_id" not in done
-        assert done["output"][0]["content"][0]["text"]
-        assert [item.id for item in client.session.items] == items
-        check_known(client.events)
-
-    talk(body)
-
-
 def test_items_are_created_retrieved_and_deleted(talk: Any) -> None:
     async def body(client: Client) -> None:
         def item(name: str, **more: Any) -> dict[str, Any]:
@@ -301,23 +287,6 @@ def test_an_answer_is_as_long_as_its_client_allows(talk: Any) -> None:
             assert done["max_output_tokens"] == 5 and 0 < done["usage"]["output_token_details"]["text_tokens"] <= 5
         await client.send("session.update", session={"max_output_tokens": 4096})
         assert (await client.ask("who?"))["status"] in ("completed", "incomplete")
-
-    talk(body)
-
-
-def test_a_text_before_a_spoken_answer_is_never_a_path(talk: Any, tmp_path: Any) -> None:
-    place = tmp_path / "secret.wav"
-
-    async def body(client: Client) -> None:
-        await client.send("input_audio_buffer.append", audio=pcm(noise(0.5)))
-        await client.send("input_audio_buffer.commit")
-        await client.ask()
-        spoken = next(iter(client.session.items)).id
-        text = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": str(place)}]}
-        await client.send("conversation.item.create", item=text, previous_item_id=spoken)
-        await client.send("conversation.item.delete", item_id=spoken)
-        done = await client.ask("and now?")
-        assert done["status"] in ("completed", "incomplete"), done
 
     talk(body)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +20,9 @@ from train.checkpoint.retention import FORMAT, STATE
 from train.cli import main
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig, plain_config
-from train.config.sections import FabricConfig
 from train.trainer.build import fit
 from train.trainer.initial_model import changed
-from train.trainer.preflight import check_devices, check_start, check_workers
+from train.trainer.preflight import check_start, check_workers
 
 
 def read(recipe: str, *overrides: str) -> FitConfig:
@@ -101,20 +99,6 @@ def test_a_truncated_folder_is_refused_by_its_size(base: Path, tmp_path: Path) -
     assert any("model.safetensors is truncated: 2 bytes of" in line for line in lines)
 
 
-def test_one_thing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["fit", str(CONFIGS / "nano.yaml"), "--trainable", "[decoder.text_hat.*]"]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and told[0].startswith("error: trainable: pattern 'decoder.text_hat.*' matches no parameter")
-    assert main(["fit", str(CONFIGS / "nano.yaml"), "--model.tokenizer", "t.json", "--model.codec_folder", "weights"]) == 2
-    head, *told = capsys.readouterr().err.splitlines()
-    assert head == "error: 2 things are lacking:" and [line.split()[0] for line in told] == [
-        "model.tokenizer:", "model.codec_folder:",
-    ]  # fmt: skip
-    check_start(read("nano.yaml"))
-    check_start(read("nano-lora.yaml", "--model.init_from", "null", "--model.preset", "nano"))
-
-
 @pytest.mark.parametrize(
     ("given", "line"),
     [
@@ -135,15 +119,6 @@ def test_devices_that_are_not_here(
     assert main(words) == 2 and capsys.readouterr().err.startswith(f"error: {line}")
     if given[0] == "accelerator":
         assert main([*words, "--dry_run"]) == 0 and f"\nnote: {line}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("devices", "here"), [("2", True), ("0,1", True), ("auto", True), ("-1", True), ("3", False), ("1,2", False)]
-)
-def test_gpus_are_counted(devices: str, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with nullcontext() if here else pytest.raises(UserError, match=f"fabric.devices is {devices}, but there are 2 GPU"):
-        check_devices(FabricConfig("cuda", devices))
 
 
 def test_another_configuration_is_refused_before_a_model_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

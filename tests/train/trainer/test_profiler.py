@@ -18,7 +18,7 @@ from tests.train.toys import toy_config, toy_fit, toy_parts
 from train.checkpoint import retention
 from train.config.sections import BudgetConfig, LogConfig
 from train.trainer import profiler
-from train.trainer.profiler import FOLDER, SHOWN, TOP, step_range
+from train.trainer.profiler import FOLDER, SHOWN, TOP
 
 LINES = LogConfig(every=4, progress="lines")
 
@@ -33,20 +33,6 @@ def steps_of(file: Path) -> list[int]:
     """The steps in a trace."""
     found = [name.partition("ProfilerStep#") for name in names_in(file)]
     return sorted(int(step) for _, label, step in found if label)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("15:10", "profile is 15:10, but the first comes after the last; give the first and the last step, such as 10:15"),
-        ("a:b", "profile is 'a:b'; give the first"),
-        ("5:9", "profile is 5:9, but budget.steps is 8; name steps of the run"),
-    ],
-)
-def test_a_range_that_is_none_is_refused(given: str, said: str) -> None:
-    with pytest.raises(UserError) as error:
-        step_range(given, BudgetConfig(steps=8))
-    assert str(error.value).startswith(said)
 
 
 def test_a_profile_leaves_a_trace_and_a_table_and_changes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

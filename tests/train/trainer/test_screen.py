@@ -17,8 +17,7 @@ from tests.train.toys import ALONE, OF_THE_MACHINE, toy_batch, toy_config, toy_f
 from train.cli import main
 from train.config.sections import BudgetConfig, LogConfig, ValidationConfig
 from train.console import progress as console
-from train.console.progress import TrainProgress, losses_line
-from train.trainer import build as fit
+from train.console.progress import TrainProgress
 from train.trainer import loop
 from train.trainer.logs import METRICS, read_table
 from train.trainer.metrics import StepMetrics
@@ -43,20 +42,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def steps_said(said: str) -> list[int]:
     return [int(line.split()[1]) for line in said.splitlines() if line.startswith("step ") and " took " not in line]
-
-
-def test_losses_are_told_by_target_text_and_audio_apart() -> None:
-    figures = {"loss": 17.6, "loss/audio0": 9.0, "loss/text": 2.312, "loss/audio": 4.0, "loss/alignment": 7.1, "lr": 1e-3}
-    screen = io.StringIO()
-    TrainProgress("lines", stream=screen).row(10, 0.1, 5.0, figures)
-    assert screen.getvalue() == "step 10 (10.0%) text 2.31 audio 4.00 lr 1.00e-03 45s left\n"
-    waits = {"tokens_per_second": 1234.0, "mfu": 0.3456, "data_wait": 0.12, "host_gap": 0.049}
-    TrainProgress("lines", stream=screen).row(10, 0.1, 5.0, {**figures, **waits})
-    shown = "lr 1.00e-03 1.23k tokens/s MFU 34.6% 12% waiting for data 45s left"
-    assert screen.getvalue().splitlines()[1] == f"step 10 (10.0%) text 2.31 audio 4.00 {shown}"
-    assert losses_line({"loss": 1.0, "loss/text": 0.01234}) == "text 0.0123"
-    assert losses_line({"loss": 1.0, "loss/alignment": 7.1}) == "alignment 7.10"
-    assert losses_line({"loss": 1.5}) == "loss 1.50"
 
 
 class Terminal(io.StringIO):
@@ -135,25 +120,6 @@ def test_a_slow_step_is_told_of_with_its_cause(tmp_path: Path, clock: list[float
     assert told == ["step 7 took 5.0 s, 0.1 s are usual: waiting for data took 5.0 s"]
 
 
-def test_what_is_usual_begins_again_where_other_parameters_are_trained(
-    tmp_path: Path, clock: list[float], capfd: pytest.CaptureFixture[str]
-) -> None:
-    parts = toy_parts()
-    head = parts.objective.get_parameter("model.text_head.weight")
-    ended: list[Tensor] = []
-
-    def idle(progress: float) -> list[torch.nn.Parameter]:
-        clock[0] += 0.1 if progress < 0.5 else 2.0
-        if progress >= 0.5:
-            ended.append(head.detach().clone())
-        return [head] if progress < 0.5 else []
-
-    first = head.detach().clone()
-    toy_fit(toy_config(tmp_path, budget=BudgetConfig(steps=30), log=LINES), replace(parts, idle=idle))
-    assert ended[0].equal(first) and not ended[-1].equal(first)
-    assert " took " not in capfd.readouterr().err
-
-
 # --- the start of a whole run -----------------------------------------------------------------------------------------
 
 
@@ -172,36 +138,7 @@ def recipe(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_start_says_what_it_is_about_to_do(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", str(recipe)]) == 0
-    said = capfd.readouterr().err.splitlines()
-    at = next(i for i, line in enumerate(said) if line.startswith("step 1 "))
-    assert said[:2] == [f"training {tmp_path}/model in {tmp_path}/run for 1 step", "  devices     1 x cpu, 32-true"]
-    labels = [line.split()[0] for line in said[2:at]]
-    assert labels == ["model", "trainable", "data", "held"]
-    whole, trainable = (int(line.split()[1].replace(",", "")) for line in said[2:4])
-    assert 0 < trainable < whole
-    assert said[4] == "  data        spoken-digits: made while training" and said[5] == "  held out    2 rows, 2 examples"
-    assert main(["fit", str(recipe), "--budget.steps", "2", "--resume", "force"]) == 0
-    resumed = [line for line in capfd.readouterr().err.splitlines() if line.startswith("  resumed")]
-    assert len(resumed) == 1 and "step-00000001, after 1 steps and " in resumed[0]
-    assert main(["fit", str(recipe), "--resume", "restart", "--log.progress", "off"]) == 0
-    assert "training" not in capfd.readouterr().err
-
-
 def test_a_loss_that_no_row_measures_is_refused_before_the_first_step(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", str(recipe), "--checkpoint.metric", "loss/text", "--data.packing.length", "20"]) == 2
     told = capfd.readouterr().err.splitlines()[-1]
     assert "checkpoint.metric is loss/text, but none of the 2 held-out rows makes an example" in told
-
-
-def test_the_first_lines_come_before_anything_is_loaded(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def load(*_: object) -> None:
-        assert "training " in capfd.readouterr().err
-        raise SystemExit(7)
-
-    monkeypatch.setattr(fit, "build_initial", load)
-    with pytest.raises(SystemExit, match="7"):
-        main(["fit", str(recipe)])

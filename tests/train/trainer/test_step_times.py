@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from train.trainer.step_times import StepTimes
@@ -56,15 +53,3 @@ def test_what_is_usual_or_short_is_not_told_of(machine: Machine) -> None:
     assert [quick.step(0.01) for _ in range(20)] == [None] * 20
     assert quick.step(0.9) is None  # ninety times as long, but under a second
     assert quick.step(1.1) is not None
-
-
-def test_before_there_is_a_median_only_compiling_is_told_of() -> None:
-    machine = Machine()
-    assert machine.step(8.0, waiting_for_data=5.0) is None
-    assert machine.step(60.0, compiled=1) == "step 7 took 60.0 s: compiling took 60.0 s"
-
-
-def test_counting_graphs_imports_nothing() -> None:
-    code = "import sys, train.trainer.step_times as s; print(s.graphs_compiled(), 'torch._dynamo' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == ["0", "False"], done.stderr

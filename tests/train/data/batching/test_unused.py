@@ -125,26 +125,6 @@ def test_a_share_below_the_limit_is_counted_and_goes_on_with_a_resumed_run():
     assert resumed.counts == counts == Counts.joined([counts.plain()])
 
 
-def test_what_was_left_out_is_said_once_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    counts = Counts()
-    counts.leave_out(Unused("rows", "T1A2", "no answer_text", "file row 3"))
-    plain = counts.plain()
-
-    def steps(shards, start, states):
-        for step in range(start, 100):
-            batches = [toy_batch(shard, step) for shard in shards]
-            batches[0].state.update(broken=1 + step // 4, counts=plain)
-            yield batches
-
-    config = toy_config(tmp_path)
-    toy_fit(replace(config, log=replace(config.log, progress="lines")), toy_parts(steps=steps))
-    said = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
-    assert said == [
-        f"rows as T1A2: 1 of 1 rows (100.0%) left out: no answer_text (the first: file row 3); see {tmp_path / UNUSED}"
-    ]
-    assert (tmp_path / UNUSED).read_text().splitlines()[1] == "rows,T1A2,no answer_text,1,1,1,file row 3"
-
-
 def test_tasks_that_no_row_of_a_source_is_for_are_lacking_before_the_start(tmp_path: Path):
     source = ToySource("toy", None, codec_of(MODEL))
     bare = [replace(source.row(i), turns=tuple(replace(t, answer_text="") for t in source.row(i).turns)) for i in range(12)]

@@ -28,7 +28,7 @@ from train.data.prepare.worker import PreparedBlock, block_maker
 from train.data.readers import data_path, open_source
 from train.data.readers.contract import ReaderOptions
 from train.data.rows.parquet import StoredRows
-from train.data.rows.row import Row, features
+from train.data.rows.row import features
 
 
 @pytest.fixture
@@ -189,25 +189,6 @@ def test_a_cache_that_is_removed_meanwhile_breaks_no_row(audio: str, gone: str, 
             if number == 20:
                 for place in (cache_folder() / "stores" / "files").glob(gone) if gone else [cache_folder()]:
                     shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink(missing_ok=True)
-
-
-def test_another_version_of_the_same_size_is_refused(bucket: Any, tmp_path: Path) -> None:
-    SETS["common-voice"](tmp_path / "set")
-    address, config = bucket.put_all(tmp_path / "set", "set"), PrepareConfig(workers=0)
-    prepare(address, tmp_path / "out", config)
-    sound = (tmp_path / "set" / "clips" / "3.flac").read_bytes()
-    bucket.put("set/clips/3.flac", sound)  # as it was
-    prepare(address, tmp_path / "out", config)
-    bucket.put("set/clips/3.flac", sound[:-1] + bytes([sound[-1] ^ 1]))
-    with pytest.raises(UserError, match=f"before {address} changed: source_versions was"):
-        prepare(address, tmp_path / "out", config)
-
-
-def test_recordings_that_are_named_by_their_address(bucket: Any, tmp_path: Path) -> None:
-    line = f'{{{{"question_audio": "{bucket.address("set")}/{{0}}.flac", "question_text": "{{0}}"}}}}\n'
-    write_spoken(tmp_path / "set", "{}.flac", "mine.jsonl", line)
-    rows = list(open_source(bucket.put_all(tmp_path / "set", "set")))
-    assert len(rows) == 70 and all(isinstance(row, Row) and row.turns[0].question_audio for row in rows)
 
 
 def test_failures_in_other_processes_are_told(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,6 @@ def test_a_packing_that_is_named_is_taken_off(tmp_path, packing, base, step):
     ("array", "why"),
     [
         (np.full(5, 6561), "code 6561 at place 0 of frame 0 is not in cosyvoice2's 0 to 6560"),
-        (np.zeros((3, 5), np.int64), "its codes are [3, 5], not [1 streams, frames]"),
         (None, "are no whole .npy file of numbers"),
     ],
 )
@@ -208,7 +207,6 @@ def test_paths_may_not_leave_the_folder(tmp_path, name):
     [
         ([["a", [3.5, 4.2], "SPEAKER_MAIN"]], "word 0 ('a') ends at 4.20 s, the recording at 4.00 s"),
         ([["a", [0.5, 0.7], "X"], ["b", [1.5, 1.0], "X"]], "word 1 ('b') goes from 1.5 to 1.0 s"),
-        ([["a", 0.5, 0.7]], "word 0 is not [word, [start, end], speaker]"),
         ([], "has no words"),
     ],
 )
@@ -247,8 +245,6 @@ def test_recordings_that_do_not_fit_their_list(tmp_path):
     [
         ({"start": 3.0}, "the cut goes from 3.00 to 5.00 s of a recording that lasts 4.00 s"),
         ({"channel": 2}, "channel 2 is in none of the recording's sources"),
-        ({"type": "MixedCut"}, "is a MixedCut"),
-        ({"recording": None}, "has no recording"),
         (
             {"supervisions": [{"start": 1.5, "duration": 1.0, "text": "x"}]},
             "a supervision goes from 1.50 to 2.50 s of a cut that lasts 2.00 s",
@@ -277,19 +273,3 @@ def test_a_recording_shorter_than_its_manifest_says(tmp_path):
     path = write_lines(tmp_path / "cuts.jsonl", [entry, short])
     broken = only_broken(path)
     assert "1.00 to 3.00 s lies beyond" in broken.why and "lasts 1.00 s" in broken.why
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"duration": 10**400}, "field 'duration' is 1000000"),
-        ({"offset": 1e300}, "lies beyond"),
-        ({"audio_filepath": "q\ud83d.wav"}, "half a surrogate pair"),
-    ],
-)
-def test_lists_with_values_that_nothing_can_have(tmp_path, changes, why):
-    write_tone(tmp_path / "q.wav")
-    good = {"audio_filepath": "q.wav", "duration": 0.1, "text": "a"}
-    path = write_lines(tmp_path / "list.jsonl", [good, good | changes, good])
-    broken = only_broken(path)
-    assert why in broken.why and broken.where == f"{path} line 2"
