@@ -186,18 +186,3 @@ def test_an_answer_with_a_given_stream_is_refused():
     layout = Layout((Stream("audio", 4), Stream("audio", 4, role="given"), Stream("text", 9)))
     with pytest.raises(UserError, match="stream audio1 is given from outside"):
         Cursor.start(layout, [True], [True])
-
-
-@pytest.mark.parametrize(
-    "make, says",
-    [
-        (lambda: Layout.preset("codec3"), "codec3"),
-        (lambda: Layout.build([4, 4], 5, delays=[1]), "1 delays for 2 codebooks"),
-        (lambda: Layout((Stream("text", 4), Stream("audio", 4))), "text stream"),
-        (lambda: Layout.preset("codec2").delayed(None, torch.tensor([[1], [2], [16], [4]])), "code 16 of audio stream 2"),
-        (lambda: Layout.preset("codec2").delayed(None, torch.zeros(7, 3, dtype=torch.long)), "4 audio streams"),
-    ],
-)
-def test_bad_layouts_are_refused_with_a_reason(make, says):
-    with pytest.raises(UserError, match=says):
-        make()

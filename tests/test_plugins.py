@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni import plugins, register_codec
+from omni import plugins
 from omni.codec.base import AudioCodec, CodecStream
-from omni.codec.registry import CODECS, load_codec
 from omni.errors import UserError
 from omni.layout import SPECIALS, Layout
 from omni.plugins import Registry, load_plugins, take_plugins
@@ -181,24 +180,6 @@ class Short(CodecStream):
 
 def fail(folder: Any, device: Any) -> Any:
     raise KeyError("weights")
-
-
-@pytest.mark.parametrize(
-    ("load", "rate", "named"),
-    [
-        (lambda folder, device: None, 100, ["codec mine", "NoneType", "AudioCodec"]),
-        (lambda folder, device: Silence(), 100, ["codec mine", "name", "'silence'"]),
-        (fail, 100, ["codec mine", "KeyError", "weights"]),
-    ],
-)
-def test_a_codec_that_is_none_or_another_is_named(
-    monkeypatch: pytest.MonkeyPatch, load: Any, rate: int, named: list[str]
-) -> None:
-    monkeypatch.setitem(CODECS, "mine", None)
-    register_codec("mine", sample_rate=rate, frame_rate=10, codebook_sizes=(4, 4))(load)
-    with pytest.raises(UserError) as caught:
-        load_codec("mine")
-    assert all(part in str(caught.value) for part in named)
 
 
 def test_codes_and_sound_of_a_wrong_length_are_named() -> None:

@@ -15,7 +15,6 @@ from digits.options import SpokenDigitsConfig
 from digits.spoken import SpokenDigits, draw_question, draw_questions, vocabulary
 
 from omni.audio.io import resample
-from omni.errors import UserError
 from tests.train.data.toys import ToyCodec
 from train.config.parse import read_fit_config
 from train.data.number_words import NUMBERS, spoken_number
@@ -222,19 +221,3 @@ def test_utterances_return_after_a_distance_and_to_the_same_shard(reuse, distanc
         if distance % shards == 0:
             assert all(len({n % shards for n in range(len(numbers)) if numbers[n] == u}) == 1 for u in set(numbers))
     assert source.repeats is (reuse > 1)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        (dict(held_out=("en-us+f1",)), "held_out names 'en-us\\+f1', but its variant speaks in training"),
-        (dict(arithmetic=1.5), "options.arithmetic is 1.5"),
-        (dict(arithmetic_phrases=("what is",)), "'what is' must hold {} once"),
-        (dict(rate=(200, 100)), "options.rate is 200 to 100"),
-        (dict(answer_text="roman"), "options.answer_text 'roman'"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(wrong, named):
-    with pytest.raises(UserError, match=named) as error:
-        SpokenDigitsConfig(**wrong)
-    assert "\n" not in str(error.value)

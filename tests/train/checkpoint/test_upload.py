@@ -13,7 +13,7 @@ from omni.errors import UserError
 from omni.stores import drivers, tries
 from tests.train.toys import final_tensors, toy_config, toy_export, toy_fit, toy_parts
 from train.checkpoint import retention, upload
-from train.checkpoint.upload import Uploads, bring_back, check_upload
+from train.checkpoint.upload import Uploads, bring_back
 from train.config.sections import CheckpointConfig, LogConfig
 
 
@@ -122,16 +122,3 @@ def test_what_cannot_be_brought_back(bucket: Any, tmp_path: Path) -> None:
     bucket.put("runs/a/checkpoints/last", b"../../etc\n")
     with pytest.raises(UserError, match=r"checkpoints/last holds '../../etc', no checkpoint's name"):
         bring_back(bucket.address("runs/a"), tmp_path / "back")
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("runs/a", "checkpoint.upload is 'runs/a'; give an address"),
-        ("https://x.org/a", "https://x.org/a cannot be written: give an address of s3 and gs"),
-        ("s4://b/a", "did you mean 's3'"),
-    ],
-)
-def test_addresses_that_are_refused(given: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        check_upload(given)

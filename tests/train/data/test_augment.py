@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -220,20 +219,6 @@ def test_masks_are_runs_of_the_mean_within_the_sound(frames: int | None) -> None
         assert int(bands.sum()) <= 20 and int(times.sum()) <= 2 * int(0.1 * sound.shape[1])
         widths.add(int(times.sum()))
     assert len(widths) > 5
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"speed": (1.1, 0.9)}, "speed"),
-        ({"feature_echo_probability": 2.0}, "feature_echo_probability is 2.0"),
-        ({"noise_probability": 1.5}, "noise_probability is 1.5"),
-        ({"noise_folder": "noise"}, "without noise_snr_db"),
-    ],
-)
-def test_bad_configurations(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        replace(OFF, **change)
 
 
 def test_the_shape_of_features_is_a_smooth_filter_of_the_sound() -> None:

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from omni.encoder.base import Encoder
-from omni.encoder.whisper_config import WhisperConfig
-from omni.errors import UserError
 from omni.lora.attach import activate, add_adapter
 from omni.lora.config import LoRAConfig
 from omni.model.speech_model import SpeechModel
@@ -161,18 +159,3 @@ def test_its_mean_is_in_the_log_and_on_held_out_batches(model: SpeechModel) -> N
     assert found == {"loss/distill": pytest.approx(wanted, rel=1e-5)}
     metrics.restore([sums[:-2] for sums in kept])  # of a checkpoint from before distillation
     assert "loss/distill" not in metrics.figures()
-
-
-def test_bad_settings_are_refused_by_name(model: SpeechModel) -> None:
-    with pytest.raises(UserError, match=r"objective.distill_weight is 0.5, but the objective has no teacher"):
-        Objective(model, ALL)
-    with pytest.raises(UserError, match="objective.distill_weight is -1"):
-        ObjectiveConfig(distill_weight=-1)
-    with pytest.raises(UserError, match="objective.ctc_weight is 0, and so is distill_weight"):
-        ObjectiveConfig(align_first=1.0)
-
-    class Mine(Encoder):
-        config = WhisperConfig()
-
-    with pytest.raises(UserError, match="encoder 'whisper' cannot be distilled: its module has no hear_whole"):
-        Mine().hear_whole(torch.zeros(1, 80, 2), [2], [1])

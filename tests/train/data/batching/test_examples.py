@@ -290,20 +290,6 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path):
 DIGITS = SourceConfig("spoken-digits")
 
 
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: SourceConfig(kind="web"), "source.kind: source 'web' is unknown"),
-        (lambda: SourceConfig(kind="stored"), "a source of kind 'stored' has no path"),
-        (lambda: DataConfig(sources=()), "data.sources is empty"),
-        (lambda: from_dict(DataConfig, {"souces": []}, "data"), "unknown key 'souces'; did you mean 'sources'"),
-    ],
-)
-def test_configurations_that_cannot_be_are_refused(make, named):
-    with pytest.raises(UserError, match=named):
-        make()
-
-
 def test_a_packed_mixture_of_the_nano_data_has_under_five_percent_padding():
     config = DataConfig(
         sources=(SourceConfig("spoken-digits", tasks={"A1T1": 0.4, "A1A2": 0.4, "T1A2": 0.2}, options={"turns": (0.8, 0.2)}),),

@@ -159,12 +159,3 @@ def test_models_are_named_in_one_way(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "out" / "columns.png").is_file()
     out = capsys.readouterr().out
     assert "columns A1A2" in out and "columns T1T2" in out and "question tokens" in out
-    for argv, why in (
-        (["--model", str(tmp_path / "m"), "--preset", "nano"], "both given"),
-        (["--preset", "nanno"], "did you mean 'nano'"),
-        (["--preset", "qwen3-0.6b"], "give the model's tokenizer.json with --tokenizer"),
-        (["--tokenizer", "t.json"], "without a model"),
-        (["--preset", "nano", "--tasks", "A1A3"], "task 'A1A3' is unknown"),
-    ):
-        with pytest.raises(UserError, match=why):
-            main([data, *argv])

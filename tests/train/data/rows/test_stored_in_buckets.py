@@ -6,11 +6,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from omni.errors import UserError
-from omni.stores.tries import ChangedError
 from tests.train.data.batching.test_loader import same_steps, take
 from tests.train.data.toys import MODELS, TASKS, ToySource, codec_of, maker_of, report
 from train.data.batching.loader import StepLoader
@@ -93,28 +91,6 @@ def test_rows_are_read_in_pieces_from_where_they_are(bucket: Any, folder: Path) 
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_wrong_is_told_with_the_address(bucket: Any, folder: Path) -> None:
-    address = bucket.put_all(folder, "rows")
-    data = (folder / "rows-00001.parquet").read_bytes()
-    with pytest.raises(UserError, match=rf"{bucket.address('nothing')} is not there"):
-        StoredRows(bucket.address("nothing"))
-    bucket.put("texts/a.txt", b"text")
-    with pytest.raises(UserError, match=rf"data folder {bucket.address('texts')} holds no .parquet file"):
-        StoredRows(bucket.address("texts"))
-    bucket.put("cut/rows-00001.parquet", data[: len(data) // 2])
-    with pytest.raises(UserError, match=rf"data file {bucket.address('cut')}/rows-00001.parquet is not a whole Parquet file"):
-        StoredRows(bucket.address("cut"))
-    table = pq.read_table(folder / "rows-00001.parquet").drop_columns(["turns"])
-    pq.write_table(table, folder / ".other.parquet")
-    bucket.put("other/rows.parquet", (folder / ".other.parquet").read_bytes())
-    with pytest.raises(UserError, match=rf"data file {bucket.address('other')}/rows.parquet has no column 'turns'"):
-        StoredRows(bucket.address("other"))
-    rows = StoredRows(address)
-    bucket.put("rows/rows-00001.parquet", data[:-7] + b"changed")
-    with pytest.raises(ChangedError, match=rf"{address}/rows-00001.parquet has changed"):
-        rows[6]
 
 
 def test_a_recording_beside_rows_of_a_bucket(bucket: Any, tmp_path: Path) -> None:

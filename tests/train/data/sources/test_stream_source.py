@@ -249,19 +249,6 @@ def test_data_that_cannot_be_streamed_are_refused(
         StreamSource(str(data["tar"].parent / path), None if read is None else ReaderOptions(**read))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"path": None}, "'stream' has no path; name a shard"),
-        ({"held_out": 5}, "held_out is 5, but the rows of a stream are not known"),
-        ({"max_epochs": 2.0}, "max_epochs is 2, but the rows of a stream are not counted: give max_rows"),
-    ],
-)
-def test_settings_that_a_stream_does_not_have_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        SourceConfig(**{"kind": "stream", "path": "shards", **options})
-
-
 def test_data_prepare_reads_webdataset_shards_as_it_reads_a_table(data: dict[str, Path], tmp_path: Path) -> None:
     """Also a shard that is cut short, up to there."""
     config = PrepareConfig(read=ReaderOptions(columns=COLUMNS), question_rate=0, workers=0)
