@@ -214,44 +214,6 @@ def test_words_are_also_said_otherwise(folder, monkeypatch):
 
 
 @pytest.mark.long
-def test_voices_of_other_programs_say_their_share(folder, tmp_path):
-    script, calls = tmp_path / "say.py", tmp_path / "calls"
-    script.write_text(
-        "import sys, numpy, soundfile\n"
-        f"open({str(calls)!r}, 'a').write(sys.argv[1] + chr(10))\n"
-        "tone = numpy.sin(numpy.arange(6000) * 0.1 * len(sys.argv[1]))\n"
-        "soundfile.write(sys.argv[2], numpy.concatenate([numpy.zeros(9000), tone, numpy.zeros(9000)]), 22050)\n"
-    )
-    program = f"command:{sys.executable} {script} {{text}} {{out}}"
-    config = RecordedDigitsConfig(
-        str(folder),
-        ("anna",),
-        pause=(0, 0),
-        silence=(0, 0),
-        speed=(1, 1),
-        voices=0.25,
-        more_voices={"en": (program,)},
-        more=0.5,
-    )
-    source = RecordedDigits(config, CODEC)
-    rows = [source.row(i) for i in range(80)]
-    theirs = [row for row in rows if row.speaker == program]
-    assert 25 < len(theirs) < 55 and 8 < sum(row.speaker in BASE for row in rows) < 35
-    for row in theirs:  # without the silence around each digit
-        seconds = 6000 / 22050 * len(row.turns[0].answer_text.split())
-        assert row.turns[0].question_audio.load(16000).shape[0] / 16000 == pytest.approx(
-            seconds, abs=0.03 * len(row.turns[0].answer_text.split())
-        )
-    said = calls.read_text().split()
-    assert len(said) == len(set(said)) and set(said) <= set(NUMBERS)  # each digit once
-    calls.unlink()
-    spelled = "null ains zwo droi fier fumf segs sibn agt noin"
-    foreign = replace(config, accents={"de": spelled}, more_voices={"de": (program + " foreign",)}, voices=0, more=1.0)
-    row = RecordedDigits(foreign, CODEC).row(0)
-    assert calls.read_text().split()[0] == spelled.split()[NUMBERS.index(row.turns[0].answer_text.split()[0])]
-
-
-@pytest.mark.long
 def test_synthetic_voices_also_say_other_words(folder, tmp_path, monkeypatch):
     from digits import recorded
 

@@ -129,15 +129,6 @@ def test_a_loudspeaker_that_refuses_leaves_no_file_either(run, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_loudspeaker_is_said_in_one_line(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sounddevice", None)
-    done = run("ask", "--text", "hi", "--speaker")
-    assert done.code == 2 and "omni-speech[speaker]" in done.err and done.err.count("\n") == 1
-    monkeypatch.setitem(sys.modules, "sounddevice", fake_sounddevice(refuse=True))
-    done = run("ask", "--text", "hi", "--speaker")
-    assert done.code == 2 and "8000 Hz" in done.err
-
-
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 

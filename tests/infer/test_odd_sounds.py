@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import threading
 import types
 
 import numpy as np
@@ -77,41 +76,3 @@ def test_what_is_no_sound_is_not_taken_for_raw_pcm(name, run, monkeypatch):
 def test_a_device_is_refused_by_its_beginning(device, run, tmp_path):
     done = run("ask", device)
     assert done.code == 2 and device in done.err and done.err.count("\n") == 1 and os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("begin", [b"", encoded(NOISE)], ids=["zeros", "a file"])
-def test_a_named_pipe_without_end_is_refused(begin, run, tmp_path, monkeypatch):
-    monkeypatch.setattr("omni.audio.io.MAX_STREAM_BYTES", 1 << 20)
-    os.mkfifo(tmp_path / "pipe")
-    written = []
-
-    def feed() -> None:
-        with open(tmp_path / "pipe", "wb", buffering=0) as pipe:
-            written.append(pipe.write(begin or bytes(100)))
-            try:
-                while sum(written) < 1 << 26:
-                    written.append(pipe.write(bytes(1 << 16)))
-            except BrokenPipeError:
-                return
-
-    feeder = threading.Thread(target=feed, daemon=True)
-    feeder.start()
-    done = run("ask", "pipe")
-    feeder.join(30)
-    assert done.code == 2 and "pipe" in done.err and ("1 MiB" in done.err) == bool(begin)
-    assert sum(written) < 1 << 22
-
-
-def test_standard_input_without_end_is_refused(run, monkeypatch):
-    class Endless(io.RawIOBase):
-        taken = 0
-
-        def read(self, size: int = -1) -> bytes:
-            self.taken += size
-            return b"\1\0" * (size // 2)
-
-    pipe = Endless()
-    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=pipe))
-    monkeypatch.setattr("infer.audio_in.MAX_SECONDS", 2.0)
-    done = run("ask", "-")
-    assert done.code == 2 and "continues after 2 s" in done.err and pipe.taken < 100_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,17 +81,6 @@ def test_a_device_that_does_not_start_is_told(talk: Talks) -> None:
     sound.refuse_start = {"input"}
     done = talk(None, sound=sound).done
     assert done.code == 2 and "'Built-in Microphone' (0) cannot be started (Device unavailable" in done.err
-
-
-def test_without_the_library_the_extra_is_named(talk: Talks, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sounddevice", None)
-    done = run("chat")
-    assert done.code == 2 and done.err.count("\n") == 1 and 'chat needs the package sounddevice: pip install "omni-' in done.err
-    done = run("chat", "--threshold", "7")  # wrong options are told before anything is installed
-    assert done.code == 2 and "--threshold is 7" in done.err
-    monkeypatch.setattr("infer.chat.checks.EXTRA", ("av", "no_such_module"))
-    done = talk(None).done
-    assert done.code == 2 and 'chat needs no_such_module; install them: pip install "omni-speech[speaker]"' in done.err
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from omni.config import to_dict
 from omni.errors import UserError
-from omni.layout import Layout
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts
 from train.balance.section import BalanceSection, balanced_tasks
 from train.config.parse import read_fit_config
-from train.config.sections import FabricConfig
 from train.data.config import DataConfig, SourceConfig
 from train.data.sources.mixture import Stage
 
@@ -62,19 +57,6 @@ def test_what_does_not_combine_is_refused_when_it_is_read(options: list[str], wo
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("codebooks", [8, 9, 10, 16])
-def test_more_streams_than_can_be_balanced_are_refused_when_they_are_read(codebooks: int) -> None:
-    """Ten are the most, the text's among them."""
-    streams = json.dumps(to_dict(Layout.build([64] * codebooks, 256))["streams"])
-    options = [*WITH, "uncertainty", "--balance.tasks", "streams", "--model.layout", f'{{"streams": {streams}}}']
-    if codebooks < 10:
-        assert read_fit_config(options)[0].model.streams == codebooks + 1
-        return
-    with pytest.raises(UserError, match=f"layout has {codebooks + 1} of them, and 2 to 10 can be balanced; use tasks"):
-        read_fit_config(options)
-    assert read_fit_config([*WITH, "uncertainty", "--model.layout", f'{{"streams": {streams}}}'])[0].balance is not None
-
-
 def test_data_without_two_tasks_that_ask_by_speech() -> None:
     data = DataConfig(sources=(SourceConfig("spoken-digits", tasks={"A1T1": 1.0, "T1A2": 1.0}),))
     with pytest.raises(UserError, match=r"features.*\b1 task.*\(A1T1\)"):
@@ -82,24 +64,6 @@ def test_data_without_two_tasks_that_ask_by_speech() -> None:
 
 
 TWICE = DataConfig(sources=(SourceConfig("spoken-digits", tasks={"A1T1": 1.0, "A1A2": 1.0}),), micro_batches=2)
-
-
-@pytest.mark.parametrize(
-    ("section", "changes", "words"),
-    [
-        (BalanceSection("mgda"), {"trainable": ("decoder.*",)}, "nothing below the features is trainable"),
-        (BalanceSection("mgda", "parameters", separate=("*",)), {}, "balance.separate names all trainable"),
-        (BalanceSection("mgda", "parameters", separate=("adaptor.*",)), {}, "balance.separate"),
-        (
-            BalanceSection("moml"),
-            {"fabric": FabricConfig(accelerator="cpu", devices="auto"), "data": TWICE},
-            "takes one micro-batch a step in each process; make data.micro_batches 1",
-        ),
-    ],
-)
-def test_what_the_model_does_not_fit(tmp_path: Path, section: BalanceSection, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        balanced_fit(balanced_config(tmp_path, section, **changes))
 
 
 def test_two_levels_need_held_out_rows(tmp_path: Path) -> None:

@@ -327,11 +327,3 @@ def test_overrides_reach_into_lists(tmp_path):
     first, second = config.data.sources
     assert (first.weight, second.weight, config.seed, name) == (1, 5, 4, "run")
     assert second.made.arithmetic == 0.5 and second.made.lengths == (1, 2) and first.made.held_out == ("anna",)
-    for option, text in (
-        ("--data.sources.2.weight", "data.sources of .*run.yaml has 2 entries, counted from 0; 2 is none"),
-        ("--data.sources.x.weight", "x"),
-        ("--data.sources.0.wieght", "unknown key data.sources\\[0\\].wieght; did you mean data.sources\\[0\\].weight"),
-        ("--seed.0.x", "seed"),
-    ):
-        with pytest.raises(UserError, match=text):
-            read_fit_config([str(file), option, "1"])

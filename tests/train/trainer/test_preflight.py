@@ -17,7 +17,6 @@ from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.train.config.test_config import CONFIGS, small
 from train.checkpoint.retention import FORMAT, STATE
-from train.cli import main
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig, plain_config
 from train.trainer.build import fit
@@ -99,28 +98,6 @@ def test_a_truncated_folder_is_refused_by_its_size(base: Path, tmp_path: Path) -
     assert any("model.safetensors is truncated: 2 bytes of" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        (["devices", "0"], "fabric.devices is 0; give a number, a list such as '0,1', or auto"),
-        (["devices", "1000"], "fabric.devices is 1000, but there are 2 core(s), for at most 8 processes here"),
-        (["devices", "1.5"], "fabric.devices is '1.5'; give a number"),
-        (["accelerator", "cuda"], "fabric.accelerator is cuda, but PyTorch finds no GPU here"),
-    ],
-)
-def test_devices_that_are_not_here(
-    given: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A run is refused; a dry run, which may be of another machine's recipe, tells it."""
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("train.trainer.build.build_fabric", lambda config: pytest.fail("a process was about to start"))
-    words = ["fit", str(CONFIGS / "nano.yaml"), "--run_folder", str(tmp_path), f"--fabric.{given[0]}", given[1]]
-    assert main(words) == 2 and capsys.readouterr().err.startswith(f"error: {line}")
-    if given[0] == "accelerator":
-        assert main([*words, "--dry_run"]) == 0 and f"\nnote: {line}" in capsys.readouterr().out
-
-
 def test_another_configuration_is_refused_before_a_model_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.trainer.build.build_fabric", lambda config: pytest.fail("a process was about to start"))
     config = read("nano.yaml", "--run_folder", str(tmp_path))
@@ -141,9 +118,3 @@ def test_more_workers_or_steps_ahead_than_the_machine_has_room_for_are_refused(t
             fit(replace(config, data=replace(config.data, **changes)))
     check_workers(replace(config, data=replace(config.data, workers=8, prefetch=8)))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_precision_that_a_cpu_lacks_is_refused(tmp_path: Path) -> None:
-    config = read("nano.yaml", "--run_folder", str(tmp_path / "run"), "--fabric.precision", "16-mixed")
-    with pytest.raises(UserError, match="16-mixed, which a CPU does not compute in; use bf16-mixed, or 32-true"):
-        fit(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -149,19 +148,6 @@ def test_shards_and_order(rows_per_file: int, tmp_path: Path) -> None:
     assert len(report["shards"]) > 1 and sum(shard["rows"] for shard in report["shards"]) == report["rows"] == 66
     ids = [item.row.id for item in Scan(tmp_path / "out") if isinstance(item, FoundRow) and item.row]
     assert ids == [f"r{i}" for i in range(100) if i % 3]
-
-
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = stored(tmp_path / "data", list(map(row, range(6))), per_file=3)
-    os.truncate(data / "rows-00001.parquet", 300)
-    allowed = rules(tmp_path, "speakers: [s0, s1, s2]")
-    assert main([str(data), str(tmp_path / "out"), "--rules", str(allowed), "--progress", "off"]) == 0
-    told, line = capsys.readouterr().out, f"{data / 'rows-00001.parquet'} is not a whole Parquet file"
-    assert told.startswith("3 of 3 rows kept") and f"warning: {line}" in told
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["unreadable_files"][0].startswith(line)
-    os.truncate(data / "rows-00000.parquet", 300)
-    with pytest.raises(UserError, match="rows-00000.parquet is not a whole Parquet file"):
-        filter_rows(data, tmp_path / "none", Rules())
 
 
 def test_rows_that_fail_once_to_be_read_are_dropped_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

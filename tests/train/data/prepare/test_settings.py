@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from omni.errors import UserError
@@ -50,12 +48,3 @@ def test_what_others_put_there_stays(tmp_path):
         made(tmp_path / "out", ToySource(5, broken=tuple(range(5))))
     assert [path.name for path in (tmp_path / "out.preparing").iterdir()] == ["thesis.txt"]
     discard(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    ("voice", "line"), [("en-us+f9", "has no variant 'f9'"), ("+f9", "no variant"), ("xx", "no language 'xx'")]
-)
-def test_a_voice_that_is_none_is_refused_before_a_folder_is_made(voice, line, tmp_path):
-    with pytest.raises(UserError, match=line):
-        made(tmp_path / "deep" / "out", ToySource(4, "text"), speak="question", voice=f"espeak:{voice}")
-    assert not list(Path(tmp_path).iterdir())

@@ -211,20 +211,6 @@ def test_joined_dialogues_come_one_after_another(tmp_path):
     assert all(len(row.turns) < 3 for row in open_source(write(tmp_path, whole), ReaderOptions(rows=60)))
 
 
-def test_sums_and_differences_of_nano_live_cover_all_to_twenty(live):
-    """All combinations are there, and each has its answer."""
-    found: dict[str, set[tuple[int, int]]] = {"sums": set(), "differences": set()}
-    for planned in live._planned:
-        if planned.dialogue.skill in found:
-            found[planned.dialogue.skill] |= {(a, b) for a, b in planned.combinations}
-            for a, b in planned.combinations:
-                values = planned.dialogue.filled((a, b), live._numbers)
-                assert values is not None and values["c"] == (a + b if planned.dialogue.skill == "sums" else a - b)
-    everything = set(itertools.product(range(21), repeat=2))
-    assert found["sums"] == {(a, b) for a, b in everything if a + b <= 20}
-    assert found["differences"] == {(a, b) for a, b in everything if a >= b}
-
-
 def test_the_file_of_the_documentation_is_read(tmp_path):
     page = (LIVE.parents[2] / "docs/data.md").read_text().partition("## Dialogues of your own")[2]
     file = write(tmp_path, page.partition("```yaml\n")[2].partition("```")[0])
