@@ -19,11 +19,7 @@ def test_presets_survive_json(name):
 
 
 # Parameters of the language model alone, from the published configurations (text embedding and head counted once if tied).
-TEXT_PARAMETERS = {
-    "qwen3-0.6b": 596_049_920,
-    "llama-3.2-1b": 1_235_814_400,
-    "mistral-7b": 7_241_732_096,
-}
+TEXT_PARAMETERS = {"qwen3-0.6b": 596_049_920, "llama-3.2-1b": 1_235_814_400, "mistral-7b": 7_241_732_096}
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -82,8 +82,7 @@ def test_a_norm_in_fp32_takes_bf16_as_it_is_and_does_not_warn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "nodes", "processes"),
-    [(1, 1, 1), (4, 2, 8), ("3", 1, 3), ("0,1", 1, 2), ("auto", 1, None), (-1, 1, None)],
+    ("devices", "nodes", "processes"), [(1, 1, 1), (4, 2, 8), ("3", 1, 3), ("0,1", 1, 2), ("auto", 1, None), (-1, 1, None)]
 )
 def test_a_configuration_counts_its_processes(devices: int | str, nodes: int, processes: int | None) -> None:
     assert FabricConfig(devices=devices, num_nodes=nodes).processes == processes

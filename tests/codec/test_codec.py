@@ -16,14 +16,7 @@ from omni.codec.snac import SnacCodec
 from omni.errors import UserError
 
 # Small SNACs: mini-omni's strides, noise, depthwise convolutions; and odd rates, two levels, dense, no noise.
-SNAC_A = dict(
-    encoder_dim=4,
-    encoder_rates=[2, 4],
-    decoder_dim=32,
-    decoder_rates=[4, 2],
-    codebook_size=50,
-    vq_strides=[4, 2, 1],
-)
+SNAC_A = dict(encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2], codebook_size=50, vq_strides=[4, 2, 1])
 SNAC_B = dict(
     encoder_dim=4,
     encoder_rates=[2, 3],

@@ -100,11 +100,7 @@ def test_decoded_voice_follows_the_original(codec: Codec2Codec) -> None:
 @pytest.mark.parametrize("fill", ["lowest", "highest", "random"])
 def test_any_codes_give_sound(codec: Codec2Codec, fill: str) -> None:
     sizes = torch.tensor(codec.codebook_sizes)[:, None]
-    codes = {
-        "lowest": sizes.expand(4, 50) * 0,
-        "highest": sizes.expand(4, 50) - 1,
-        "random": random_codes(500),
-    }[fill]
+    codes = {"lowest": sizes.expand(4, 50) * 0, "highest": sizes.expand(4, 50) - 1, "random": random_codes(500)}[fill]
     sound = codec.decode(codes)
     assert sound.isfinite().all() and sound.abs().max() <= 1
 

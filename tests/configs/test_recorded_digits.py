@@ -97,8 +97,7 @@ def test_quiet_edges_are_cut_at_the_level_that_is_asked(folder):
     assert torch.equal(trimmed(frames, -5.0), torch.ones(160))
     plain, cut = (
         RecordedDigits(
-            RecordedDigitsConfig(str(folder), ("anna",), pause=(0, 0), silence=(0, 0), speed=(1, 1), trim_db=trim),
-            CODEC,
+            RecordedDigitsConfig(str(folder), ("anna",), pause=(0, 0), silence=(0, 0), speed=(1, 1), trim_db=trim), CODEC
         )
         for trim in (None, (-0.01, 0.0))
     )

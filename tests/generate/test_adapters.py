@@ -20,10 +20,7 @@ from omni.lora.weights import base_checksum, merge, merged_state, unmerge, weigh
 from omni.model.speech_model import SpeechModel
 from tests.generate.conftest import make_lm, make_model, tone
 
-TARGETS = {
-    "small": ("decoder.blocks.0.*",),
-    "wide": ("encoder.*", "projector.*", "decoder.*_head", "decoder.blocks.*"),
-}
+TARGETS = {"small": ("decoder.blocks.0.*",), "wide": ("encoder.*", "projector.*", "decoder.*_head", "decoder.blocks.*")}
 DRAWN = Sampling(temperature=0.8)
 
 

@@ -27,11 +27,7 @@ from tests.generate.conftest import LAYOUTS, EchoCodec, make_lm, make_model, ton
 
 QUESTIONS: list[Any] = [tone(0.3), "hello you", tone(0.5, 500.0), "and you over there, who are you?", "x", tone(0.2)]
 TASKS = ["A1A2", "T1A2", "A1T2", "T1A1", "T1T2", "A1T1"]
-SETTINGS = [
-    GREEDY,
-    Sampling(1.0),
-    {"audio": Sampling(1.0, top_k=4, repetition_penalty=1.2), "text": Sampling(1.0, top_p=0.9)},
-]
+SETTINGS = [GREEDY, Sampling(1.0), {"audio": Sampling(1.0, top_k=4, repetition_penalty=1.2), "text": Sampling(1.0, top_p=0.9)}]
 
 
 def echo(layout: Layout) -> CodecSpec:

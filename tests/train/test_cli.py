@@ -61,10 +61,7 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int, word: str) -> N
     [
         (["fti", "x.yaml"], "command 'fti' is unknown; did you mean 'fit'?"),
         (["fit", "FILE", "--optimizer.lrr", "1"], "unknown option --optimizer.lrr; did you mean --optimizer.lr"),
-        (
-            ["fit", "FILE", "--optimizer.lr", "fast"],
-            "error: option --optimizer.lr is 'fast'; give a number",
-        ),
+        (["fit", "FILE", "--optimizer.lr", "fast"], "error: option --optimizer.lr is 'fast'; give a number"),
         (
             ["fit", "FILE", "--optimizer.name", "adan"],
             "option --optimizer.name is 'adan'; give adamw, muon or paged_adamw_8bit",
@@ -86,19 +83,10 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int, word: str) -> N
         (["fit", "FILE", "--trainable", "projector.*"], "option --trainable is 'projector.*'; give a list, such as ['name']"),
         (["fit", "FILE", "--seed", "99999999999999999999"], "seed is 99999999999999999999; it must be at least 0"),
         (["plan", "FILE", "--devices", "abc"], "see FILE or omni-train plan --help"),
-        (
-            ["fit", "FILE", "--budget.steps", "abc"],
-            "error: option --budget.steps is 'abc'; give a whole number, or null",
-        ),
+        (["fit", "FILE", "--budget.steps", "abc"], "error: option --budget.steps is 'abc'; give a whole number, or null"),
         (["fit", "FILE", "--run_folder", "FILE", "--dry_run"], "is a file where a folder belongs; name another folder"),
-        (
-            ["fit", "s3://b/run.yaml"],
-            "configuration 's3://b/run.yaml' is not on this machine, and s3:// is not read here",
-        ),
-        (
-            ["data", "prepare", "sftp://h/o/n", "TMP"],
-            "sftp://h/o/n: addresses that start with sftp:// are not read",
-        ),
+        (["fit", "s3://b/run.yaml"], "configuration 's3://b/run.yaml' is not on this machine, and s3:// is not read here"),
+        (["data", "prepare", "sftp://h/o/n", "TMP"], "sftp://h/o/n: addresses that start with sftp:// are not read"),
         (["data", "prepare", "FILE", "s3://b/rows", "--read.format", "table"], "output 's3://b/rows' is not on this machine"),
     ],
 )
@@ -118,15 +106,9 @@ def test_mistakes(arguments: list[str], line: str, file: str, tmp_path: Path, ca
     [
         (YAML.replace("arithmetic", "arithmatic"), r"unknown key data\.sources\[0\]\.options\.arithmatic; did you mean"),
         (YAML + "clip: [\n", "tiny.yaml cannot be read .*give a YAML file"),
-        (
-            YAML + "budget: {minutes: 3}\n",
-            r"^configuration .*tiny\.yaml line 7: budget is given again, after line 2; keep",
-        ),
+        (YAML + "budget: {minutes: 3}\n", r"^configuration .*tiny\.yaml line 7: budget is given again, after line 2; keep"),
         ("- a\n", "holds list; it must be a mapping"),
-        (
-            YAML.replace("steps: 2", "steps: two"),
-            r"tiny\.yaml: budget\.steps is 'two'; give a whole number, or null$",
-        ),
+        (YAML.replace("steps: 2", "steps: two"), r"tiny\.yaml: budget\.steps is 'two'; give a whole number, or null$"),
         (
             YAML.replace("spoken-digits", "web"),
             r"tiny\.yaml: data\.sources\[0\]\.kind: source 'web' is unknown; .*spoken-digits",

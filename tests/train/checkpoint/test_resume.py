@@ -39,10 +39,7 @@ from train.trainer.build import fit
 from train.trainer.logs import METRICS, read_table
 from train.trainer.signals import Stop
 
-OPTIMIZERS = {
-    "adamw": OptimizerConfig(lr=1e-2),
-    "muon": OptimizerConfig(name="muon", lr=1e-2, muon_lr=2e-2, weight_decay=0.1),
-}
+OPTIMIZERS = {"adamw": OptimizerConfig(lr=1e-2), "muon": OptimizerConfig(name="muon", lr=1e-2, muon_lr=2e-2, weight_decay=0.1)}
 EVERY_3 = CheckpointConfig(every_steps=3, every_minutes=None)
 
 

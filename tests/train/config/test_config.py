@@ -21,13 +21,7 @@ from omni.text import Tokenizer
 from train.commands.demo import main as demo
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig, plain_config
-from train.config.sections import (
-    BudgetConfig,
-    CheckpointConfig,
-    GroupConfig,
-    ModelSection,
-    OptimizerConfig,
-)
+from train.config.sections import BudgetConfig, CheckpointConfig, GroupConfig, ModelSection, OptimizerConfig
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.objective.config import ObjectiveConfig
 from train.optim.optimizer import parameter_groups, set_trainable
@@ -283,15 +277,9 @@ def nano(**given: Any) -> FitConfig:
         (lambda: OptimizerConfig(muon_lr=1e308), "optimizer.muon_lr is 1e.308; it must be at least 0 and at most 1000"),
         (lambda: PackingConfig(rows=0), "data.packing.rows is 0; it must be at least 1"),
         (lambda: PackingConfig(length=99999999999), "data.packing has rows 8 and length 99999999999; make their product"),
-        (
-            lambda: CheckpointConfig(metric="loss/words"),
-            "loss/words, but there is no stream or task 'words'; use loss/",
-        ),
+        (lambda: CheckpointConfig(metric="loss/words"), "loss/words, but there is no stream or task 'words'; use loss/"),
         (lambda: nano(checkpoint=CheckpointConfig(metric="loss/audio4")), "loss/audio4, but the model has 4 audio streams"),
-        (
-            lambda: nano(objective=ObjectiveConfig(stream_weights=(1, 2))),
-            "stream_weights has 2 entries; the layout has 5 s",
-        ),
+        (lambda: nano(objective=ObjectiveConfig(stream_weights=(1, 2))), "stream_weights has 2 entries; the layout has 5 s"),
         (
             lambda: nano(objective=ObjectiveConfig(ctc_weight=1.0)).check_head(),
             "is 1.0, but the model has no alignment head: set data.a",

@@ -116,12 +116,7 @@ def test_one_question_and_resampling_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     assert figure("wer", PAIRS) == whole
 
 
-SAID = [
-    ("the cat sat", "the cat sat"),
-    ("the cat sat", "a cat sits down"),
-    ("one", ""),
-    ("seven eight nine", "seven nine"),
-]
+SAID = [("the cat sat", "the cat sat"), ("the cat sat", "a cat sits down"), ("one", ""), ("seven eight nine", "seven nine")]
 
 
 @pytest.mark.parametrize("language", ["en", "zh-CN", "ja"])

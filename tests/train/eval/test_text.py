@@ -15,12 +15,7 @@ from tests.train.eval.toys import random_lm, read_lines
 from train.data.readers import Broken, OpenedSource
 from train.data.rows.row import Row, RowTurn
 from train.eval.config import EvalConfig
-from train.eval.forgetting import (
-    load_before,
-    negative_log_likelihood,
-    plain_text,
-    score_texts,
-)
+from train.eval.forgetting import load_before, negative_log_likelihood, plain_text, score_texts
 from train.eval.questions import Questions
 
 LAYOUTS = {"codec2": Layout.preset("codec2", 256), "sampled": Layout.build([14] * 3, 256, specials=5, fill="sampled")}

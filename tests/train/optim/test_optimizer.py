@@ -113,9 +113,7 @@ def test_several_rules_are_one_optimizer_also_after_loading(name: str) -> None:
 
 def test_groups_take_the_first_pattern_and_leave_norms_undecayed() -> None:
     config = OptimizerConfig(
-        lr=1e-3,
-        weight_decay=0.1,
-        groups=(GroupConfig("text_*", lr=5e-4), GroupConfig("*head*", lr=9e-4, weight_decay=0.3)),
+        lr=1e-3, weight_decay=0.1, groups=(GroupConfig("text_*", lr=5e-4), GroupConfig("*head*", lr=9e-4, weight_decay=0.3))
     )
     model = ToyModel()
     settings = {}

@@ -326,9 +326,7 @@ def test_a_validation_that_fails_comes_after_the_checkpoint(tmp_path: Path) -> N
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "answers.jsonl")
 
     config = toy_config(
-        tmp_path,
-        validation=ValidationConfig(every_steps=4),
-        checkpoint=CheckpointConfig(every_steps=2, every_minutes=None),
+        tmp_path, validation=ValidationConfig(every_steps=4), checkpoint=CheckpointConfig(every_steps=2, every_minutes=None)
     )
     with pytest.raises(UserError, match=r"answers\.jsonl.*\(No space left on device\)"):
         toy_fit(config, toy_parts(validate=fail))

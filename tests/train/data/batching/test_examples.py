@@ -202,14 +202,7 @@ def test_codes_are_made_of_the_answers_audio_where_there_are_none():
         ExampleMaker(model, TOKENIZER).make(0, Prepared(row), ["T1A2"])
 
 
-@pytest.mark.parametrize(
-    ("task", "field"),
-    [
-        ("A1A2", "question_audio"),
-        ("T1A2", "question_text"),
-        ("T1A1", "answer_codes"),
-    ],
-)
+@pytest.mark.parametrize(("task", "field"), [("A1A2", "question_audio"), ("T1A2", "question_text"), ("T1A1", "answer_codes")])
 def test_a_row_without_what_its_task_needs_is_named(task, field):
     model = MODELS["codec2"]
     row = row_of(model, 2)

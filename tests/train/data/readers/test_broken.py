@@ -118,10 +118,7 @@ def test_a_pickle_in_the_units_is_not_run(tmp_path):
 
 @pytest.mark.parametrize(
     ("written", "why"),
-    [
-        ("1 2 3 4 5 6 7\n1 2 3\n", "codes 'wav/a1.snac': frame 1 has 3 codes, snac has 7"),
-        (None, "'wav/a1.snac' is not there"),
-    ],
+    [("1 2 3 4 5 6 7\n1 2 3\n", "codes 'wav/a1.snac': frame 1 has 3 codes, snac has 7"), (None, "'wav/a1.snac' is not there")],
 )
 def test_lucys_codes(tmp_path, written, why):
     path = lucy(tmp_path)

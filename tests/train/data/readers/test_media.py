@@ -82,12 +82,7 @@ def samples(*shape: int) -> list[Any]:
 DATA = base64.b64encode(flac(0.2, 300)).decode()
 
 
-@pytest.mark.parametrize(
-    "ending",
-    [
-        "jsonl",
-    ],
-)
+@pytest.mark.parametrize("ending", ["jsonl"])
 @pytest.mark.parametrize(
     "recording",
     [

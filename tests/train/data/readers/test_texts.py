@@ -7,17 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.train.data.readers.toys import (
-    RATE,
-    alpaca,
-    chat,
-    llama_omni,
-    rows,
-    tone,
-    write_json,
-    write_lines,
-    write_parquet,
-)
+from tests.train.data.readers.toys import RATE, alpaca, chat, llama_omni, rows, tone, write_json, write_lines, write_parquet
 from train.commands.data_prepare import main
 from train.data.readers import recognise
 from train.data.rows.parquet import StoredRows
@@ -32,11 +22,7 @@ def texts(row: Row) -> list[tuple[str, str]]:
 def test_a_chat_becomes_turns(tmp_path):
     path = chat(tmp_path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    told = [
-        [("One?", "Two.")],
-        [("One?", "Two."), ("Three?\nOr more?", "Two.")],
-        [("Three?\nOr more?", "")],
-    ]
+    told = [[("One?", "Two.")], [("One?", "Two."), ("Three?\nOr more?", "Two.")], [("Three?\nOr more?", "")]]
     found = rows(path)
     assert [texts(row) for row in found] == told and [row.id for row in found] == ["", "b", ""]
     stored = write_parquet(
