@@ -140,11 +140,3 @@ def test_a_copy_that_cannot_be_loaded_leaves_no_file(tmp_path, monkeypatch) -> N
     with pytest.raises(UserError, match=r"broken\.so"):
         codec2.load_private(str(library))
     assert list(folder.iterdir()) == []
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pycodec2", None)
-    codec2.library_path.cache_clear()
-    with pytest.raises(UserError, match=r'pip install "omni-speech\[nano\]"'):
-        Codec2Codec()
-    codec2.library_path.cache_clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -259,12 +258,6 @@ def test_folders_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPat
     refused(r"do not fit its config\.json")
     config.write_text("{")
     refused("not JSON")
-
-
-def test_without_the_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "snac", None)
-    with pytest.raises(UserError, match=r'pip install "omni-speech\[snac\]"'):
-        load_codec("snac", folder)
 
 
 def test_random_codecs_repeat_and_leave_the_global_state_alone() -> None:

@@ -167,7 +167,6 @@ def retensor(folder: Path, change) -> None:
 
 
 KEY = "base_model.model.decoder.blocks.0.attention.q.lora_A.weight"
-OTHER = KEY.replace("lora_A", "lora_B")
 
 
 @pytest.mark.few(12)

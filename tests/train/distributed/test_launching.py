@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 
 from omni.errors import UserError
-from tests.processes import environment, free_port, two
+from tests.processes import environment, free_port
 from train import cli
 from train.distributed import launching
 from train.trainer.usage import is_worker_lost, worker_lost
-
-NANO = ("fit", "configs/nano.yaml", "--fabric.accelerator", "cpu", "--fabric.devices", "auto")
 
 
 def told(**other: Any) -> list[Any]:
@@ -116,16 +114,3 @@ def test_a_data_worker_that_was_killed_is_no_mistake_of_ours() -> None:
     found = worker_lost(error, 7, 1)
     assert found.code == 75
     assert str(found).startswith("step 7: a data worker (pid 9919) of process 1 was killed, for lack of memory perhaps")
-
-
-@pytest.mark.long
-def test_two_processes_with_different_configurations_are_refused_by_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = ["import os, runpy, sys", "sys.argv = ['train', *sys.argv[1:], os.environ['RANK']]"]
-    (tmp_path / "different.py").write_text("\n".join([*program, "runpy.run_module('train', run_name='__main__')"]))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    first, other = two("different", *NANO, "--run_folder", str(tmp_path / "run"), "--seed", seconds=120)
-    assert first.code == 2 and "process 1 (host" in first.said and "has seed 1, and the first process 0" in first.said
-    assert other.code == 0 and "error" not in other.said

@@ -16,7 +16,6 @@ from train.commands.plan import main
 from train.config.parse import read_run
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound
-from train.plan.plan import kind_of
 from train.trainer.build import fit
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -86,20 +85,6 @@ def test_keys_reproduce_the_planned_run(file: str, monkeypatch: pytest.MonkeyPat
         (knob,) = [one for one in json.loads(capsys.readouterr().out)["knobs"] if one["keys"] == named]
         main([*described, *words, *named.split()])
         assert json.loads(capsys.readouterr().out)["memory"]["total"] == pytest.approx(knob["total"])
-
-
-def test_a_gpu_that_is_not_here_is_a_note(
-    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert main([file, "--fabric.accelerator", "cuda", "--fabric.devices", "auto", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert "PyTorch finds no GPU here" in plan["notes"][0] and plan["pace"]["seconds"] is None
-    on_gpu = read_run([file, "--fabric.accelerator", "gpu"])
-    for mac, kind in ((False, "cuda"), (True, "cpu")):
-        monkeypatch.setattr(torch.backends.mps, "is_available", lambda mac=mac: mac)
-        assert kind_of(on_gpu) == kind and kind_of(on_gpu, described=True) == "cuda"
 
 
 def test_a_dry_run_takes_two_steps(file: str, capsys: pytest.CaptureFixture[str]) -> None:

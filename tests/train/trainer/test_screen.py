@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tests.train.eval.toys import save_model
 from tests.train.toys import ALONE, OF_THE_MACHINE, toy_batch, toy_config, toy_fit, toy_parts
-from train.cli import main
 from train.config.sections import BudgetConfig, LogConfig, ValidationConfig
 from train.console import progress as console
 from train.console.progress import TrainProgress
@@ -136,9 +135,3 @@ def recipe(tmp_path: Path) -> Path:
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(config))
     return file
-
-
-def test_a_loss_that_no_row_measures_is_refused_before_the_first_step(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", str(recipe), "--checkpoint.metric", "loss/text", "--data.packing.length", "20"]) == 2
-    told = capfd.readouterr().err.splitlines()[-1]
-    assert "checkpoint.metric is loss/text, but none of the 2 held-out rows makes an example" in told

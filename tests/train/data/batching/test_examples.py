@@ -280,9 +280,6 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path):
         replace(source, held_out=0)
 
 
-DIGITS = SourceConfig("spoken-digits")
-
-
 def test_a_packed_mixture_of_the_nano_data_has_under_five_percent_padding():
     config = DataConfig(
         sources=(SourceConfig("spoken-digits", tasks={"A1T1": 0.4, "A1A2": 0.4, "T1A2": 0.2}, options={"turns": (0.8, 0.2)}),),

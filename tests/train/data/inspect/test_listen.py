@@ -31,12 +31,6 @@ def test_rows_are_found_by_number_place_and_id(name: str, tmp_path: Path) -> Non
     assert find_row(Scan(data), name).where == f"{data / 'rows-00001.parquet'} row 2"
 
 
-@pytest.mark.parametrize(("name", "why"), [("r12", "no row with the id 'r12'")])
-def test_rows_that_are_not_there(name: str, why: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=why):
-        find_row(Scan(stored(tmp_path, [row(i) for i in range(12)])), name)
-
-
 @pytest.mark.parametrize("codec", ["codec2", "snac"])
 def test_sounds_come_back(codec: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(codecs.CODECS, codec, beeping(codec))

@@ -9,13 +9,10 @@ from pathlib import Path
 import pytest
 
 from omni.codec.registry import load_codec
-from omni.errors import UserError
 from tests.train.data.readers.toys import flac, heard, write_tone
 from train.cli import main
 from train.console import progress
-from train.data.prepare.report import MISSING, reason_of
-from train.data.prepare.rows import stored as stored_sound
-from train.data.readers.files import Files
+from train.data.prepare.report import MISSING
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Sound
 
@@ -87,19 +84,6 @@ def test_recordings_that_are_left_out_are_counted(workers, tmp_path, capsys):
         assert main([*command, "--workers", str(workers), "--progress", "off"]) == 0
         assert "80 recordings missing or damaged, and left out (--read.audio optional)" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "report.json").read_text())["left_out"] == 80
-
-
-@pytest.mark.parametrize("name", ["gone.wav", "a/b.flac", "s3://bucket/gone.wav"])
-def test_recordings_that_are_missing_are_one_reason(name, tmp_path):
-    """Of a set, and of rows that have been prepared before; what is there and broken is none of them."""
-    (tmp_path / "broken.wav").write_bytes(b"RIFFnothing")
-    for read in (lambda name: Files(tmp_path).file(name), lambda name: stored_sound(Sound(path=name, folder=tmp_path), 0)):
-        with pytest.raises(UserError) as error:
-            read(name)
-        assert reason_of(str(error.value)) == reason_of(f"turn 3: {error.value}") == MISSING
-    with pytest.raises(UserError) as error:
-        stored_sound(Sound(path="broken.wav", folder=tmp_path), 0)
-    assert reason_of(str(error.value)) == str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -183,21 +183,6 @@ def test_limits_come_from_epochs_and_rows():
         build_mixture(replace(given, sources=(SourceConfig("spoken-digits", max_epochs=0.01), *given.sources[1:])), sources, 0)
 
 
-@pytest.mark.parametrize(
-    ("sources", "data", "named"),
-    [
-        ([{"weight": -1.0}, {}], {}, r"data.sources.0.weight is -1; weights are numbers of at least 0"),
-        ([{"weight": ((10, 1), (5, 2))}], {}, r"data.sources.0.weight has a point at 5 after one at 10; give the points in"),
-        ([{"weight": 0.0}, {"weight": 0.0}], {}, r"no weight is above 0 among data.sources.0.weight, data.sources.1.weight"),
-        ([{"weight": ((0, 1), (9, 0))}, {"weight": ((9, 0), (20, 1))}], {}, r"no weight is above 0 at 9 among"),
-        ([{}], {"draws": 0}, r"data.draws is 0; it must be at least 1"),
-    ],
-)
-def test_schedules_that_cannot_be_are_refused(sources, data, named):
-    with pytest.raises(UserError, match=named):
-        config(*sources, **data)
-
-
 def test_a_schedule_is_read_from_words_and_files_and_compared_with_that_of_a_checkpoint():
     words = ["nano", "--data.sources.0.weight", "[[0, 1], [1000, 0.5]]", "--data.sources.0.max_rows", "7"]
     read, _ = read_fit_config(words)

@@ -104,19 +104,6 @@ def test_flite_is_called_with_rate_and_pitch(flite: Path) -> None:
         make_voice("flite:slt").say("eins", "de", 0)
 
 
-@pytest.mark.parametrize(
-    ("voice", "message"),
-    [
-        ({}, "voice: no weight is above 0"),
-        ({"espeek": 1.0}, "voice 'espeek' is unknown; use espeak"),
-        ("flite:slit", r"voice flite:slit: flite has no such voice; did you mean 'slt'\?"),
-    ],
-)
-def test_settings_that_name_no_voice(voice, message):
-    with pytest.raises(UserError, match=message):
-        PrepareConfig(speak="question", voice=voice)
-
-
 class Echo:
     """A voice that keeps what it is asked to say."""
 

@@ -106,13 +106,3 @@ def test_a_callable(workers, tmp_path):
     assert "failed with KeyError" in (tmp_path / "out" / "broken.csv").read_text()
     row = StoredRows(tmp_path / "out", tmp_path / "cache")[0]
     assert len(row.turns[0].question_audio.load(16000)) == 200 * len("what is 0")
-
-
-@pytest.mark.parametrize("name", ["bad", "worse", "worst"])
-def test_what_a_callable_may_not_return(name, monkeypatch):
-    from tests.train.data.prepare import toys
-
-    returned = {"bad": None, "worse": ([[0.0]], 8000), "worst": ("abc", 8000)}[name]
-    monkeypatch.setattr(toys, "odd", lambda text: returned, raising=False)
-    with pytest.raises(UserError, match="voice tests.train.data.prepare.toys:odd (returned|.*its samples|.*samples)"):
-        make_voice("tests.train.data.prepare.toys:odd").say("a", "en", 0)
