@@ -11,7 +11,6 @@ import pytest
 from infer.__main__ import main
 from infer.cli import COMMANDS, parse
 from infer.options import AskOptions, BenchOptions
-from omni.errors import UserError
 from tests.infer.conftest import ROOT
 
 
@@ -58,12 +57,6 @@ def test_questions_are_taken_in_their_order_wherever_they_stand(name, tmp_path, 
     options = parse(["ask", *line.split()])
     assert (options.files, options.text, options.order) == (files, texts, order)
     assert options.chat == ("--chat" in line) and options.seed == (3 if "--seed" in line else 0)
-
-
-@pytest.mark.parametrize("words", [["--text"], ["a.wav", "--text", "--chat"]])
-def test_a_text_that_is_missing_is_refused(words):
-    with pytest.raises(UserError, match=r"--text: expected at least one argument"):
-        parse(["ask", *words])
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -337,16 +337,6 @@ def test_a_validation_that_fails_comes_after_the_checkpoint(tmp_path: Path) -> N
     assert newest is not None and retention.read_state(newest)["figures"] == {"exact_match": 0.8}
 
 
-def test_a_metric_that_is_not_measured_is_named_with_those_that_are(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"checkpoint\.metric 'accuracy' is unknown; known: exact_match, wer"):
-        CheckpointConfig(metric="accuracy")
-    config = toy_config(tmp_path, validation=ValidationConfig(every_steps=3), checkpoint=CheckpointConfig(metric="wer/A1A2"))
-    parts = toy_parts(validate=lambda weights, step: {"exact_match": 0.5, "ended": 1.0})
-    with pytest.raises(UserError, match=r"'wer/A1A2' is not measured here; .* are exact_match, ended: name .*step-00000003"):
-        toy_fit(config, parts)
-    assert toy_fit(replace(config, checkpoint=CheckpointConfig()), parts)[0].step == 8
-
-
 def test_rows_that_were_not_used_are_in_the_log(tmp_path: Path) -> None:
     def counted(shards: Sequence[int], start: int, states: Mapping[str, Any]) -> Iterator[list[ToyBatch]]:
         for step in toy_steps(shards, start, states):

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from torch import Tensor
 
 from tests.train.eval.toys import save_model
 from tests.train.toys import ALONE, OF_THE_MACHINE, toy_batch, toy_config, toy_fit, toy_parts
-from train.config.sections import BudgetConfig, LogConfig, ValidationConfig
+from train.config.sections import BudgetConfig, LogConfig
 from train.console import progress as console
 from train.console.progress import TrainProgress
 from train.trainer import loop
@@ -101,22 +100,6 @@ def test_a_line_is_of_the_steps_since_the_last_one(tmp_path: Path) -> None:
     assert meter.figures()["loss/text"] == pytest.approx(sums / counts)
     meter.add(losses[1])
     assert meter.look()["loss/text"] == pytest.approx(float(losses[1].sums[:, 1].sum() / losses[1].counts[:, 1].sum()))
-
-
-def test_a_slow_step_is_told_of_with_its_cause(tmp_path: Path, clock: list[float], capfd: pytest.CaptureFixture[str]) -> None:
-    """The validation after the step before is none: it has a line of its own."""
-
-    def before(step: int) -> None:
-        clock[0] += 5.0 if step == 6 else 0.1
-
-    def validate(weights: dict[str, Tensor], step: int) -> dict[str, float]:
-        clock[0] += 60.0
-        return {"exact_match": 0.5}
-
-    config = toy_config(tmp_path, log=LINES, validation=ValidationConfig(every_steps=6))
-    toy_fit(config, toy_parts(before, validate=validate))
-    told = [line for line in capfd.readouterr().err.splitlines() if " took " in line]
-    assert told == ["step 7 took 5.0 s, 0.1 s are usual: waiting for data took 5.0 s"]
 
 
 # --- the start of a whole run -----------------------------------------------------------------------------------------

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from omni.errors import UserError
 from tests.train.data.batching.test_loader import same_steps, take
 from tests.train.data.toys import MODELS, TASKS, ToySource, codec_of, maker_of, report
 from train.data.batching.loader import StepLoader
 from train.data.batching.pipeline import Pipeline
 from train.data.config import PackingConfig
 from train.data.rows.parquet import StoredRows, write_rows
-from train.data.rows.row import Row, RowTurn
 from train.data.sources.base import StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
 
@@ -91,13 +89,3 @@ def test_rows_are_read_in_pieces_from_where_they_are(bucket: Any, folder: Path) 
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_recording_beside_rows_of_a_bucket(bucket: Any, tmp_path: Path) -> None:
-    from train.data.rows.row import Sound
-
-    row = Row((RowTurn(question_audio=Sound(path="a.wav", folder=tmp_path), answer_text="a"),), id="a")
-    write_rows(tmp_path / "rows" / "rows.parquet", [row])
-    rows = StoredRows(bucket.put_all(tmp_path / "rows", "rows"))
-    with pytest.raises(UserError, match=r"audio 'a.wav' is a reference, .*rows of a store hold their sound"):
-        rows[0].turns[0].question_audio.load(16000)  # type: ignore[union-attr]
