@@ -49,3 +49,23 @@ def test_who_encodes(lm: SpeechLM, heard_by: list[str], monkeypatch: pytest.Monk
         other = session.ask(tone(0.3)).answer()
     assert heard_by[-1] != who and other.text == first.text
     assert other.codes is not None and first.codes is not None and torch.equal(other.codes, first.codes)
+
+
+def test_one_at_a_time(lm: SpeechLM, heard_by: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hearing, "cores", lambda: 64)
+    monkeypatch.setattr(hearing, "WAIT", 0.01)
+    with lm.engine._hearing._one, lm.session(sampling=GREEDY, max_seconds=0.3) as session:
+        session.ask(tone(0.3)).answer()
+    assert heard_by == ["omni-engine"]
+
+
+def test_features_that_are_not_finite_end_one_answer(
+    lm: SpeechLM, heard_by: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hearing, "cores", lambda: 64)
+    with lm.session(sampling=GREEDY, max_seconds=0.3) as session:
+        with monkeypatch.context() as broken:
+            broken.setattr(hearing, "is_finite", lambda features: features is None)
+            answer = session.ask(tone(0.3)).answer()
+        assert answer.ended == "error" and "not finite" in str(answer.error) and session.history == []
+        assert session.ask(tone(0.3)).answer().ended != "error"
