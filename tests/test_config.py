@@ -19,11 +19,7 @@ def test_presets_survive_json(name):
 
 
 # Parameters of the language model alone, from the published configurations (text embedding and head counted once if tied).
-TEXT_PARAMETERS = {
-    "qwen3-0.6b": 596_049_920,
-    "llama-3.2-1b": 1_235_814_400,
-    "mistral-7b": 7_241_732_096,
-}
+TEXT_PARAMETERS = {"qwen3-0.6b": 596_049_920, "llama-3.2-1b": 1_235_814_400, "mistral-7b": 7_241_732_096}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -49,37 +45,16 @@ def test_presets_have_the_published_sizes(name):
     [
         ({"decoder": {"layrs": 3}}, "config.decoder: unknown key 'layrs'; did you mean 'layers'"),
         ({"decoder": {"layers": "3"}}, "config.decoder.layers is '3'; it must be of type int"),
-        ({"decoder": {"combine": "max"}}, "config.decoder.combine is 'max'"),
-        ({"decoder": 3}, "config.decoder is 3"),
         ({"layout": {}}, "config.layout: key 'streams' is missing"),
         ({"decoder": {"heads": 3, "kv_heads": 2}}, "decoder.heads 3 is not a multiple"),
-        ({"projector": {"kind": "conv"}}, "config.projector.kind is 'conv'"),
         ({"decoder": {"width": 0}}, "decoder.width is 0"),
-        ({"decoder": {"layers": True}}, "config.decoder.layers is True"),
-        ({"decoder": {"post_layers": -1}}, "decoder.post_layers is -1"),
-        ({"decoder": {"head_dim": -4}}, "decoder.head_dim is -4"),
-        ({"projector": {"hidden": 0}}, "projector.hidden is 0"),
-        ({"projector": {"stack": 0}}, "projector.stack is 0"),
-        ({"ctc": -3}, "ctc is -3"),
         ({"codec": "snak"}, r"config.codec: codec 'snak' is unknown; did you mean 'snac'\?"),
-        ({"ctc": 10**10}, "ctc is 10000000000"),
         ({"decoder": {"norm_eps": float("nan")}}, "decoder.norm_eps is nan; it must be above 0 and at most 1"),
-        ({"decoder": {"norm_eps": 0}}, "decoder.norm_eps is 0.0"),
-        ({"decoder": {"norm_eps": -1e-6}}, "decoder.norm_eps is -1e-06"),
-        ({"decoder": {"norm_eps": float("inf")}}, "decoder.norm_eps is inf"),
         ({"decoder": {"rope_base": -1}}, "decoder.rope_base is -1.0; it must be at least 1 and at most 1e.15"),
-        ({"decoder": {"rope_base": float("nan")}}, "decoder.rope_base is nan"),
-        ({"decoder": {"rope_base": float("inf")}}, "decoder.rope_base is inf"),
         ({"decoder": {"rope_scaling": {"factor": 0}}}, "decoder.rope_scaling.factor is 0.0; it must be a number above 0"),
-        ({"decoder": {"rope_scaling": {"factor": float("nan")}}}, "decoder.rope_scaling.factor is nan"),
         ({"decoder": {"rope_scaling": {"low_freq_factor": 4.0}}}, "rope_scaling.high_freq_factor is 4.0; .* above 4"),
-        ({"decoder": {"rope_scaling": {"high_freq_factor": float("inf")}}}, "rope_scaling.high_freq_factor is inf"),
-        ({"decoder": {"rope_scaling": {"original_context": 0}}}, "rope_scaling.original_context is 0; it must be at least 1 "),
         ({"decoder": {"context": 1 << 40}}, "decoder.context is 1099511627776; it must be at least 1 and at most 2147483648"),
         ({"encoder": {"window_seconds": float("nan")}}, "encoder.window_seconds=nan"),
-        ({"encoder": {"normalize": "clip", "mel_range": float("nan")}}, "encoder.mel_range=nan"),
-        ({"encoder": {"normalize": "clip", "mel_blur": float("nan")}}, "encoder.mel_blur=nan"),
-        ({"projector": {"hidden": 1 << 40}}, "projector.hidden is 1099511627776; it must be at least 1 and at most"),
     ],
 )
 def test_reading_is_strict(data, says):

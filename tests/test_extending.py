@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 import wave
 from pathlib import Path
 
@@ -84,25 +83,3 @@ def test_ask_answers(folder: Path) -> None:
 def test_eval_has_the_metric(folder: Path) -> None:
     assert "length" in said(folder, "omni-train eval")
     assert json.loads((folder / "figures/report.json").read_text())["figures"]["length"]["questions"] == 6
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("command", "named"),
-    [
-        ("omni-infer ask beep.wav --model run/model", ["config.json", "encoder 'pooling' is unknown", "--plugin"]),
-        ("omni-train fit mine.yaml --run_folder other --plugin absent", ["absent", "no module"]),
-        ("omni-train fit mine.yaml --run_folder other --callbacks '[dairy]'", ["'dairy'", "did you mean 'diary'"]),
-        ("omni-train data prepare words.notes other --plugin beep_voice --voice beep --speak question", ["'beep'", "beeps"]),
-        ("omni-train fit twice.yaml", ["twice.yaml", "plugins", "beep_voice", "twice"]),
-        ("omni-train fit broken.yaml", ["broken.yaml", "broken.py, line 2", "ZeroDivisionError"]),
-    ],
-)
-def test_a_mistake_is_one_line(folder: Path, command: str, named: list[str]) -> None:
-    (folder / "broken.py").write_text("x = 1\nx / 0\n")
-    for name, plugins in (("twice", "[beep_voice, beep_voice]"), ("broken", "[broken]")):
-        (folder / f"{name}.yaml").write_text(FILES["mine.yaml"].replace("[loudness_codec, ", f"{plugins[:-1]}, "))
-    ended = run(folder, command)
-    assert ended.code == 2 and ended.said.count("\n") == 1 and "Traceback" not in ended.said
-    assert all(part in ended.said for part in named), ended.said
-    shutil.rmtree(folder / "other", ignore_errors=True)

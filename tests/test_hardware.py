@@ -82,8 +82,7 @@ def test_a_norm_in_fp32_takes_bf16_as_it_is_and_does_not_warn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "nodes", "processes"),
-    [(1, 1, 1), (4, 2, 8), ("3", 1, 3), ("0,1", 1, 2), ("auto", 1, None), (-1, 1, None)],
+    ("devices", "nodes", "processes"), [(1, 1, 1), (4, 2, 8), ("3", 1, 3), ("0,1", 1, 2), ("auto", 1, None), (-1, 1, None)]
 )
 def test_a_configuration_counts_its_processes(devices: int | str, nodes: int, processes: int | None) -> None:
     assert FabricConfig(devices=devices, num_nodes=nodes).processes == processes
@@ -94,37 +93,18 @@ def test_a_configuration_counts_its_processes(devices: int | str, nodes: int, pr
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA H100 NVL", "H100 NVL"),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
         ("NVIDIA H200", "H200"),
-        ("NVIDIA H200 NVL", "H200 NVL"),
         ("NVIDIA GH200 480GB", "GH200"),
-        ("NVIDIA B200", "B200"),
         ("NVIDIA GB200", "GB200"),
-        ("NVIDIA B300 SXM6 AC", "B300"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA A100 80GB PCIe", "A100"),
-        ("NVIDIA A10G", "A10G"),
         ("NVIDIA A10", None),
-        ("NVIDIA A40", "A40"),
-        ("NVIDIA RTX A6000", "A6000"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("Quadro RTX 6000", None),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", None),
         ("NVIDIA L40S", "L40S"),
-        ("NVIDIA L40", "L40"),
-        ("NVIDIA L4", "L4"),
-        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
         ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 4090 D", None),
-        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
-        ("NVIDIA GeForce RTX 3090 Ti", None),
-        ("Tesla V100-SXM2-16GB", "V100"),
         ("Tesla V100-PCIE-32GB", "V100-PCIE"),
-        ("Tesla V100S-PCIE-32GB", "V100S"),
-        ("Tesla T4", "T4"),
         ("NVIDIA T400 4GB", None),
     ],
 )

@@ -8,7 +8,6 @@ import torch
 from omni.cursor import Cursor
 from omni.errors import UserError
 from omni.layout import Layout, Stream
-from omni.tasks import Turn, prompt
 
 LAYOUTS = {
     "codec2": Layout.preset("codec2"),
@@ -183,43 +182,7 @@ def test_drawing_shows_tokens_specials_and_what_is_trained():
     assert drawing[-1].split() == ["text", "h*", "i*", "end*", ".", ".", "."]
 
 
-def test_drawing_shows_where_features_stand_and_the_rows_of_a_batch():
-    layout = Layout.preset("codec2")
-    parts = [prompt(layout, Turn("A1A2", features=n)) for n in (3, 2)]
-    tokens = torch.stack([part.tokens[:, -5:] for part in parts])
-    index = torch.stack([part.feature_index[-5:] for part in parts])
-    alone = [layout.draw(t, feature_index=i).splitlines() for t, i in zip(tokens, index, strict=True)]
-    for lines, places in zip(alone, index, strict=True):
-        for k, line in enumerate(lines[1:]):
-            cells = line.split()[1:]
-            assert [cell == "~" for cell in cells] == [k < layout.n_audio and int(i) >= 0 for i in places]
-    assert sum(line.count("~") for line in alone[0]) == 4 * 3
-    assert layout.draw(tokens, feature_index=index).splitlines() == ["row 0", *alone[0], "row 1", *alone[1]]
-    trained = torch.zeros_like(tokens, dtype=torch.bool)
-    trained[1, :, 0] = True
-    assert layout.draw(tokens, trained, feature_index=index).count("*") == len(layout)
-
-
 def test_an_answer_with_a_given_stream_is_refused():
     layout = Layout((Stream("audio", 4), Stream("audio", 4, role="given"), Stream("text", 9)))
     with pytest.raises(UserError, match="stream audio1 is given from outside"):
         Cursor.start(layout, [True], [True])
-
-
-@pytest.mark.parametrize(
-    "make, says",
-    [
-        (lambda: Layout.preset("codec3"), "codec3"),
-        (lambda: Layout.build([4, 4], 5, delays=[1]), "1 delays for 2 codebooks"),
-        (lambda: Layout((Stream("text", 4), Stream("audio", 4))), "text stream"),
-        (lambda: Stream("audio", 0), "size 0"),
-        (lambda: Stream("audio", 4, delay=-1), "delay -1"),
-        (lambda: Stream("text", 4, 64, rows=10), "10 table rows"),
-        (lambda: Layout.preset("codec2").delayed(None, torch.tensor([[1], [2], [16], [4]])), "code 16 of audio stream 2"),
-        (lambda: Layout.preset("codec2").delayed(None, torch.zeros(7, 3, dtype=torch.long)), "4 audio streams"),
-        (lambda: Layout.preset("codec2").audio[0].special("asr"), "asr"),
-    ],
-)
-def test_bad_layouts_are_refused_with_a_reason(make, says):
-    with pytest.raises(UserError, match=says):
-        make()

@@ -27,15 +27,10 @@ class Drawn:
     ("given", "says"),
     [
         ({"rows": 0}, "^part.rows is 0; it must be at least 1 and at most 1048576$"),
-        ({"rows": 1 << 21}, "part.rows is 2097152"),
         ({"share": 1.0}, "part.share is 1.0; it must be at least 0 and below 1$"),
-        ({"share": float("nan")}, "part.share is nan"),
         ({"rate": 0.0}, "part.rate is 0.0; it must be above 0 and finite, or null for none$"),
-        ({"rate": float("inf")}, "part.rate is inf"),
         ({"pair": (2.0, 1.0)}, "part.pair is 2.0 to 1.0; lowest and highest must be at least 0 and at most 4$"),
-        ({"pair": (2.0, 5.0)}, "part.pair is 2.0 to 5.0"),
         ({"pair": [1.0, float("nan")]}, "part.pair is 1.0 to nan"),
-        ({"pair": (1.0, 2.0, 3.0)}, "part.pair is"),
         ({"name": "moon"}, "part.name 'moon' is unknown; did you mean 'muon'"),
     ],
 )

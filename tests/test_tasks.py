@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from omni.errors import UserError
 from omni.layout import IGNORE, Layout
-from omni.tasks import TASKS, Turn, answer, example, find_task, prompt, system_message
+from omni.tasks import TASKS, Turn, answer, example, prompt, system_message
 
 LAYOUTS = ["codec2", "mini-omni"]
 
@@ -111,22 +110,3 @@ def test_a_system_message_comes_first_and_nothing_of_it_is_trained(layout, task)
     assert torch.equal(whole.tokens, torch.cat([message.tokens, rest.tokens], dim=1))
     assert torch.equal(whole.targets[:, 5:], rest.targets) and bool((whole.targets[:, :5] == IGNORE).all())
     assert whole.features == rest.features and len(system_message(layout, ())) == 0
-
-
-@pytest.mark.parametrize(
-    "turn, says",
-    [
-        (Turn("A1T3", features=1), "A1T3.*did you mean"),
-        (Turn("A1A2", features=0, text=[1], codes=torch.zeros(4, 1, dtype=torch.long)), "0 encoder features"),
-        (Turn("T1T2", question=[], text=[1]), "text is empty"),
-        (Turn("T1T2", question=[1]), "no answer text"),
-        (Turn("T1A2", question=[1], text=[1]), "no answer codes"),
-    ],
-)
-def test_bad_turns_are_refused_with_a_reason(turn, says):
-    with pytest.raises(UserError, match=says):
-        example(Layout.preset("codec2"), [turn])
-
-
-def test_find_task_takes_a_task_too():
-    assert find_task(TASKS["A1A2"]) is TASKS["A1A2"]

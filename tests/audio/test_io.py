@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import struct
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -144,9 +143,6 @@ def test_raw_pcm(rate: int) -> None:
     [
         ("empty.wav", b"", "empty"),
         ("notes.txt", b"not a sound, " * 40, "not a sound file"),
-        ("noise.bin", bytes(range(256)) * 8, "not a sound file"),
-        ("noise.raw", bytes(range(256)) * 8, "not a sound file"),
-        ("head.wav", wav_header(4000)[:30], "not a sound file"),
         ("none.wav", wav_header(0), "no samples"),
         ("nothing.wav", wav_header(16000), "promises 16000 bytes and 0 bytes are there"),
         ("half.wav", wav_header(16000) + bytes(8000), "promises 1.00 s and 0.50 s are there"),
@@ -158,12 +154,6 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes, said: str) -> None
     message = refusal(path)
     assert said in message and name in message
     assert said in refusal(content)
-
-
-def test_missing_and_folder(tmp_path: Path) -> None:
-    assert "No such file" in refusal(tmp_path / "nothing.wav")
-    assert "is a folder" in refusal(tmp_path)
-    assert "is a folder" in refusal(str(tmp_path), max_seconds=None)
 
 
 @pytest.mark.parametrize("form", ["FLAC", "MP3"])
@@ -183,14 +173,6 @@ def test_not_finite(tmp_path: Path, bad: float, place: int) -> None:
     samples[place] = bad
     soundfile.write(path, samples, 16000, subtype="FLOAT")
     assert f"NaN or infinity at {place / 16000:.3f} s" in refusal(path)
-
-
-def test_eight_channels(tmp_path: Path) -> None:
-    path = tmp_path / "eight.wav"
-    soundfile.write(path, np.zeros((800, 8), np.float32), 16000)
-    message = refusal(path)
-    assert "8 channels" in message and "--channel chooses one of 0 to 7" in message
-    assert read_audio(path, channel=7).shape == (800,)
 
 
 def test_three_hours_are_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,11 +206,6 @@ def test_rates_without_a_common_divisor_are_taken_as_their_neighbour(tmp_path: P
         assert (audio - sine(0.5, 16000)[: len(audio)])[1000:-1000].abs().max() < 5e-3
     with pytest.raises(UserError, match="rates start at 1"):
         resample(torch.zeros(5), 0, 16000)
-
-
-def test_rates_that_no_sound_has(tmp_path: Path) -> None:
-    for rate in (1, 10**9):
-        assert f"claims {rate} Hz" in refusal(wav_header(2000, rate) + bytes(2000))
 
 
 # ------------------------------------------------------------------------- lengths that are not known, joined recordings
@@ -328,13 +305,6 @@ def test_what_libsndfile_does_not_read_ffmpeg_does(form: str, codec: str, tmp_pa
         assert re.search("truncated|cut short", refusal(data[: len(data) // 2]))
 
 
-def test_without_ffmpeg_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = by_ffmpeg(NOISE, "ipod", "aac")
-    monkeypatch.setitem(sys.modules, "av", None)
-    assert "pip install av" in refusal(data)
-    assert "goes on behind its 1.25 s" in refusal(encoded(NOISE, "MP3") * 2)
-
-
 def test_a_playlist_opens_no_other_file(tmp_path: Path) -> None:
     secret = write_wav(tmp_path / "secret.wav", sine(0.5, 16000), 16000)
     for text in (f"#EXTM3U\n#EXTINF:1,\n{secret}\n", f"ffconcat version 1.0\nfile {secret}\n"):
@@ -357,12 +327,8 @@ def test_half_of_a_file_is_never_read_as_a_whole(form: str) -> None:
     ("data", "said"),
     [
         ("hello there, what is the time?".encode("utf-16"), "but text"),
-        ("hello there, what is the time? ".encode("utf-16-le") * 300, "but text"),
         (b'{"question": "what is the time?"}', "but JSON"),
-        (b"<!DOCTYPE html><html><body>404</body></html>", "but HTML"),
-        ("grüße, 你好\n".encode() * 600, "but text"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
-        (b"%PDF-1.7 " + bytes(100), "a PDF"),
         (b"\xff\xfb\x90\x44" + bytes(range(256)) * 8, "no two frames|cannot be read|can be read"),
         (bytes(100_000), "can be read"),
     ],
@@ -475,14 +441,6 @@ def test_a_socket_and_names_that_no_file_can_have(tmp_path: Path) -> None:
     path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.wav")
     write_wav(path, sine(0.1, 16000), 16000)
     assert read_audio(path).shape == (1600,)
-
-
-def test_open_files_that_cannot_be_read(tmp_path: Path) -> None:
-    path = write_wav(tmp_path / "a.wav", sine(0.1, 16000), 16000)
-    with open(path, encoding="latin-1") as text:
-        assert "mode 'rb'" in refusal(text)
-    assert "closed" in refusal(text.buffer)
-    assert read_audio(bytearray(path.read_bytes())).shape == read_audio(memoryview(path.read_bytes())).shape == (1600,)
 
 
 def test_long_silence_in_a_small_flac_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:

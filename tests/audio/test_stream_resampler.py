@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from omni.audio.resample import StreamResampler, resample
-from omni.errors import UserError
 
 RATES = [(24_000, 16_000), (8_000, 16_000), (44_100, 16_000), (48_000, 16_000), (16_000, 16_000), (16_000, 24_000)]
 ODD = [(44_101, 16_000), (16_001, 16_000), (15_999, 16_000), (1, 16), (7_919, 16_000)]
@@ -37,8 +36,3 @@ def test_only_what_the_filter_needs_is_held_back() -> None:
         given += len(stream.push(torch.ones(240)))
         assert 160 * n - given <= 10
     assert len(stream._held) < 100
-
-
-def test_rates_that_are_none() -> None:
-    with pytest.raises(UserError, match="rates start at 1"):
-        StreamResampler(0, 16_000)

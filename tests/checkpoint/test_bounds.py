@@ -81,15 +81,9 @@ def refused(place: Path, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("decoder", {"layers": 10**6}, "decoder.layers is 1000000; it must be at least 1 and at most 1000"),
         ("decoder", {"layers": 1000}, r"asks for 1000 layers decoder.blocks.\*, the weights have 2"),
-        ("decoder", {"layers": 1}, r"asks for 1 layers decoder.blocks.\*, the weights have 2"),
         ("decoder", {"post_layers": 900}, r"asks for 900 layers decoder.post_blocks.\*, the weights have 1"),
-        ("decoder", {"width": 4096}, r"embedding.weight has shape \[264, 32\], the configuration asks for \[264, 4096\]"),
         ("decoder", {"heads": 4096, "head_dim": 256}, r"q.weight has shape \[32, 32\].* \[1048576, 32\]"),
-        ("decoder", {"mlp_width": 1 << 24}, r"up.weight has shape \[48, 32\].* \[16777216, 32\]"),
-        ("encoder", {"layers": 10**6}, "encoder.layers=1000000"),
-        ("encoder", {"layers": 999}, r"asks for 999 layers encoder.whisper.blocks.\*, the weights have 2"),
         ("encoder", {"window_seconds": 3000}, r"positional_embedding has shape \[100, 16\].* \[150000, 16\]"),
-        ("encoder", {"window_seconds": 1e12}, "a window lasts at most 3600 s"),
         ("projector", {"settings": {"layers": 10**6}}, "projector.settings.layers is 1000000; it must be at most 1000"),
     ],
 )  # fmt: skip
@@ -114,7 +108,6 @@ def test_streams_and_delays_have_bounds(place: Path, monkeypatch: pytest.MonkeyP
         ({"delay": 2048}, "a stream's delay is 2048, but decoder.context is 2048; it must be less"),
         ({"size": 1 << 40}, "has size 1099511627776, .* each must be at most 268435456"),
         ({"size": 1 << 20}, r"audio_embedding.weight has shape \[1136, 32\], the configuration asks for \[\d{7}, 32\]"),
-        ({"specials": 10**12}, "specials 1000000000000 and rows 0; each must be at most"),
     ],
 )
 def test_a_stream_of_impossible_size_is_refused(
@@ -166,13 +159,11 @@ def test_a_header_that_is_none_is_refused(place: Path, header: bytes) -> None:
     "change, says",
     [
         (lambda c: c.update(files={}), "files does not list model.safetensors, whose checksum it must hold"),
-        (lambda c: c.pop("files"), "files does not list model.safetensors"),
         (lambda c: c["files"].pop(TOKENIZER), "files does not list tokenizer.json"),
         (lambda c: c["files"].update({"../../etc/passwd": {"bytes": 1, "crc32": 1}}), "'../../etc/passwd' lies outside"),
         (lambda c: c["files"].update({"/etc/passwd": {"bytes": 1, "crc32": 1}}), "'/etc/passwd' lies outside"),
         (lambda c: c["files"].update({"out/secret": {"bytes": 1, "crc32": 1}}), "'out/secret' lies outside"),
         (lambda c: c["files"].update({"a\0b": {"bytes": 1, "crc32": 1}}), "lies outside"),
-        (lambda c: c["files"].update({"": {"bytes": 1, "crc32": 1}}), "lies outside"),
         (lambda c: c["files"].update({"loop": {"bytes": 1, "crc32": 1}}), "loop"),
     ],
 )

@@ -133,23 +133,6 @@ def test_a_pickle_is_refused_and_never_run(saved, tmp_path):
         load_folder(place)
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_a_pickle_of_another_size_is_called_a_pickle(saved, tmp_path, protocol):
-    _, place = saved
-    for data in (pickle.dumps(Bomb(), protocol=protocol), torch_zip(tmp_path)):
-        (place / WEIGHTS).write_bytes(data)
-        with pytest.raises(UserError, match=r"model.safetensors is a pickle, which could run code; convert"):
-            load_folder(place)
-
-
-@pytest.mark.parametrize("header", [0x0280, 0x4B50])
-def test_a_header_whose_length_looks_like_a_pickle_is_none(tmp_path, header):
-    """A safetensors file starts with a length; 640 reads as a pickle's protocol, and 19280 as `PK`."""
-    data = header.to_bytes(8, "little") + b"{".ljust(header - 1) + b"}"
-    (tmp_path / WEIGHTS).write_bytes(data)
-    assert not module.is_pickle(tmp_path / WEIGHTS)
-
-
 def test_a_file_for_a_folder_is_called_a_file(tmp_path):
     torch_zip(tmp_path)
     with pytest.raises(UserError, match=r"old.pt is a pickle, which could run code.* give a folder with config.json"):
@@ -191,13 +174,8 @@ def edit(place, change) -> None:
     "change, says",
     [
         (lambda c: c.update(format=99), "format 99 is unknown"),
-        (lambda c: c.pop("model"), "is unknown; this version reads"),
         (lambda c: c["model"]["decoder"].update(widht=4), "unknown key 'widht'; did you mean 'width'"),
-        (lambda c: c["model"]["decoder"].update(width=64), "has shape"),
         (lambda c: c.update(files=[]), r"config.json: files is \[\]; it must list"),
-        (lambda c: c["files"].update({WEIGHTS: {"crc32": 1}}), r"files: model.safetensors is \{'crc32': 1\}; it must hold"),
-        (lambda c: c["files"].update({TOKENIZER: 7}), "files: tokenizer.json is 7; it must hold"),
-        (lambda c: c["files"][TOKENIZER].update(bytes="9"), "files: tokenizer.json is .*'9'"),
         (lambda c: c.update(extra=None), "config.json: extra is None; it must be an object"),
         (lambda c: c["model"].update(codec="snak"), r"model.codec: codec 'snak' is unknown; did you mean 'snac'\?"),
     ],

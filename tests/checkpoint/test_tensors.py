@@ -177,27 +177,14 @@ BROKEN = "is truncated or no safetensors file"
 @pytest.mark.parametrize(
     "content, words",
     [
-        (b"", BROKEN),
         (b"PK\x03\x04" + b"\0" * 50, "is a pickle, which could run code"),
         (b"\x80\x02}q\x00." + b"\0" * 50, "is a pickle, which could run code"),
         (struct.pack("<Q", 1 << 60) + b"{}", BROKEN),
         (header({"x": ONE}), BROKEN),
         (header({"x": ONE}, b"\0" * 9), BROKEN),
         (header({"x": ONE | {"shape": [3]}}, b"\0" * 8), BROKEN),
-        (header({"x": ONE | {"dtype": "F5"}}, b"\0" * 8), "unknown variant `F5`"),
         (header({"x": ONE | {"dtype": "U16", "shape": [4]}}, b"\0" * 8), "tensor x is U16; known are F64, F32"),
-        (header({"x": {"shape": [2]}}, b"\0" * 8), "missing field `dtype`"),
-        (header({"x": ONE | {"data_offsets": [0]}}, b"\0" * 8), BROKEN),
-        (header({"x": ONE | {"data_offsets": [0, 8, 8]}}, b"\0" * 8), BROKEN),
-        (header({"x": ONE | {"data_offsets": ["0", "8"]}}, b"\0" * 8), BROKEN),
-        (header({"x": ONE | {"data_offsets": "08"}}, b"\0" * 8), BROKEN),
-        (header({"x": ONE | {"data_offsets": [-8, 0]}}), BROKEN),
-        (header({"x": ONE | {"data_offsets": None}}, b"\0" * 8), BROKEN),
         (header({"x": ONE, "y": ONE}, b"\0" * 8), BROKEN),
-        (header({"x": ONE | {"shape": ["2"]}}, b"\0" * 8), BROKEN),
-        (header({"x": ONE | {"shape": [-1, -2]}}, b"\0" * 8), BROKEN),
-        (header({"x": ONE | {"shape": 2}}, b"\0" * 8), BROKEN),
-        (header({"x": []}, b"\0" * 8), BROKEN),
         (struct.pack("<Q", 4) + b"{abc", BROKEN),
     ],
 )
@@ -247,15 +234,3 @@ def test_a_full_disk_leaves_nothing_half_written(there, monkeypatch, tmp_path):
         (folder / "half").write_text("half")
         raise KeyboardInterrupt
     assert [p.name for p in tmp_path.rglob("*")] == (["out", "old"] if there else [])
-
-
-def test_files_are_on_the_disk_before_they_are_named(monkeypatch, tmp_path):
-    events = []
-    monkeypatch.setattr("os.fsync", lambda handle: events.append("fsync"))
-    rename = safe.os.rename
-    monkeypatch.setattr("os.rename", lambda a, b: (events.append("rename"), rename(a, b)))
-    with replacing_folder(tmp_path / "out") as folder:
-        write_safetensors(folder / "w", {"x": Lazy.of(torch.ones(3))})
-        assert events == ["fsync"] and not (tmp_path / "out").exists()
-    assert "rename" in events and events[-1] == "fsync"  # the folder's own entry last
-    assert load_file(tmp_path / "out" / "w")["x"].sum() == 3

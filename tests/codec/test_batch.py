@@ -141,16 +141,10 @@ def test_a_closed_stream_is_a_failure_of_its_own(codec: AudioCodec) -> None:
 
 def test_a_call_that_is_wrong_as_a_whole_takes_nothing(codec: AudioCodec) -> None:
     batch, codes = codec.batch(), random_codes(codec, 8)
-    streams, count = [batch.open(), batch.open()], len(codec.codebook_sizes)
+    streams = [batch.open(), batch.open()]
     both = codes.expand(2, -1, -1)
-    for wrong, match in (
-        (both[:1], rf"2 {codec.name} streams take codes \[2, codebooks, frames\], not \[1, "),
-        (codes, "2 .* streams take codes"),
-        (both[:, 1:], rf"\[{count} streams, frames\], not \[{count - 1}, 0\]"),
-        (both.float(), "integer codes, not torch.float32"),
-    ):
-        with pytest.raises(UserError, match=match):
-            batch.push(streams, wrong)
+    with pytest.raises(UserError, match=rf"2 {codec.name} streams take codes \[2, codebooks, frames\], not \[1, "):
+        batch.push(streams, both[:1])
     for call in (lambda: batch.push([streams[0]] * 2, both), lambda: batch.finish([streams[1]] * 2)):
         with pytest.raises(UserError, match="comes twice"):
             call()

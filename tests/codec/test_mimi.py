@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,53 +98,6 @@ def test_sound_beyond_full_scale_is_cut_off(tmp_path: Path) -> None:
 # -- streams -------------------------------------------------------------------------------------------------
 
 
-def pieces(codes: Tensor, seed: int) -> list[Tensor]:
-    """A random split of [K, F], empty pieces included."""
-    rng = random.Random(seed)
-    cuts = sorted(rng.choices(range(codes.shape[1] + 1), k=rng.randint(0, 8)))
-    return [codes[:, a:b] for a, b in zip([0, *cuts], [*cuts, codes.shape[1]], strict=True)]
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("frames", [1, 3, 40])
-def test_streamed_equals_whole(pair: Pair, frames: int) -> None:
-    codes = random_codes(pair.codec, frames)
-    whole = pair.codec.decode(codes)
-    splits = [list(codes.split(1, dim=1)), list(codes.split(7, dim=1)), *(pieces(codes, seed) for seed in range(2))]
-    for split in splits:
-        stream, count, heard = pair.codec.stream(), 0, []
-        for piece in split:
-            heard.append(stream.push(piece))
-            count += piece.shape[1]
-            assert heard[-1].shape == (piece.shape[1] * pair.codec.frame_samples,)  # everything, at once
-            assert sum(map(len, heard)) == pair.codec.exact_samples(count)
-        assert stream.finish().shape == (0,)
-        assert torch.equal(torch.cat(heard), whole)
-
-
-def test_interleaved_streams_do_not_disturb_each_other(pair: Pair) -> None:
-    lines = [random_codes(pair.codec, 15, seed=n) for n in range(3)]
-    waiting = [pieces(codes, seed=n) for n, codes in enumerate(lines)]
-    streams = [pair.codec.stream() for _ in lines]
-    heard: list[list[Tensor]] = [[] for _ in lines]
-    rng = random.Random(0)
-    while any(waiting):
-        n = rng.choice([n for n in range(3) if waiting[n]])
-        heard[n].append(streams[n].push(waiting[n].pop(0)))
-    for line, parts in zip(lines, heard, strict=True):
-        assert torch.equal(torch.cat(parts), pair.codec.decode(line))
-
-
-def test_nothing_is_looked_ahead_for(pair: Pair) -> None:
-    codes, size = random_codes(pair.codec, 12), pair.codec.frame_samples
-    changed = codes.clone()
-    changed[:, 6] = (changed[:, 6] + 1) % 16
-    one, other = pair.codec.decode(codes), pair.codec.decode(changed)
-    assert pair.codec.lookahead == 0
-    assert torch.equal(one[: 6 * size], other[: 6 * size])
-    assert not torch.equal(one[6 * size : 7 * size], other[6 * size : 7 * size])
-
-
 def test_what_a_stream_keeps_does_not_grow(pair: Pair) -> None:
     stream, kept = pair.codec.stream(), []
     for frames in (1, 40):
@@ -154,34 +106,6 @@ def test_what_a_stream_keeps_does_not_grow(pair: Pair) -> None:
         held = [streams._numbers, streams._words, *(vars(store)["_cache"] for store in streams._plan.stores)]
         kept.append(len(pickle.dumps([vars(one) if hasattr(one, "__dict__") else one for one in held])))
     assert kept[1] - kept[0] < 64  # digits of the position
-
-
-def test_codes_out_of_range(pair: Pair) -> None:
-    stream, codes = pair.codec.stream(), random_codes(pair.codec, 6)
-    heard = [stream.push(codes[:, :4])]
-    bad = codes[:, 4:].clone()
-    bad[2, 1] = 16
-    with pytest.raises(UserError, match=r"code 16 in stream 2, frame 5 is not in mimi's 0 to 15"):
-        stream.push(bad)
-    heard.append(stream.push(codes[:, 4:]))  # what was refused was not taken
-    assert torch.equal(torch.cat(heard), pair.codec.decode(codes))
-    with pytest.raises(UserError, match=r"\[8 streams, frames\], not \[9, 2\]"):
-        pair.codec.decode(torch.zeros(9, 2, dtype=torch.long))
-    stream.finish()
-    with pytest.raises(UserError, match="finished"):
-        stream.push(codes)
-
-
-def test_the_callers_precision_does_not_matter(pair: Pair) -> None:
-    codes, audio = random_codes(pair.codec, 8), random_sound(100)
-    decoded, encoded = pair.codec.decode(codes), pair.codec.encode(audio)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            codec = MimiCodec.from_folder(pair.folder)
-            assert torch.equal(codec.decode(codes), decoded) and torch.equal(codec.encode(audio), encoded)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("config", [PLAIN, ODD], ids=["plain", "odd"])

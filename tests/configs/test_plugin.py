@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from omni import plugins
-from omni.errors import UserError
 from train.config.parse import read_fit_config
 from train.config.run import plain_config
-from train.data.config import SourceConfig
-from train.data.sources import SOURCES, SourceOptions
+from train.data.sources import SOURCES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUN = "budget: {steps: 1}\nmodel: {preset: nano}\ndata: {sources: [{kind: spoken-digits, options: {%s}}]}\n"
@@ -53,29 +51,3 @@ def test_plugins_of_ones_own_stay_beside_it(tmp_path: Path, monkeypatch: pytest.
     assert read_fit_config([str(copy)])[0].plugins == (str(mine), str(theirs))
     copy.write_text(RUN % "" + "plugins: [digits]\n")
     assert "digits" in read_fit_config([str(copy)])[0].plugins  # a module's name is of an installed package
-
-
-def test_its_options_are_checked_as_other_keys_are(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    for options, said in (
-        ("arithmatic: 1", r"unknown key data.sources\[0\].options.arithmatic; did you mean .*arithmetic"),
-        ("arithmetic: many", r"data.sources\[0\].options.arithmetic is 'many'; give a number"),
-        ("arithmetic: 2", "options.arithmetic is 2.0; it must be at least 0 and at most 1"),
-    ):
-        file.write_text(RUN % options)
-        with pytest.raises(UserError, match=said):
-            read_fit_config([str(file)])
-    with pytest.raises(UserError, match="the source stored: options: unknown key 'pitch'"):
-        SourceConfig("stored", path="rows", options={"pitch": 3})
-
-
-def test_help_lists_them_where_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, there in ((["--help"], False), ([str(CONFIGS / "nano.yaml"), "--help"], True)):
-        with pytest.raises(SystemExit):
-            read_fit_config(words)
-        assert ("options of the source recorded-digits: folder, held_out" in " ".join(capsys.readouterr().out.split())) == there
-
-
-def test_a_kind_that_says_nothing_holds_nothing_out() -> None:
-    options = SourceOptions()
-    assert (options.vocabulary, options.own_tasks, options.has_held_out) == ((), {}, False)

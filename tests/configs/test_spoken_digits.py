@@ -15,7 +15,6 @@ from digits.options import SpokenDigitsConfig
 from digits.spoken import SpokenDigits, draw_question, draw_questions, vocabulary
 
 from omni.audio.io import resample
-from omni.errors import UserError
 from tests.train.data.toys import ToyCodec
 from train.config.parse import read_fit_config
 from train.data.number_words import NUMBERS, spoken_number
@@ -91,14 +90,6 @@ def test_follow_ups_double_the_result_or_say_the_answer_again():
     plain = SpokenDigits(SpokenDigitsConfig(), CODEC)
     assert "that" in vocabulary(config) and "that" not in vocabulary(plain.config)
     assert answers - {*plain.answers()} == {f"twice {spoken_number(n)} is {spoken_number(2 * n)}" for n in range(-9, 19)}
-
-
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [(0, "zero"), (-9, "minus nine"), (19, "nineteen"), (20, "twenty"), (-18, "minus eighteen"), (36, "thirty six")],
-)
-def test_numbers_are_spoken(number, words):
-    assert spoken_number(number) == words
 
 
 def test_it_is_known_when_each_word_of_an_answer_is_said():
@@ -230,34 +221,3 @@ def test_utterances_return_after_a_distance_and_to_the_same_shard(reuse, distanc
         if distance % shards == 0:
             assert all(len({n % shards for n in range(len(numbers)) if numbers[n] == u}) == 1 for u in set(numbers))
     assert source.repeats is (reuse > 1)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        (dict(held_out=("en-us+f1",)), "held_out names 'en-us\\+f1', but its variant speaks in training"),
-        (dict(held_out=()), "options.held_out is empty"),
-        (dict(arithmetic=1.5), "options.arithmetic is 1.5"),
-        (dict(lengths=()), "options.lengths"),
-        (dict(turns=(0.0,)), "options.turns"),
-        (dict(follow_ups=-0.1), "options.follow_ups is -0.1"),
-        (dict(again_phrases=()), "options.again_phrases is empty"),
-        (dict(arithmetic_phrases=("what is",)), "'what is' must hold {} once"),
-        (dict(digit_phrases=()), "options.digit_phrases"),
-        (dict(rate=(200, 100)), "options.rate is 200 to 100"),
-        (dict(silence=(-1.0, 0.0)), "options.silence is -1.0"),
-        (dict(peak=0.0), "options.peak is 0.0"),
-        (dict(answer_text="roman"), "options.answer_text 'roman'"),
-        (dict(answer_speech="sung"), "options.answer_speech 'sung'"),
-        (dict(reuse=0), "options.reuse is 0"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(wrong, named):
-    with pytest.raises(UserError, match=named) as error:
-        SpokenDigitsConfig(**wrong)
-    assert "\n" not in str(error.value)
-
-
-def test_unknown_voices_are_named_before_training_begins():
-    with pytest.raises(UserError, match=r"did you mean en-us\+m8"):
-        SpokenDigits(SpokenDigitsConfig(variants=("m88",)), CODEC)

@@ -244,13 +244,6 @@ def test_a_tensor_that_does_not_fit_is_named(tmp_path, change, words):
     assert words in broken(tmp_path, retensor(change))
 
 
-def test_a_missing_shard_is_named(tmp_path):
-    def lose(folder):
-        sorted(folder.glob("model-*.safetensors"))[1].unlink()
-
-    assert "model-00002-of" in (message := broken(tmp_path, lose, "20KB")) and "is missing" in message
-
-
 def test_an_index_that_lies_is_refused(tmp_path):
     def lie(folder):
         index = folder / "model.safetensors.index.json"
@@ -270,29 +263,17 @@ def test_an_index_that_leaves_the_folder_is_refused(tmp_path):
     assert "outside of the folder" in broken(tmp_path, climb, "20KB")
 
 
-def test_a_truncated_shard_is_refused(tmp_path):
-    def cut(folder):
-        path = folder / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:-100])
-
-    assert "model.safetensors is truncated" in broken(tmp_path, cut)
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [
         ({"model_type": "qwen22"}, "'qwen22' is no family that is known here; did you mean 'qwen2'?"),
         ({"model_type": "mamba"}, "known: qwen2, qwen3, llama, mistral"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rotary scaling 'yarn' is not known"),
-        ({"hidden_size": "32"}, "hidden_size is '32'"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
-        ({"num_hidden_layers": 2, "layer_types": None}, "model.layers.2"),
         (
             {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "layer_types": None},
             "some layers have a sliding window",
         ),
-        ({"vocab_size": 200}, "model.embed_tokens.weight has shape [270, 32]"),
         ({"eos_token_id": 262}, "no token 262"),
     ],
 )

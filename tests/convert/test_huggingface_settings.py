@@ -13,13 +13,9 @@ SLIDING = [
     dict(use_sliding_window=True, sliding_window=64),
     dict(use_sliding_window=True, max_window_layers=0),
     dict(use_sliding_window=True, max_window_layers=36),
-    dict(use_sliding_window=True, sliding_window=None, max_window_layers=0),
-    dict(use_sliding_window=True),
     dict(use_sliding_window=True, sliding_window=64, layer_types=["sliding_attention"] * 36),
     dict(use_sliding_window=True, sliding_window=64, layer_types=["full_attention"] * 36, max_window_layers=0),
     dict(use_sliding_window=True, sliding_window=64, num_hidden_layers=28),
-    dict(use_sliding_window=True, sliding_window=64, num_hidden_layers=29),
-    dict(sliding_window=64, max_window_layers=0),
     dict(),
 ]
 
@@ -59,32 +55,15 @@ WINDOWED = dict(use_sliding_window=True, sliding_window=4, max_window_layers=0)
     "changes, words",
     [
         ({"rms_norm_eps": None}, "rms_norm_eps is None; it must be a number above 0"),
-        ({"rms_norm_eps": "abc"}, "rms_norm_eps is 'abc'"),
-        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-        ({"head_dim": "x"}, "head_dim is 'x'; it must be a whole number from 1 on"),
-        ({"head_dim": 0}, "head_dim is 0"),
-        ({"rope_theta": None}, "rope_theta is None; it must be a number above 0"),
-        ({"rope_theta": float("inf")}, "rope_theta is inf"),
         pytest.param({"rope_theta": 10**400}, "rope_theta is 1000", id="beyond all floats"),
-        ({"rope_parameters": {"rope_theta": None}}, "rope_theta is None"),
-        ({"rope_parameters": [1]}, "rope_parameters is [1]; it must be an object"),
-        ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; it must be an object"),
         *[({"rope_parameters": LLAMA3 | {key: "a"}}, f"{key} is 'a'") for key in LLAMA3 if key != "rope_type"],
-        ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor is None"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rotary scaling llama3 lacks 'factor'"),
-        (WINDOWED | {"sliding_window": "x"}, "sliding_window is 'x'"),
-        (WINDOWED | {"sliding_window": 0}, "sliding_window is 0"),
-        (WINDOWED | {"max_window_layers": None}, "max_window_layers is None; it must be a whole number from 0 on"),
         (WINDOWED | {"use_sliding_window": "false"}, "use_sliding_window is 'false'; it must be true or false"),
         (
             WINDOWED | {"layer_types": []},
             "layer_types is []; it must list full_attention or sliding_attention for each of the 24",
         ),
-        (WINDOWED | {"layer_types": ["sliding_attention"]}, "layer_types is ['sliding_attention']"),
-        (WINDOWED | {"layer_types": ["chunked_attention"] * 24}, "layer_types is ['chunked_attention'"),
-        (WINDOWED | {"layer_types": [[]] * 24}, "layer_types is [[]"),
-        (WINDOWED | {"layer_types": 3}, "layer_types is 3"),
     ],
     ids=str,
 )
@@ -92,9 +71,3 @@ def test_a_setting_of_another_type_is_named(changes, words):
     with pytest.raises(UserError) as error:
         text_config(PUBLISHED["qwen2-0.5b-omni"] | changes, "there/config.json")
     assert str(error.value).startswith(f"there/config.json: {words}")
-
-
-@pytest.mark.parametrize("changes", [{"sliding_window": "x"}, {"layer_types": []}])
-def test_a_mistrals_window_of_another_type_is_named(changes):
-    with pytest.raises(UserError, match=f"{next(iter(changes))} is "):
-        text_config(PUBLISHED["mistral-7b"] | changes)

@@ -25,7 +25,6 @@ from omni.errors import UserError
 from omni.layout import Layout
 from tests.close import assert_near
 from tests.convert.mini_omni_toys import AUDIO, EAR, SHAPES, TEXT, State, save, settings_of, state_of
-from train.commands.convert import main
 
 Made = tuple[Path, dict[str, Any], State]
 
@@ -143,15 +142,6 @@ def test_rows_of_the_joint_table_are_the_streams(made: Made) -> None:
     assert source.names["decoder.blocks.0.attention.v.weight"] == "transformer.h.0.attn.attn.weight"
 
 
-def test_queries_are_not_all_first(tmp_path: Path) -> None:
-    """All queries first, as others fuse them, would be another model."""
-    settings = settings_of("released")
-    state = state_of(settings)
-    fused = state["transformer.h.0.attn.attn.weight"]  # two groups of two queries, a key and a value, two rows each
-    ours = mini_omni.read(save(tmp_path / "a", settings, state)).tensors["decoder.blocks.0.attention.q.weight"]()
-    assert torch.equal(ours, torch.cat([fused[:4], fused[8:12]])) and not torch.equal(ours, fused[:8])
-
-
 def test_mixed_types_become_one_that_holds_both(tmp_path: Path) -> None:
     settings = settings_of("released")
     state = {name: t.bfloat16() for name, t in state_of(settings).items()}
@@ -227,17 +217,6 @@ def test_in_out_and_in_again_is_bitwise_the_same(made: Made, tmp_path: Path) -> 
     assert first.tensors.keys() == second.tensors.keys()
     assert all(torch.equal(tensor(), second.tensors[name]()) for name, tensor in first.tensors.items())
     assert second.tokenizer.encode("hé") == first.tokenizer.encode("hé")  # type: ignore[union-attr]
-
-
-@pytest.mark.long
-def test_by_the_command_in_and_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = settings_of("released")
-    folder = save(tmp_path / "theirs", settings, state_of(settings))
-    assert main([str(folder), str(tmp_path / "ours")]) == 0  # the kind is recognised
-    assert main([str(tmp_path / "ours"), str(tmp_path / "out"), "--kind", "mini-omni"]) == 0
-    assert "lit_model.pth" in capsys.readouterr().out
-    again = torch.load(tmp_path / "out" / "lit_model.pth", weights_only=True)
-    assert all(torch.equal(again[name], tensor) for name, tensor in state_of(settings).items())
 
 
 @torch.no_grad()

@@ -34,21 +34,12 @@ pytestmark = pytest.mark.usefixtures("quick_disk")
     ("part", "change", "message"),
     [
         ("", {"codec": "mimi"}, "codec is 'mimi'"),
-        ("", {"layout": Layout.preset("snac", 300)}, r"text stream \(size\) is 300"),
         ("", {"layout": dataclasses.replace(Layout.preset("mini-omni"), fill="pad")}, "layout.fill is 'pad'"),
-        ("", {"layout": Layout.build([4096] * 6, 151936)}, "audio streams"),
-        ("", {"layout": Layout.build([4096] * 7, 151936, delays=[1] * 7, text_rows=152000, fill="sampled")}, "delays"),
         ("decoder", {"qk_norm": True}, "decoder.qk_norm is True"),
-        ("decoder", {"window": 8}, "decoder.window is 8"),
         ("decoder", {"combine": "sum"}, "decoder.combine is 'sum'"),
         ("decoder", {"rope_scaling": RopeScaling()}, "decoder.rope_scaling"),
-        ("projector", {"stack": 2}, "projector.stack is 2"),
-        ("projector", {"kind": "mlp"}, "projector.kind is 'mlp'"),
         ("projector", {"bias": True}, "projector.bias is True"),
-        ("projector", {"hidden": 13}, "projector.hidden is 13"),
         ("encoder", {"mode": "variable"}, "encoder.mode is 'variable'"),
-        ("encoder", {"n_mels": 128}, "encoder.n_mels is 128"),
-        ("encoder", {"window_seconds": 20.0}, "encoder.window_seconds"),
     ],
 )
 def test_models_that_mini_omni_cannot_be(part: str, change: dict[str, Any], message: str) -> None:
@@ -82,16 +73,12 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[State], object]:
     ("change", "message"),
     [
         (without("transformer.h.1.norm_2.weight"), "tensor transformer.h.1.norm_2.weight is missing"),
-        (without("lm_head.weight"), "tensor lm_head.weight is missing"),
-        (without("transformer.h.0.attn.attn.bias"), "tensor transformer.h.0.attn.attn.bias is missing"),
         (with_tensor("transformer.h.2.norm_1.weight", torch.ones(8)), r"transformer.h.2.norm_1.weight \[8\] has no place"),
-        (with_tensor("transformer.post_adapter.0.norm_1.weight", torch.ones(8)), "post_adapter.0.norm_1.weight .* no place"),
         (with_tensor("transformer.wte.weight", torch.zeros(TEXT, 8)), r"wte.weight has shape \[152000, 8\].*\[181120, 8\]"),
         (
             with_tensor("transformer.h.0.attn.attn.weight", torch.zeros(24, 8)),
             r"attn.attn.weight has shape \[24, 8\].*\[16, 8\]",
         ),
-        (with_tensor("transformer.ln_f.weight", torch.ones(8, dtype=torch.int8)), "tensor transformer.ln_f.weight is int8"),
     ],
 )
 def test_weights_that_do_not_fit_are_named(change: Callable[[State], object], message: str, tmp_path: Path) -> None:
@@ -106,19 +93,12 @@ def test_weights_that_do_not_fit_are_named(change: Callable[[State], object], me
     ("change", "message"),
     [
         ({"rotary_percentage": 0.25}, "rotary_percentage is 0.25; only 1.0"),
-        ({"bias": True}, "bias is True"),
-        ({"norm_class_name": "LayerNorm"}, "norm_class_name is 'LayerNorm'"),
         ({"text_vocab_size": 128256}, "text_vocab_size is 128256; only 152000"),
         ({"padded_vocab_size": 152000}, "the joint table has 152000 rows"),
-        ({"padded_vocab_size": None}, "the joint table has 50688 rows"),
         ({"asr_adapter": "lamamlp"}, "asr_adapter 'lamamlp' is unknown; did you mean 'llamamlp'"),
-        ({"n_head": "four"}, "n_head is 'four'; it must be a whole number"),
-        ({"norm_eps": "small"}, "norm_eps is 'small'; it must be a number"),
-        ({"n_heads": 4}, "unknown key 'n_heads'; did you mean 'n_head'"),
         ({"name": "Gemma-2b"}, "the norms of Gemma"),
         ({"whisper_adapter_dim": 768}, r"width 768 \(whisper_adapter_dim\), and the one given is 6 wide"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from transformer.wte.weight"),
-        ({"n_layer": 1}, r"transformer.h.1.attn.attn.bias .*has no place|transformer.h.1.* has no place"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -63,14 +63,9 @@ def test_what_transformers_saves_is_taken(tmp_path, ids):
     [
         ({"added_tokens_decoder": ADDED | {"256": {"content": "<s>"}}}, "calls token 256 '<s>', and * calls it '<begin>'"),
         ({"added_tokens_decoder": ADDED | {"260": {"content": "<s>"}}}, "calls token 260 '<s>', and * has none"),
-        ({"added_tokens_decoder": {str(10**20): "<s>"}}, f"calls token {10**20} '<s>', and * has none"),
         ({"added_tokens_decoder": {"256": 3}}, "added_tokens_decoder holds 3, which is no token"),
-        ({"added_tokens_decoder": {"a": "<s>"}}, "added_tokens_decoder does not go from ids to tokens"),
         ({"eos_token": "</s>"}, "calls '</s>' the end (eos_token), and * has no such token"),
-        ({"bos_token": {"content": "<s>"}}, "calls '<s>' the beginning (bos_token), and * has no such token"),
         ({"eos_token": "<begin>"}, "calls '<begin>' the end (eos_token), token 256 of *, and * has eos_token_id 257 ('<end>')"),
-        ({"bos_token": "<end>"}, "calls '<end>' the beginning (bos_token), token 257 of *, and * has bos_token_id 256"),
-        ({"eos_token": 7}, "eos_token holds 7, which is no token"),
     ],
     ids=str,
 )
@@ -115,12 +110,9 @@ def counting(tokens: int) -> str:
     [
         (151665, 151936, True),  # Qwen2.5-0.5B
         (151665, 152064, True),  # Qwen2.5-7B
-        (100015, 102400, True),  # DeepSeek's Llamas
         (256, VOCABULARY, True),
         (128256, 151936, False),  # Llama 3's beside Qwen2.5's weights
         (32768, 151936, False),  # Mistral's
-        (32768, 131072, False),  # Mistral's of v0.3 beside those of Nemo
-        (151665, 128256, False),  # Qwen2.5's beside Llama 3's weights
     ],
 )
 def test_a_vocabulary_far_from_the_tables_is_another_models(tmp_path, tokens, rows, fits):

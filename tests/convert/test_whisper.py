@@ -9,14 +9,13 @@ import pytest
 import torch
 import transformers
 import whisper
-from safetensors.torch import load_file, save_file
 from whisper.model import ModelDimensions, Whisper
 
 from omni.checkpoint.folder import load_folder
 from omni.convert.whisper import read
 from omni.errors import UserError
 from tests.close import assert_near
-from tests.convert.hub_toys import edit_config, save_text, stirred, text_model
+from tests.convert.hub_toys import save_text, stirred, text_model
 from train.commands.convert import main
 
 POSITIONS, BANDS, WIDTH = 60, 80, 24
@@ -141,8 +140,6 @@ def changed(path, change):
         (lambda d: d["model_state_dict"].pop("encoder.conv1.bias"), "tensor encoder.conv1.bias is missing"),
         (lambda d: d["model_state_dict"].update({"encoder.more": torch.ones(1)}), r"tensor encoder.more \[1\] has no place"),
         (lambda d: d["dims"].update(n_audio_state=28), r"positional_embedding has shape \[60, 24\], .* asks for \[60, 28\]"),
-        (lambda d: d["dims"].pop("n_audio_head"), "number of heads is None"),
-        (lambda d: d["model_state_dict"].update({"encoder.conv1.bias": torch.ones(24).int()}), "conv1.bias is int32"),
         (lambda d: d.pop("dims"), "is no Whisper of OpenAI's"),
     ],
 )
@@ -151,23 +148,3 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, change, words):
     changed(path, change)
     with pytest.raises(UserError, match=words):
         read(path)
-
-
-def test_a_truncated_file_is_refused(tmp_path):
-    path, _ = openai(tmp_path)
-    path.write_bytes(path.read_bytes()[:-500])
-    with pytest.raises(UserError, match=r"tiny.pt.*truncated"):
-        read(path)
-
-
-def test_a_folder_that_does_not_fit_is_refused(tmp_path):
-    folder, _ = huggingface(tmp_path)
-    weights = load_file(folder / "model.safetensors")
-    name = "encoder.layers.1.fc2.weight"
-    save_file({k: t for k, t in weights.items() if k != name}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=f"tensor {name} is missing"):
-        read(folder)
-    save_file(weights, folder / "model.safetensors")
-    edit_config(folder, encoder_ffn_dim=100)
-    with pytest.raises(UserError, match="encoder_ffn_dim is 100; Whisper has"):
-        read(folder)

@@ -104,36 +104,6 @@ def test_names_may_be_given_or_stand_in_the_archive(speech, tmp_path):
     assert int(statistics.count) == 0 and not statistics.mean.any()
 
 
-def test_what_does_not_fit_is_refused(speech, tmp_path):
-    mend = some_mend(speech, MendConfig(TransformConfig(rank=5)))
-    names = [their(name) for name in mlp_linears(speech)]
-    state = their_state(mend)
-
-    def refuse(pattern: str, state: dict[str, Any] = state, **options: Any) -> None:
-        with pytest.raises(UserError, match=pattern):
-            read_editor(write(tmp_path / "a", state), speech, **{"linears": names, **options})
-
-    refuse(r"is no linear of this model; the closest names are", linears=[*names[:5], "model.layers.9.mlp.up_proj"])
-    refuse(r"has factors for 6 linears, but 5 are named", linears=names[:5])
-    other = some_mend(build("llama"), MendConfig(TransformConfig(rank=5)))
-    refuse(r"does not fit the named linears", their_state(other) | {"mend.(16, 24).u_mean": torch.ones(3)})
-    refuse(
-        r"edits linears of shape \(16, 24\), the named ones are \(16, 16\)",
-        linears=[f"model.layers.{i}.self_attn.{part}" for i in (1, 2, 3) for part in ("q_proj", "o_proj")],
-    )
-    refuse(r"tensor editor.weight is none of MEND's", state | {"editor.weight": torch.ones(1)})
-    refuse(r"lacks MEND's edit_lrs or networks", {"edit_lrs": torch.ones(6)})
-    refuse(r"are not those of MEND", {k: v for k, v in state.items() if not k.endswith("u_s")})
-    refuse(r"mlp_class 'MLP' is not known here", settings=settings(tmp_path / "s", speech, True, mlp_class="MLP"))
-    (tmp_path / "s").write_text("[1]")
-    refuse(r"holds no settings", settings=tmp_path / "s")
-    with pytest.raises(UserError, match=r"is missing"):
-        read_editor(tmp_path / "none", speech)
-    torch.save([1], tmp_path / "list")
-    with pytest.raises(UserError, match=r"has no `model`"):
-        read_editor(tmp_path / "list", speech)
-
-
 def test_nothing_in_an_archive_is_run(speech, tmp_path, capfd):
     """A configuration of transformers is passed over; any other object is refused."""
     state = their_state(some_mend(speech, MendConfig(TransformConfig(rank=5), shared=False)))

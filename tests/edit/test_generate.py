@@ -181,30 +181,6 @@ def test_a_runner_forgets_edits_that_are_gone(lm):
     assert len(lm.engine.runner._selection) <= 1
 
 
-def test_mistakes_are_told_and_leave_nothing(layout, lm):
-    before, edits = trace(lm.model), made(lm.model, 0)
-    other = SpeechLM(make_model(layout, seed=1), lm.tokenizer, lm.codec)
-    for refused in (
-        lambda: other.session(edits=edits),
-        lambda: other.edited(edits).__enter__(),
-        lambda: other.generate([tone(0.3)], edits=edits),
-    ):
-        with pytest.raises(UserError, match=r"other weights"):
-            refused()
-    bad = edits.map(lambda t: t * float("nan"))
-    with pytest.raises(UserError, match=r"not finite"):
-        lm.session(edits=bad)
-    with pytest.raises(UserError, match=r"no linear.*closest"):
-        lm.session(edits=Edits({"decoder.blocks.7.mlp.up": Delta(torch.ones(1, 48), torch.ones(1, 32))}))
-    with pytest.raises(UserError, match=r"2 edits for 1 questions"):
-        lm.generate([tone(0.3)], edits=[edits, None])
-    with pytest.raises(UserError, match=r"there is no adapter 'edits 1'"):
-        lm.session(adapter="edits 1")
-    with pytest.raises(UserError, match=r"there is no adapter 'mine'"):
-        lm.session(adapter="mine", edits=edits)
-    assert unchanged(lm.model, before)
-
-
 def test_an_answer_that_nobody_takes_leaves_nothing(lm):
     before, edits = trace(lm.model), made(lm.model, 0)
     lm.stream(tone(0.3), edits=edits).close()

@@ -20,7 +20,7 @@ from omni.edit.linears import find_linears, is_transposed, mlp_linears
 from omni.edit.mend import Mend, fit_step, kl_divergence, load_mend, save_mend
 from omni.errors import UserError
 from tests.close import assert_near
-from tests.edit.toys import batch_of, build, logits_of, loss_of, set_checkpointing, some_edits, some_mend
+from tests.edit.toys import batch_of, logits_of, loss_of, set_checkpointing, some_edits, some_mend
 
 
 def step(model: nn.Module, name: str, mend: Mend, seed: int = 2) -> tuple[Tensor, Tensor, Tensor]:
@@ -339,14 +339,6 @@ def test_fine_tuning_stops_when_it_is_enough(model, name):
 
     edits = finetune(model, batch_of(name, 1), counted, config=FinetuneConfig(enough=100.0))
     assert len(calls) == 1 and not any(delta.b.any() for delta in edits.deltas.values())
-    with pytest.raises(UserError, match=r"finetune.norm 'l1' is unknown"):
-        FinetuneConfig("l1")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"must be above 0"):
-        FinetuneConfig(bound=0)
-    with pytest.raises(UserError, match=r"must be above 0"):
-        FinetuneConfig(lr=float("nan"))
-    with pytest.raises(UserError, match=r"finetune.rank is 0; it must be at least 1"):
-        FinetuneConfig(rank=0)
     with pytest.raises(UserError, match=r"low rank.*\bl2\b"):
         FinetuneConfig(rank=2)
 
@@ -364,15 +356,6 @@ def test_steps_that_pass_no_linear_are_left_out_and_a_loss_that_never_does_is_re
     assert all(bool(delta.b.any()) for delta in edits.deltas.values())
     with pytest.raises(UserError, match=r"loss does not depend on.*other linears"):
         finetune(model, ids, lambda model, ids: torch.tensor(1.0), config=config)
-
-
-def test_an_editor_of_another_width_is_refused():
-    model = build("llama")
-    mend = some_mend(model)
-    name, (inputs, outputs) = next(iter(mend.shapes.items()))
-    other = Mend({**mend.shapes, name: (inputs // 2, outputs)}, mend.config)
-    with pytest.raises(UserError, match=rf"the editor changes {name} from {inputs // 2} to {outputs} features"):
-        other.edit(model, batch_of("llama", 1), loss_of)
 
 
 def test_a_projection_is_the_nearest_point():

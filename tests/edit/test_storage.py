@@ -71,15 +71,6 @@ def test_a_broken_folder_is_refused(model, edits, tmp_path):
     refuse(r"does not match its size and checksum")
     tensors.unlink()
     refuse(r"cannot be read")
-    facts.write_text("{")
-    refuse(r"is not JSON")
-    for change, pattern in (
-        ({"format": 2}, r"format 2 is unknown; this version reads format 1"),
-        ({"linears": {"x": {"in": 1}}}, r"does not fit its tensors"),
-        ({"linears": []}, r"does not fit its tensors"),
-    ):
-        facts.write_text(json.dumps(json.loads(facts.read_text()) | change))
-        refuse(pattern)
     entries = json.loads(facts.read_text())
     next(iter(entries["linears"].values()))["in"] = 3
     facts.write_text(json.dumps(entries))

@@ -167,22 +167,3 @@ def test_a_stream_refuses_what_the_encoder_cannot_take_and_goes_on() -> None:
     with pytest.raises(UserError, match="no samples"):
         stream.finish()
     assert_near(torch.cat([stream.push(audio[:9000]), stream.finish()]), encoder.encode([audio[:9000]])[0], 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"chunk_ms": 30}, "encoder.chunk_ms=30: give a multiple of a frame, 20 ms, up to the window's 3 s, or 0"),
-        ({"chunk_ms": -20}, "encoder.chunk_ms=-20"),
-        ({"chunk_ms": 4000}, "encoder.chunk_ms=4000"),
-        ({"train_chunk_ms": (640, 160)}, "train_chunk_ms=640 to 160"),
-        ({"train_chunk_ms": (0, 160)}, "train_chunk_ms=0"),
-        ({"history_ms": 0}, "history_ms=0"),
-        ({"history_ms": 50}, "history_ms=50.*or null for all"),
-        ({"normalize": "clip"}, "normalize=clip: mode=chunked cannot know the rest"),
-        ({"hop": 250, "window_seconds": 3.125, "chunk_ms": 320}, "31.25 ms"),
-    ],
-)
-def test_a_configuration_that_cannot_be_is_refused(given: dict[str, object], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        replace(SMALL, **given)  # type: ignore[arg-type]

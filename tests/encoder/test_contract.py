@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from omni.config import ModelConfig, from_dict, preset, to_dict
-from omni.encoder.base import Encoder, build_encoder, collate, register_encoder
+from omni.encoder.base import Encoder, build_encoder, register_encoder
 from omni.encoder.config import ENCODERS, EncoderConfig
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
@@ -140,11 +140,6 @@ def test_sound_that_no_encoder_takes(config: EncoderConfig) -> None:
             config.split(long)
     else:
         assert [len(clip) for clip in config.split(long)] == [config.max_samples, 1]
-
-
-def test_collate_puts_zeros_behind() -> None:
-    batch, lengths = collate([torch.ones(2, 3), torch.ones(2, 1)])
-    assert lengths == [3, 1] and batch.sum() == 8 and not batch[1, :, 1:].any()
 
 
 def test_a_model_stores_the_kind_of_an_encoder_from_outside() -> None:

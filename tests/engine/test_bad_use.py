@@ -108,24 +108,6 @@ def test_a_question_that_the_engine_refuses_leaves_nothing_behind(lm: SpeechLM) 
         assert session.ask("go on", "T1A2").answer().ended in ("end", "length")
 
 
-def test_numbers_that_an_engine_cannot_take(lm: SpeechLM) -> None:
-    for options, told in (
-        ({"context": 0}, "context is 0"),
-        ({"context": "x"}, "context is 'x'"),
-        ({"queue": -1}, "queue is -1"),
-        ({"queue": 1.5}, "queue is 1.5"),
-        ({"slots": 0}, "slots"),
-    ):
-        with pytest.raises(UserError, match=told):
-            lm.start_engine(**options)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'slot'"):
-        lm.start_engine(slot=2)
-    for seconds in (-1, float("nan"), "a", None):
-        with pytest.raises(UserError, match="drain is"):
-            lm.engine.drain(seconds)  # type: ignore[arg-type]
-    assert lm.generate("on", "T1T2", max_tokens=3).timings.steps > 0  # it was not drained
-
-
 def test_sessions_fit_the_rows_of_an_engine_whose_context_is_short(lm: SpeechLM) -> None:
     lm.start_engine(slots=2, context=24)
     wanted = lm.generate("on", "T1T2", max_tokens=3, context=24)

@@ -270,20 +270,6 @@ def test_more_conversations_than_slots_take_turns(lm: SpeechLM) -> None:
         SpeechLM(lm.model, lm.tokenizer).start_engine(slots=0)
 
 
-def test_a_closed_engine_says_so_and_ends_what_is_under_way(lm: SpeechLM) -> None:
-    session = lm.session(max_tokens=300)
-    events = session.ask("hello", "T1T2")
-    next(events)
-    assert not lm.engine.drain(0.0)
-    with pytest.raises(UserError, match="this engine is closed"):
-        lm.session()
-    lm.engine.close()
-    assert isinstance(list(events)[-1], Ended)
-    with pytest.raises(UserError, match="this engine is closed"):
-        session.ask("again", "T1T2")
-    assert lm.engine._stepping.worker._thread is None and lm.engine._sound._worker._thread is None
-
-
 def test_a_step_that_fails_is_told_to_everybody_and_the_next_question_is_answered(
     lm: SpeechLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

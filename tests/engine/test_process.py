@@ -211,32 +211,6 @@ def test_a_cancel_after_the_end_has_come_but_was_not_taken(lm: SpeechLM, engine:
             assert [event.reason for event in events] == ["cancelled"]  # type: ignore[union-attr]
 
 
-def test_errors_have_the_words_of_this_process(lm: SpeechLM, engine: EngineProcess) -> None:
-    wrong: list[tuple[Any, ...]] = [
-        (lambda e: e.session(context=20).ask("a text that is longer than that", "T1T2"), UserError),
-        (lambda e: e.session(context=0), UserError),
-        (lambda e: e.session(adapter="none"), UserError),
-        (lambda e: e.session(history="nowhere.safetensors"), UserError),
-        (lambda e: e.session().ask("missing.wav"), UserError),
-        (lambda e: e.session().ask("a", "T1T2", seed=0.5), UserError),
-        (lambda e: e.session().cancel(-1.0), UserError),
-        (lambda e: e.session(temprature=1.0), TypeError),
-    ]
-    for call, kind in wrong:
-        said = []
-        for place in (lm, engine):
-            with pytest.raises(kind) as caught:
-                call(place)
-            said.append(str(caught.value).replace("'pace', ", "").replace(f"{os.getcwd()}/", ""))
-        assert said[0].split("known:")[0] == said[1].split("known:")[0]
-    with pytest.raises(UserError, match="cannot be sent .*open files"):
-        engine.session(history=[{"role": "user", "content": threading.Lock()}])
-    with pytest.raises(UserError, match="nothing called"):
-        engine.call("_engine")
-    with pytest.raises(UserError, match="pace"):
-        engine.session(pace="quick")  # type: ignore[arg-type]
-
-
 def test_loading_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{tmp_path.name}.*config.json|config.json.*{tmp_path.name}"):
         EngineProcess(tmp_path)
@@ -280,29 +254,6 @@ def test_killed_or_closed_it_leaves_nothing_and_nobody_waiting(saved: Path, engi
     other.close()
     assert open_things() == before
     assert engine.generate("a", "T1T2", max_tokens=3).timings.steps > 0  # the other one goes on
-
-
-def test_a_call_may_have_an_argument_called_name(engine: EngineProcess) -> None:
-    with pytest.raises(UserError, match="nowhere"):
-        engine.call("load_adapter", "nowhere", name="mine")
-    for seconds in (-1, float("nan"), "a"):
-        with pytest.raises(UserError, match="drain is"):
-            engine.drain(seconds)  # type: ignore[arg-type]
-
-
-def test_what_cannot_be_called_or_sent_is_refused(engine: EngineProcess, saved: Path) -> None:
-    name: Any
-    for name, args, words in [
-        (5, (), "call was given 5; give the name"),
-        ("nothing", (), "nothing called 'nothing'"),
-        ("model", (1,), "model is no method"),
-        ("adapters", (1,), "adapters is no method and takes no arguments"),
-        ("engine", (), "engine gives a Engine, which cannot be sent"),
-    ]:
-        with pytest.raises(UserError, match=words):
-            engine.call(name, *args)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'slot'"):
-        EngineProcess(saved, slot=1)
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -12,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from omni.errors import UserError
@@ -238,14 +236,6 @@ def test_a_plain_stream_that_is_dropped_unread_frees_its_row(lm: SpeechLM) -> No
         assert session._last is not None and session._last.settled and session._last.left.wait(30)
 
 
-def test_a_bad_question_is_refused_at_once_in_a_loop_too(lm: SpeechLM) -> None:
-    async def ask() -> None:
-        lm.stream("missing.wav")
-
-    with pytest.raises(UserError, match="No such file"):
-        asyncio.run(ask())
-
-
 async def taken(stream: AnswerStream) -> list[Any]:
     return [event async for event in stream]
 
@@ -284,56 +274,11 @@ def test_one_that_is_not_read_holds_nobody_else(lm: SpeechLM) -> None:
         assert [event.reason for event in events] == ["cancelled"]  # type: ignore[union-attr]
 
 
-def test_a_stop_function_that_would_end_the_program_ends_its_answer(lm: SpeechLM) -> None:
-    answer = lm.generate("go on", "T1T2", stop=lambda text: sys.exit(3), sampling=TALKATIVE, max_tokens=30)
-    assert answer.ended == "error" and "the function `stop` raised SystemExit: 3" in str(answer.error)
-
-
 # --- sound that is still coming -----------------------------------------------------------------------------------------
 
 
 def pieces(clip: Tensor, size: int = 777) -> Iterator[Tensor]:
     yield from clip.split(size)
-
-
-async def pieces_async(clip: Tensor) -> AsyncIterator[Tensor]:
-    for piece in clip.split(500):
-        await asyncio.sleep(0)
-        yield piece
-
-
-def test_pieces_are_answered_as_the_whole(lm: SpeechLM) -> None:
-    options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 0.4}
-    wanted = said(list(lm.stream(CLIPS[0], **options)))
-    with lm.session(**options) as session:
-        assert said(list(session.ask(pieces(CLIPS[0])))) == wanted
-    assert lm.generate(pieces(CLIPS[0]), **options).text == wanted[0]  # type: ignore[arg-type]
-    assert lm.generate([pieces(CLIPS[0])], **options)[0].text == wanted[0]  # type: ignore[list-item]
-    for question in (pieces(CLIPS[0]), pieces_async(CLIPS[0])):
-        with lm.session(**options) as session:
-            assert asyncio.run(answered(session, question)).text == wanted[0]
-
-
-BAD: dict[str, tuple[Any, type[Exception], str]] = {
-    "no sound": (iter([[0.0], "text"]), UserError, "piece 2 of the question is a str"),
-    "not finite": (iter([[0.0, float("nan")]]), UserError, "piece 1 of the question holds samples"),
-    "another type": (iter([[0.5], [1]]), UserError, "piece 2 of the question is int64"),
-    "nothing": (iter([]), UserError, "ended without a piece"),
-    "empty pieces": (iter([torch.zeros(0)]), UserError, "gave 1 pieces without samples"),
-}
-BAD["raises"] = (([0.5] if n else 1 / n for n in (1, 0)), ZeroDivisionError, "division")
-BAD["too long"] = ((torch.zeros(160_000) for _ in range(10**6)), UserError, "40 s by its piece 4")
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_with_coming_sound_leaves_nothing_behind(lm: SpeechLM, name: str) -> None:
-    question, error, text = BAD[name]
-    with lm.session(max_tokens=5) as session:
-        with pytest.raises(error, match=text):
-            session.ask(question)
-        assert not session.turns and session.ask("go on", "T1T2").answer().ended in ("end", "length")
-        if hasattr(question, "gi_frame"):
-            assert question.gi_frame is None  # closed
 
 
 @pytest.mark.parametrize("close", [False, True])

@@ -12,7 +12,7 @@ import torch
 from omni.checkpoint.folder import save_folder
 from omni.checkpoint.places import CONFIG
 from omni.errors import UserError
-from omni.generate.heard import Loudness, heard_characters, matched, place, words
+from omni.generate.heard import Loudness, heard_characters, matched, place
 from omni.generate.speech_lm import SpeechLM
 from omni.generate.speech_time import DEFAULT, EXTRA, CharacterReader, SpeechTime, estimate
 from omni.layout import Layout
@@ -43,11 +43,6 @@ def test_pauses_stand_between_sentences_and_not_at_the_end() -> None:
     assert CharacterReader().classes("\u4f60\uff0c\u597d\u3002") == ["wide", "comma", "wide", "stop"]
 
 
-def test_words_are_split_at_spaces_or_character_by_character() -> None:
-    text = "one  two, \u4f60\u597d\u3002end"
-    assert [text[a:b] for a, b in words(text)] == ["one", "two,", "\u4f60", "\u597d\u3002end"]
-
-
 def test_the_estimate_finds_a_voice_and_leaves_out_what_does_not_fit() -> None:
     voice = {**DEFAULT, "letter": 0.08, "space": 0.03, "comma": 0.4}
     texts = [" ".join(["word"] * (i % 9 + 1)) + ", and" * (i % 4) + " longer" + "er" * (i % 5) for i in range(2000)]
@@ -56,14 +51,6 @@ def test_the_estimate_finds_a_voice_and_leaves_out_what_does_not_fit() -> None:
     assert found is not None
     assert [found.seconds[name] for name in ("letter", "space", "comma")] == pytest.approx([0.08, 0.03, 0.4], abs=0.02)
     assert estimate([("", 1.0), ("no sound", 0.0)]) is None
-
-
-def test_few_answers_only_set_the_pace() -> None:
-    found = estimate([("a b", 2 * sum(SpeechTime().durations("a b")))])
-    assert found is not None
-    assert {name: found.seconds[name] / DEFAULT[name] for name in DEFAULT} == pytest.approx(
-        dict.fromkeys(DEFAULT, 2.0), rel=0.01
-    )
 
 
 def test_the_estimate_is_kept_in_the_model_folder(tmp_path: Path) -> None:

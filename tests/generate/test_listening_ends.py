@@ -389,9 +389,3 @@ def test_history_of_a_heard_question_is_saved(lm: SpeechLM, tmp_path: Any) -> No
         with lm.session(history=tmp_path / "talk", **TALK) as other:
             same_history(session, other)
             assert replace(session.turns[0], codes=None) == replace(other.turns[0], codes=None)
-
-
-@pytest.mark.parametrize("given", ["320", 320.0, True, None])
-def test_a_chunk_is_a_whole_number(given: object) -> None:
-    with pytest.raises(UserError, match=f"chunk_ms is {given!r}; give a whole number of milliseconds"):
-        listener().model.set_chunk(given)  # type: ignore[arg-type]

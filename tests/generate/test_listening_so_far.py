@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from omni.errors import UserError
 from tests.engine.test_listen_process import Here
 from tests.generate.listening_toys import TALK, left, listener, same, sound, wait_until_heard
 
@@ -43,28 +41,6 @@ def test_it_is_answered_as_the_whole_chunks_that_came(where: str, left: list[int
                 assert left[-1] <= 8_000 // CHUNK * 4 + 8  # only what came since, and the columns after it
         assert beside.history == []
         same(session.ask(listening).answer(), other.ask(question).answer())
-
-
-def test_what_cannot_be_asked_so_far() -> None:
-    lm = listener()
-    with lm.session(**TALK) as session, lm.session(**TALK) as beside:
-        listening = session.listen("A1A2")
-        with pytest.raises(UserError, match="nothing of this sound has been heard so far; ask later"):
-            beside.ask(listening.so_far(), "A1T1").answer()
-        listening.push(sound(0.5))
-        wait_until_heard(lm)
-        with pytest.raises(UserError, match="asks in writing, but the question is sound"):
-            beside.ask(listening.so_far(), "T1T2").answer()
-        listening.drop()
-        with pytest.raises(UserError, match="this sound was dropped"):
-            beside.ask(listening.so_far(), "A1T1").answer()
-        assert beside.history == []
-    whole = listener(encoder=replace(lm.config.encoder, mode="variable"))  # type: ignore[type-var]
-    with whole.session(**TALK) as session, whole.session(**TALK) as beside:
-        listening = session.listen()
-        listening.push(sound(0.5))
-        with pytest.raises(UserError, match="this encoder hears whole questions only"):
-            beside.ask(listening.so_far(), "A1T1").answer()
 
 
 def test_the_engine_has_time_to_spare_only_while_nobody_needs_it() -> None:

@@ -114,20 +114,6 @@ def test_messages_of_chat_templates(lm: SpeechLM, tmp_path: Path) -> None:
         assert session.ask("next", "T1T2").answer().tokens != wanted
 
 
-def test_an_answer_s_sound_has_any_form_of_a_question_s(lm: SpeechLM, tmp_path: Path) -> None:
-    assert lm.codec is not None
-    levels = (torch.rand(40) * 32767).to(torch.int16)
-    sound = levels / 32768
-    path = write_wav(tmp_path / "a.wav", sound, 100)
-    forms = [
-        levels, (100, levels), (sound, 100), {"array": sound.numpy(), "sampling_rate": 100}, torch.stack([sound, sound]),
-        bytearray(path.read_bytes()), {"bytes": path.read_bytes(), "path": None}, sound.tolist(),
-    ]  # fmt: skip
-    for form in forms:
-        with lm.session(history=[USER, {"role": "assistant", "content": form}]) as session:
-            assert torch.equal(session.turns[0].codes, lm.codec.encode(sound))  # type: ignore[arg-type]
-
-
 def test_a_text_is_no_path_whatever_its_answer_says(lm: SpeechLM, tmp_path: Path) -> None:
     place = str(write_wav(tmp_path / "a.wav", tone(0.3), 16_000) or tmp_path / "a.wav")
     reply = Message("assistant", "yes", codes=torch.zeros(lm.layout.n_audio, 2, dtype=torch.long), task="A1A2")
@@ -147,21 +133,13 @@ def test_sound_is_kept_as_it_was_asked(lm: SpeechLM) -> None:
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 BAD: dict[str, tuple[Any, str]] = {
     "order": ([ASSISTANT, USER], "message 1 is of role 'assistant'.*'user' comes there"),
-    "twice": ([USER, USER], "message 2 is of role 'user'"),
     "role": ([{"role": "bot", "content": "x"}], "message 1 is of role 'bot'"),
     "system": ([{"role": "system", "content": "be brief"}, USER, ASSISTANT], "message 1 is of role 'system'.*system="),
-    "no messages": (5, "history is 5; give messages, a session's .history"),
     "no answer": ([USER, ASSISTANT, USER], "last message is a question without its answer"),
-    "no message": ([USER, "hello"], "message 2 is 'hello'; give"),
     "empty": ([{"role": "user", "content": ""}, ASSISTANT], "message 1: .*text is empty"),
-    "nothing": ([USER, {"role": "assistant"}], "message 2 has no content"),
     "image": ([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}, ASSISTANT], "part of type 'image'"),
-    "two sounds": ([{"role": "user", "content": [{"type": "audio", "audio": 1}] * 2}, ASSISTANT], "2 sounds"),
     "codes": ([USER, Message("assistant", "x", codes=torch.full((4, 2), 99))], "message 1: code 99 of audio stream 0"),
-    "no sound": ([USER, {"role": "assistant", "content": {"x": 1}}], "message 2: the answer is a mapping"),
-    "a number": ([USER, {"role": "assistant", "content": 7}], "message 2: the answer is a int"),
     "too loud": ([USER, {"role": "assistant", "content": torch.full((9,), 3e4)}], "message 2: the answer has a sample of 3e"),
-    "no file": ([USER, {"role": "assistant", "content": Path("nowhere.wav")}], "message 2: .*nowhere.wav"),
     "too long": ([USER, {"role": "assistant", "content": "x" * 600}], "history takes 606 positions.*overflow='forget'"),
 }
 
@@ -195,20 +173,14 @@ def altered(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Callabl
 SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (lambda p: p.unlink(), "is no file; give the file"),
     "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-9]), "no saved conversation, or damaged"),
-    "pickle": (lambda p: torch.save({"a": 1}, p), "no saved conversation"),
-    "weights": (lambda p: save_file({"a": torch.zeros(1)}, p), "no saved conversation"),
     "version": (altered(lambda h, t: h.update(format=2)), "format 2 is unknown; this version reads format 1"),
     "codec": (altered(lambda h, t: h.update(codec="mimi")), "codec 'mimi', and this model's codec is"),
     "layout": (altered(lambda h, t: h["layout"].update(fill="sampled")), "another layout"),
     "task": (altered(lambda h, t: h["turns"][0].update(task="X")), "does not fit together"),
-    "turns": (altered(lambda h, t: h.pop("turns")), "does not fit together"),
-    "asked": (altered(lambda h, t: h.update(asked="many")), "does not fit together"),
     "codes": (altered(lambda h, t: t["turn.0.codes"].fill_(9999)), "code 9999 of audio stream 0"),
     "sound": (altered(lambda h, t: t["turn.0.audio"].fill_(float("nan"))), "not finite"),
     "no sound": (altered(lambda h, t: t.pop("turn.0.audio")), "turn 1: the sound of its question is missing"),
-    "no codes": (altered(lambda h, t: t.pop("turn.0.codes")), "turn 1 is A1A2, but its answer is of another kind"),
     "ids": (altered(lambda h, t: t["turn.1.question"].add_(1)), "turn 2: its ids are another tokenizer's"),
-    "range": (altered(lambda h, t: t["turn.1.question"].fill_(-5)), "turn 2: its ids are another tokenizer's"),
 }
 
 

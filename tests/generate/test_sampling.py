@@ -16,20 +16,7 @@ from transformers import (
 )
 
 from omni.errors import UserError
-from omni.generate.sampling import (
-    GREEDY,
-    Mode,
-    Sampler,
-    Sampling,
-    candidates,
-    draw,
-    finest,
-    mode_of,
-    penalise,
-    per_stream,
-    seed_key,
-    uniform,
-)
+from omni.generate.sampling import GREEDY, Sampler, Sampling, candidates, draw, mode_of, penalise, per_stream, seed_key, uniform
 from omni.layout import Layout
 from tests.generate.conftest import LAYOUTS
 
@@ -204,30 +191,6 @@ def test_settings_are_given_once_or_by_kind_or_by_stream() -> None:
         per_stream(layout, {"audio": 0.5})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"temperature": -1.0},
-        {"temperature": math.nan},
-        {"temperature": math.inf},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.5},
-        {"repetition_penalty": 0.0},
-    ],
-)
-def test_settings_out_of_range_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(UserError, match=next(iter(bad))):
-        Sampling(**bad)  # type: ignore[arg-type]
-
-
-def test_greedy_rows_cost_nothing_but_the_maximum() -> None:
-    assert mode_of([GREEDY, Sampling(0.0, top_k=5, top_p=0.5)], 100) == Mode()
-    assert mode_of([Sampling(1.0, top_k=5), Sampling(1.0, top_k=9)], 100) == Mode(ranks=9)
-    assert mode_of([Sampling(1.0, top_k=100)], 100) == Mode(plain=True)
-    assert mode_of([Sampling(1.0, top_p=0.9)], 100) == Mode(ranks=100)
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_device_without_float64_draws_within_the_filters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     setting, rows = SETTINGS[name], 64
@@ -247,8 +210,3 @@ def test_the_largest_coarse_number_stays_below_the_whole() -> None:
     largest = torch.tensor(1 - 2.0**-23)
     total = torch.rand(10_000, generator=torch.Generator().manual_seed(0)) * 8 + 1e-3
     assert bool((largest * total < total).all())
-
-
-def test_float64_is_left_out_on_apple_s_gpus_only() -> None:
-    found = {name: finest(torch.device(name)) for name in ("cpu", "cuda", "mps")}
-    assert found == {"cpu": torch.float64, "cuda": torch.float64, "mps": torch.float32}

@@ -52,27 +52,6 @@ def test_the_decoder_s_context_is_an_end_too(layout: Layout) -> None:
     assert answer.ended == "cache" and answer.timings.steps == 40 - 5 + 1
 
 
-def test_forgetting_drops_the_oldest_turns(layout: Layout, begun: list[tuple[Tensor, int]]) -> None:
-    lm = make_lm(layout)
-    with lm.session(context=64, overflow="forget", sampling=WARM, max_seconds=0.6) as session:
-        lengths = []
-        for turn in range(6):
-            asked = ASKED[turn % 5]
-            events = session.ask(*asked)
-            kept = session.turns
-            next(events)
-            assert session._last is not None
-            expected = plain_hidden(lm, kept, session._last.exchange.turn)
-            torch.testing.assert_close(begun[-1][0], expected, rtol=1e-4, atol=1e-5)
-            assert len(session._last.keys) <= 48 or not kept
-            list(events)
-            lengths.append(len(session.turns))
-        assert max(lengths) < 6 and len(session.turns) >= 1
-        with pytest.raises(UserError, match="shorten the question"):
-            session.ask("x" * 70, "T1T2")
-        assert len(session.turns) == lengths[-1]
-
-
 def test_a_system_message_is_before_every_question_and_never_forgotten(layout: Layout, begun: list[tuple[Tensor, int]]) -> None:
     lm, ids = make_lm(layout), tuple(Tokenizer.bytes().encode("be brief"))
     with lm.session(context=64, overflow="forget", sampling=WARM, max_seconds=0.6, system=" be brief\n") as session:

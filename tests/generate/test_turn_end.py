@@ -6,16 +6,13 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
 from omni.checkpoint.folder import load_folder, save_folder
-from omni.config import from_dict, to_dict
 from omni.convert.int8_folder import quantize_folder
 from omni.encoder.base import collate
 from omni.encoder.whisper_config import WhisperConfig
-from omni.errors import UserError
 from omni.generate.turn_end import END, VOICE, EndRule, TurnListener, ended
 from omni.model.speech_model import SpeechModel
 from tests.train.data.toys import MODELS, TOKENIZER
@@ -84,18 +81,6 @@ def test_a_folder_keeps_the_head_in_full_precision_and_in_int8(tmp_path: Path) -
     small = TurnListener.from_folder(tmp_path / "int8")
     assert small is not None
     torch.testing.assert_close(in_pieces(small, sound, 9000, 1), wanted, rtol=0, atol=0.05)
-
-
-def test_a_folder_of_before_loads_as_before_and_has_no_head(tmp_path: Path) -> None:
-    config = replace(CONFIG, turn=False)
-    data = to_dict(config)
-    del data["turn"]
-    assert from_dict(type(config), data) == config
-    torch.manual_seed(0)
-    save_folder(tmp_path / "model", config, SpeechModel(config).state_dict(), TOKENIZER)
-    assert TurnListener.from_folder(tmp_path / "model") is None
-    with pytest.raises(UserError, match=r"the model has no turn head: train one with model.turn"):
-        TurnListener.of(load_folder(tmp_path / "model").model)
 
 
 def test_a_head_that_has_learned_it_ends_the_turn_after_the_end_and_not_in_the_pause() -> None:

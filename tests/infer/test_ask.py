@@ -130,12 +130,6 @@ def test_the_text_can_be_sampled_otherwise_than_the_sound(run, lm, tmp_path):
     assert samples_of(tmp_path / "answer.wav") == pcm16(wanted.audio)
 
 
-def test_a_system_message_is_given_to_the_session(run, lm, tmp_path):
-    run("ask", "--text", "hello", "--system", "be brief", "--max_seconds", "0.8")
-    told, plain = (lm.generate("hello", "T1A2", system=system, max_seconds=0.8) for system in ("be brief", ""))
-    assert samples_of(tmp_path / "answer.wav") == pcm16(told.audio) != pcm16(plain.audio)
-
-
 @pytest.mark.parametrize("spoken", [True, False])
 def test_chat_turns_share_a_session_and_other_questions_do_not(spoken, run, lm, tmp_path):
     task = "A1A2" if spoken else "T1A2"
@@ -289,28 +283,6 @@ def test_a_name_that_is_no_text_is_asked_written_and_told_in_json(run, tmp_path)
     assert plain.code == 0 and "b\\udce9.wav: 0.08 s" in plain.text
 
 
-def test_a_name_s_control_characters_are_told_as_escapes(run, tmp_path):
-    done = run("ask", "--text", "hi", "--out", "a\n\x1b.wav", "--max_seconds", "0.08")
-    assert done.code == 0 and "a\\n\\x1b.wav: 0.08 s" in done.text and (tmp_path / "a\n\x1b.wav").exists()
-
-
-@pytest.mark.parametrize("suffix", ["flac", "ogg", "mp3"])
-def test_the_suffix_says_how_the_answer_is_written(suffix, run, lm, tmp_path):
-    done = run("ask", "--text", "hi", "--out", f"a.{suffix}", "--max_seconds", "0.4", "--json")
-    assert done.code == 0 and json.loads(done.text)["audio"] == f"a.{suffix}", done.err
-    assert soundfile.info(tmp_path / f"a.{suffix}").format == suffix.upper()
-    if suffix == "flac":
-        assert samples_of(tmp_path / "a.flac") == pcm16(lm.generate("hi", "T1A2", max_seconds=0.4).audio)
-
-
-def test_the_longest_name_can_be_written_and_a_link_into_nowhere_cannot(run, tmp_path):
-    name = "é" * 125 + ".wav"
-    assert run("ask", "--text", "hi", "--out", name, "--max_seconds", "0.08").code == 0 and (tmp_path / name).exists()
-    (tmp_path / "link.wav").symlink_to("no/where.wav")
-    done = run("ask", "--text", "hi", "--out", "link.wav", "--model", "none")
-    assert done.code == 2 and "'link.wav' cannot be written: No such file" in done.err
-
-
 def test_an_error_on_the_way_leaves_nothing(run, tmp_path, monkeypatch):
     (tmp_path / "answer.wav").write_bytes(b"an older answer")
     monkeypatch.setattr(Session, "ask", broken_off(UserError("the disk is full"), after=3))
@@ -349,13 +321,6 @@ def test_a_reader_that_goes_away_is_no_traceback(run, monkeypatch):
     monkeypatch.setattr("infer.__main__._forget_output", lambda: None)
     done = run("ask", "--text", "hello", "--max_seconds", "1", "--out", "-")
     assert done.code == 141 and "Traceback" not in done.err
-
-
-def test_a_full_conversation_ends_with_a_reason(run, tmp_path):
-    done = run("ask", "--text", "hello", "--context", "20", "--json")
-    turn = json.loads(done.text)
-    assert turn["ended"] == "cache" and 0 < turn["seconds"] < 1
-    assert len(samples_of(tmp_path / "answer.wav")) == 2 * round(turn["seconds"] * 8000)
 
 
 def test_a_named_pipe_is_read_once_and_is_the_file_that_comes_out_of_it(run, tmp_path):

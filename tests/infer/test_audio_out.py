@@ -14,7 +14,7 @@ import pytest
 import soundfile
 import torch
 
-from infer.audio_out import Outputs, Paced, SpeakerOutput
+from infer.audio_out import Outputs, Paced
 from omni.audio.io import pcm16
 from omni.errors import UserError
 from tests.infer.conftest import ROOT, write_question
@@ -121,46 +121,12 @@ def test_the_loudspeaker_plays_what_the_file_holds(run, tmp_path, monkeypatch):
     assert stream.calls == ["start", "stop", "close"]
 
 
-def test_the_loudspeaker_alone_leaves_no_file(run, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sounddevice", fake_sounddevice())
-    assert run("ask", "--text", "hi", "--max_seconds", "0.4", "--speaker").code == 0
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("realtime", [[], ["--realtime"]])
 def test_a_loudspeaker_that_refuses_leaves_no_file_either(run, tmp_path, monkeypatch, realtime):
     monkeypatch.setitem(sys.modules, "sounddevice", fake_sounddevice(refuse=True))
     done = run("ask", "--text", "hi", "--speaker", "--out", "a.wav", *realtime)
     assert done.code == 2 and "8000 Hz" in done.err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_that_cannot_be_begun_closes_the_loudspeaker(run, tmp_path, monkeypatch):
-    device = fake_sounddevice()
-    monkeypatch.setitem(sys.modules, "sounddevice", device)
-
-    def refuse(path, rate):
-        raise UserError("the disk is full")
-
-    monkeypatch.setattr("infer.ask.WavOutput", refuse)
-    assert run("ask", "--text", "hi", "--speaker", "--out", "a.wav").code == 2
-    assert device.streams[0].calls == ["start", "abort", "close"]
-
-
-def test_a_broken_off_loudspeaker_falls_silent_at_once(monkeypatch):
-    device = fake_sounddevice()
-    monkeypatch.setitem(sys.modules, "sounddevice", device)
-    SpeakerOutput(8000).end("stopped")
-    assert device.streams[0].calls == ["start", "abort", "close"]
-
-
-def test_no_loudspeaker_is_said_in_one_line(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sounddevice", None)
-    done = run("ask", "--text", "hi", "--speaker")
-    assert done.code == 2 and "omni-speech[speaker]" in done.err and done.err.count("\n") == 1
-    monkeypatch.setitem(sys.modules, "sounddevice", fake_sounddevice(refuse=True))
-    done = run("ask", "--text", "hi", "--speaker")
-    assert done.code == 2 and "8000 Hz" in done.err
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------

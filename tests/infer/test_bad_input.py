@@ -34,15 +34,11 @@ def plain(name: str, content: bytes, tmp_path) -> str:
 
 QUESTIONS = {
     "missing": (lambda p: "none.wav", "none.wav", "No such file"),
-    "empty": (lambda p: plain("empty.wav", b"", p), "empty.wav", "empty"),
     "folder": (lambda p: (p / "d.wav").mkdir() or "d.wav", "d.wav", "folder"),
-    "text": (lambda p: plain("notes.wav", b"dear diary\n" * 100, p), "notes.wav", "not a sound file"),
     "truncated": (truncated, "truncated.wav", "truncated"),
-    "no samples": (lambda p: sound("zero.wav", p, np.zeros(0, np.float32)), "zero.wav", "no samples"),
     "nan": (lambda p: sound("nan.wav", p, np.full(1600, np.nan, np.float32), subtype="FLOAT"), "nan.wav", "NaN"),
     "channels": (lambda p: sound("many.wav", p, np.zeros((1600, 8), np.float32)), "8 channels", "--channel"),
     "long": (lambda p: sound("long.wav", p, np.zeros(31 * 16000, np.float32)), "long.wav: the question lasts 31 s", "cut it"),
-    "hours": (lambda p: sound("hours.wav", p, np.zeros(3 * 3600 * 100, np.int16), rate=100), "10800.0 s", "cut it"),
 }
 
 
@@ -57,77 +53,21 @@ def test_a_bad_question_is_refused(name, run, tmp_path):
 
 WORDS = {
     "no command": ([], "no command", "ask"),
-    "unknown command": (["aks"], "'aks'", "did you mean 'ask'?"),
     "unknown option": (["ask", "q.wav", "--modle", "x"], "--modle", "did you mean --model?"),
-    "dashes": (["ask", "q.wav", "--text-assist"], "--text-assist", "did you mean --text_assist?"),
-    "abbreviation": (["ask", "q.wav", "--temp", "1"], "--temp", "did you mean --temperature?"),
-    "wrong type": (["ask", "q.wav", "--top_k", "many"], '"top_k"', "int", "many"),
-    "no value": (["ask", "q.wav", "--top_k"], "--top_k", "expected one argument"),
-    "unknown task": (["ask", "q.wav", "--task", "A1A3"], "--task 'A1A3'", "did you mean 'A1A2'?"),
     "task of the other kind": (["ask", "q.wav", "--task", "T1A2"], "T1A2", "sound was given"),
-    "spoken task for text": (["ask", "--text", "hi", "--task", "A1T2"], "A1T2", "--text was given"),
     "no question": (["ask"], "no question", "--text"),
-    "empty text": (["ask", "--text", " "], "--text is empty"),
     "both kinds": (["ask", "q.wav", "--text", "hi"], "together", "add --chat"),
-    "one kind's task for both": (["ask", "q.wav", "--text", "hi", "--chat", "--task", "A1T1"], "--task A1T1", "leave it out"),
-    "standard input twice": (["ask", "-", "-"], "twice"),
-    "input rate": (["ask", "-", "--input_rate", "0"], "--input_rate is 0"),
-    "temperature": (["ask", "q.wav", "--temperature", "-1"], "error: --temperature", "-1"),
-    "top_p of text": (["ask", "q.wav", "--text_top_p", "2"], "error: --text_top_p", "2"),
-    "channel": (["ask", "q.wav", "--channel", "3"], "channel 3"),
-    "seconds": (["ask", "q.wav", "--max_seconds", "0"], "--max_seconds is 0", "0"),
-    "tokens": (["ask", "q.wav", "--max_tokens", "0"], "--max_tokens is 0"),
-    "no context": (["ask", "q.wav", "--context", "0"], "--context is 0"),
     "context": (["ask", "q.wav", "--context", "10"], "positions", "10", "shorten the question, or give a larger --context"),
-    "device": (["ask", "q.wav", "--device", "abacus"], "--device 'abacus' is unknown"),
     "device that is not there": (["ask", "q.wav", "--device", "cuda:97"], "--device 'cuda:97'", "use --device cpu"),
-    "dtype": (["ask", "q.wav", "--dtype", "int4"], "--dtype 'int4'", "bfloat16"),
-    "quantize": (["ask", "q.wav", "--quantize", "int3"], "--quantize 'int3'", "int8"),
     "quantize on a GPU": (["ask", "q.wav", "--quantize", "int8", "--device", "cuda"], "--quantize 'int8'", "cuda"),
-    "threads": (["ask", "q.wav", "--threads", "-1"], "--threads is -1"),
     "out folder": (["ask", "q.wav", "--out", "no/where.wav"], "no/where.wav", "folder"),
-    "out is a folder": (["ask", "q.wav", "--out", "."], "folder"),
     "out is the question": (["ask", "q.wav", "--out", "q.wav"], "also the question"),
-    "out elsewhere": (["ask", "q.wav", "--out", "s3://b/a.wav"], "'s3://b/a.wav' is not on this machine"),
-    "out of a long name": (["ask", "q.wav", "--out", "a" * 300], "File name too long"),
-    "question elsewhere": (["ask", "https://x.org/q.wav"], "https:// is not read here"),
-    "out without a suffix": (
-        ["ask", "q.wav", "--out", "a", "--model", "no"],
-        "'a': the suffix says",
-        ".wav, .flac, .ogg, .mp3",
-    ),
     "out of another format": (["ask", "q.wav", "--out", "a.aac", "--model", "no"], "'a.aac': the suffix says"),
-    "out of no name": (["ask", "q.wav", "--out", ""], "option --out is empty; give a value, or leave it out"),
-    **{
-        f"no name of {name}": (["ask", "q.wav", f"--{name}", ""], f"--{name} is empty")
-        for name in ("model", "adapter", "edits")
-    },
-    "bench without a name": (["bench", "--model", ""], "option --model is empty; give a value, or leave it out"),
     "no adapter": (["ask", "q.wav", "--adapter", "nope"], "adapter nope does not exist"),
-    "no edits": (["ask", "q.wav", "--edits", "nope"], "nope does not exist; give the folder of edits"),
     "out where no file can be": (["ask", "q.wav", "--out", "/proc/x.wav", "--model", "no"], "'/proc/x.wav' cannot be written"),
-    "out is a device": (["ask", "q.wav", "--out", "/dev/null"], "/dev/null", "not a file"),
     "json in the pipe": (["ask", "q.wav", "--json", "--out", "-"], "standard output"),
-    "pipe without sound": (["ask", "q.wav", "--task", "A1T2", "--out", "-"], "text only"),
     "default model": (["ask", "q.wav", "--model", "runs/nano/model"], "runs/nano/model", "omni-train demo"),
-    "missing model": (["ask", "q.wav", "--model", "nowhere"], "nowhere", "does not exist"),
-    "model without config": (["ask", "q.wav", "--model", "."], "config.json"),
-    "unknown preset": (["bench", "--preset", "nanno"], "'nanno'", "did you mean 'nano'?"),
-    "bench question": (["bench", "--question", "none.wav"], "none.wav", "No such file"),
     "model is a file": (["ask", "q.wav", "--model", "q.wav"], "q.wav", "a file, not a folder"),
-    "codec folder": (["ask", "q.wav", "--codec_folder", "."], "codec2 has no weights"),
-    "surrogate": (["ask", "--text", "\udc80"], "half of a surrogate pair"),
-    "threads beyond the cores": (["ask", "q.wav", "--threads", "5000"], "--threads is 5000", "for each of"),
-    "bench threads": (["bench", "--threads", "5000"], "--threads is 5000", "for each of"),
-    "temperature beyond": (["ask", "q.wav", "--temperature", "1e300"], "--temperature is 1e+300", "from 0 to 1000"),
-    "seconds beyond": (["ask", "q.wav", "--max_seconds", "1e308"], "--max_seconds is 1e+308", "86400"),
-    "tokens beyond": (["ask", "q.wav", "--max_tokens", "1" + "0" * 30], "--max_tokens is of more than 30 digits"),
-    "context beyond": (["ask", "q.wav", "--context", "1" + "0" * 30], "--context"),
-    "top_k beyond": (["ask", "q.wav", "--top_k", "1" + "0" * 30], "--top_k"),
-    "seed beyond": (["ask", "q.wav", "--seed", str(2**64)], "--seed is 18446744073709551616", "64 bits"),
-    "bench seconds": (["bench", "--seconds", "nan"], '"seconds"', "nan"),
-    "device of many digits": (["ask", "q.wav", "--device", "cuda:" + "9" * 30], "--device", "unknown"),
-    "bench repeat": (["bench", "--repeat", "0"], "--repeat is 0"),
 }
 
 
@@ -153,8 +93,6 @@ MODELS = {
     "truncated": (truncate, "model.safetensors", "truncated"),
     "pickle": (swap_for_pickle, "model.safetensors", "pickle"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors", "missing"),
-    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json", "missing"),
-    "config": (lambda f: (f / "config.json").write_text("{"), "config.json", "cannot be read"),
 }
 
 
@@ -194,11 +132,8 @@ KEYWORD = re.compile(r"\b[a-z_]+=['\d]|sampling:")
     ("said", "told"),
     [
         ("choose one with channel=0 to channel=7", "choose one with --channel 0 to --channel 7"),
-        ("for a written question use task='T1A2'", "for a written question use --task T1A2"),
         ("give overflow='forget'", "give --forget"),
-        ("task A1A2 asks by speech, but the question has 0 encoder features",) * 2,
         ("load the model in float32, or fetch it", "use --dtype float32, or fetch it"),
-        ("the context of 'dtype is' stays",) * 2,
         (
             "'.raw' has no header: give raw PCM with its sample rate instead",
             "'.raw' has no header: pipe raw PCM into - with its --input_rate instead",

@@ -59,9 +59,3 @@ def test_the_meter_takes_first_times_and_the_whole(monkeypatch):
     meter.clock.seconds = 1.5
     assert meter.figures() == Figures(first_text=0.2, first_audio=0.3, total=1.5, sound=2.0, underruns=1)
     assert meter.figures().line() == "first audio 300 ms, real-time factor 0.75, 1 underrun"
-
-
-def test_an_answer_without_sound_has_another_line():
-    assert Figures(0.05, None, 0.2, 0.0, 0).line() == "first text 50 ms, done after 200 ms"
-    assert Figures(None, None, 0.2, 0.0, 0).line() == "no text, done after 200 ms"
-    assert Figures(None, None, 0.2, 0.0, 0).real_time_factor is None

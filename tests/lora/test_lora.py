@@ -200,20 +200,6 @@ def test_while_adapters_are_merged_none_is_chosen_but_they_and_more() -> None:
         assert not torch.allclose(model(texts()), both)
 
 
-@pytest.mark.parametrize("name", ["active", "original", "attached", "training", "forward", "names", "half"])
-def test_a_name_that_is_in_use_changes_nothing(name: str) -> None:
-    model = Ours(mistral())
-    with pytest.raises(UserError, match=f"'{name}'.*in use"):
-        add_adapter(model, LoRAConfig(), name)
-    assert lora.adapted(model) == {} and not any(part._forward_hooks for part in model.modules())
-
-
-def test_a_linear_that_is_called_by_keyword() -> None:
-    model = ours()
-    linear, x = model.decoder.blocks[0].attention.q, torch.randn(3, OURS.width)
-    assert torch.equal(linear(input=x), linear(x))
-
-
 def test_merged_state_is_the_plain_models() -> None:
     model, plain = ours(), Ours(mistral())
     state = merged_state(model, model.state_dict())
@@ -345,40 +331,3 @@ def test_an_adapter_of_a_quantised_base_knows_the_plain_weights_it_came_from(kin
         assert (base_checksum(plain, weights.pairs) == weights.base) is taken
     with pytest.raises(UserError, match="held as nf4 or int8, not as 'nf5'"):
         quantize(Ours(mistral()), "nf5", ["decoder.blocks.*"])  # type: ignore[arg-type]
-
-
-def test_bf16_autocast_stays_close() -> None:
-    model = ours()
-    with torch.no_grad():
-        wanted = model(texts())
-        with torch.autocast("cpu", torch.bfloat16):
-            assert_near(model(texts()).float(), wanted, 0.05)
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (
-            lambda m: add_adapter(m, LoRAConfig(("decoder.block.*",))),
-            "'decoder.block.*' matches no linear; the clos",
-        ),
-        (lambda m: add_adapter(m, LoRAConfig(("*",)), "a.b"), "adapter 'a.b'"),
-        (lambda m: [add_adapter(m, LoRAConfig()) for _ in "12"], "is there already"),
-        (lambda m: remove_adapter(m, "x"), "no adapter 'x'; the model's adapters are none"),
-        (lambda m: LoRAConfig(rank=0), "lora.rank is 0"),
-        (lambda m: LoRAConfig(alpha=0.0), "lora.alpha is 0"),
-        (lambda m: LoRAConfig(alpha=float("nan")), "lora.alpha is nan"),
-        (lambda m: LoRAConfig(dropout=1.0), "lora.dropout is 1"),
-        (lambda m: LoRAConfig(()), "lora.targets is empty"),
-        (lambda m: LoRAConfig("decoder.blocks.*"), "lora.targets is the text 'decoder.blocks..'; give a list"),
-        (lambda m: add_adapter(m, LoRAConfig(("all-linear",))), "'all-linear' matches no linear; "),
-        (
-            lambda m: attach(m, {"decoder.text_head": lora.LowRank(16, TEXT, LoRAConfig())}),
-            "goes from 16 to 40 features, the model's linear from 32 to 40",
-        ),
-        (lambda m: attach(m, {"decoder.head": lora.LowRank(32, TEXT, LoRAConfig())}), "matches no linear"),
-    ],
-)
-def test_bad_adapters_are_refused(make, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        make(Ours(mistral()))

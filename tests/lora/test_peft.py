@@ -167,7 +167,6 @@ def retensor(folder: Path, change) -> None:
 
 
 KEY = "base_model.model.decoder.blocks.0.attention.q.lora_A.weight"
-OTHER = KEY.replace("lora_A", "lora_B")
 
 
 @pytest.mark.few(12)
@@ -177,25 +176,13 @@ OTHER = KEY.replace("lora_A", "lora_B")
         (lambda f: (f / CONFIG).unlink(), "is no adapter: adapter_config.json is missing"),
         (lambda f: broken(f, peft_type="LOHA"), "peft_type is 'LOHA'; only LORA"),
         (lambda f: broken(f, use_dora=True), "use_dora is True .DoRA."),
-        (lambda f: broken(f, r="many"), "r is 'many'; it must be a whole number"),
-        (lambda f: broken(f, r=4.5), "r is 4.5; it must be a whole number"),
         (lambda f: broken(f, r=16), "lora_A of .* is .3, .*, but adapter_config.json gives it the rank 16"),
-        (lambda f: broken(f, lora_alpha=float("nan")), "lora_alpha is nan"),
-        (lambda f: broken(f, lora_dropout=2), "adapter_config.json: lora.dropout is 2"),
         (lambda f: broken(f, use_rslora="false"), "use_rslora is 'false'; it must be true or false"),
-        (lambda f: broken(f, alpha_pattern={".*": "q"}), "alpha_pattern is .* it must give a number for each name"),
-        (lambda f: broken(f, alpha_pattern=["q"]), "alpha_pattern is .* it must give a number for each name"),
-        (lambda f: broken(f, alpha_pattern={"(": 3}), "alpha_pattern has '.', which is not a regular expression"),
         (lambda f: broken(f, init_lora_weights="pissa_niter_4"), "'pissa_niter_4', so the adapter belongs to a base that PEFT"),
-        (lambda f: broken(f, init_lora_weights="olora"), "path_initial_model_for_weight_conversion"),
         (lambda f: retensor(f, lambda t: t | {KEY: t[KEY].long()}), "lora_A.weight has the type torch.int64"),
         (lambda f: retensor(f, lambda t: t | {KEY: t[KEY] * float("nan")}), "lora_A.weight has values that are not finite"),
-        (lambda f: retensor(f, lambda t: t | {KEY: t[KEY][:0], OTHER: t[OTHER][:, :0].clone()}), "do not fit each other"),
         (lambda f: (f / WEIGHTS).rename(f / "adapter_model.bin"), "is a pickle, which could run code"),
         (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-10]), "truncated"),
-        (lambda f: retensor(f, lambda t: {k: v for k, v in t.items() if k != KEY}), "attention.q.lora_A.weight is missing"),
-        (lambda f: retensor(f, lambda t: t | {KEY: t[KEY][:2].clone()}), "do not fit each other"),
-        (lambda f: retensor(f, lambda t: {"x": t[KEY]}), "holds no lora_A"),
         (lambda f: retensor(f, lambda t: t | {"a.lora_magnitude_vector": t[KEY].clone()}), "kind of LoRA that is not known"),
     ],
 )

@@ -227,13 +227,6 @@ def test_gradients_flow_through_the_functional_cache(decoder, layout):
             assert_near(b.grad, a.grad, 1e-8, name)
 
 
-@pytest.mark.parametrize("give", ["input_pos", "cache"])
-def test_one_without_the_other_is_an_error(decoder, layout, give):
-    kw = {"input_pos": torch.arange(3)[None]} if give == "input_pos" else {"cache": make_cache(decoder, 1, 8)}
-    with pytest.raises(ValueError, match=f"{give} was given without"):
-        decoder(random_tokens(layout, 1, 3), **kw)
-
-
 class Talker(nn.Module):
     """What Fabric wraps when somebody generates through the wrapped module."""
 

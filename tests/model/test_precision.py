@@ -6,17 +6,15 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning_fabric import Fabric
 
 from omni.checkpoint.folder import load_folder, save_folder
 from omni.config import DecoderConfig, ModelConfig
 from omni.layout import Layout
-from omni.model.blocks import Attention, rope_frequencies, rope_table
+from omni.model.blocks import rope_frequencies
 from omni.model.decoder import Decoder
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
-from tests.close import assert_near
 from tests.infer.conftest import TINY
 
 
@@ -70,27 +68,3 @@ def test_fabric_s_true_precision(precision) -> None:
         model = SpeechModel(TINY)
     check(model.decoder)
     check(fabric.setup(model).module.decoder)
-
-
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("time", [1, 5])
-def test_shared_keys_are_spread_over_the_heads_where_a_gpu_would_be_slow(heads, masked, time, monkeypatch) -> None:
-    """On CUDA no call asks for both a mask and groups; what is computed is the same."""
-    config = DecoderConfig(width=24, heads=heads[0], kv_heads=heads[1], head_dim=8)
-    torch.manual_seed(0)
-    attention = Attention(config)
-    x, rope = torch.randn(2, time, 24), rope_table(rope_frequencies(config), torch.arange(time).expand(2, time))
-    mask = torch.zeros(2, 1, time, time).masked_fill(torch.rand(2, 1, time, time) < 0.3, -1e9) if masked else None
-    plain, real, asked = attention(x, rope, mask, None, 0), F.scaled_dot_product_attention, []
-
-    def on_cuda(q, k, v, **kwargs):
-        asked.append((q.shape[1] == k.shape[1], kwargs))
-        return real(q, k, v, **kwargs)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", on_cuda)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert_near(attention(x, rope, mask, None, 0), plain, 1e-6)
-    ((equal, kwargs),) = asked
-    assert not (masked and kwargs.get("enable_gqa", False))
-    assert equal or not masked

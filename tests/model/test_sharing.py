@@ -148,12 +148,6 @@ def test_cross_stitch_by_hand() -> None:
         assert_near(got, towers[task], 1e-5)
 
 
-def test_stitches_begin_as_averages() -> None:
-    """A tower keeps most of itself, and has the same share of each other one."""
-    wanted = torch.tensor([[0.7, 0.15, 0.15], [0.15, 0.7, 0.15], [0.15, 0.15, 0.7]])
-    assert_near(CrossStitch(6, 8, 3, layers=3, keep=0.7).stitches, wanted.expand(2, 3, 3), 1e-6)
-
-
 def test_mtan_by_hand() -> None:
     """Liu, Johns and Davison 2019: a mask between 0 and 1 over the shared features of each layer.
 
@@ -167,16 +161,6 @@ def test_mtan_by_hand() -> None:
             mask = mapped(masks, task, torch.cat([shared, seen])).sigmoid()
             seen = mapped(outs, task, mask * shared)
         assert_near(got, seen, 1e-5)
-
-
-def test_unstitched_towers_are_apart() -> None:
-    module, x = made("cross_stitch"), features()
-    assert isinstance(module, CrossStitch)
-    module.stitches.data = torch.eye(3)[None]
-    module(x, TASK * 0).sum().backward()
-    for tower in module.towers:
-        assert tower.weight.grad[0].any() and not tower.weight.grad[1:].any()
-    assert module.stitches.grad is not None and module.stitches.grad[0, 0].any()
 
 
 def test_a_branch_is_one_path() -> None:
@@ -206,17 +190,6 @@ def test_dselect_k_settles_on_k(experts: int) -> None:
         ProjectorConfig("dselect_k", settings={"experts": 5})
     with pytest.raises(UserError, match=r"projector.settings.experts is 1; .* give a power of two, 2 at least"):
         ProjectorConfig("dselect_k", settings={"experts": 1})
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400])
-def test_settings_are_finite(value: float) -> None:
-    with pytest.raises(UserError, match=r"projector.settings.width.*finite"):
-        ProjectorConfig("dselect_k", settings={"width": value})
-
-
-def test_an_unknown_name() -> None:
-    with pytest.raises(UserError, match="sharing 'mmoee' is unknown; the closest names are mmoe"):
-        make_sharing("mmoee", 6, 8, 3)
 
 
 # --- as a projector ---------------------------------------------------------------------------------------------------
@@ -265,22 +238,3 @@ def test_a_shared_model_is_saved_and_loaded(tmp_path: Path, name: str) -> None:
     assert loaded.config == config == from_dict(ModelConfig, to_dict(config))
     mels, task = torch.randn(1, config.encoder.n_mels, 20, generator=torch.Generator().manual_seed(1)), ["A1T2"]
     assert loaded.model.encode(mels, [20], [10], task).equal(model.encode(mels, [20], [10], task))
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"kind": "mmoee"}, "projector.kind 'mmoee' is unknown; did you mean 'mmoe"),
-        ({"kind": "mmoe", "settings": {"expert": 2}}, "projector.settings.expert is unknown to mmoe; did you mean 'experts"),
-        ({"kind": "mmoe", "settings": {"experts": 0}}, "projector.settings.experts is 0; it must be at least 1"),
-        ({"kind": "mmoe", "settings": {"experts": 2.5}}, "projector.settings.experts is 2.5; it must be a whole number"),
-        ({"kind": "ltb", "settings": {"temperature": 0.0}}, "projector.settings.temperature is 0.0; it must be above 0"),
-        ({"settings": {"experts": 2}}, "linear has none"),
-        ({"kind": "ple", "tasks": ("T1A2",)}, "projector.tasks has T1A2, which asks in writing"),
-        ({"kind": "ple", "tasks": ()}, "name each task once, and at least one"),
-    ],
-)
-def test_what_a_projector_refuses(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError) as caught:
-        ProjectorConfig(**given)
-    assert words in str(caught.value)

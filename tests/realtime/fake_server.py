@@ -8,16 +8,11 @@ import contextlib
 import copy
 import itertools
 import json
-import shutil
-import ssl
-import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.typing import Subprotocol
@@ -55,7 +50,6 @@ class FakeServer:
         out: changes what is sent: an event to the events that go in its place.
         into: changes what comes; None for nothing; raises Wrong or HangUp.
         subprotocols: whether one is selected.
-        certificate: PEM file of a certificate with its key, for TLS (`own_certificate`).
     """
 
     def __init__(
@@ -63,18 +57,12 @@ class FakeServer:
         out: Callable[[Event], list[Event]] = lambda event: [event],
         into: Callable[[Event], Event | None] = lambda event: event,
         subprotocols: bool = True,
-        certificate: Path | None = None,
     ) -> None:
         self.out, self.into, self.subprotocols = out, into, subprotocols
-        self.tls = None if certificate is None else ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        if self.tls is not None:
-            self.tls.load_cert_chain(certificate)
 
     async def __aenter__(self) -> str:
-        self._server = await serve(
-            self._talk, "127.0.0.1", 0, max_size=None, compression=None, select_subprotocol=self._select, ssl=self.tls
-        )
-        return f"ws{'s' * (self.tls is not None)}://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await serve(self._talk, "127.0.0.1", 0, max_size=None, compression=None, select_subprotocol=self._select)
+        return f"ws://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def __aexit__(self, *error: object) -> None:
         self._server.close()
@@ -331,14 +319,3 @@ def running(server: Any) -> Iterator[Any]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
-
-
-def own_certificate(folder: Path) -> Path:
-    """PEM file of a certificate of 127.0.0.1 that no authority signed, and its key; skips the test without openssl."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificate")
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", "own.pem", "-out", "cert.pem"]
-    names = ["-subj", "/CN=omni", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*made, *names], cwd=folder, check=True, capture_output=True)
-    (folder / "own.pem").write_text((folder / "cert.pem").read_text() + (folder / "own.pem").read_text())
-    return folder / "own.pem"

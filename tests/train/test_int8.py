@@ -121,23 +121,6 @@ def test_a_distance_is_that_of_the_logits(place: Path) -> None:
     assert found.kl == pytest.approx(kl, rel=1e-3) and kl > 1e-4
 
 
-def test_bad_input_is_told(place: Path, tmp_path: Path) -> None:
-    for words, said in {
-        ("small", "--against", "@wider"): "--against .*wider has another layout",
-        ("small", "--against", "@none"): "none does not exist",
-        ("model", "--quantize", "int4"): "quantize 'int4' is unknown",
-        ("model", "--quantize", "int8", "--device", "cuda"): "quantize 'int8' is for device cpu, not for cuda",
-        ("model", "--dtype", "float64"): "dtype 'float64' is unknown",
-        ("small", "--against", "@model", "--against_limit", "0"): "against_limit",
-    }.items():
-        with pytest.raises(UserError, match=said):
-            run(place, tmp_path / "out", *words)
-    assert not list(tmp_path.iterdir())
-    run(place, tmp_path / "out", "model")
-    with pytest.raises(UserError, match='was started with settings quantize null, this start has "int8"'):
-        run(place, tmp_path / "out", "model", "--quantize", "int8")
-
-
 def test_a_greedy_answer_is_the_likeliest_along_itself(place: Path) -> None:
     """So what is compared are the columns that were answered, ends and delays included."""
     lm = SpeechLM.from_pretrained(place / "model")

@@ -11,7 +11,6 @@ import pytest
 
 import train
 from omni import SpeechLM
-from omni.errors import UserError
 from train import FitConfig, fit, recipe
 
 SMALL = {
@@ -35,22 +34,6 @@ def test_a_run_gives_its_figures_and_its_model(tmp_path: Path) -> None:
     assert SpeechLM.from_pretrained(outcome.model).model.layout.n_audio == 4
     again = fit(replace(config, budget=replace(config.budget, steps=3), resume="extend"))
     assert again is not None and again.step == 3
-
-
-def test_changes_are_checked_as_on_the_command_line(tmp_path: Path) -> None:
-    assert recipe("nano").run_folder == "runs/nano"
-    assert recipe("nano", trainable=["projector.*"], **{"optimizer.lr": 1e-5}).optimizer.lr == 1e-5
-    for changes, said in (
-        ({"budget": {"stepps": 2}}, "stepps"),
-        ({"optimzer.lr": 1}, "did you mean --optimizer.lr"),
-        ({"data.workers": "many"}, "data.workers"),
-    ):
-        with pytest.raises(UserError, match=said):
-            recipe("nano", **changes)
-    with pytest.raises(UserError, match="nana does not exist; did you mean nano"):
-        recipe("nana")
-    with pytest.raises(UserError, match="run_folder is missing: name a folder"):
-        fit(replace(recipe("nano"), run_folder=""))
 
 
 def test_the_door_is_light_and_says_what_it_has() -> None:

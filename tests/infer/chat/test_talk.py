@@ -161,16 +161,6 @@ def test_a_barge_in_while_the_answer_is_still_made(talk: Talks, lm: SpeechLM, tm
     assert kept * frame <= talked.cancelled[0] * 8000 < (kept + 1) * frame
 
 
-def test_noise_is_no_question(talk: Talks) -> None:
-    def script(sound: FakeSound) -> Iterator[Any]:
-        yield from sound.quiet(0.5)
-        yield from sound.noise(0.5, 0.03)
-        yield from sound.quiet(0.5)
-
-    talked = talk(script)
-    assert talked.done.code == 0 and talked.asked == [] and "[hearing you]" not in talked.done.err
-
-
 def test_enter_begins_and_ends_a_pressed_question_and_stops_an_answer(talk: Talks) -> None:
     bounds: list[int] = []
 
@@ -289,14 +279,6 @@ def test_a_device_that_goes_away_is_named_with_those_that_are_left(talk: Talks, 
     assert talked.done.code == 2 and f"error: the {name} is gone" in talked.done.err
     assert f"--device_{kind.removesuffix('put')}: besides it there are 'USB Headset' (2)" in talked.done.err
     assert (tmp_path / "kept/conversation.safetensors").exists() and (tmp_path / "kept/question-1.wav").exists()
-
-
-def test_a_muted_microphone_is_told_once(talk: Talks) -> None:
-    def script(sound: FakeSound) -> Iterator[Any]:
-        yield np.zeros(RATE * 4, np.int16)
-        yield np.zeros(RATE * 4, np.int16)
-
-    assert talk(script).done.err.count("nothing but zeros") == 1
 
 
 def test_other_rates_and_two_channels_are_converted(talk: Talks, lm: SpeechLM) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pty
 import queue
@@ -90,24 +89,3 @@ def test_outside_of_a_terminal_lines_are_whole_and_in_order(capsys: pytest.Captu
     out, err = capsys.readouterr()
     assert out == "model: five and (0.4 s)\nyou: two plus\\nthree\nmodel: left (not finished)\n"
     assert err == "[listening]\n[speaking]\n"
-
-
-def test_on_a_terminal_the_caption_grows_above_the_line_and_the_cursor_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", out := Terminal())
-    with ChatScreen() as screen:
-        screen.doing("speaking", "0.1 s")
-        screen.show("[five] ")  # no markup
-        screen.you("two")
-        screen.show("and")
-        screen.answered("(0.4 s)")
-        screen.tell("warning: quiet")
-        screen.doing("listening")
-    shown = out.getvalue()
-    assert "[five] and" in shown and "(0.4 s)" in shown and "warning: quiet" in shown
-    assert shown.index("you: ") < shown.index("(0.4 s)") < shown.rindex("listening")
-    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")

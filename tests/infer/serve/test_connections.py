@@ -12,16 +12,14 @@ from typing import Any
 
 import httpx
 import pytest
-from websockets.asyncio.client import connect
 
 from infer.serve import connections
 from infer.serve.host import EngineHost
-from infer.serve.keys import Keys, Quota, read_keys
+from infer.serve.keys import Keys, Quota
 from infer.serve.logs import LOG
 from infer.serve.realtime.bounds import SessionBounds
 from infer.serve.realtime.calls import CONNECTING
 from infer.serve.settings import ServerLimits
-from omni.errors import UserError
 from tests.infer.serve.caller import Caller
 from tests.infer.serve.test_server import Flaky, closed, event, opened, serve
 
@@ -298,24 +296,3 @@ def test_the_servers_end_asks_clients_to_connect_again(serve: Any) -> None:
             assert (await closed(ws))[1] == 1012
 
     asyncio.run(body())
-
-
-@pytest.mark.parametrize("origin", ["http://[x", "http://[", "://", "http://evil.example:port"])
-def test_an_origin_that_is_none_is_refused(serve: Any, origin: str) -> None:
-    place, _ = serve()
-    assert httpx.get(f"http://{place}/v1/models", headers={"Origin": origin}).status_code == 403
-
-    async def body() -> None:
-        async with connect(f"ws://{place}/v1/realtime", additional_headers={"Origin": origin}) as ws:
-            assert (await closed(ws))[1] == 1008
-
-    asyncio.run(body())
-
-
-def test_a_key_file_may_begin_with_a_byte_order_mark_and_has_no_client_secrets(tmp_path: Any) -> None:
-    file = tmp_path / "keys.txt"
-    file.write_bytes(b"\xef\xbb\xbffirst-key-of-all-1234\r\n\r\nsecond-key-of-all-123\r\n")
-    assert read_keys(file) == ("first-key-of-all-1234", "second-key-of-all-123")
-    file.write_text("ek_first-key-of-all-1234\n")
-    with pytest.raises(UserError, match="line 1 begins with ek_"):
-        read_keys(file)

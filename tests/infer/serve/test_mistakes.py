@@ -227,27 +227,6 @@ def test_a_mistake_in_the_configuration_is_named_by_its_place(talk: Any, name: s
     talk(body)
 
 
-def test_a_mistake_in_an_event_is_named_by_its_place(talk: Any) -> None:
-    async def body(client: Client) -> None:
-        item = (await client.ask("who?"))["output"][0]["id"]
-        cut = {"item_id": item, "content_index": 1, "audio_end_ms": 0}
-        own = [{"type": "item_reference", "id": "x"}]
-        for kind, values, place in (
-            ("conversation.item.create", {"item": written("a"), "previous_item_id": "x"}, "previous_item_id"),
-            ("conversation.item.create", {"item": 3}, "item"),
-            ("conversation.item.create", {}, "item"),
-            ("conversation.item.truncate", cut, "content_index"),
-            ("conversation.item.truncate", {**cut, "content_index": 0, "item_id": "x"}, "item_id"),
-            ("conversation.item.truncate", {**cut, "audio_end_ms": "x"}, "audio_end_ms"),
-            ("response.create", {"response": {"input": own}}, "response.input.0.id"),
-        ):
-            error = (await client.send(kind, **values))[0]["error"]
-            assert error["param"] == place, (kind, error)
-            assert place != "content_index" or "content_index is 1" in error["message"]
-
-    talk(body)
-
-
 # --- what is in effect ------------------------------------------------------------------------------------------------
 
 

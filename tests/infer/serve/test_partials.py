@@ -179,14 +179,3 @@ def test_a_model_that_writes_without_end_is_stopped_and_tells_nothing(run: Run, 
         assert asked[:2] == ["", ""] and not told(client)
 
     run(body)
-
-
-def test_a_misspelt_wish_is_refused(chunked: SpeechLM, settings: Any) -> None:  # noqa: F811
-    host = EngineHost(lambda: chunked)
-    host.open()
-
-    async def body(client: Client) -> None:
-        (came,) = await client.send("session.update", session={"type": "realtime", "omni": {"partial_transcript": True}})
-        assert came["type"] == "error" and came["error"]["param"] == "session.omni.partial_transcript"
-
-    with_client(body, host, settings, {"type": "realtime"})

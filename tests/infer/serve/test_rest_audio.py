@@ -104,24 +104,14 @@ def test_transcriptions_that_cannot_be(app: FastAPI) -> None:
     sound = {"file": ("a.wav", wav())}
     for form in ("srt", "vtt"):
         assert "times" in refused(sound, {"response_format": form}, "response_format")
-    refused(sound, {"response_format": "xml"}, "response_format")
     refused(sound, {"temperature": "warm"}, "temperature")
-    refused(sound, {"stream": "perhaps"}, "stream")
     for name in ("timestamp_granularities[]", "timestamp_granularities", "include[]", "known_speaker_names[]"):
         assert name in refused(sound, {name: "word", "response_format": "verbose_json"}, name)
     refused({"other": ("a.wav", wav())}, {}, "file")
-    refused(None, {"file": "a.wav"}, "file")
-    refused([("file", ("a.wav", wav())), ("file", ("b.wav", wav()))], {}, None)
     assert "30 s" in refused({"file": ("a.flac", wav(31.0, form="FLAC"))}, {}, "file")
     assert "truncated" in refused({"file": ("a.wav", wav()[:5000])}, {}, "file")
-    assert "text" in refused({"file": ("a.wav", b"no sound at all")}, {}, "file")
     assert refused({"file": ("a.wav", b"")}, {}, "file") == "file is empty; send a sound file"
-    assert "0.05 s of sound; send 0.1 s" in refused({"file": ("a.wav", wav(0.05))}, {}, "file")
     assert "too short" in refused({"file": ("a.wav", wav(1 / 16_000))}, {}, "file")
-    many = io.BytesIO()
-    soundfile.write(many, np.zeros((8_000, 6)), 16_000, format="WAV")
-    assert refused({"file": ("a.wav", many.getvalue())}, {}, "file") == "file has 6 channels; send mono or stereo"
-    assert refused({"file": ("a.flac", wav(1.0, 655_350, "FLAC"))}, {}, "file") == "file has 655,350 Hz; send at most 192,000"
     broken = post(app, TRANSCRIPTIONS, b"no form", headers={"content-type": "multipart/form-data"})
     assert error_of(broken, 400)["code"] == "invalid_form"
 
@@ -243,10 +233,7 @@ def test_speech_as_events(app: FastAPI, lm: SpeechLM, form: str) -> None:
         ({"response_format": "aac"}, "response_format"),
         ({"input": ""}, "input"),
         ({"input": "x" * 4097}, "input"),
-        ({"input": ["x"]}, "input"),
-        ({"speed": 5}, "speed"),
         ({"speed": 1.5}, "speed"),
-        ({"stream_format": "ws"}, "stream_format"),
         ({"input": "x" * 600}, None),  # more than the model's context
     ],
 )

@@ -252,68 +252,26 @@ def audio(**values: Any) -> list[Any]:
     ("change", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": None}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
-        ({"messages": ["x"]}, "messages.0"),
-        ({"messages": [{"content": "x"}]}, "messages.0.role"),
         ({"messages": [text_of("x"), text_of("y", "assistant")]}, "messages"),
-        ({"messages": [text_of(" ")]}, "messages.0.content"),
         ({"messages": [text_of("")]}, "messages.0.content"),
-        ({"messages": [text_of("x"), text_of("y", "assistant"), text_of("")]}, "messages.2.content"),
-        ({"messages": [{"role": "user", "content": [7]}]}, "messages.0.content.0"),
         ({"messages": [{"role": "user", "content": [*text_part("x"), *sound_of(wav())["content"]]}]}, "messages.0.content"),
         ({"messages": audio(data=base64.b64encode(wav(0.09)).decode())}, "messages.0.content.0.input_audio.data"),
-        ({"messages": [text_of("x", "system")]}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]}, "messages.0.content.0.text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://localhost/"}}]}]},
             "messages.0.content.0.type",
         ),
-        ({"messages": [*audio(data=base64.b64encode(wav()).decode()), text_of("x" * 100_001)]}, "messages"),
-        ({"messages": audio()}, "messages.0.content.0.input_audio.data"),
-        ({"messages": audio(data="http://localhost/a.wav")}, "messages.0.content.0.input_audio.data"),
-        ({"messages": audio(data="YWJj", format="wav")}, "messages.0.content.0.input_audio.data"),
         ({"messages": [{**sound_of(wav()), "role": "assistant"}]}, "messages.0.content.0.type"),
-        ({"messages": [text_of("x"), {"role": "assistant", "audio": {"id": 7}}]}, "messages.1.audio.id"),
-        ({"messages": [text_of("\ud800")]}, None),
         ({"messages": [text_of("x" * 600)]}, None),  # more than the model's context
-        ({"modalities": ["video"]}, "modalities.0"),
         ({"modalities": ["audio"], "audio": {"format": "aac"}}, "audio.format"),
         ({"modalities": ["audio"], "audio": {"format": "wav"}, "stream": True}, "audio.format"),
-        ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"function_call": {"name": "f"}}, "function_call"),
-        ({"parallel_tool_calls": True}, "parallel_tool_calls"),
-        ({"frequency_penalty": 1.0}, "frequency_penalty"),
-        ({"presence_penalty": -0.5}, "presence_penalty"),
-        ({"logit_bias": {"50256": -100}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"temperature": float("nan")}, None),
-        ({"top_p": 1.1}, "top_p"),
-        ({"seed": 2**64}, "seed"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"stop": ["a", ""]}, "stop.1"),
     ],
     ids=str,
 )
 def test_requests_that_cannot_be(app: FastAPI, change: Any, param: str | None) -> None:
     error = error_of(post(app, CHAT, {"messages": [text_of(TEXT)], **change}), 400)
     assert error["param"] == param and error["type"] == "invalid_request_error"
-
-
-def test_errors_are_told_in_the_words_of_json(app: FastAPI) -> None:
-    def told(messages: Any) -> str:
-        return str(error_of(post(app, CHAT, {"messages": messages}), 400)["message"])
-
-    assert told([1]) == "messages.0 is a number; send an object"
-    assert told([{"role": None}]).startswith("messages.0.role is null; use one of system")
-    assert told([{"role": "user", "content": ""}]) == "messages.0.content is empty; send a question"
-    assert "text or sound" in told([{"role": "user", "content": [*text_part("x"), *sound_of(wav())["content"]]}])
 
 
 @pytest.mark.parametrize("length", [600, 3_200, 100_001])

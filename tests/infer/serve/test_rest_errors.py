@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import time
 from typing import Any
 
@@ -15,7 +13,6 @@ from fastapi import FastAPI
 
 from infer.serve.app import create_app
 from infer.serve.host import EngineHost
-from infer.serve.logs import JsonFormatter, quieted
 from infer.serve.rest.errors import Failure
 from infer.serve.rest.jobs import Job
 from infer.serve.settings import ServeSettings
@@ -55,14 +52,11 @@ def test_heads_are_answered(app: FastAPI) -> None:
 
 METRICS: list[tuple[dict[str, str], int]] = [
     ({}, 200),
-    ({"host": "127.0.0.1:8000"}, 200),
     ({"host": "[::1]:8000"}, 200),
     ({"host": "localhost:8000", "origin": "http://localhost:8000"}, 200),
     ({"host": "rebound.example:8000"}, 403),
-    ({"host": ""}, 403),
     ({"host": "localhost:8000", "origin": "http://localhost:9000"}, 403),
     ({"origin": "https://elsewhere.example"}, 403),
-    ({"origin": "null"}, 403),
     ({"x-forwarded-for": "10.0.0.1"}, 403),
 ]
 
@@ -87,20 +81,6 @@ def test_a_websocket_elsewhere_is_told_where_to_connect(app: FastAPI, path: str,
         assert sent[0]["status"] == 404 and b"connect to /v1/realtime" in sent[1]["body"]
     else:
         assert sent == [{"type": "websocket.close", "code": 1008, "reason": "connect to /v1/realtime"}]
-
-
-def test_what_any_client_can_cause_takes_little_of_the_log() -> None:
-    try:
-        b"\xff".decode()
-    except UnicodeDecodeError as error:
-        found = (type(error), error, error.__traceback__)
-    text = "Invalid UTF-8 sequence received from client."
-    record = logging.LogRecord("uvicorn.error", logging.ERROR, "impl.py", 300, text, (), found)
-    assert quieted(record)
-    line = json.loads(JsonFormatter().format(record))
-    assert line.pop("time") and line == {"level": "warning", "event": "a client sent a text that is no UTF-8"}
-    text = "ASGI callable returned without completing handshake."
-    assert not quieted(logging.LogRecord("uvicorn.error", logging.ERROR, "impl.py", 417, text, (), None))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -194,13 +174,6 @@ def test_a_body_that_is_no_json_is_told_with_its_place(app: FastAPI, given: byte
     assert error["message"] == f"the body is no JSON: {BROKEN[given]}" and error["code"] == "invalid_json"
 
 
-@pytest.mark.parametrize(
-    ("given", "said"), [("null", "null"), ("[]", "a list"), ("7", "a number"), ('"x"', "a text"), ("true", "true")]
-)
-def test_a_body_that_is_no_object_is_told_as_json_names_it(app: FastAPI, given: str, said: str) -> None:
-    assert error_of(post(app, CHAT, given.encode()), 400)["message"] == f"the body is {said}; send an object"
-
-
 # --- client secrets ---------------------------------------------------------------------------------------------------
 
 
@@ -221,21 +194,6 @@ def test_a_client_secret_begins_sessions_and_makes_no_other(guarded: FastAPI) ->
     assert post(guarded, CHAT, QUESTION, key=made.value).status_code == 200
     bare = post(guarded, "/v1/realtime/client_secrets", {}, key=KEYS[0]).json()
     assert 595 <= bare["expires_at"] - time.time() <= 600 and bare["session"]["model"] == "tiny"
-
-
-@pytest.mark.parametrize(
-    ("given", "param"),
-    [
-        ({"session": {"audio": {"input": {"format": {"type": "audio/mp3"}}}}}, "session.audio.input.format.type"),
-        ({"session": {"output_modalities": ["text", "audio"]}}, "session.output_modalities"),
-        ({"session": []}, "session"),
-        ({"expires_after": {"anchor": "created_at", "seconds": 9}}, "expires_after.seconds"),
-        ({"expires_after": {"anchor": "created_at", "seconds": 7201}}, "expires_after.seconds"),
-        ({"expires_after": {"anchor": "now"}}, "expires_after.anchor"),
-    ],
-)
-def test_a_client_secret_of_a_configuration_that_cannot_be(guarded: FastAPI, given: Any, param: str) -> None:
-    assert error_of(post(guarded, "/v1/realtime/client_secrets", given, key=KEYS[0]), 400)["param"] == param
 
 
 def test_a_client_secret_keeps_no_large_configuration(guarded: FastAPI) -> None:

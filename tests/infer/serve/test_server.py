@@ -242,23 +242,6 @@ def test_a_client_that_does_not_read_is_closed_and_others_are_not(serve: Any) ->
     assert emptied(server)
 
 
-def test_a_dropped_socket_leaves_nothing(serve: Any) -> None:
-    place, server = serve()
-
-    async def body() -> None:
-        for when in ("response.created", "response.output_audio.delta", "response.done"):
-            async with opened(place) as ws:
-                await ws.send(json.dumps({"type": "session.update", "session": MANUAL}))
-                await ws.send(json.dumps({"type": "input_audio_buffer.append", "audio": pcm(noise(0.5))}))
-                await ws.send(json.dumps({"type": "input_audio_buffer.commit"}))
-                await ws.send(json.dumps({"type": "response.create"}))
-                await event(ws, when)
-                ws.transport.abort()
-            assert emptied(server)
-
-    asyncio.run(body())
-
-
 def test_health_metrics_and_headers(serve: Any) -> None:
     place, _ = serve(keys=(KEY,))
     found = httpx.get(f"http://{place}/health")

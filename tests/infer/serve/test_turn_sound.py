@@ -192,19 +192,6 @@ def test_sound_that_comes_while_an_answer_is_under_way(run: Any, monkeypatch: py
     assert run(body) == found
 
 
-@pytest.mark.long
-def test_too_much_sound_is_refused_as_before(run: Any) -> None:
-    async def body(client: Client) -> None:
-        for _ in range(32):
-            await client.send("input_audio_buffer.append", audio=pcm(noise(1.0)))
-        events = await client.send("input_audio_buffer.commit")
-        assert [event["type"] for event in events] == ["error"] and "at most 30 s" in events[0]["error"]["message"]
-        await client.send("input_audio_buffer.clear")
-        await three_turns(client)
-
-    run(body)
-
-
 def test_parts_of_the_buffer() -> None:
     buffer = InputBuffer(60.0)
     samples = np.arange(10_000).astype(np.int16)
@@ -214,32 +201,6 @@ def test_parts_of_the_buffer() -> None:
         begin = 0 if first is None else round(first * 24_000)
         for skip, last in ((0, 10_000), (0, 3), (50, 4001), (9990, 10_000), (20_000, 10_000), (0, 99_999)):
             assert np.array_equal(buffer.part(first, skip, last / 24_000), samples[begin + skip : last])
-
-
-@pytest.mark.long
-def test_appends_of_nothing_of_a_sample_and_of_an_hour(run: Any, asked: list[float]) -> None:
-    async def body(client: Client) -> list[Any]:
-        sound = noise(0.9)
-        assert await client.send("input_audio_buffer.append", audio="") == []
-        for sample in sound[:50]:
-            assert await client.send("input_audio_buffer.append", audio=pcm(np.array([sample]))) == []
-        assert await client.send("input_audio_buffer.append", audio="") == []
-        (told,) = await client.send("input_audio_buffer.append", audio="A" * (4 * 3600 * 24_000 * 2 // 3))
-        assert told["error"]["code"] == "string_above_max_length" and "send it in pieces" in told["error"]["message"]
-        (told,) = await client.send("input_audio_buffer.append", audio=pcm(np.zeros(61 * 24_000, np.int16)))
-        assert told["error"]["code"] == "input_audio_buffer_full"
-        await append(client, sound[50:])
-        await client.send("input_audio_buffer.commit")
-        await client.ask()
-        return said(client)
-
-    async def plain(client: Client) -> list[Any]:
-        await append(client, noise(0.9))
-        await client.send("input_audio_buffer.commit")
-        await client.ask()
-        return said(client)
-
-    assert run(body) == run(plain) and asked == pytest.approx([0.9, 0.9])
 
 
 def test_a_format_that_changes_midway(run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,22 +219,3 @@ def test_a_format_that_changes_midway(run: Any, asked: list[float], monkeypatch:
     assert asked == pytest.approx([1.0], abs=0.01)
     deaf(monkeypatch)
     assert run(body) == found
-
-
-@pytest.mark.long
-def test_a_client_that_stalls_in_its_turn_holds_up_nobody(chunked: SpeechLM, settings: ServeSettings) -> None:
-    async def body() -> None:
-        host = EngineHost(lambda: chunked)
-        host.open()
-        stalled, other = Client(host, settings, MANUAL), Client(host, settings, MANUAL)
-        try:
-            await append(stalled, noise(1.03))  # and nothing more
-            await asyncio.wait_for(three_turns(other), 60)
-            await stalled.send("input_audio_buffer.commit")
-            await stalled.ask()
-        finally:
-            await stalled.session.close()
-            await other.session.close()
-        assert host.stats().sessions == 0
-
-    asyncio.run(body())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infer.serve.realtime import bounds, webrtc
+from infer.serve.realtime import webrtc
 from infer.serve.server import Server
 from tests.infer.serve.caller import KEYS, Caller, no_session, session_of, without
 from tests.infer.serve.conftest import MANUAL
@@ -18,15 +18,11 @@ from tests.infer.serve.conftest import MANUAL
     ("change", "told"),
     [
         (lambda offer: "hello", "it has nothing"),
-        (lambda offer: "v=0\r\nm=", "is no SDP"),
         (lambda offer: offer.replace("a=rtpmap:96", "a=rtpmap:ab"), "is no SDP"),
-        (lambda offer: offer.split("m=application")[0], "it has audio"),
         (lambda offer: offer + "m=video 9 UDP/TLS/RTP/SAVPF 97\r\na=rtpmap:97 VP8/90000\r\n", "application, video"),
         (lambda offer: offer.replace("a=sendrecv", "a=sendonly"), "it says sendonly"),
-        (lambda offer: offer.replace("opus/48000", "speex/16000"), "must have Opus"),
         (lambda offer: without(offer, "ice-pwd"), "cannot be taken"),
         (lambda offer: without(offer, "fingerprint"), "must have a=fingerprint"),
-        (lambda offer: offer + "a=x\r\n" * 30_000, "characters"),
     ],
 )
 def test_bad_offers(calls: Any, change: Any, told: str) -> None:
@@ -84,16 +80,6 @@ def test_secrets_bring_a_configuration_that_a_call_adds_to(calls: Any) -> None:
     calls(body)
 
 
-def test_limits_of_sessions(calls: Any) -> None:
-    async def body(server: Server, caller: Caller) -> None:
-        await caller.call(MANUAL)
-        bearer = {"authorization": f"Bearer {KEYS[0]}", "content-type": "application/sdp"}
-        answer = await caller.http.post("/realtime/calls", content="v=0", headers=bearer)
-        assert answer.status_code == 429 and answer.json()["error"]["code"] == "session_limit_reached"
-
-    calls(body, key_sessions=1)
-
-
 def test_a_call_that_never_connects_is_dropped(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webrtc, "CONNECT", 0.2)
 
@@ -144,35 +130,5 @@ def test_large_events(calls: Any) -> None:
         session_of(server).transport.channel.transport._remote_max_message_size = 10_000
         since = caller.send("conversation.item.create", item=item)
         assert (await caller.until("error", since))["error"]["code"] == "event_too_large"
-
-    calls(body)
-
-
-@pytest.mark.parametrize(
-    ("limits", "code"),
-    [({"key_events": 8}, "rate_limit_exceeded"), ({"session_seconds": 0.3}, "session_expired")],
-)
-def test_limits_end_a_call_after_they_were_told(calls: Any, limits: Any, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "LOOK", 0.1)
-
-    async def body(server: Server, caller: Caller) -> None:
-        await caller.call(MANUAL)
-        if "key_events" in limits:
-            for _ in range(200):
-                caller.send("input_audio_buffer.clear")
-        assert (await caller.until("error"))["error"]["code"] == code
-        await caller.over()
-
-    calls(body, **limits)
-
-
-def test_the_server_s_end_is_told(calls: Any) -> None:
-    async def body(server: Server, caller: Caller) -> None:
-        await caller.call(MANUAL)
-        session = session_of(server)
-        session.tell_error("this server ends; connect again", "server_shutting_down")
-        session.end("the server ends")
-        assert (await caller.until("error"))["error"]["code"] == "server_shutting_down"
-        await caller.over()
 
     calls(body)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from omni.config import from_dict
 from omni.errors import UserError
 from train.balance.balancer import Balancer, build
 from train.balance.bilevel import Bilevel
@@ -37,36 +34,6 @@ def test_settings(method: str) -> None:
         for wrong in (float("nan"), float("inf"), -100.0, True, "much", None):
             with pytest.raises(UserError, match=f"balance.settings.{name} is {wrong!r}"):
                 BalanceConfig(method, settings={name: wrong})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"method": "pc_grad"}, "balance.method 'pc_grad' is unknown; the closest names are pcgrad"),
-        ({"method": "Nash-MTL"}, "the closest names are nashmtl"),
-        ({"method": "pcgrad", "level": "parameter"}, "the closest names are parameters"),
-        ({"method": "famo", "level": "parameters"}, "level is 'parameters', which method famo does not have; use loss, or"),
-        ({"method": "dwa", "settings": {"temperatur": 1.0}}, "the closest names are temperature"),
-        ({"method": "dwa", "settings": {"window": 2.5}}, "balance.settings.window is 2.5; it must be a whole number"),
-        ({"method": "dwa", "settings": {"temperature": 0}}, "balance.settings.temperature is 0; it must be above 0"),
-        ({"method": "uncertainty", "settings": {"lr": float("inf")}}, "settings.lr is inf; it must be a finite number"),
-        ({"method": "gradvac", "settings": {"beta": 1.5}}, "it must be at least 0 and at most 1"),
-        ({"method": "mgda", "settings": {"normalize": "l1"}}, "use none or l2 or loss or loss"),
-        ({"method": "mgda", "own": "wheighted"}, "balance.own is 'wheighted'; use plain or weighted"),
-        ({"method": "dbmtl", "own": "weighted"}, "gives a direction and no weights"),
-        ({"method": "equal", "settings": [1]}, "it must be a mapping"),
-    ],
-)
-def test_refusals(arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        BalanceConfig(**arguments)
-
-
-def test_a_file_is_read_strictly() -> None:
-    config = from_dict(BalanceConfig, {"method": "cagrad", "level": "parameters", "settings": {"c": 0.4}}, "balance")
-    assert config.values == {"c": 0.4, "rescale": 1}
-    with pytest.raises(UserError, match="methd"):
-        from_dict(BalanceConfig, {"methd": "cagrad"}, "balance")
 
 
 @pytest.mark.parametrize("tasks", [[], ["a"], [str(i) for i in range(11)]])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -18,26 +16,6 @@ LOSSES = torch.tensor([0.5, 2.0, 1.2], dtype=torch.float64)
 
 def balancer(method: str, **settings: float) -> Balancer:
     return Balancer(BalanceConfig.of(method, "loss", **settings), NAMES)
-
-
-def test_stch_is_the_gradient_of_its_formula() -> None:
-    own = balancer("stch", mu=0.3, warmup=2)
-    for losses in (LOSSES, 3 * LOSSES):
-        assert_near(own.weights(losses).weights, 1 / losses, 1e-12)
-    leaf = LOSSES.flip(0).clone().requires_grad_()
-    (3 * 0.3 * torch.logsumexp((leaf / (2 * LOSSES)).log() / 0.3, 0)).backward()
-    assert leaf.grad is not None
-    assert_near(own.weights(LOSSES.flip(0)).weights, leaf.grad, 1e-10)
-
-
-def test_dwa_follows_windows() -> None:
-    """By hand: windows of two steps, means 1 and 0.5 for the first task, 1 and 2 for the second."""
-    own = Balancer(BalanceConfig.of("dwa", window=2, temperature=2.0), ["a", "b"])
-    for a, b in ((0.5, 1.5), (1.5, 0.5), (0.4, 1.0), (0.6, 3.0)):
-        assert own.weights(torch.tensor([a, b])).weights.tolist() == [1.0, 1.0]
-    high, low = math.exp(2.0 / 2), math.exp(0.5 / 2)
-    expected = [2 * low / (low + high), 2 * high / (low + high)]
-    assert own.weights(torch.tensor([1.0, 1.0])).weights.tolist() == pytest.approx(expected)
 
 
 def test_random_weights_are_drawn_once_a_step() -> None:

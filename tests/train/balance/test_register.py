@@ -12,7 +12,6 @@ from torch import Tensor
 
 from omni.config import from_dict
 from omni.errors import UserError
-from omni.plugins import Registry
 from tests.train.balance.test_absent import poisoned
 from tests.train.balance.test_resume import test_resuming_is_bitwise as check_that_resuming_is_bitwise
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts
@@ -108,35 +107,9 @@ def test_the_configuration_knows_it(tmp_path: Path) -> None:
     assert BalanceSection("still").passes(balanced_config(tmp_path, BalanceSection("still")).data, False, 5) == (2.0, 1.0)
 
 
-@pytest.mark.usefixtures("registered")
-def test_a_name_is_taken_once() -> None:
-    with pytest.raises(UserError, match="'dwa'.*twice.*train.balance.by_losses"):
-        register_method("dwa", "loss")(lambda given: MethodChoice(given.losses))
-
-
-def test_a_name_of_ours_is_not_taken_by_who_comes_first() -> None:
-    """The package's own methods may be registered after a plug-in's."""
-    methods: Registry[int] = Registry("balance method")
-    for module, source in (("theirs", "m.add('dwa', 1)"), ("train.balance.ours", "m.add('dwa', 2)")):
-        try:
-            exec(compile(source, module, "exec"), {"__name__": module, "m": methods})
-        except UserError as error:
-            assert "first by train.balance.ours" in str(error) and "the one of theirs" in str(error)
-            break
-    else:
-        pytest.fail("both were taken")
-
-
-def test_without_it_the_name_is_unknown() -> None:
-    with pytest.raises(UserError, match="balance.method 'inverse' is unknown"):
-        BalanceConfig("inverse")
-
-
 @pytest.mark.parametrize(
     ("choose", "said"),
     [
-        (lambda given: None, "odd returned None.*MethodChoice"),
-        (lambda given: MethodChoice(torch.ones(5)), "with 2 weights"),
         (lambda given: MethodChoice(given.losses.log() / 0), r"odd returned weights \[nan, nan\] for losses \[1.0, 1.0\]"),
         (lambda given: given.settings["absent"], "odd failed with KeyError"),
     ],

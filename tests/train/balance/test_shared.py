@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from omni.errors import UserError
 from omni.model.multitask_projector import SHARING
 from omni.model.speech_model import SpeechModel
-from tests.train.balance.toys import MIX, balanced_config, balanced_fit, balanced_parts, tiny, tiny_pipeline
+from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts, tiny, tiny_pipeline
 from train.balance.section import BalanceSection
-from train.config.sections import BudgetConfig, ModelSection
+from train.config.sections import BudgetConfig
 from train.data.batching.loader import StepLoader
-from train.data.config import DataConfig, SourceConfig
 from train.objective.objective import Objective, targets
 from train.objective.task_losses import feature_tasks
-from train.trainer.build import fit
-from train.trainer.dry_run import dry_run
 
 
 @pytest.mark.parametrize("kind", list(SHARING))
@@ -52,15 +47,3 @@ def test_features_of_a_packed_batch_have_the_tasks_of_their_examples() -> None:
     wanted = torch.nn.functional.cross_entropy(logits, goals, ignore_index=-100, reduction="sum")
     sums = Objective(model)(batch, targets(batch)).sums
     torch.testing.assert_close(sums[:, -1].sum(), wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.long
-def test_a_task_without_a_part_is_refused(tmp_path: Path) -> None:
-    config = balanced_config(
-        tmp_path, None, model=ModelSection(preset="nano", projector={"kind": "mmoe", "tasks": ["A1T1"], "stack": 2}),
-        data=DataConfig(sources=(SourceConfig("spoken-digits", tasks=dict(MIX)),), workers=0), budget=BudgetConfig(steps=1),
-    )  # fmt: skip
-    for run in (fit, dry_run):
-        with pytest.raises(UserError, match="data.sources have the task A1A2, but model.projector.tasks are A1T1"):
-            run(config)
-    assert "M parameters" in dry_run(replace(config, model=ModelSection(preset="nano", projector={"kind": "mmoe"})))

@@ -34,14 +34,6 @@ def test_least_norm_on_the_simplex(m: int, seed: int) -> None:
     assert (g @ w).min() >= w @ g @ w - 1e-7 * np.trace(g)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_least_norm_of_two(seed: int) -> None:
-    """Closed form (Sener and Koltun 2018, eq. 6)."""
-    g = gramian(2, seed, width=2)
-    first = np.clip((g[1, 1] - g[0, 1]) / (g[0, 0] + g[1, 1] - 2 * g[0, 1]), 0, 1)
-    assert on_simplex(g) == pytest.approx([first, 1 - first], abs=1e-8)
-
-
 @pytest.mark.parametrize("m", [2, 3, 6])
 def test_equal_gradients_get_equal_weights(m: int) -> None:
     ones = np.ones((m, m)) * 7.0
@@ -71,15 +63,6 @@ def test_fair_solves_its_equation(seed: int, power: float, size: float) -> None:
     w = fair(g, power)
     assert w.min() > 0
     assert g @ w == pytest.approx(w**-power, rel=1e-6)
-
-
-def test_fair_of_two_orthogonal_gradients() -> None:
-    """a_i = 1 / |g_i|, by hand."""
-    assert fair(np.diag([4.0, 9.0]), 1.0) == pytest.approx([1 / 2, 1 / 3], rel=1e-8)
-
-
-def test_fair_of_no_gradient() -> None:
-    assert fair(np.zeros((3, 3)), 1.0).tolist() == [1, 1, 1]
 
 
 def test_fair_survives_opposite_gradients() -> None:

@@ -13,7 +13,6 @@ import yaml
 from omni.errors import UserError
 from tests.train.checkpoint.test_resume import OPTIMIZERS
 from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
-from train.checkpoint import config_diff
 from train.config.run import plain_config
 from train.config.sections import BudgetConfig, FabricConfig, LogConfig
 from train.distributed.fabric import build_fabric
@@ -59,20 +58,6 @@ def test_a_run_goes_on_in_another_precision(tmp_path: Path, undisturbed: dict[st
         stored = {name: t for name, t in final_tensors(tmp_path / "run").items() if name.startswith("optimizer.")}
         assert {t.dtype for name, t in stored.items() if not name.endswith(".step")} == {kind}
         assert {(float(t), t.dtype) for name, t in stored.items() if name.endswith(".step")} == {(steps, torch.float32)}
-
-
-def test_a_smaller_budget_is_not_told_to_extend(tmp_path: Path) -> None:
-    old = {"budget": {"steps": 30, "minutes": None}}
-    for new, said in (
-        ({"steps": 20, "minutes": None}, "budget.steps is 20, but the run in x was started with 30; "),
-        ({"steps": 30, "minutes": 5.0}, "budget.minutes is 5.0, but the run in x was started without a limit; "),
-        ({"steps": 40, "minutes": 5.0}, "budget.steps is 40, but the run in x was started with 30; "),
-        ({"steps": 40, "minutes": None}, "budget.steps is 40, but the run in x was started with 30; "),
-    ):
-        with pytest.raises(UserError) as error:
-            config_diff.check_resumable(Path("x"), (old,), ({"budget": new},), False)
-        assert str(error.value).startswith(said)
-        assert ("--resume extend" in str(error.value)) == (new == {"steps": 40, "minutes": None})
 
 
 def test_a_start_that_fails_keeps_the_configuration_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

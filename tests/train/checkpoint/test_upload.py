@@ -13,8 +13,8 @@ from omni.errors import UserError
 from omni.stores import drivers, tries
 from tests.train.toys import final_tensors, toy_config, toy_export, toy_fit, toy_parts
 from train.checkpoint import retention, upload
-from train.checkpoint.upload import Uploads, bring_back, check_upload
-from train.config.sections import BudgetConfig, CheckpointConfig, LogConfig
+from train.checkpoint.upload import Uploads, bring_back
+from train.config.sections import CheckpointConfig, LogConfig
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -56,13 +56,6 @@ def test_a_run_that_lost_its_folder_goes_on_from_the_bucket(
     assert f"going on from {bucket.address('runs/a/checkpoints/step-00000006')}" in said.out + said.err
     wanted, found = final_tensors(tmp_path / "whole"), final_tensors(tmp_path / "second")
     assert wanted.keys() == found.keys() and all(tensor.equal(found[name]) for name, tensor in wanted.items())
-
-
-def test_another_configuration_is_refused(bucket: Any, tmp_path: Path) -> None:
-    saves = CheckpointConfig(every_minutes=None, upload=bucket.address("runs/a"))
-    toy_fit(toy_config(tmp_path / "first", checkpoint=saves, budget=BudgetConfig(steps=2)))
-    with pytest.raises(UserError, match="seed"):
-        toy_fit(toy_config(tmp_path / "second", checkpoint=saves, budget=BudgetConfig(steps=2), seed=5))
 
 
 def test_a_store_that_fails_does_not_end_a_run(bucket: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,16 +123,3 @@ def test_what_cannot_be_brought_back(bucket: Any, tmp_path: Path) -> None:
     bucket.put("runs/a/checkpoints/last", b"../../etc\n")
     with pytest.raises(UserError, match=r"checkpoints/last holds '../../etc', no checkpoint's name"):
         bring_back(bucket.address("runs/a"), tmp_path / "back")
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("runs/a", "checkpoint.upload is 'runs/a'; give an address"),
-        ("https://x.org/a", "https://x.org/a cannot be written: give an address of s3 and gs"),
-        ("s4://b/a", "did you mean 's3'"),
-    ],
-)
-def test_addresses_that_are_refused(given: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        check_upload(given)

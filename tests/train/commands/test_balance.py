@@ -8,12 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import yaml
 
-from omni.errors import UserError
-from train.commands.balance import ALL, JSON, PICTURE, ExperimentCounts, answered, compare, main, shown, variant, write
+from train.commands.balance import ALL, JSON, PICTURE, answered, compare, main, shown, variant, write
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.trainer.validation import ANSWERS
@@ -75,24 +72,6 @@ def test_a_level_stands_behind_its_method(tmp_path: Path) -> None:
     assert [s.separate for s in sections.values() if s] == [("*_head.*",), ("*_head.*",), ("projector.*",)]
 
 
-def test_what_cannot_be_compared(tmp_path: Path) -> None:
-    config, _ = read_fit_config([RECIPE])
-    with pytest.raises(UserError, match="balance.method 'upgrade' is unknown; the closest names are upgrad"):
-        compare(config, ["equal", "upgrade"], [1], tmp_path, faked([]))
-    with pytest.raises(UserError, match="has no answers; set validation.questions above 0"):
-        answered(tmp_path)
-    with pytest.raises(UserError, match="at equal steps, but the configuration has budget.minutes"):
-        main(["configs/nano-scratch.yaml"])
-    with pytest.raises(UserError, match="--seeds is 0; it must be at least 1"):
-        main([RECIPE, "--seeds", "0"])
-    for change in ({"at_end": False}, {"tasks": ["T1A1"]}):
-        data = yaml.safe_load(Path(RECIPE).read_text())
-        data["validation"] |= change
-        (tmp_path / "mute.yaml").write_text(yaml.safe_dump(data))
-        with pytest.raises(UserError, match="validation.at_end"):
-            main([str(tmp_path / "mute.yaml")])
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_run_that_a_signal_stops_ends_the_command_with_the_signal_s_code(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -102,12 +81,6 @@ def test_a_run_that_a_signal_stops_ends_the_command_with_the_signal_s_code(
         main([RECIPE, "--out", str(tmp_path)])
     assert ended.value.code == 128 + number
     assert capsys.readouterr().err == f"{tmp_path}/equal-1 was stopped by {number.name}; run the same command to go on\n"
-
-
-def test_one_seed_and_one_task_can_be_shown(tmp_path: Path) -> None:
-    found = ExperimentCounts((1,), {"equal": {"A1T1": np.array([[3.0, 4.0]])}})
-    write(found, tmp_path)
-    assert len(shown(found)[2]) == 1
 
 
 def test_answers_may_hold_any_sign(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from tests.train.config.test_config import SMALL, folder, small
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig, ModelSection
 from train.data.config import DataConfig, SourceConfig
-from train.objective.config import ObjectiveConfig
 from train.plan.memory import meta_model
 from train.plan.plan import count_parameters
 from train.trainer.initial_model import build_initial, shape_of
@@ -44,13 +43,3 @@ def test_a_run_may_add_a_turn_head_to_a_folder_and_keeps_one(folder: str, with_p
     assert sum(every for every, _ in counts.values()) == sum(p.numel() for p in model.parameters())
     with pytest.raises(UserError, match="turn is true, but the encoder's frames hear what comes after them"):
         build_initial(ModelSection(init_from=folder, turn=True), 0)
-
-
-def test_a_loss_of_turns_without_the_head_is_refused_before_anything_is_read() -> None:
-    with pytest.raises(UserError, match=r"objective.turn_weight is 1.0, but the model has no turn head: set model.turn"):
-        FitConfig(
-            BudgetConfig(steps=1),
-            small(),
-            DataConfig((SourceConfig("spoken-digits"),)),
-            objective=ObjectiveConfig(turn_weight=1.0),
-        ).check_head()

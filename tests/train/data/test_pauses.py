@@ -10,13 +10,12 @@ from torch import Generator, Tensor
 
 from omni.audio.mel import LOWEST
 from omni.config import ModelConfig
-from omni.errors import UserError
 from tests.train.data.toys import MODELS, ToySource, codec_of, maker_of
 from train.data.augment.audio import augment_mel, augment_turn
 from train.data.augment.config import AugmentConfig
 from train.data.augment.pauses import energy, gaps, insert, speech
 from train.data.batching.batch import assemble
-from train.data.batching.examples import Clip, Example, ExampleMaker, Prepared
+from train.data.batching.examples import Clip, Example, Prepared
 from train.data.batching.turn_labels import turn_labels
 from train.data.rows.row import Row, Sound
 
@@ -155,10 +154,3 @@ def test_noise_in_the_sound_is_no_voice_and_windows_of_a_longer_one_have_no_labe
     assert [clip.turn for clip in make(replace(row, turns=(asked,))).clips] == [None, None]
     with_none = assemble([[replace(made, clips=(made.clips[0], Clip(torch.zeros(80, 4), 2)))]], 256, CHUNKED.layout, 80, {})
     assert with_none.turn is not None and with_none.turn[-2:].eq(-1).all()
-
-
-def test_pauses_without_a_fixed_floor_are_refused_by_name() -> None:
-    with pytest.raises(UserError, match="data.augment.pauses needs features with a fixed floor"):
-        ExampleMaker(MODELS["codec2"], maker_of(MODELS["codec2"]).tokenizer, augment=PAUSES)
-    with pytest.raises(UserError, match=r"augment.pauses is 1.0 to 0.5"):
-        AugmentConfig(pauses=(1.0, 0.5))

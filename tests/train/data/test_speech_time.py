@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from omni.errors import UserError
 from omni.generate.heard import Loudness, heard_characters
 from omni.generate.speech_time import SpeechTime
 from tests.train.data.spoken_answers import LEARNT, MEASURED, Said, answers, say
-from tests.train.data.toys import MODELS, ToyCodec, pipeline_of
+from tests.train.data.toys import ToyCodec
 from train.data.rows.row import Codes, Row, RowTurn
 from train.data.sources.mixture import Mixture
 from train.data.speech_time import estimate_speech_time
@@ -79,30 +78,3 @@ def test_a_cut_is_at_most_one_word_wrong_in_95_of_100_answers(rate: int, ended: 
     assert len(lengths) == 100 and min(lengths) == 3 and max(lengths) >= 35
     wrong = errors(rate, ended)
     assert wrong.double().quantile(0.95) <= 1, wrong.bincount()
-
-
-def test_speaking_time_is_of_the_answers_voice() -> None:
-    """A voice that says everything at a fixed pace is found out, whatever else the rows hold."""
-    pipeline = pipeline_of(MODELS["codec2"])
-    for source in pipeline.mixture.sources:
-        source.row = _paced(source.row, pipeline.maker.codec)  # type: ignore[attr-defined, method-assign]
-    found = estimate_speech_time(pipeline.mixture, pipeline.maker.codec)  # type: ignore[arg-type]
-    assert found is not None and found.seconds["letter"] == pytest.approx(0.4, rel=0.05)
-
-
-def _paced(row, codec):  # type: ignore[no-untyped-def]
-    """Rows whose answers take ten frames a letter, but every seventh is broken and every eighth says something else."""
-
-    def changed(index: int) -> Row:
-        if index % 7 == 3:
-            raise UserError(f"row {index} is broken")
-        (turn,) = row(index).turns
-        frames = 500 if index % 8 == 5 else 10 * len(turn.answer_text)
-        return Row((replace(turn, answer_codes=Codes(codec.name, torch.zeros(4, frames, dtype=torch.long))),))
-
-    return changed
-
-
-def test_data_without_spoken_answers_have_no_speaking_time() -> None:
-    pipeline = pipeline_of(MODELS["codec2"])
-    assert estimate_speech_time(pipeline.mixture, ToyCodec((5,))) is None  # codes of another codec say nothing

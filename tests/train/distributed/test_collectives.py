@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tests.processes import Program, free_port
-from train.distributed import collectives
-from train.distributed.collectives import described, last_collective
+from train.distributed.collectives import described
 
 
 def entry(name: str, number: int, state: str, size: int = 5) -> dict[str, Any]:
@@ -40,8 +37,3 @@ def test_the_recorder_knows_gloos_collectives() -> None:
     ended = Program("tests.train.distributed.collectives_child", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port()).end(60)
     assert ended.code == 0, ended.said
     assert ended.out.splitlines()[-1].startswith("gloo:all_reduce of [77], the group's number ")
-
-
-def test_an_unknown_recorder_names_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "c10d", object())
-    assert last_collective() == ""

@@ -6,22 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from omni.errors import UserError
-from tests.processes import environment, free_port, two
+from tests.processes import environment, free_port
 from train import cli
 from train.distributed import launching
 from train.trainer.usage import is_worker_lost, worker_lost
-
-NANO = ("fit", "configs/nano.yaml", "--fabric.accelerator", "cpu", "--fabric.devices", "auto")
 
 
 def told(**other: Any) -> list[Any]:
@@ -60,28 +56,6 @@ def test_a_run_folder_that_another_process_does_not_see_is_refused(tmp_path: Pat
         launching.check_shared(there, other)
     alone = SimpleNamespace(world=1)
     launching.check_shared(there, alone)  # type: ignore[arg-type]
-
-
-def test_an_address_that_is_unknown_and_a_port_that_is_taken_are_one_line() -> None:
-    with (
-        pytest.raises(UserError, match="MASTER_ADDR nosuch.invalid is not known here"),
-        launching._meeting(2, "nosuch.invalid", "1"),
-    ):
-        pass
-    with pytest.raises(UserError, match="port 7 of localhost is taken"), launching._meeting(2, "localhost", "7"):
-        raise dist.DistNetworkError("The server socket has failed to listen: EADDRINUSE")
-
-
-def test_whoever_waits_at_the_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, over = list[str](), threading.Event()
-    monkeypatch.setattr(launching, "PATIENT", 0.01)
-    monkeypatch.setattr(launching, "say", lambda line: said.append(line) or (len(said) == 3 and over.set()))
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    monkeypatch.setenv("RANK", "1")
-    launching._say_waiting(over, 2, "node1:29500")
-    assert (
-        len(said) == 3 and "process 1: waiting for the others of 2 processes at node1:29500, for 0 s; Slurm's job 77" in said[0]
-    )
 
 
 @pytest.mark.few(1)
@@ -127,16 +101,3 @@ def test_a_data_worker_that_was_killed_is_no_mistake_of_ours() -> None:
     found = worker_lost(error, 7, 1)
     assert found.code == 75
     assert str(found).startswith("step 7: a data worker (pid 9919) of process 1 was killed, for lack of memory perhaps")
-
-
-@pytest.mark.long
-def test_two_processes_with_different_configurations_are_refused_by_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = ["import os, runpy, sys", "sys.argv = ['train', *sys.argv[1:], os.environ['RANK']]"]
-    (tmp_path / "different.py").write_text("\n".join([*program, "runpy.run_module('train', run_name='__main__')"]))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    first, other = two("different", *NANO, "--run_folder", str(tmp_path / "run"), "--seed", seconds=120)
-    assert first.code == 2 and "process 1 (host" in first.said and "has seed 1, and the first process 0" in first.said
-    assert other.code == 0 and "error" not in other.said

@@ -68,13 +68,14 @@ TAUGHT: dict[int, list[tuple[str, dict[str, Any]]]] = {
 DISTILLED = {"distill": 1.0, "align_first": 1.0, "ctc": False}
 
 
-def make(top: Path, count: int, layouts: dict[str, dict[str, Any]], moves: Sequence[Move] = ()) -> None:
-    """Make runs of four steps of four micro-batches in `count` processes, and their parts of runs that move; all of them share
-    one process group."""
+def make(top: Path, count: int, layouts: dict[str, Any], moves: Sequence[Move], adapted: bool = True) -> None:
+    """Make runs of four steps of four micro-batches in `count` processes, those of adapters and teachers if wanted, and their
+    parts of runs that move; all of them share one process group."""
     first = {"mixed": {"align_first": 0.25}}  # a step that leaves the decoder alone
     listed = [run_of(top / f"{count}-{name}", count, fabric, **first.get(name, {})) for name, fabric in layouts.items()]
-    listed += [run_of(top / f"{count}-lora-{name}", count, fabric, lora=True) for name, fabric in ADAPTED.get(count, [])]
-    for name, fabric in TAUGHT.get(count, []):
+    for name, fabric in ADAPTED[count] if adapted else ():
+        listed.append(run_of(top / f"{count}-lora-{name}", count, fabric, lora=True))
+    for name, fabric in TAUGHT[count] if adapted else ():
         listed.append(run_of(top / f"{count}-taught-{name}", count, fabric, **DISTILLED))
         listed.append(run_of(top / f"{count}-taught-lora-{name}", count, fabric, **DISTILLED, lora=True))
     for name, before, after in moves:  # the first two steps there, the others here
@@ -88,7 +89,7 @@ def make(top: Path, count: int, layouts: dict[str, dict[str, Any]], moves: Seque
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of runs of one and of two processes."""
     top = tmp_path_factory.mktemp("layouts")
-    make(top, 1, {"one": {}, "mixed": MIXED})
+    make(top, 1, {"one": {}, "mixed": MIXED}, ())
     make(top, 2, {**TWO, "mixed": {**TWO["fsdp"], **MIXED}}, MOVES)
     return top
 
@@ -98,7 +99,7 @@ def runs_of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of runs of one and of four processes, and of those that move to two."""
     top = tmp_path_factory.mktemp("layouts")
     for count, layouts in ((1, {"one": {}}), (4, FOUR), (2, {})):
-        make(top, count, layouts, MOVES_OF_FOUR)
+        make(top, count, layouts, MOVES_OF_FOUR, adapted=False)
     return top
 
 

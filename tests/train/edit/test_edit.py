@@ -245,38 +245,17 @@ def test_edits_of_another_base_are_refused_everywhere(place, tmp_path):
     ("words", "message"),
     [
         (["--linears", "[decoder.blocks.*.mpl.*]"], r"linears: pattern .* matches no linear; the closest names are decoder"),
-        (["--linears", "['re:(']"], r"is not a regular expression"),
         (["--method", "mend"], r"^method mend needs --editor FOLDER"),
-        (["--method", "finetnue"], "option --method is 'finetnue'; give finetune or mend"),
-        (["--finetune.stepz", "3"], r"unknown option --finetune.stepz; did you mean --finetune.steps"),
         (["--finetune.norm", "linf"], r"bounds single weights, which a change of low rank has none of"),
         (["--tasks", "[A1T1]"], r"task A1T1 writes no answer of its own"),
-        (["--tasks", "[A1A9]"], r"^tasks: task 'A1A9' is unknown; did you mean"),
-        (["--stream_weights", "[1, 1]"], r"stream_weights has 2 entries; the layout has 5 streams"),
-        (["--stream_weights", "[0, 0, 0, 0, 0]"], r"give weights of at least 0, one of them above"),
-        (["--speak.voices", "[nobody]"], r"voice 'nobody' is unknown"),
         (["--editor", "nowhere", "--method", "mend"], r"nowhere does not exist; give the folder of mend"),
-        (["--config", "nowhere.yaml"], r"nowhere.yaml does not exist"),
         (["--editor", "nowhere"], r"^--editor nowhere is given, but method finetune takes none"),
-        (["--device", "nowhere"], r"device 'nowhere' is unknown"),
-        (["--speak.silence", "[0, .inf]"], r"speak.silence is 0.0 to inf"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_written(place, tmp_path, words, message):
     with pytest.raises(UserError, match=message):
         main(["apply", str(place / "model"), str(place / "facts.jsonl"), str(tmp_path / "out"), *QUICK, *words])
     assert not (tmp_path / "out").exists()
-
-
-def test_mistakes_in_a_configuration_are_one_line(place, tmp_path):
-    for text, message in (
-        ("finetune: {rnak: 3}\n", r"c.yaml: unknown key finetune.rnak; did you mean finetune.rank"),
-        ("speak: 3\n", r"c.yaml: speak is 3; give it keys, such as speak.voices: voices, rate"),
-        ("seed: 1\nseed: 2\n", r"c.yaml line 2: seed is given again, after line 1; keep one"),
-    ):
-        (tmp_path / "c.yaml").write_text(text)
-        with pytest.raises(UserError, match=message):
-            run(place, "apply", "@model", "@facts.jsonl", str(tmp_path / "out"), "--config", str(tmp_path / "c.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -292,19 +271,6 @@ def test_a_fact_that_would_not_be_taught_is_not_counted_as_taught(place, tmp_pat
     with pytest.raises(UserError, match=message):
         main(["apply", str(place / "model"), str(facts), str(tmp_path / "out"), *QUICK, *words])
     assert not (tmp_path / "out").exists()
-
-
-def test_commands_are_known_by_name(capsys, tmp_path):
-    with pytest.raises(UserError, match=r"edit command 'aply' is unknown; did you mean 'apply'"):
-        main(["aply"])
-    with pytest.raises(UserError, match=r"unknown option --overwrit; did you mean --overwrite"):
-        main(["merge", "a", "b", "c", "--overwrit"])
-    assert main([]) == 2 and "omni-train edit COMMAND" in capsys.readouterr().out
-    (tmp_path / "config.json").touch()
-    with pytest.raises(UserError, match=r"the model itself; name another folder"):
-        main(["merge", str(tmp_path), str(tmp_path), str(tmp_path)])
-    with pytest.raises(UserError, match=r"inside the model .*; name a folder beside it"):
-        main(["merge", str(tmp_path), str(tmp_path), str(tmp_path / "codec" / "out")])
 
 
 def test_an_edit_is_judged_on_rows_that_did_not_teach_it(place, tmp_path):
@@ -335,22 +301,15 @@ FEW.inner.pre_tokenizer = pre_tokenizers.Whitespace()
     ("lines", "message"),
     [
         ([{"question_text": "q", "answer_text": "seven"}], r"line 1: answer_text 'seven' cannot be tokenised"),
-        ([{"question_text": "q", "answer_text": "two \ud800"}], r"line 1: answer_text cannot be tokenised: character 4"),
-        ([{"question_text": "q", "answer_text": " "}], r"line 1: the fact has no answer_text"),
         ([{"answer_text": "two"}], r"line 1: the fact has no question"),
-        ([{"question_text": "q", "anser_text": "two"}], r"unknown key 'anser_text'; did you mean 'answer_text'"),
-        ([{"question_text": "q", "answer_text": 2}], r"answer_text is 2; it must be of type str"),
         ([{"question_text": "q", "answer_text": "two"}, {}], r"line 2: it has neither a fact nor untouched questions"),
-        ([{"untouched": ["q"]}], r"holds no fact"),
         ([{"question_text": "q", "answer_text": "two", "rephrased": ["p"]}, {"question_text": "P?", "answer_text": "nine"}],
          r"fact 2 \('P\?'\): 'P\?' is to be answered by 'nine' and by 'two'"),
         ([{"question_audio": "q.wav", "answer_text": "two"}, {"question_audio": "./q.wav", "answer_text": "nine"}],
          r"fact 2 \('./q.wav'\): './q.wav' is to be answered by 'nine' and by 'two'"),
         ([{"question_text": "q \ud800", "answer_text": "two"}], r"line 1: .* holds half of a surrogate pair"),
-        ([{"question_text": "q", "answer_text": "two", "untouched": ["\udfff"]}], r"holds half of a surrogate pair"),
         ([{"question_text": "q", "answer_text": "two", "untouched": ["Q"]}], r"'Q' is a question to change and an unt"),
         ([{"question_text": "q", "answer_text": "two", "answer_codes": [[1, 2], [3]]}], r"answer_codes are ragged"),
-        ([{"question_text": "q", "answer_text": "two", "answer_codes": [[1]], "answer_audio": "a.wav"}], r"give one of them"),
     ],
 )  # fmt: skip
 def test_facts_that_cannot_be_taught_are_refused(tmp_path, lines, message):

@@ -185,30 +185,3 @@ def test_what_is_no_number_any_more_is_not_kept(place, tmp_path):
         fit(place, "--out", str(out), "--lr", "1e30", "--checkpoint_steps", "1")
     tensors, _ = read_tensors(out / "checkpoint", "fit")
     assert all(tensor.isfinite().all() for tensor in tensors.values()) and not (out / "editor").exists()
-
-
-def test_a_save_that_broke_off_is_not_taken_for_a_new_run(place, tmp_path):
-    fit(place, "--out", str(tmp_path / "run"), "--steps", "2")
-    (tmp_path / "run" / "checkpoint").rename(tmp_path / "run" / ".checkpoint.old-123")
-    with pytest.raises(UserError, match=r"\.checkpoint\.old-123\b"):
-        fit(place, "--out", str(tmp_path / "run"))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--linears", "[decoder.blocks.9.*]"], r"matches no linear; the closest names are"),
-        (["--mend.transform.sides", "both"], r"sides"),
-        (["--together", "0"], r"together is 0; it must be at least 1"),
-        (["--steps", "0"], r"steps is 0; it must be at least 1"),
-        (["--model", "nowhere"], r"model folder nowhere does not exist"),
-        (["--stepz", "3"], r"unknown option --stepz; did you mean --steps"),
-        (["--lr", ".nan"], r"lr is nan; it must be above 0 and finite"),
-        (["--mend.c_edit", ".nan"], r"mend.c_edit is nan"),
-        (["--mend.c_loc", "-5"], r"mend.c_loc is -5.0; it must be at least 0 and finite"),
-    ],
-)
-def test_a_run_that_makes_no_sense_is_refused(place, tmp_path, words, message):
-    with pytest.raises(UserError, match=message):
-        fit(place, "--out", str(tmp_path / "run"), *words)
-    assert not (tmp_path / "run").exists()

@@ -48,16 +48,6 @@ def test_a_wording_is_taught_or_judged(tmp_path):
         texts(tmp_path, [KEPT, {**BARE, "rephrased": ["UN"]}], "own")
 
 
-def test_a_fact_that_was_not_learned_is_named(tmp_path, capsys):
-    save_model(tmp_path / "model")
-    facts = write(tmp_path / "facts.jsonl", [KEPT, BARE])
-    hardly = ("--finetune.steps", "1", "--finetune.lr", "1e-6")
-    assert main(["apply", str(tmp_path / "model"), str(facts), str(tmp_path / "edits"), *QUICK, *hardly]) == 0
-    told = capsys.readouterr().err.splitlines()
-    assert [line.partition(" was not learned")[0][-7:] for line in told] == ["('one')", "('two')"]
-    assert all(line.startswith("warning: ") for line in told)
-
-
 def test_a_recorded_question_is_taught_and_judged_as_it_is(tmp_path, capsys):
     save_model(tmp_path / "model")
     write_wav(tmp_path / "asked.wav", *say("a recorded question", 0))

@@ -42,22 +42,6 @@ def test_each_length_is_evaluated_and_they_stand_side_by_side(tmp_path: Path, ca
     assert answers[0] != answers[2] and len(answers[0]) == 10
 
 
-@pytest.mark.parametrize(
-    ("chunks", "said"),
-    [
-        ("40,40", "names a length twice"),
-        ("40,", "no list of milliseconds; give some, such as 160,320"),
-        ("-40", "no list of milliseconds"),
-        ("30", "encoder.chunk_ms=30: give a multiple of a frame"),
-    ],
-)
-def test_lengths_that_cannot_be_are_refused_before_anything_is_asked(tmp_path: Path, chunks: str, said: str) -> None:
-    model, data, out = save_listening(tmp_path / "model"), write_librispeech(tmp_path / "libri"), tmp_path / "out"
-    with pytest.raises(UserError, match=said):
-        run(model, data, "--out", out, f"--chunks={chunks}", *QUICK)
-    assert not out.exists()
-
-
 def test_a_model_that_hears_whole_questions_has_no_chunks(tmp_path: Path) -> None:
     model, data = save_model(tmp_path / "model"), write_librispeech(tmp_path / "libri")
     with pytest.raises(UserError, match="hears whole clips only"):

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-import torch
 
 from omni.audio.io import read_audio
 from omni.checkpoint.folder import save_folder
@@ -86,21 +85,3 @@ def test_recordings_that_cannot_be_heard_are_left_out_and_told(
         file.unlink()
     with pytest.raises(UserError, match="none of the 1 recordings can be heard; the first: .*d.wav"):
         run(*given)
-
-
-def test_what_cannot_be_measured_is_refused(tmp_path: Path, recordings: Path) -> None:
-    save_listening(tmp_path / "model")
-    whole, out = save_model(tmp_path / "whole"), ("--out", tmp_path / "out")
-    with pytest.raises(UserError, match="hears whole clips only"):
-        run(whole, recordings, "--teacher", whole, *out)
-    with pytest.raises(UserError, match="names a length twice"):
-        run(tmp_path / "model", recordings, "--teacher", whole, "--chunks", "40,40", *out)
-    other = random_model()
-    config = replace(other.config, encoder=replace(other.config.encoder, layers=other.config.encoder.layers + 1))
-    torch.manual_seed(0)
-    save_folder(tmp_path / "deeper", config, SpeechModel(config).state_dict(), TOKENIZER)
-    with pytest.raises(UserError, match="deeper: its encoder is of another shape than that of"):
-        run(tmp_path / "model", recordings, "--teacher", tmp_path / "deeper", *out)
-    with pytest.raises(UserError, match="does not exist"):
-        run(tmp_path / "model", recordings, "--teacher", tmp_path / "nowhere", *out)
-    assert not (tmp_path / "out").exists()

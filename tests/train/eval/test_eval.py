@@ -233,31 +233,6 @@ def test_an_output_of_something_else_is_refused(model: Path, speech: Path, tmp_p
         run(model, speech, "--out", tmp_path / "used", *quick)
 
 
-def test_what_cannot_work_is_said_at_once(model: Path, speech: Path, tmp_path: Path) -> None:
-    out = ("--out", tmp_path / "out")
-    for arguments, message in [
-        ((model, tmp_path / "nothing", *out), "does not exist: name a file or folder of one of voicebench, .*, rows"),
-        ((model, speech, *out, "--task", "A1A9"), "task 'A1A9' is unknown; did you mean"),
-        ((model, speech, *out, "--batch", "0"), "batch is 0; it must be at least 1"),
-        ((model, speech, *out, "--asr", tmp_path / "none.pt", "--task", "A1A2"), "--asr .* does not exist"),
-        ((model, speech, *out, "--asr", "sphinx"), "--asr sphinx needs the words"),
-        (
-            (model, speech, *out, "--asr", "sphinx", "--asr_words", "[one]"),
-            "no speech .* to recognise: A1T1 writes only",
-        ),
-        ((model, speech, *out, "--text"), "the text-only score needs rows with a question's text and a reference"),
-        ((model, speech, "--out", speech / "results"), "lies in the data"),
-        ((model, speech, *out, "--colour", "red"), "unknown option --colour"),
-        ((model, speech, *out, "--task", "T1T2", "--read.format", "nonsense"), "--read.format 'nonsense' is unknown"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            run(*arguments)
-    assert not (tmp_path / "out" / "answers.jsonl").exists()
-    rows = [row | {"audio": {"bytes": b"?", "path": None}} for row in voicebench(2)]
-    with pytest.raises(UserError, match="none of the 2 questions could be asked; the first: .*row 0"):
-        run(model, write_voicebench(tmp_path / "bad.parquet", rows), *out, *QUICK)
-
-
 def broken_rows(file: Path) -> Path:
     """Four of our own rows: codes whose streams are of two lengths, codes with a null, a path with NUL, and a sound one."""
     sound = Sound(torch.from_numpy(noise(0)), 16000).plain()

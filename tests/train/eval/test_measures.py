@@ -22,7 +22,7 @@ from train.data.rows.row import Row, RowTurn
 from train.eval.answers import EvalQuestion, judge
 from train.eval.config import EvalConfig
 from train.eval.held_out import Item
-from train.eval.measures import MEASURES, RESAMPLES, Figure, difference, figure, interval, pairs_of, plain, shown, value
+from train.eval.measures import MEASURES, RESAMPLES, Figure, difference, figure, pairs_of, plain, shown, value
 from train.eval.pictures import _bars, draw_comparison, draw_report
 from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Run, ScoreChange, signed, verdict
 from train.eval.timing import scores
@@ -58,14 +58,6 @@ def test_what_weighs_nothing_has_no_figure(name: str) -> None:
     assert plain(none) == {"value": None, "low": None, "high": None, "questions": 2}
     apart = difference(name, np.array([[2.0, 0.0]]), np.array([[2.0, 1.0]]))
     assert math.isnan(apart.value) and verdict(name, replace(apart, questions=9)) == "not told apart"
-
-
-def test_error_rates_beyond_one_are_not_told_in_full_but_differences_are() -> None:
-    assert [shown("wer", rate) for rate in (0.125, 1.0, 1.004, 17.0)] == ["12.50 %", "100.00 %", "> 100 %", "> 100 %"]
-    assert interval("wer", Figure(1.5, 1.25, 2.0, 9)) == "> 100 %"
-    assert interval("wer", Figure(1.5, 0.5, 2.0, 9)) == "50.00 % to > 100 %"
-    assert [signed("wer", rate) for rate in (1.5, -0.25)] == ["+150.00 points", "-25.00 points"]
-    assert shown("real_time_factor", 1.5) == "1.500" and shown("text_perplexity", 1234.0) == "1234"
 
 
 def test_resamples_that_weigh_nothing_are_left_out() -> None:
@@ -124,12 +116,7 @@ def test_one_question_and_resampling_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     assert figure("wer", PAIRS) == whole
 
 
-SAID = [
-    ("the cat sat", "the cat sat"),
-    ("the cat sat", "a cat sits down"),
-    ("one", ""),
-    ("seven eight nine", "seven nine"),
-]
+SAID = [("the cat sat", "the cat sat"), ("the cat sat", "a cat sits down"), ("one", ""), ("seven eight nine", "seven nine")]
 
 
 @pytest.mark.parametrize("language", ["en", "zh-CN", "ja"])

@@ -6,26 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import normalizers
 
-from omni.errors import UserError
 from omni.layout import IGNORE, Layout
 from omni.tasks import Turn, example
-from omni.text import Tokenizer
 from tests.convert.hub_toys import save_text, text_model
 from tests.train.data.toys import TOKENIZER
 from tests.train.eval.toys import random_lm, read_lines
 from train.data.readers import Broken, OpenedSource
 from train.data.rows.row import Row, RowTurn
 from train.eval.config import EvalConfig
-from train.eval.forgetting import (
-    check_before,
-    check_texts,
-    load_before,
-    negative_log_likelihood,
-    plain_text,
-    score_texts,
-)
+from train.eval.forgetting import load_before, negative_log_likelihood, plain_text, score_texts
 from train.eval.questions import Questions
 
 LAYOUTS = {"codec2": Layout.preset("codec2", 256), "sampled": Layout.build([14] * 3, 256, specials=5, fill="sampled")}
@@ -113,19 +103,3 @@ def test_rows_are_scored_in_order_and_exact_match_is_by_the_greedy_answer(tmp_pa
     assert "no answer text" in records[4]["broken"]
     assert records[2]["response"] == said[1].text and records[2]["scores"]["text_exact_match"] == [1, 1]
     assert records[0]["scores"]["text_exact_match"] == [0, 1]
-
-
-def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="text-only.*reference"):
-        check_texts(listed([("only asked", "")]))
-    check_texts(listed())
-    (tmp_path / "config.json").write_text("{}")
-    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
-    check_before(tmp_path, TOKENIZER, listed([("WHY", "so")]))
-    lower = Tokenizer.bytes()
-    lower.inner.normalizer = normalizers.Lowercase()
-    lower.save(tmp_path / "tokenizer.json")
-    with pytest.raises(UserError, match="--text_before has another tokenizer .it cuts 'WHY' differently"):
-        check_before(tmp_path, TOKENIZER, listed([("what", "that"), ("WHY", "so")]))
-    with pytest.raises(UserError, match="no folder"):
-        check_before(tmp_path / "nowhere", TOKENIZER, listed())

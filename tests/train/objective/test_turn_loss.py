@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from tests.train.objective.test_objective import MODELS, gradients, make_examples, pack
@@ -100,16 +99,6 @@ def test_a_model_without_the_head_is_as_before(model: SpeechModel) -> None:
     one, other = Objective(model)(batch, targets(batch)), Objective(bare)(batch, targets(batch))
     assert other.turn_sum is None and one.total.equal(other.total)
     assert len(targets(batch)) == len(model.layout) + HEADS
-
-
-def test_a_weight_without_the_head_and_the_head_without_chunks_are_refused_by_name() -> None:
-    with pytest.raises(
-        UserError, match=r"objective.turn_weight is 0.5, but the model has no turn head: set model.turn to true"
-    ):
-        Objective(SpeechModel(CHUNKED), WEIGHT)
-    with pytest.raises(UserError, match="turn is true, but the encoder's frames hear what comes after them: set encoder.mode"):
-        replace(MODELS["codec2"], turn=True)
-    SpeechModel(TURN).set_chunk(0)  # a chunked encoder that hears whole clips for once
 
 
 def test_its_mean_is_in_the_log_and_on_held_out_batches(model: SpeechModel) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from omni.errors import UserError
-from omni.model.multitask_projector import Bank
 from omni.utils.patterns import match_names
 from tests.train.toys import ToyModel
 from train.config.sections import GroupConfig, OptimizerConfig
@@ -114,9 +113,7 @@ def test_several_rules_are_one_optimizer_also_after_loading(name: str) -> None:
 
 def test_groups_take_the_first_pattern_and_leave_norms_undecayed() -> None:
     config = OptimizerConfig(
-        lr=1e-3,
-        weight_decay=0.1,
-        groups=(GroupConfig("text_*", lr=5e-4), GroupConfig("*head*", lr=9e-4, weight_decay=0.3)),
+        lr=1e-3, weight_decay=0.1, groups=(GroupConfig("text_*", lr=5e-4), GroupConfig("*head*", lr=9e-4, weight_decay=0.3))
     )
     model = ToyModel()
     settings = {}
@@ -137,19 +134,6 @@ def test_muon_takes_hidden_matrices_only() -> None:
     groups = parameter_groups(list(model.named_parameters()), OptimizerConfig(name="muon"))
     muon = {names[p] for g in groups if g["rule"] == "muon" for p in g["params"]}
     assert muon == {"blocks.0.1.weight", "blocks.1.1.weight"}
-
-
-def test_stacks_of_biases_are_biases() -> None:
-    """A multitask projector has the biases of several linears as one tensor [maps, out]."""
-    bank = Bank(3, 4, 5)
-    names = {p: name for name, p in bank.named_parameters()}
-    settings = OptimizerConfig(name="muon", weight_decay=0.1)
-    found = {
-        names[p]: (g["rule"], g["weight_decay"])
-        for g in parameter_groups(list(bank.named_parameters()), settings)
-        for p in g["params"]
-    }
-    assert bank.bias.ndim == 2 and found == {"weight": ("adamw", 0.1), "bias": ("adamw", 0.0)}
 
 
 def test_learning_rates_keep_their_ratio() -> None:

@@ -16,7 +16,6 @@ from train.commands.plan import main
 from train.config.parse import read_run
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound
-from train.plan.plan import kind_of, make_plan
 from train.trainer.build import fit
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -88,29 +87,6 @@ def test_keys_reproduce_the_planned_run(file: str, monkeypatch: pytest.MonkeyPat
         assert json.loads(capsys.readouterr().out)["memory"]["total"] == pytest.approx(knob["total"])
 
 
-def test_hours_follow_from_the_peak(file: str) -> None:
-    config = read_run([file])
-    one, two = (make_plan(config, gpu="H100", mfu=0.5, devices=n).pace for n in (1, 2))
-    assert one["seconds"] == pytest.approx(one["flops"] / (0.5 * 989e12)) and two["seconds"] == pytest.approx(
-        one["seconds"] / 2
-    )
-    assert one["hours"] == pytest.approx(50 * one["seconds"] / 3600)
-
-
-def test_a_gpu_that_is_not_here_is_a_note(
-    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert main([file, "--fabric.accelerator", "cuda", "--fabric.devices", "auto", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert "PyTorch finds no GPU here" in plan["notes"][0] and plan["pace"]["seconds"] is None
-    on_gpu = read_run([file, "--fabric.accelerator", "gpu"])
-    for mac, kind in ((False, "cuda"), (True, "cpu")):
-        monkeypatch.setattr(torch.backends.mps, "is_available", lambda mac=mac: mac)
-        assert kind_of(on_gpu) == kind and kind_of(on_gpu, described=True) == "cuda"
-
-
 def test_a_dry_run_takes_two_steps(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit_main([file, "--dry_run", "--data.alignment", "letters", "--objective.ctc_weight", "1"]) == 0
     said = capsys.readouterr().out
@@ -164,24 +140,3 @@ def test_the_exit_code_is_that_of_fit(
         config = read_run([path, *words])
         with pytest.raises(UserError, match=re.escape(message)):
             fit(replace(config, run_folder=config.run_folder if "FOLDER" in arguments else str(Path(file).parent / "new")))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message", "code"),
-    [
-        (["--devices", "0"], "--devices is 0", 2),
-        (["--devices", "many"], '"devices": Expected .*int.*many', 2),
-        (["--gpu_gib", "-1"], "--gpu_gib is -1", 2),
-        (["--gpu", "abacus"], "--gpu 'abacus' is unknown; known: H200", 2),
-        (["--mfu", "2"], "--mfu is 2", 2),
-        (["--model.preset", "nona"], "did you mean 'nano'", 2),
-        (["--trainable", "[nothing.*]"], "nothing", 1),
-        (["--optimiser.lr", "1"], "optimizer", 2),
-        (["--model.init_from", "nothing"], "nothing does not exist; give a folder with config.json", 1),
-        (["--fabric.strategy", "fsdp", "--optimizer.name", "muon"], "muon", 2),
-    ],
-)
-def test_bad_input_is_one_clear_line(file: str, arguments: list[str], message: str, code: int) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        main([file, *arguments])
-    assert "\n" not in str(caught.value) and caught.value.code == code

@@ -91,19 +91,6 @@ def test_stopped_in_bf16_they_go_on_bitwise(runs: Path, base: bool | str) -> Non
     assert cut.keys() == whole.keys() and all(tensor.equal(cut[name]) for name, tensor in whole.items())
 
 
-def test_a_run_whose_adapters_were_stored_in_bf16_goes_on_in_fp32(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    section = toy_lora()
-    config = toy_config(tmp_path, lora=section, fabric=FabricConfig("cpu", 1, precision="bf16-true"))
-    toy_fit(replace(config, budget=replace(config.budget, steps=4)), adapted_parts(section))
-    file = next((tmp_path / "checkpoints").rglob("state.safetensors"))
-    save_file({n: t if n.endswith("step") else t.bfloat16() for n, t in load_file(file).items()}, file)
-    toy_fit(replace(config, resume="force"), adapted_parts(section))
-    stored = final_tensors(tmp_path)
-    assert {t.dtype for t in stored.values()} == {torch.float32} and all(t.isfinite().all() for t in stored.values())
-
-
 def test_an_adapter_that_was_written_in_bf16_learns_on_in_fp32(tmp_path: Path) -> None:
     section = LoRASection(("blocks.*",), rank=2)
     model, again = (toy_parts().objective.get_submodule("model") for _ in "ab")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from train.checkpoint import retention
 from train.config.parse import read_fit_config
 from train.config.sections import CheckpointConfig, LogConfig, ValidationConfig
 from train.trainer.build import fit
-from train.trainer.callbacks import CALLBACKS, Callback, Callbacks, build_callbacks, register_callback
+from train.trainer.callbacks import CALLBACKS, Callback, Callbacks, register_callback
 from train.trainer.parts import Outcome, Parts
 
 FIGURES = {"exact_match": 0.5}
@@ -110,12 +109,6 @@ def test_what_fails_ends_the_run_after_the_state_is_saved(tmp_path: Path, event:
     assert all(value.equal(whole[name]) for name, value in toy_fit(config, parts_of())[1].items())
 
 
-def test_what_fails_after_the_last_step_fails_the_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="callback failing: on_step failed with ValueError: a mistake of its own"):
-        toy_fit(config_of(tmp_path), parts_of(), [FailingCallback(8)])
-    assert (tmp_path / "checkpoints/step-00000008").is_dir()
-
-
 def test_the_first_process_alone_calls_them() -> None:
     calls = Callbacks([FailingCallback(1)], SimpleNamespace(first=False))  # type: ignore[arg-type]
     calls.call("on_step", 1, {})
@@ -127,28 +120,3 @@ def test_all_processes_end_where_the_first_ones_callback_fails(tmp_path: Path) -
     assert two_processes(options) == [2, 2]
     newest = retention.newest(tmp_path / "checkpoints")
     assert newest is not None and newest.name == "step-00000005"
-
-
-def test_an_unknown_name_is_refused_with_the_closest() -> None:
-    with pytest.raises(UserError, match="callbacks: callback 'note' is unknown; did you mean 'notes'"):
-        CALLBACKS.find("note", "callbacks")
-
-
-def test_one_that_leaves_or_cannot_be_made_is_named(tmp_path: Path) -> None:
-    class Leaving(Callback):
-        name = "leaving"
-
-        def on_step(self, step: int, figures: Mapping[str, float]) -> None:
-            sys.exit()
-
-    with pytest.raises(UserError, match="callback leaving: on_step failed with SystemExit"):
-        toy_fit(config_of(tmp_path), parts_of(), [Leaving(tmp_path)])
-    assert (tmp_path / "checkpoints/step-00000001").is_dir()
-
-    class Odd(Callback):
-        name = "odd"
-
-        def __init__(self) -> None: ...
-
-    with pytest.raises(UserError, match="callback odd cannot be made"):
-        build_callbacks([Odd], tmp_path)

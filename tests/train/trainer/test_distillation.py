@@ -192,21 +192,6 @@ def test_rows_need_their_answers_where_more_than_the_encoder_is_trained(tmp_path
         check_start(config)
 
 
-def test_bad_settings_are_told_by_their_keys(tmp_path: Path, base: str, rows: Path) -> None:
-    config = run_of(tmp_path, base, rows)
-    for changes, said in (
-        ({"model": ModelSection(init_from=base)}, "hears whole clips, as its teacher: set model.encoder.mode chunked"),
-        ({"trainable": ("projector.*",)}, r"nothing of the encoder is trained: name encoder.\* in trainable"),
-        (
-            {"trainable": ("*",), "lora": LoRASection(targets=("decoder.blocks.*",))},
-            r"nothing of the encoder is trained: name encoder.\* in lora.targets",
-        ),
-        ({"model": ModelSection("nano", encoder={"mode": "chunked"})}, "model.init_from is missing, .*: name a model folder"),
-    ):
-        with pytest.raises(UserError, match=f"objective.distill_weight is 1.0, but .*{said}, or set objective.distill_weight"):
-            check_start(replace(config, **changes))
-
-
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_it_is_planned_and_drawn_without_training(tmp_path: Path, base: str, rows: Path, lora: LoRASection | None) -> None:
     from train.plan.plan import make_plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import resource
 import signal
@@ -16,6 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from omni.checkpoint.tensors import save_tensors
+from omni.convert.lazy import lazies_of
 from omni.errors import UserError
 from tests.train.toys import (
     ToyBatch,
@@ -222,15 +225,6 @@ def test_a_loss_that_is_no_number_stops_the_run_before_it_is_saved(tmp_path: Pat
     assert not retention.checkpoints(tmp_path / "checkpoints")
 
 
-def test_broken_data_end_the_run_with_their_own_line(tmp_path: Path) -> None:
-    def broken(step: int) -> None:
-        if step == 2:
-            raise UserError("row 7 of data.parquet has no audio")
-
-    with pytest.raises(UserError, match=r"row 7 of data\.parquet has no audio"):
-        toy_fit(toy_config(tmp_path), toy_parts(broken))
-
-
 def test_a_table_survives_a_row_cut_short(tmp_path: Path) -> None:
     file = tmp_path / "metrics.csv"
     table = CsvTable(file, 0)
@@ -332,9 +326,7 @@ def test_a_validation_that_fails_comes_after_the_checkpoint(tmp_path: Path) -> N
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "answers.jsonl")
 
     config = toy_config(
-        tmp_path,
-        validation=ValidationConfig(every_steps=4),
-        checkpoint=CheckpointConfig(every_steps=2, every_minutes=None),
+        tmp_path, validation=ValidationConfig(every_steps=4), checkpoint=CheckpointConfig(every_steps=2, every_minutes=None)
     )
     with pytest.raises(UserError, match=r"answers\.jsonl.*\(No space left on device\)"):
         toy_fit(config, toy_parts(validate=fail))
@@ -343,22 +335,6 @@ def test_a_validation_that_fails_comes_after_the_checkpoint(tmp_path: Path) -> N
     assert toy_fit(config, toy_parts(validate=lambda weights, step: {"exact_match": 0.1 * step}))[0].step == 8
     newest = retention.newest(tmp_path / "checkpoints")
     assert newest is not None and retention.read_state(newest)["figures"] == {"exact_match": 0.8}
-
-
-def test_a_metric_that_is_not_measured_is_named_with_those_that_are(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"checkpoint\.metric 'accuracy' is unknown; known: exact_match, wer"):
-        CheckpointConfig(metric="accuracy")
-    config = toy_config(tmp_path, validation=ValidationConfig(every_steps=3), checkpoint=CheckpointConfig(metric="wer/A1A2"))
-    parts = toy_parts(validate=lambda weights, step: {"exact_match": 0.5, "ended": 1.0})
-    with pytest.raises(UserError, match=r"'wer/A1A2' is not measured here; .* are exact_match, ended: name .*step-00000003"):
-        toy_fit(config, parts)
-    assert toy_fit(replace(config, checkpoint=CheckpointConfig()), parts)[0].step == 8
-
-
-def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    with pytest.raises(UserError, match=r"file.* cannot be read or written \("):
-        toy_fit(toy_config(tmp_path / "file" / "run"))
 
 
 def test_rows_that_were_not_used_are_in_the_log(tmp_path: Path) -> None:
@@ -400,3 +376,16 @@ def test_curves_of_a_start_that_saved_nothing_are_not_shown_twice(
         logs.close()
     seen = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
     assert [(e.step, e.value) for e in seen] == [(1, 2.0), (2, 2.0), (3, 3.0), (4, 3.0)]
+
+
+def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
+    def export(weights: Mapping[str, Tensor]) -> Path:
+        weights = {name: tensor.clone() for name, tensor in weights.items()}
+        weights["text_head.weight"][1, 2] = math.inf
+        save_tensors(lazies_of(weights), tmp_path / "out.safetensors", only_finite=True)
+        return tmp_path
+
+    with pytest.raises(UserError) as error:
+        toy_fit(toy_config(tmp_path), toy_parts(export=export))
+    said = "the model is not exported: tensor text_head.weight holds numbers that are not finite, after checkpoint "
+    assert str(error.value).startswith(f"{said}{tmp_path}/checkpoints/step-00000008; there is no earlier one")

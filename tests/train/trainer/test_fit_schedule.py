@@ -13,7 +13,6 @@ from tests.train.toys import toy_config, toy_fit, toy_parts
 from train.config.sections import BudgetConfig, CheckpointConfig, ScheduleConfig, ValidationConfig
 from train.console.progress import OPEN
 from train.optim.schedule import due, learning_rate, used
-from train.trainer.announce import expectation
 
 STEPS = BudgetConfig(steps=100)
 
@@ -26,12 +25,9 @@ def test_shapes_over_steps(name: str, final: float) -> None:
     assert rates[:10] == [(i + 1) / 10 for i in range(10)]
     for step in range(10, 100):
         x = (step - 10) / 90
-        shape = {
-            "cosine": (1 + math.cos(math.pi * x)) / 2,
-            "linear": 1 - x,
-            "wsd": min(1.0, 2 * (1 - x)),
-            "constant": 1.0,
-        }[name]
+        shape = {"cosine": (1 + math.cos(math.pi * x)) / 2, "linear": 1 - x, "wsd": min(1.0, 2 * (1 - x)), "constant": 1.0}[
+            name
+        ]
         wanted = 1.0 if name == "constant" else final + (1 - final) * shape
         assert rates[step] == pytest.approx(wanted)
 
@@ -86,13 +82,6 @@ def test_a_validation_that_is_good_enough_ends_the_run(
     for _ in range(2):
         outcome, _ = toy_fit(config, toy_parts(validate=validate))
         assert (outcome.step, asked) == ((6, [6]) if ends else (12, [6, 12]) if until else (8, [6]))
-
-
-def test_a_run_says_from_its_pace_whether_its_goal_is_near() -> None:
-    config = toy_config("", budget=BudgetConfig(expected=412, minutes=10, until=0.95))
-    near, far = (expectation(config, 12, pace) for pace in (0.6, 2.0))
-    assert near == "expected: exact_match 0.95 in about 4 min, as a step takes 0.6 s here and some 412 are needed"
-    assert far.startswith("expected: 10 min, before exact_match 0.95, as a step takes 2 s here")
 
 
 def test_due() -> None:

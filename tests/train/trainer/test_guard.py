@@ -30,7 +30,7 @@ from train.data.sources.mixture import Stage
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective
 from train.trainer.feed import StepBatches
-from train.trainer.guard import SEEN, Ends, StepGuard, Targets, shares_of
+from train.trainer.guard import Ends, StepGuard, Targets, shares_of
 
 SMALL = [
     "configs/nano-scratch.yaml", "--data.packing.rows", "2", "--data.packing.buffer", "4", "--model.decoder.layers", "1",
@@ -272,19 +272,6 @@ def test_nothing_is_counted_once_all_have_had_targets(model: SpeechModel) -> Non
     assert targets.look([None]) == [] and targets.steps == 1
 
 
-def test_a_watched_run_says_which_stream_learns_nothing(model: SpeechModel) -> None:
-    """Once, through the findings of its guard."""
-    batch = some_batch(model, "A1A2")
-    batch.targets[:, 1] = IGNORE
-    objective = Objective(model, ObjectiveConfig())
-    watch = StepGuard(objective, torch.optim.SGD(objective.parameters(), lr=0.1), lambda progress: ())
-    said: list[str] = []
-    for number in range(1, 2 * SEEN):
-        watch.step(number, StepBatches([batch], torch.ones(4), 1.0, 1.0, 1.0, 0), 0.0, lambda step: None, said.append)
-    assert len(said) == 1 and said[0].startswith(f"guard, step {SEEN}:\n[no_target] audio1 got no target")
-    assert [finding.kind for finding in watch.guard.findings] == ["no_target"]
-
-
 # --- ends that are masked ---------------------------------------------------------------------------------------------
 
 
@@ -346,12 +333,3 @@ def test_ends_that_are_trained_give_no_false_alarm(name: str, tasks: list[str]) 
             setattr(cut, field, getattr(cut, field)[..., : column + 1])
         cut.segments, cut.targets[..., -1] = cut.segments[..., : column + 1], IGNORE
         assert Ends(model.layout).look([cut]) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--steps", "0"], "--steps is 0; it must be at least 1"), (["--modle.preset", "x"], "did you mean")],
-)
-def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "configs/nano-scratch.yaml", *arguments]) == 2
-    assert message in capsys.readouterr().err

@@ -76,13 +76,6 @@ def test_another_base_below_the_same_adapters_is_refused(tmp_path: Path) -> None
         toy_fit(config, replace(parts, rows=other))
 
 
-def test_what_learns_is_said_once() -> None:
-    with pytest.raises(UserError, match="trainable.*lora"):
-        toy_config("x", lora=SECTION, trainable=("blocks.*",))
-    assert toy_config("x", lora=SECTION).trainable_patterns == ("*.lora.*", "audio_head.*")
-    assert toy_config("x").trainable_patterns == ("*",)
-
-
 # --- a real model -----------------------------------------------------------------------------------------------------
 
 SMALL = ModelConfig(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +17,11 @@ from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.train.config.test_config import CONFIGS, small
 from train.checkpoint.retention import FORMAT, STATE
-from train.cli import main
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig, plain_config
-from train.config.sections import FabricConfig
 from train.trainer.build import fit
 from train.trainer.initial_model import changed
-from train.trainer.preflight import check_devices, check_start, check_workers
+from train.trainer.preflight import check_start, check_workers
 
 
 def read(recipe: str, *overrides: str) -> FitConfig:
@@ -101,69 +98,6 @@ def test_a_truncated_folder_is_refused_by_its_size(base: Path, tmp_path: Path) -
     assert any("model.safetensors is truncated: 2 bytes of" in line for line in lines)
 
 
-def test_adapters_patterns_and_noise_are_looked_at_too(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    given = ("--model.init_from", str(base), "--lora.targets", "[decoder.blocks.*, decoder.text_head, decoder.bloks.*]")
-    more = ("--lora.trainable", "[adaptor.*]", "--data.augment.noise_folder", "noise", "--data.augment.noise_snr_db", "[5, 30]")
-    lines = lacking(read("mistral-7b/lora.yaml", *given, *more))
-    assert [line.partition(":")[0] for line in lines] == [
-        "data.sources.0.path", "data.augment.noise_folder", "lora.targets", "lora.targets", "lora.trainable",
-    ]  # fmt: skip
-    assert "head is its text embedding" in lines[2] and "'decoder.bloks.*' matches no linear" in lines[3]
-    groups = ("--optimizer.groups", '[{"pattern": "decoder.blocks.*"}, {"pattern": "decoder.norm.*", "lr": 1e-5}]')
-    lines = lacking(read("mini-omni/lora.yaml", "--model.init_from", str(base), *groups))
-    assert [line.partition(":")[0] for line in lines] == [
-        "data.sources.0.path", "model.codec_folder", "optimizer.groups",
-    ]  # fmt: skip
-    lines = lacking(read("mini-omni/lora.yaml", "--model.init_from", str(base), "--lora.init_from", "runs/adapter"))
-    assert any(line.startswith("lora.init_from: adapter runs/adapter does not exist") for line in lines)
-
-
-def test_one_thing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["fit", str(CONFIGS / "nano.yaml"), "--trainable", "[decoder.text_hat.*]"]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and told[0].startswith("error: trainable: pattern 'decoder.text_hat.*' matches no parameter")
-    assert main(["fit", str(CONFIGS / "nano.yaml"), "--model.tokenizer", "t.json", "--model.codec_folder", "weights"]) == 2
-    head, *told = capsys.readouterr().err.splitlines()
-    assert head == "error: 2 things are lacking:" and [line.split()[0] for line in told] == [
-        "model.tokenizer:", "model.codec_folder:",
-    ]  # fmt: skip
-    check_start(read("nano.yaml"))
-    check_start(read("nano-lora.yaml", "--model.init_from", "null", "--model.preset", "nano"))
-
-
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        (["devices", "0"], "fabric.devices is 0; give a number, a list such as '0,1', or auto"),
-        (["devices", "1000"], "fabric.devices is 1000, but there are 2 core(s), for at most 8 processes here"),
-        (["devices", "1.5"], "fabric.devices is '1.5'; give a number"),
-        (["accelerator", "cuda"], "fabric.accelerator is cuda, but PyTorch finds no GPU here"),
-    ],
-)
-def test_devices_that_are_not_here(
-    given: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A run is refused; a dry run, which may be of another machine's recipe, tells it."""
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("train.trainer.build.build_fabric", lambda config: pytest.fail("a process was about to start"))
-    words = ["fit", str(CONFIGS / "nano.yaml"), "--run_folder", str(tmp_path), f"--fabric.{given[0]}", given[1]]
-    assert main(words) == 2 and capsys.readouterr().err.startswith(f"error: {line}")
-    if given[0] == "accelerator":
-        assert main([*words, "--dry_run"]) == 0 and f"\nnote: {line}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("devices", "here"), [("2", True), ("0,1", True), ("auto", True), ("-1", True), ("3", False), ("1,2", False)]
-)
-def test_gpus_are_counted(devices: str, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with nullcontext() if here else pytest.raises(UserError, match=f"fabric.devices is {devices}, but there are 2 GPU"):
-        check_devices(FabricConfig("cuda", devices))
-
-
 def test_another_configuration_is_refused_before_a_model_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.trainer.build.build_fabric", lambda config: pytest.fail("a process was about to start"))
     config = read("nano.yaml", "--run_folder", str(tmp_path))
@@ -184,9 +118,3 @@ def test_more_workers_or_steps_ahead_than_the_machine_has_room_for_are_refused(t
             fit(replace(config, data=replace(config.data, **changes)))
     check_workers(replace(config, data=replace(config.data, workers=8, prefetch=8)))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_precision_that_a_cpu_lacks_is_refused(tmp_path: Path) -> None:
-    config = read("nano.yaml", "--run_folder", str(tmp_path / "run"), "--fabric.precision", "16-mixed")
-    with pytest.raises(UserError, match="16-mixed, which a CPU does not compute in; use bf16-mixed, or 32-true"):
-        fit(config)

@@ -9,8 +9,6 @@ import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +16,9 @@ import torch
 from omni.errors import UserError
 from tests.train.toys import toy_config, toy_fit, toy_parts
 from train.checkpoint import retention
-from train.cli import main
 from train.config.sections import BudgetConfig, LogConfig
 from train.trainer import profiler
-from train.trainer.profiler import FOLDER, SHOWN, TOP, StepProfiler, step_range
+from train.trainer.profiler import FOLDER, SHOWN, TOP
 
 LINES = LogConfig(every=4, progress="lines")
 
@@ -36,32 +33,6 @@ def steps_of(file: Path) -> list[int]:
     """The steps in a trace."""
     found = [name.partition("ProfilerStep#") for name in names_in(file)]
     return sorted(int(step) for _, label, step in found if label)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("15:10", "profile is 15:10, but the first comes after the last; give the first and the last step, such as 10:15"),
-        ("0:3", "profile is 0:3, but steps are counted from 1; give"),
-        ("a:b", "profile is 'a:b'; give the first"),
-        ("7", "profile is '7'; give the first"),
-        ("1:2:3", "profile is '1:2:3'; give the first"),
-        ("-1:3", "profile is '-1:3'; give the first"),
-        ("5:9", "profile is 5:9, but budget.steps is 8; name steps of the run"),
-    ],
-)
-def test_a_range_that_is_none_is_refused(given: str, said: str) -> None:
-    with pytest.raises(UserError) as error:
-        step_range(given, BudgetConfig(steps=8))
-    assert str(error.value).startswith(said)
-
-
-def test_a_range_is_refused_before_anything_is_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["fit", "nano", "--run_folder", str(tmp_path / "run"), "--budget.steps", "8", "--profile"]
-    assert main([*words, "5:9"]) == 2
-    assert capsys.readouterr().err == "error: profile is 5:9, but budget.steps is 8; name steps of the run\n"
-    assert not (tmp_path / "run").exists()
-    assert step_range("5:8", BudgetConfig(steps=8)) == range(5, 9) and step_range("900:901", BudgetConfig(minutes=1))
 
 
 def test_a_profile_leaves_a_trace_and_a_table_and_changes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -116,11 +87,6 @@ def test_a_run_that_cannot_write_its_profile_goes_on(tmp_path: Path, capfd: pyte
     assert outcome.step == 8 and f"the profile cannot be written to {tmp_path / FOLDER}: " in capfd.readouterr().err
 
 
-def test_a_run_that_ends_before_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    outcome, _ = toy_fit(toy_config(tmp_path, log=LINES), profile=range(30, 40))
-    assert outcome.step == 8 and "nothing is profiled: the run ended before step 30" in capfd.readouterr().err
-
-
 def test_nothing_is_recorded_after_a_run_that_fails(tmp_path: Path) -> None:
     def fail(step: int) -> None:
         if step == 3:
@@ -129,36 +95,3 @@ def test_nothing_is_recorded_after_a_run_that_fails(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="row 7"):
         toy_fit(toy_config(tmp_path), toy_parts(fail), profile=range(2, 8))
     assert not torch.autograd._profiler_enabled() and not (tmp_path / FOLDER).exists()
-
-
-def test_kernels_of_a_gpu_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events as a GPU gives them: operators carry their kernels' time, which counts once."""
-    cpu, cuda = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
-
-    def event(key: str, kind: Any, own: float, on_cpu: float = 0.0, label: bool = False) -> Any:
-        return SimpleNamespace(
-            key=key, device_type=kind, self_device_time_total=own, self_cpu_time_total=on_cpu, count=2, is_user_annotation=label
-        )
-
-    events = [
-        event("aten::mm", cpu, 900.0, 50.0), event("gemm", cuda, 900.0), event("Memcpy", cuda, 100.0),
-        event("ProfilerStep*", cpu, 0.0, 20.0, True), event("ProfilerStep*", cuda, 5000.0, 0.0, True),
-    ]  # fmt: skip
-    said: list[str] = []
-    given = SimpleNamespace(
-        stop=lambda: None, key_averages=lambda: events, export_chrome_trace=lambda file: Path(file).write_bytes(b"")
-    )
-    tool = StepProfiler(range(1, 3), tmp_path, torch.device("cuda"), said.append)
-    clock = [1.0]
-    monkeypatch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(
-        profiler, "synchronize", lambda device: clock.append(clock.pop() + 2.0)
-    )  # it works for two seconds more
-    tool.taken, tool.since, tool.profile = [1, 2], 1.0, given
-    tool.close()
-    lines = tool.table.read_text().splitlines()
-    assert lines[0] == "steps 1 to 2 took 2.00 s, in which kernels ran for 0.00 s"
-    assert [line.split() for line in lines[3:5]] == [["gemm", "0.90", "90.0", "%", "2"], ["Memcpy", "0.10", "10.0", "%", "2"]]
-    assert lines[7].split() == ["aten::mm", "0.05", "71.4", "%", "2"] and "(Python, and waiting)" in lines[8]
-    assert said[2].split()[0] == "gemm" and len(said) == 5
-    assert profiler.files_of(range(1, 3), tmp_path) == (tool.trace, tool.table)

@@ -10,19 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from torch import Tensor
 
-from omni.errors import UserError
 from tests.train.eval.toys import save_model
 from tests.train.toys import ALONE, OF_THE_MACHINE, toy_batch, toy_config, toy_fit, toy_parts
-from train.checkpoint.state import Position
-from train.cli import main
-from train.config.sections import BudgetConfig, LogConfig, ValidationConfig
+from train.config.sections import BudgetConfig, LogConfig
 from train.console import progress as console
-from train.console.progress import OPEN, TrainProgress, figures_line, losses_line, short
-from train.trainer import announce, loop
-from train.trainer import build as fit
-from train.trainer.held_out_loss import HeldOut
+from train.console.progress import TrainProgress
+from train.trainer import loop
 from train.trainer.logs import METRICS, read_table
 from train.trainer.metrics import StepMetrics
 from train.trainer.step_times import StepTimes
@@ -48,20 +42,6 @@ def steps_said(said: str) -> list[int]:
     return [int(line.split()[1]) for line in said.splitlines() if line.startswith("step ") and " took " not in line]
 
 
-def test_losses_are_told_by_target_text_and_audio_apart() -> None:
-    figures = {"loss": 17.6, "loss/audio0": 9.0, "loss/text": 2.312, "loss/audio": 4.0, "loss/alignment": 7.1, "lr": 1e-3}
-    screen = io.StringIO()
-    TrainProgress("lines", stream=screen).row(10, 0.1, 5.0, figures)
-    assert screen.getvalue() == "step 10 (10.0%) text 2.31 audio 4.00 lr 1.00e-03 45s left\n"
-    waits = {"tokens_per_second": 1234.0, "mfu": 0.3456, "data_wait": 0.12, "host_gap": 0.049}
-    TrainProgress("lines", stream=screen).row(10, 0.1, 5.0, {**figures, **waits})
-    shown = "lr 1.00e-03 1.23k tokens/s MFU 34.6% 12% waiting for data 45s left"
-    assert screen.getvalue().splitlines()[1] == f"step 10 (10.0%) text 2.31 audio 4.00 {shown}"
-    assert losses_line({"loss": 1.0, "loss/text": 0.01234}) == "text 0.0123"
-    assert losses_line({"loss": 1.0, "loss/alignment": 7.1}) == "alignment 7.10"
-    assert losses_line({"loss": 1.5}) == "loss 1.50"
-
-
 class Terminal(io.StringIO):
     """A terminal of this size."""
 
@@ -71,23 +51,6 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
-
-
-def test_a_terminal_without_a_size_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = {"loss": 1.5, "lr": 1e-3}
-    TrainProgress("auto", stream=(screen := Terminal(0, monkeypatch))).row(10, 0.1, 5.0, figures)
-    assert screen.getvalue() == "step 10 (10.0%) loss 1.50 lr 1.00e-03 45s left\n"
-    TrainProgress("bar", stream=(screen := Terminal(0, monkeypatch))).row(10, 0.1, 5.0, figures)
-    assert "step 10 loss 1.50" in screen.getvalue()
-
-
-def test_an_open_ended_run_says_the_time_to_its_expected_end_and_then_to_its_last() -> None:
-    screen, figures = io.StringIO(), {"loss": 1.5, "lr": 1e-3}
-    progress = TrainProgress("lines", most=1500.0, stream=screen)
-    for step, used, seconds in ((50, 0.5, 60.0), (120, OPEN, 150.0)):
-        progress.row(step, used, seconds, figures)
-    left = [line.partition("1.00e-03 ")[2] for line in screen.getvalue().splitlines()]
-    assert left == ["1:00 left", "at most 22:30 left"]
 
 
 def test_what_is_said_after_a_bar_comes_below_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,28 +65,12 @@ def test_what_is_said_after_a_bar_comes_below_it_once(monkeypatch: pytest.Monkey
     assert after.endswith("\nstopped\n") and after.count("step 10") == 1 and "left" not in after
 
 
-def test_shares_and_error_rates_are_told_in_per_cent() -> None:
-    """Losses are not; and that there are more errors than words is all that a rate beyond 1 says."""
-    figures = {"exact_match": 0.98, "wer": 0.00952, "exact_match/A1T1": 1.0, "ended": 0.5, "loss/text": 2.3456}
-    assert figures_line(figures) == "exact match 98.0 %, wer 1.0 %, exact match/A1T1 100.0 %, ended 50.0 %, loss/text 2.35"
-    assert figures_line({"wer": 1.25, "loss": 1.25}) == "wer > 100 %, loss 1.25"
-
-
 def test_the_first_three_steps_of_every_start_are_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = toy_config(tmp_path, budget=BudgetConfig(steps=12), log=LINES)
     toy_fit(config)
     assert steps_said(capfd.readouterr().err) == [1, 2, 3, 5, 10, 12]
     toy_fit(replace(config, budget=BudgetConfig(steps=20), resume="force"))
     assert steps_said(capfd.readouterr().err) == [13, 14, 15, 20]
-
-
-@pytest.mark.parametrize("seconds", [0.0, 1000.0])
-def test_a_line_comes_when_there_was_none_for_long(
-    tmp_path: Path, seconds: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(loop, "LINE_SECONDS", seconds)
-    toy_fit(toy_config(tmp_path, log=LINES))
-    assert steps_said(capfd.readouterr().err) == (list(range(1, 9)) if seconds == 0 else [1, 2, 3, 5, 8])
 
 
 def test_lines_take_nothing_from_the_rows_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,41 +102,6 @@ def test_a_line_is_of_the_steps_since_the_last_one(tmp_path: Path) -> None:
     assert meter.look()["loss/text"] == pytest.approx(float(losses[1].sums[:, 1].sum() / losses[1].counts[:, 1].sum()))
 
 
-def test_a_slow_step_is_told_of_with_its_cause(tmp_path: Path, clock: list[float], capfd: pytest.CaptureFixture[str]) -> None:
-    """The validation after the step before is none: it has a line of its own."""
-
-    def before(step: int) -> None:
-        clock[0] += 5.0 if step == 6 else 0.1
-
-    def validate(weights: dict[str, Tensor], step: int) -> dict[str, float]:
-        clock[0] += 60.0
-        return {"exact_match": 0.5}
-
-    config = toy_config(tmp_path, log=LINES, validation=ValidationConfig(every_steps=6))
-    toy_fit(config, toy_parts(before, validate=validate))
-    told = [line for line in capfd.readouterr().err.splitlines() if " took " in line]
-    assert told == ["step 7 took 5.0 s, 0.1 s are usual: waiting for data took 5.0 s"]
-
-
-def test_what_is_usual_begins_again_where_other_parameters_are_trained(
-    tmp_path: Path, clock: list[float], capfd: pytest.CaptureFixture[str]
-) -> None:
-    parts = toy_parts()
-    head = parts.objective.get_parameter("model.text_head.weight")
-    ended: list[Tensor] = []
-
-    def idle(progress: float) -> list[torch.nn.Parameter]:
-        clock[0] += 0.1 if progress < 0.5 else 2.0
-        if progress >= 0.5:
-            ended.append(head.detach().clone())
-        return [head] if progress < 0.5 else []
-
-    first = head.detach().clone()
-    toy_fit(toy_config(tmp_path, budget=BudgetConfig(steps=30), log=LINES), replace(parts, idle=idle))
-    assert ended[0].equal(first) and not ended[-1].equal(first)
-    assert " took " not in capfd.readouterr().err
-
-
 # --- the start of a whole run -----------------------------------------------------------------------------------------
 
 
@@ -206,66 +118,3 @@ def recipe(tmp_path: Path) -> Path:
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(config))
     return file
-
-
-def test_a_start_says_what_it_is_about_to_do(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", str(recipe)]) == 0
-    said = capfd.readouterr().err.splitlines()
-    at = next(i for i, line in enumerate(said) if line.startswith("step 1 "))
-    assert said[:2] == [f"training {tmp_path}/model in {tmp_path}/run for 1 step", "  devices     1 x cpu, 32-true"]
-    labels = [line.split()[0] for line in said[2:at]]
-    assert labels == ["model", "trainable", "data", "held"]
-    whole, trainable = (int(line.split()[1].replace(",", "")) for line in said[2:4])
-    assert 0 < trainable < whole
-    assert said[4] == "  data        spoken-digits: made while training" and said[5] == "  held out    2 rows, 2 examples"
-    assert main(["fit", str(recipe), "--budget.steps", "2", "--resume", "force"]) == 0
-    resumed = [line for line in capfd.readouterr().err.splitlines() if line.startswith("  resumed")]
-    assert len(resumed) == 1 and "step-00000001, after 1 steps and " in resumed[0]
-    assert main(["fit", str(recipe), "--resume", "restart", "--log.progress", "off"]) == 0
-    assert "training" not in capfd.readouterr().err
-
-
-def test_held_out_rows_that_are_broken_are_said(tmp_path: Path) -> None:
-    parts = replace(toy_parts(), held_out=HeldOut((), 100, 99, {"rows 3": "rows 3, turn 0: no.wav", "rows 5": "rows 5"}))
-    lines = announce.ready_lines(toy_config(tmp_path), parts, [], Position(), None)
-    assert lines[1:] == [
-        "  held out    100 rows, 99 examples",
-        "  broken      2 of the held-out rows, which are left out (the first: rows 3, turn 0: no.wav)",
-    ]
-
-
-def test_what_is_known_of_the_rows_is_said_unless_nothing_is(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(fit, "check_start", lambda config: ["3 of 12 rows are short"])
-
-    def prepare(*_: object) -> None:
-        raise UserError("enough")
-
-    monkeypatch.setattr(fit, "prepare", prepare)
-    for progress, said in (("lines", "3 of 12 rows are short\n"), ("off", "")):
-        assert main(["fit", str(recipe), "--log.progress", progress]) == 2
-        assert capfd.readouterr().err == said + "error: enough\n"
-
-
-def test_a_loss_that_no_row_measures_is_refused_before_the_first_step(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", str(recipe), "--checkpoint.metric", "loss/text", "--data.packing.length", "20"]) == 2
-    told = capfd.readouterr().err.splitlines()[-1]
-    assert "checkpoint.metric is loss/text, but none of the 2 held-out rows makes an example" in told
-
-
-def test_the_first_lines_come_before_anything_is_loaded(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def load(*_: object) -> None:
-        assert "training " in capfd.readouterr().err
-        raise SystemExit(7)
-
-    monkeypatch.setattr(fit, "build_initial", load)
-    with pytest.raises(SystemExit, match="7"):
-        main(["fit", str(recipe)])
-
-
-def test_numbers_are_three_digits_of_the_right_unit() -> None:
-    found = [short(value) for value in (0.5, 950.0, 999.4, 999.6, 2400.0, 999_700.0, 4.56e6, 1.31e9, 2.56e12)]
-    assert found == ["0.5", "950", "999", "1k", "2.4k", "1M", "4.56M", "1.31G", "2.56T"]

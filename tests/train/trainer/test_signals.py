@@ -51,23 +51,6 @@ def test_the_first_signal_says_what_it_brings_about_and_ctrl_c_after_it_interrup
     break_off()
 
 
-def test_a_stop_is_said_at_once_and_on_a_line_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    def before(step: int) -> None:
-        if step == 3:
-            kill()
-            end = time.monotonic() + 5
-            # Read in place: what is written between the reading and the emptying of capfd would be lost.
-            while b"without saving" not in (said := os.pread(2, 1 << 20, 0)) and time.monotonic() < end:
-                time.sleep(0.001)
-            heard.append(said.decode())
-
-    heard: list[str] = []
-    outcome, _ = toy_fit(toy_config(tmp_path, log=LINES), toy_parts(before))
-    assert (outcome.step, outcome.signal) == (4, signal.SIGINT)
-    line = "SIGINT: the run stops after this step and saves its state; Ctrl-C again ends it at once, without saving"
-    assert line in heard[0].splitlines()
-
-
 def test_a_signal_within_a_step_ends_the_run_after_it(tmp_path: Path) -> None:
     parts = toy_parts()
     flops: list[int] = []

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
-import torch
 
-from train.trainer.step_times import StepTimes, graphs_compiled
+from train.trainer.step_times import StepTimes
 
 
 class Machine:
@@ -50,50 +45,3 @@ def test_a_new_graph_is_the_cause_of_what_nothing_else_explains(machine: Machine
     assert machine.step(20.0, compiled=2) == "step 7 took 20.0 s, 0.5 s are usual: compiling took 20.0 s"
     assert "the cause is unknown" in str(machine.step(20.0))
     assert "waiting for data took 20.0 s" in str(machine.step(0.5, compiled=1, waiting_for_data=20.0))
-
-
-def test_a_step_that_had_to_wait_for_a_core_says_so(machine: Machine) -> None:
-    """Computing no more than usual, on a machine that is busy or not; told the 1st, 2nd, 4th and 8th time."""
-    there = os.cpu_count()
-    machine.load = 9.25 + there
-    said = [machine.step(2.0, computed=0.4) for _ in range(9)]
-    busy = (
-        f"step 7 took 2.0 s, 0.5 s are usual: other processes keep the machine busy (load {machine.load:.1f} on {there} cores)"
-    )
-    assert said == [busy, busy, None, f"{busy} (the 4th such step)", None, None, None, f"{busy} (the 8th such step)", None]
-    quiet = Machine()
-    assert [quiet.step(0.5) for _ in range(10)] == [None] * 10
-    assert str(quiet.step(2.0, computed=0.4)).endswith(
-        ": this process computed for 0.4 s of that, no more than usual, and waited otherwise"
-    )
-
-
-def test_what_is_usual_or_short_is_not_told_of(machine: Machine) -> None:
-    assert machine.step(1.4) is None  # under three times the median
-    quick = Machine()
-    assert [quick.step(0.01) for _ in range(20)] == [None] * 20
-    assert quick.step(0.9) is None  # ninety times as long, but under a second
-    assert quick.step(1.1) is not None
-
-
-def test_the_parts_of_one_step_do_not_count_for_the_next(machine: Machine) -> None:
-    assert machine.step(0.4, waiting_for_data=9.0) is not None
-    assert "the cause is unknown" in str(machine.step(9.0))
-
-
-def test_before_there_is_a_median_only_compiling_is_told_of() -> None:
-    machine = Machine()
-    assert machine.step(8.0, waiting_for_data=5.0) is None
-    assert machine.step(60.0, compiled=1) == "step 7 took 60.0 s: compiling took 60.0 s"
-
-
-def test_counting_graphs_imports_nothing() -> None:
-    code = "import sys, train.trainer.step_times as s; print(s.graphs_compiled(), 'torch._dynamo' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == ["0", "False"], done.stderr
-
-
-def test_graphs_are_counted() -> None:
-    before = graphs_compiled()
-    torch.compile(lambda x: x.sin() + 1, backend="eager")(torch.ones(3))
-    assert graphs_compiled() > before

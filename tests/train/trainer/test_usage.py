@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
-import resource
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +17,11 @@ from omni.errors import UserError
 from omni.utils.profiling import GIB
 from tests.golden.toys import RECIPE, inside, place
 from tests.train.toys import ALONE, ToyModel, toy_config, toy_fit, toy_parts
-from train import cli, recipe
-from train.commands.fit import saving_lines
+from train import cli
 from train.config.sections import LogConfig
 from train.plan import plan
-from train.plan.plan import Knob
 from train.trainer import usage
 from train.trainer.logs import METRICS, read_table
-from train.trainer.loop import Loop
 from train.trainer.metrics import StepMetrics
 from train.trainer.step import PlainStep
 from train.trainer.usage import IdleTime, Usage, bytes_of, is_out_of_memory, out_of_memory
@@ -131,16 +126,6 @@ def test_a_step_queues_nothing_as_it_fetches_and_reports(tmp_path: Path, monkeyp
     assert seen[:4] == [100, 0, 0, 10] and set(seen) == {0, 10, 100}
 
 
-def test_a_wait_that_fails_leaves_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    Stream(monkeypatch)
-    idle = IdleTime(CUDA)
-    with pytest.raises(UserError), idle:
-        raise UserError("no data")
-    assert not idle.pairs
-    with IdleTime(CPU) as nothing:
-        assert nothing is None
-
-
 def test_the_share_of_the_peak_is_in_the_log() -> None:
     meter = StepMetrics(("A1A2",), ("text",), "cpu", ALONE, peak=100.0)
     meter.step(10.0, 30.0, torch.zeros(()), torch.zeros(()))
@@ -235,20 +220,6 @@ def test_on_a_gpu_the_device_is_described(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert said[1:] == ["  the run holds weights 1.00 GiB", "  no checkpoint was written yet"]
 
 
-@pytest.mark.parametrize("running", [True, False])
-def test_the_step_is_named_if_it_was_one(running: bool) -> None:
-    """And not where a validation, or a checkpoint, ran out of memory after it."""
-    meter = StepMetrics(("A1A2",), ("text",), "cpu", ALONE)
-    meter.start()
-    if not running:
-        meter.pause()
-    run: Any = SimpleNamespace(
-        position=SimpleNamespace(step=6), meter=meter, fabric=SimpleNamespace(device=CPU), usage=None, saved=None
-    )
-    error = Loop.out_of_memory(run, MemoryError())
-    assert error.in_step == running and str(error).startswith(f"memory ran out{' in step 7' * running}: ")
-
-
 @pytest.mark.long
 @pytest.mark.untrained("*")
 def test_a_run_without_memory_says_what_to_do(
@@ -295,53 +266,6 @@ def test_a_run_without_memory_says_what_to_do(
             cli.main(["fit", "run.yaml", "--debug"])
         causes = [error.value.__cause__, error.value.__cause__.__cause__]  # type: ignore[union-attr]
         assert "you tried to allocate" in str(causes[1])
-
-
-def test_an_estimate_that_fails_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = recipe("nano")
-
-    def fail(*_: object) -> None:
-        raise ValueError("no")
-
-    monkeypatch.setattr("train.plan.plan.savings_here", fail)
-    (line,) = saving_lines(config, True)
-    assert line.startswith("`omni-train plan` counts what saves memory, but failed here (ValueError: no")
-
-
-def test_a_key_is_advised_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though fsdp saves on two devices, on four and on eight, and checkpointing at two levels."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(plan, "kind_of", lambda _: "cuda")
-    config = recipe("nano", fabric={"devices": 1}, optimizer={"name": "adamw"})
-    for limit in (math.inf, 0.1 * GIB):
-        found = plan.savings_here(config, True, limit)
-        keys = [one.keys.split()[0] for one in found]
-        assert len(set(keys)) == len(keys) and "--fabric.strategy" in keys and len(saving_lines(config, True)) == 4
-
-
-def test_where_no_key_saves_enough_none_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = recipe("nano")
-    found = [Knob(keys, "slow", config, total * GIB, (32 - total) * GIB) for keys, total in (("--a", 9), ("--b", 8))]
-    monkeypatch.setattr("train.plan.plan.savings_here", lambda *_: found)
-    assert saving_lines(config, True, 7 * GIB) == [
-        "no key alone saves enough, by the plan's arithmetic: 32.00 GiB are needed, and 8.00 GiB with --b; `omni-train plan` "
-        "tries several together"
-    ]
-    assert len(saving_lines(config, True, 8 * GIB)) == 3
-
-
-def test_a_limit_of_the_process_is_told_in_place_of_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limits, said in (
-        ([usage.Limit("ulimit -v", 5 * GIB, 5 * GIB - 9)], "this process may have 5.00 GiB (ulimit -v), 5.00 GiB of it held"),
-        ([usage.Limit("its control group", 1 << 60, 0)], "the machine has "),
-    ):
-        monkeypatch.setattr(usage, "own_limits", lambda limits=limits: limits)
-        error = out_of_memory(MemoryError(), CPU)
-        assert said in str(error) and (error.limit == 5 * GIB) == ("ulimit" in said)
-    monkeypatch.undo()
-    monkeypatch.setattr(resource, "getrlimit", lambda number: (1 << 50, 1 << 50) if number == resource.RLIMIT_AS else (-1, -1))
-    found = {one.name: one for one in usage.own_limits()}
-    assert found["ulimit -v"].whole == 1 << 50 and 1 << 20 < found["ulimit -v"].held < 1 << 50 and "ulimit -d" not in found
 
 
 def test_every_process_reports_its_own_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from omni.errors import UserError
 from train.trainer.logs import Logs, run_id
 
 
@@ -71,18 +70,6 @@ def test_all_figures_go_to_it_under_their_steps(fake: Any, tmp_path: Path) -> No
 def test_without_a_project_it_is_not_asked(fake: Any, tmp_path: Path) -> None:
     Logs(tmp_path, 0).close()
     assert not fake.given
-
-
-def test_a_run_that_cannot_begin_there_is_refused(fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(**given: Any) -> None:
-        raise RuntimeError("api_key not configured\n(no-tty)")
-
-    fake.init = init
-    with pytest.raises(UserError, match=r"log.wandb is 'speech', .* \(api_key not configured \(no-tty\)\): run `wandb login`"):
-        Logs(tmp_path, 0, "speech")
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="log.wandb is 'speech', but wandb is not installed"):
-        Logs(tmp_path, 0, "speech")
 
 
 @pytest.mark.long

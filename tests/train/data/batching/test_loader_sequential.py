@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from omni.errors import UserError
 from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
 from tests.train.data.toys import MODELS, TASKS, TOKENIZER, ToySource, codec_of, maker_of
 from train.data.batching.loader import StepLoader, process_shards
@@ -200,20 +199,6 @@ def test_the_configuration_chooses(folder: Path) -> None:
     assert (found.width, found.rows) == (4, ROWS - 3)
     wide = made(order="sequential", window=1000)
     assert len({wide.fetch(number).where for number in range(ROWS)}) == ROWS
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"order": "sequental"}, r"source.order 'sequental' is unknown; .*sequential"),
-        ({"order": "sequential", "window": 0}, "source.window is 0; it must be at least 1"),
-        ({"window": 4}, "source.window is 4, but order is random, which has none: set order to sequential"),
-        ({"order": "sequential", "kind": "spoken-digits", "path": None}, "'spoken-digits' reads no files in pieces"),
-    ],
-)
-def test_values_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        SourceConfig(**{"kind": "stored", "path": "rows", **options})
 
 
 def test_rows_of_large_groups_come_from_their_copy(tmp_path: Path) -> None:

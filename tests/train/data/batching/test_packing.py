@@ -11,10 +11,8 @@ import torch
 
 from omni.errors import UserError
 from omni.layout import IGNORE
-from omni.tasks import TASKS
-from tests.train.data.toys import MODELS, TOKENIZER, ToySource, codec_of, maker_of, pipeline_of
+from tests.train.data.toys import MODELS, ToySource, codec_of, maker_of, pipeline_of
 from train.data.batching.batch import assemble
-from train.data.batching.draw import describe
 from train.data.batching.packer import PackerShard, choose
 from train.data.batching.pipeline import Pipeline
 from train.data.config import PackingConfig
@@ -144,23 +142,6 @@ def test_what_no_row_can_hold_is_named_or_skipped_and_counted():
         patch.setattr("train.data.batching.packer._GIVE_UP", 1000)
         with pytest.raises(UserError, match=r"\b50 examples.* too long .*packing.length 2 "):
             shard.batch()
-
-
-@pytest.mark.parametrize("wrong", [dict(rows=0), dict(length=0), dict(buffer=0), dict(too_long="cut")])
-def test_shapes_that_cannot_be_are_refused(wrong):
-    with pytest.raises(UserError, match=rf"packing.{next(iter(wrong))}"):
-        PackingConfig(**wrong)
-
-
-def test_a_batch_can_be_looked_at():
-    model = MODELS["codec2"]
-    batch = PackerShard(pipeline_of(model), 0, 1).batch()
-    drawing = describe(batch, model.layout, TOKENIZER)
-    count = int(batch.segments[0][batch.task[0] >= 0].max()) + 1
-    assert drawing.count("\nexample ") + 1 == count
-    names = {tuple(TASKS)[i] for i in batch.task[0].unique().tolist() if i >= 0}
-    assert all(name in drawing for name in names)
-    assert "~" in drawing and "*" in drawing and f"{batch.examples} examples" in drawing
 
 
 class Mixed(ToySource):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from tests.train.trainer.test_preflight import lacking
 from tests.train.trainer.test_preflight import read as read_recipe
 from train.data.batching.packer import PackerShard
 from train.data.batching.pipeline import Pipeline
-from train.data.batching.unused import COLUMNS, ENOUGH, Counts, Unused
+from train.data.batching.unused import ENOUGH, Counts, Unused
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.rows.parquet import write_rows
 from train.data.sources.mixture import Mixture, TaskMixture
@@ -124,42 +123,6 @@ def test_a_share_below_the_limit_is_counted_and_goes_on_with_a_resumed_run():
     for batch in batches[30:]:
         assert resumed.batch().state == batch.state
     assert resumed.counts == counts == Counts.joined([counts.plain()])
-
-
-def test_counts_of_all_packers_are_one_table():
-    parts = [Counts(), Counts()]
-    for n, part in enumerate(parts):
-        part.add("a", ["A1T1", "A1T1"])
-        for i in range(2):
-            part.leave_out(Unused("a", "T1A2", "no answer_text", f"row {n}.{i}"))
-        part.leave_out(Unused("a", "", "the row cannot be read", f"row {n}"))
-    joined = Counts.joined(part.plain() for part in parts)
-    rows = list(csv.DictReader(joined.table().splitlines()))
-    assert [tuple(row.values()) for row in rows] == [
-        ("a", "", "the row cannot be read", "2", "8", "0.25", "row 0 | row 1"),
-        ("a", "T1A2", "no answer_text", "4", "4", "1", "row 0.0 | row 0.1 | row 1.0"),
-    ]
-    assert tuple(rows[0]) == COLUMNS and Counts.joined([{}]) == Counts()
-
-
-def test_what_was_left_out_is_said_once_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    counts = Counts()
-    counts.leave_out(Unused("rows", "T1A2", "no answer_text", "file row 3"))
-    plain = counts.plain()
-
-    def steps(shards, start, states):
-        for step in range(start, 100):
-            batches = [toy_batch(shard, step) for shard in shards]
-            batches[0].state.update(broken=1 + step // 4, counts=plain)
-            yield batches
-
-    config = toy_config(tmp_path)
-    toy_fit(replace(config, log=replace(config.log, progress="lines")), toy_parts(steps=steps))
-    said = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
-    assert said == [
-        f"rows as T1A2: 1 of 1 rows (100.0%) left out: no answer_text (the first: file row 3); see {tmp_path / UNUSED}"
-    ]
-    assert (tmp_path / UNUSED).read_text().splitlines()[1] == "rows,T1A2,no answer_text,1,1,1,file row 3"
 
 
 def test_tasks_that_no_row_of_a_source_is_for_are_lacking_before_the_start(tmp_path: Path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -151,19 +150,6 @@ def test_shards_and_order(rows_per_file: int, tmp_path: Path) -> None:
     assert ids == [f"r{i}" for i in range(100) if i % 3]
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = stored(tmp_path / "data", list(map(row, range(6))), per_file=3)
-    os.truncate(data / "rows-00001.parquet", 300)
-    allowed = rules(tmp_path, "speakers: [s0, s1, s2]")
-    assert main([str(data), str(tmp_path / "out"), "--rules", str(allowed), "--progress", "off"]) == 0
-    told, line = capsys.readouterr().out, f"{data / 'rows-00001.parquet'} is not a whole Parquet file"
-    assert told.startswith("3 of 3 rows kept") and f"warning: {line}" in told
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["unreadable_files"][0].startswith(line)
-    os.truncate(data / "rows-00000.parquet", 300)
-    with pytest.raises(UserError, match="rows-00000.parquet is not a whole Parquet file"):
-        filter_rows(data, tmp_path / "none", Rules())
-
-
 def test_rows_that_fail_once_to_be_read_are_dropped_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a network folder: another reading of the same rows would give others than were judged."""
     data = stored(tmp_path / "data", [row(i, language="nl" if i in (2, 13) else "en") for i in range(40)])
@@ -221,13 +207,8 @@ def test_what_stops_a_filter_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     ("text", "why"),
     [
         ("question_second: {max: 3}", "unknown key 'question_second'; did you mean 'question_seconds'"),
-        ("question_seconds: {maximum: 3}", "unknown key 'maximum'; did you mean 'max'"),
-        ("question_seconds: 3", "question_seconds is 3; it must be a mapping with keys of Range: min, max"),
         ("turns: {max: 1}\nturns: {max: 2}", "rules.yaml line 2: turns is given again, after line 1; keep one"),
         ("question_seconds: {min: 3, max: 1}", "rules.yaml: a rule asks for at least 3 and at most 1"),
-        ("question_seconds: {max: .nan}", "rules.yaml: a rule asks for nan"),
-        ("languages: en", "languages is 'en'; it must be a list"),
-        ("drop_duplicates: [rows]", "it must be one of 'row'"),
         ("require: {", r"cannot be read \(.*\); give a YAML file"),
         ("max_wer: {question: 0.1}", "max_wer needs a Whisper"),
     ],
@@ -331,26 +312,3 @@ def test_hugging_face_folders_hear_the_same(weights: Path, tmp_path: Path) -> No
         theirs = model(input_features=mel, decoder_input_ids=ids).logits
         ours = asr.model(mel, ids)
     assert torch.allclose(ours, theirs, atol=1e-4)
-
-
-def test_weights_that_are_no_whisper(weights: Path, tmp_path: Path) -> None:
-    data = torch.load(weights, weights_only=True)
-    name = "decoder.blocks.0.cross_attn.key.weight"
-    less = {key: value for key, value in data["model_state_dict"].items() if key != name}
-    for number, (broken, why) in enumerate(
-        (
-            ({**data, "model_state_dict": less}, f"tensor {name} is missing"),
-            ({**data, "dims": {**data["dims"], "n_mels": "x"}}, "n_mels is 'x'"),
-            ({**data, "dims": {**data["dims"], "n_audio_ctx": 700}}, "has a window of 700 frames"),
-            ({"weights": 1}, "is no Whisper of OpenAI's"),
-        )
-    ):
-        file = tmp_path / f"{number}.pt"
-        torch.save(broken, file)
-        with pytest.raises(UserError, match=why):
-            WhisperTranscriber(file)
-    with pytest.raises(UserError, match="does not exist"):
-        WhisperTranscriber(tmp_path / "none.pt")
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(UserError, match="has model_type 'bert'"):
-        WhisperTranscriber(tmp_path)

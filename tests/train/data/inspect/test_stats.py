@@ -35,7 +35,7 @@ from tests.train.data.inspect.toys import (
 from tests.train.data.toys import MODELS, TOKENIZER
 from train.commands.data_stats import main
 from train.data.batching.examples import ExampleMaker, Prepared
-from train.data.inspect.collect import Collector, StreamUse
+from train.data.inspect.collect import Collector
 from train.data.inspect.scan import Scan
 from train.data.inspect.stats import collect
 from train.data.inspect.target import Target
@@ -151,12 +151,6 @@ def test_bad_rows_are_noted_and_the_rest_counted(tmp_path: Path, monkeypatch: py
     assert not done.codes and sum(done.noted.values()) == 1
 
 
-def test_entropy_of_known_frequencies() -> None:
-    assert StreamUse(np.array([4, 4, 4, 4])).entropy == 2 and StreamUse(np.array([0, 9, 0, 0])).entropy == 0
-    assert StreamUse(np.array([2, 1, 1, 0])).entropy == 1.5 and StreamUse(np.array([2, 1, 1, 0])).used == 0.75
-    assert StreamUse(np.zeros(4, np.int64)).entropy == 0
-
-
 def test_models_are_named_in_one_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = str(stored(tmp_path / "data", [row(0), row(1)]))
     config = model("codec2")
@@ -165,12 +159,3 @@ def test_models_are_named_in_one_way(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "out" / "columns.png").is_file()
     out = capsys.readouterr().out
     assert "columns A1A2" in out and "columns T1T2" in out and "question tokens" in out
-    for argv, why in (
-        (["--model", str(tmp_path / "m"), "--preset", "nano"], "both given"),
-        (["--preset", "nanno"], "did you mean 'nano'"),
-        (["--preset", "qwen3-0.6b"], "give the model's tokenizer.json with --tokenizer"),
-        (["--tokenizer", "t.json"], "without a model"),
-        (["--preset", "nano", "--tasks", "A1A3"], "task 'A1A3' is unknown"),
-    ):
-        with pytest.raises(UserError, match=why):
-            main([data, *argv])

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from omni.codec.registry import load_codec
-from omni.errors import UserError
 from tests.train.data.readers.toys import flac, heard, write_tone
 from train.cli import main
 from train.console import progress
-from train.data.prepare.config import PrepareConfig
-from train.data.prepare.report import MISSING, reason_of
-from train.data.prepare.rows import stored as stored_sound
-from train.data.readers.files import Files
+from train.data.prepare.report import MISSING
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Sound
 
@@ -92,60 +86,12 @@ def test_recordings_that_are_left_out_are_counted(workers, tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "report.json").read_text())["left_out"] == 80
 
 
-@pytest.mark.parametrize(("rate", "fits"), [(16, False), (3999, False), (4000, True), (0, True), (1_000_000_000, False)])
-@pytest.mark.parametrize("name", ["question_rate", "answer_rate"])
-def test_rates_that_no_sound_has_are_refused(name, rate, fits):
-    if fits:
-        assert getattr(PrepareConfig(**{name: rate}), name) == rate
-        return
-    with pytest.raises(UserError, match=f"{name} is {rate}: give samples per second from 4000 to 192000, or 0"):
-        PrepareConfig(**{name: rate})
-
-
-@pytest.mark.parametrize("name", ["gone.wav", "a/b.flac", "s3://bucket/gone.wav"])
-def test_recordings_that_are_missing_are_one_reason(name, tmp_path):
-    """Of a set, and of rows that have been prepared before; what is there and broken is none of them."""
-    (tmp_path / "broken.wav").write_bytes(b"RIFFnothing")
-    for read in (lambda name: Files(tmp_path).file(name), lambda name: stored_sound(Sound(path=name, folder=tmp_path), 0)):
-        with pytest.raises(UserError) as error:
-            read(name)
-        assert reason_of(str(error.value)) == reason_of(f"turn 3: {error.value}") == MISSING
-    with pytest.raises(UserError) as error:
-        stored_sound(Sound(path="broken.wav", folder=tmp_path), 0)
-    assert reason_of(str(error.value)) == str(error.value)
-
-
-def test_progress_says_the_rate_and_the_time_left_of_this_start(monkeypatch):
-    """Of 100 items 20 were there; the first 10 took what starting takes, the next 30 took 20 s and are 60 s of sound."""
-    now, stream = [100.0], io.StringIO()
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    display = progress.Display(100, 20, "lines", stream)
-    now[0] = 115.0
-    display.tick(10, 900.0)
-    now[0] = 120.0
-    display.tick(10, 20.0)
-    now[0] = 135.0
-    display.tick(20, 40.0)
-    assert stream.getvalue().splitlines() == [
-        "30 of 100 items (30.0%), starting",
-        "60 of 100 items (60.0%), 1.5 items/s, 3.0x real time, 27s left",
-    ]
-
-
-def test_one_is_no_plural() -> None:
-    assert [progress.counted(number, "item") for number in (0, 1, 1200)] == ["0 items", "1 item", "1200 items"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["--read.colums", "{}"], "unknown option --read.colums; did you mean --read.columns?"),
-        (["--read.columns", "{sound: wav}"], "columns maps 'sound', which is no field of a row"),
         (["--read.columns", "{answer_text: answer}"], "has no column 'answer': it has transcript, wav, reply, said"),
-        (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--config", "TWICE"], "twice.yaml line 3: limit is given again, after line 1; keep one"),
-        (["--limit", "0"], "limit is 0; it must be at least 1, or left out to prepare all"),
-        (["--workers", "few"], "option --workers is 'few'; give a whole number, or null"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(arguments, line, tmp_path, capsys):

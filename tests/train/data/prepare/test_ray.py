@@ -90,10 +90,3 @@ def test_what_a_cluster_cannot_do_is_named(two, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"has 0 GPU and a worker needs 1: give another --device"):
         made(tmp_path / "out", ToySource(64), ray="auto", device="cuda")
     assert not list(tmp_path.iterdir())
-
-
-def test_without_ray(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r'--ray needs Ray.*pip install "omni-speech\[ray\]"'):
-        made(tmp_path / "out", ToySource(3), ray="auto")
-    assert not list(tmp_path.iterdir())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from omni.errors import UserError
-from tests.train.data.prepare.test_prepare import made, told
+from tests.train.data.prepare.test_prepare import made
 from tests.train.data.prepare.toys import ToySource
 from train.data.prepare import worker as blocks
 from train.data.prepare.config import PrepareConfig
@@ -50,34 +48,3 @@ def test_what_others_put_there_stays(tmp_path):
         made(tmp_path / "out", ToySource(5, broken=tuple(range(5))))
     assert [path.name for path in (tmp_path / "out.preparing").iterdir()] == ["thesis.txt"]
     discard(tmp_path / "nowhere")
-
-
-def test_only_the_settings_that_differ_are_named(tmp_path):
-    source = told(tmp_path / "in", "one", "two")
-    prepare(source, tmp_path / "out", PrepareConfig(workers=0))
-    other = PrepareConfig(ReaderOptions(audio="none", columns={"question_text": "question_text"}), limit=1, workers=0)
-    with pytest.raises(UserError) as caught:
-        prepare(source, tmp_path / "out", other)
-    audio, columns = (
-        "read.audio was 'required' and is now 'none'",
-        "read.columns.question_text was None and is now 'question_text'",
-    )
-    named = f"{audio}, {columns}, limit was None and is now 1"
-    assert f"was prepared with other settings: {named}; give the same ones" in str(caught.value)
-
-
-def test_another_source_is_told_as_such(tmp_path):
-    """Not as one that has changed."""
-    prepare(told(tmp_path / "in", "one", "two"), tmp_path / "out", PrepareConfig(workers=0))
-    other = told(tmp_path / "other", "three")
-    with pytest.raises(UserError, match=rf"was prepared with other settings: source was '\S+in\S*' and is now '{other}'"):
-        prepare(other, tmp_path / "out", PrepareConfig(workers=0))
-
-
-@pytest.mark.parametrize(
-    ("voice", "line"), [("en-us+f9", "has no variant 'f9'"), ("+f9", "no variant"), ("xx", "no language 'xx'")]
-)
-def test_a_voice_that_is_none_is_refused_before_a_folder_is_made(voice, line, tmp_path):
-    with pytest.raises(UserError, match=line):
-        made(tmp_path / "deep" / "out", ToySource(4, "text"), speak="question", voice=f"espeak:{voice}")
-    assert not list(Path(tmp_path).iterdir())

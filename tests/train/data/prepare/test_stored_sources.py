@@ -21,14 +21,14 @@ from omni.files import cache_folder
 from omni.stores.pointers import POINTERS
 from omni.stores.tries import ChangedError, StoreError
 from tests.golden.toys import write_sound, write_table
-from train.data import executor, readers
+from train.data import executor
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
 from train.data.prepare.worker import PreparedBlock, block_maker
 from train.data.readers import data_path, open_source
 from train.data.readers.contract import ReaderOptions
 from train.data.rows.parquet import StoredRows
-from train.data.rows.row import Row, features
+from train.data.rows.row import features
 
 
 @pytest.fixture
@@ -191,25 +191,6 @@ def test_a_cache_that_is_removed_meanwhile_breaks_no_row(audio: str, gone: str, 
                     shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink(missing_ok=True)
 
 
-def test_another_version_of_the_same_size_is_refused(bucket: Any, tmp_path: Path) -> None:
-    SETS["common-voice"](tmp_path / "set")
-    address, config = bucket.put_all(tmp_path / "set", "set"), PrepareConfig(workers=0)
-    prepare(address, tmp_path / "out", config)
-    sound = (tmp_path / "set" / "clips" / "3.flac").read_bytes()
-    bucket.put("set/clips/3.flac", sound)  # as it was
-    prepare(address, tmp_path / "out", config)
-    bucket.put("set/clips/3.flac", sound[:-1] + bytes([sound[-1] ^ 1]))
-    with pytest.raises(UserError, match=f"before {address} changed: source_versions was"):
-        prepare(address, tmp_path / "out", config)
-
-
-def test_recordings_that_are_named_by_their_address(bucket: Any, tmp_path: Path) -> None:
-    line = f'{{{{"question_audio": "{bucket.address("set")}/{{0}}.flac", "question_text": "{{0}}"}}}}\n'
-    write_spoken(tmp_path / "set", "{}.flac", "mine.jsonl", line)
-    rows = list(open_source(bucket.put_all(tmp_path / "set", "set")))
-    assert len(rows) == 70 and all(isinstance(row, Row) and row.turns[0].question_audio for row in rows)
-
-
 def test_failures_in_other_processes_are_told(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SETS["recordings"](tmp_path / "set")
     address = bucket.put_all(tmp_path / "set", "set")
@@ -239,24 +220,7 @@ def test_a_damaged_recording_breaks_its_row_as_here(bucket: Any, tmp_path: Path)
     assert here.replace("'", "").replace(str(tmp_path / "set"), address) == there.replace("'", "")
 
 
-def test_readers_of_plug_ins_get_whole_files(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    SETS["recordings"](tmp_path / "set")
-    address = bucket.put_all(tmp_path / "set", "set")
-    assert (data_path(address) / "deep" / "3.flac").stat().st_size < 200
-    monkeypatch.setattr(readers, "_ALL", readers._ALL[1:])
-    sound = (tmp_path / "set" / "deep" / "3.flac").read_bytes()
-    assert (data_path(address) / "deep" / "3.flac").read_bytes() == sound
-
-
 def test_what_lies_beside_a_file_of_a_bucket_is_not_brought(bucket: Any, table: Path, tmp_path: Path) -> None:
     address = bucket.put_all(table.parent, "set")
     with pytest.raises(UserError, match="makes a row; .* is not brought with it: give the address of its folder"):
         prepare(f"{address}/{table.name}", tmp_path / "out", PrepareConfig(workers=0))
-
-
-def test_one_file_of_a_bucket_is_a_data_set(bucket: Any, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(
-        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
-    )
-    source = open_source(bucket.put("a.jsonl", (tmp_path / "a.jsonl").read_bytes()))
-    assert source.format == "chat" and len(source) == 1

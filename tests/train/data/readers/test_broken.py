@@ -53,27 +53,16 @@ def offsets(base: int, step: int, places: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6
     ("codes", "why"),
     [
         (offsets(0, 4096), "all of them fit packing 'layers' (0 + 4096 x place added)"),
-        (offsets(0, 4160), "all of them fit packing 'mini-omni' (0 + 4160 x place added)"),
-        (offsets(152000, 4160), "all of them fit packing 'mini-omni-joint' (152000 + 4160 x place added)"),
         (offsets(128266, 4096), "all of them fit packing 'orpheus' (128266 + 4096 x place added)"),
         (
             offsets(0, 4096, (0, 1, 1, 2, 2, 2, 2)),
             "4096 x level is added, with the levels in the order 'levels', another order than 'streams'",
         ),
         (offsets(0, 4096, (0, 1, 2, 2, 1, 2, 2)), "4096 x level is added, with the levels in the order 'streams': take it off"),
-        (
-            offsets(0, 4160, (0, 1, 4, 2, 3, 5, 6)),
-            "the streams are as 0 1 4 2 3 5 6, the order 'levels': put them right first",
-        ),
         (offsets(0, 4096, (6, 5, 4, 3, 2, 1, 0)), "the streams are as 6 5 4 3 2 1 0: put them right first"),
-        ("# 1 2 3 4 5 6 4097", "from there on they are special ids"),
         ("# 1 2 3 4 5 6 70000", "they reach from 1 to 70000: they are of another codec"),
-        ("# 1 2 3 4 5 6 -1", "code -1 at place 6 of frame 0 is not in snac's 0 to 4095"),
         ("# 1 2 3 4 5 6 7 # 1 2 3 4 5 6", "frame 1 has 6 codes, snac has 7"),
-        ("# 1 2 3 4 5 6 7 # 1 2 3 4 5 6 7 8", "frame 1 has 8 codes, snac has 7"),
-        ("1 2 3 4 5 6 7 8", "8 codes are no whole frames: snac has 7 to a frame"),
         (f"# 1 2 3 4 5 {10**30} 7", f"code {10**30} at place 5 of frame 0 is not in snac's 0 to 4095, nor in any packing"),
-        ("# 1 2 3 4 5 " + "9" * 5000 + " 7", "its codes hold '9999999999"),
         ("# 1 2 3 four 5 6 7", "its codes hold 'four' in frame 0, which is no integer"),
     ],
 )
@@ -99,11 +88,7 @@ def test_a_packing_that_is_named_is_taken_off(tmp_path, packing, base, step):
     ("array", "why"),
     [
         (np.full(5, 6561), "code 6561 at place 0 of frame 0 is not in cosyvoice2's 0 to 6560"),
-        (np.zeros((3, 5), np.int64), "its codes are [3, 5], not [1 streams, frames]"),
-        (np.zeros(5), "its codes are float64, not integers"),
-        (np.array([{"a": 1}], dtype=object), "are no whole .npy file of numbers"),
         (None, "are no whole .npy file of numbers"),
-        (b"PK\3\4 no archive either", "are no whole .npy file of numbers"),
     ],
 )
 def test_units_that_do_not_fit(tmp_path, array, why):
@@ -133,12 +118,7 @@ def test_a_pickle_in_the_units_is_not_run(tmp_path):
 
 @pytest.mark.parametrize(
     ("written", "why"),
-    [
-        ("1 2 3 4 5 6 7\n1 2 3\n", "codes 'wav/a1.snac': frame 1 has 3 codes, snac has 7"),
-        ("1 2 3 4 5 6 4096\n", "codes 'wav/a1.snac': code 4096 at place 6 of frame 0"),
-        (None, "'wav/a1.snac' is not there"),
-        (b"\xff\xfe\x00", "codes 'wav/a1.snac' are no text"),
-    ],
+    [("1 2 3 4 5 6 7\n1 2 3\n", "codes 'wav/a1.snac': frame 1 has 3 codes, snac has 7"), (None, "'wav/a1.snac' is not there")],
 )
 def test_lucys_codes(tmp_path, written, why):
     path = lucy(tmp_path)
@@ -223,13 +203,8 @@ def test_paths_may_not_leave_the_folder(tmp_path, name):
     ("alignments", "why"),
     [
         ([["a", [3.5, 4.2], "SPEAKER_MAIN"]], "word 0 ('a') ends at 4.20 s, the recording at 4.00 s"),
-        ([["a", [9.0, 9.5], "SPEAKER_MAIN"]], "word 0 ('a') ends at 9.50 s"),
         ([["a", [0.5, 0.7], "X"], ["b", [1.5, 1.0], "X"]], "word 1 ('b') goes from 1.5 to 1.0 s"),
-        ([["a", [-0.5, 0.7], "X"]], "word 0 ('a') goes from -0.5 to 0.7 s"),
-        ([["a", [float("nan"), 0.7], "X"]], "word 0 ('a') goes from nan"),
-        ([["a", 0.5, 0.7]], "word 0 is not [word, [start, end], speaker]"),
         ([], "has no words"),
-        ("text", "word 0 is not [word"),
     ],
 )
 def test_alignments_that_do_not_fit(tmp_path, alignments, why):
@@ -266,18 +241,11 @@ def test_recordings_that_do_not_fit_their_list(tmp_path):
     ("changes", "why"),
     [
         ({"start": 3.0}, "the cut goes from 3.00 to 5.00 s of a recording that lasts 4.00 s"),
-        ({"start": -1.0}, "the cut goes from -1.00"),
-        ({"duration": 0}, "the cut goes from 1.00 to 1.00 s"),
-        ({"duration": None}, "field 'duration' is missing, not a number"),
         ({"channel": 2}, "channel 2 is in none of the recording's sources"),
-        ({"type": "MixedCut"}, "is a MixedCut"),
-        ({"recording": None}, "has no recording"),
         (
             {"supervisions": [{"start": 1.5, "duration": 1.0, "text": "x"}]},
             "a supervision goes from 1.50 to 2.50 s of a cut that lasts 2.00 s",
         ),
-        ({"supervisions": [{"start": 0, "duration": 1.0, "text": ["x"]}]}, "field 'text' is list, not text"),
-        ({"supervisions": {"text": "x"}}, "its supervisions are no list of objects"),
     ],
 )
 def test_cuts_that_do_not_fit(tmp_path, changes, why):
@@ -302,22 +270,3 @@ def test_a_recording_shorter_than_its_manifest_says(tmp_path):
     path = write_lines(tmp_path / "cuts.jsonl", [entry, short])
     broken = only_broken(path)
     assert "1.00 to 3.00 s lies beyond" in broken.why and "lasts 1.00 s" in broken.why
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"duration": 10**400}, "field 'duration' is 1000000"),
-        ({"duration": float("inf")}, "field 'duration' is missing"),
-        ({"offset": -1e307}, "OverflowError: cannot convert float infinity to integer"),
-        ({"offset": 1e300}, "lies beyond"),
-        ({"audio_filepath": "q\0.wav"}, r"'q\x00.wav' is no name that a file can have"),
-        ({"audio_filepath": "q\ud83d.wav"}, "half a surrogate pair"),
-    ],
-)
-def test_lists_with_values_that_nothing_can_have(tmp_path, changes, why):
-    write_tone(tmp_path / "q.wav")
-    good = {"audio_filepath": "q.wav", "duration": 0.1, "text": "a"}
-    path = write_lines(tmp_path / "list.jsonl", [good, good | changes, good])
-    broken = only_broken(path)
-    assert why in broken.why and broken.where == f"{path} line 2"

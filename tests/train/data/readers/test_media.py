@@ -82,7 +82,7 @@ def samples(*shape: int) -> list[Any]:
 DATA = base64.b64encode(flac(0.2, 300)).decode()
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize("ending", ["jsonl"])
 @pytest.mark.parametrize(
     "recording",
     [
@@ -122,25 +122,13 @@ def test_forms_of_a_recording(tmp_path, ending, recording):
     "recording",
     [
         {"url": "http://x/y.wav"},
-        "https://example.com/a.wav",
-        {"data": "UklGRg==", "format": "wav"},
         {"data": "no base64!"},
-        "data:audio/wav;base64,UklGRg==",
         {"bytes": "", "path": None},
-        {"array": [], "sampling_rate": 16000},
-        {"bytes": "", "path": "nowhere.wav"},
-        {"name": "q.wav"},
-        {"array": samples(9)},
         {"array": [0.1, math.nan], "sampling_rate": 16000},
-        {"array": [0.1, None], "sampling_rate": 16000},
-        {"array": [[0.1], [0.1, 0.2]], "sampling_rate": 16000},
         {"array": [3000.0, 1.0], "sampling_rate": 16000},
-        {"array": samples(9), "sampling_rate": "fast"},
         ["q.wav", "q.wav"],
         samples(9),
-        True,
         r"C:\Users\me\q.wav",
-        r"wavs\q.wav",
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -160,19 +148,10 @@ def test_a_recording_that_cannot_be_read_breaks_its_row(tmp_path, recording):
     ("good", "bad"),
     [
         ({"conversations": [TOLD | {"from": "human"}, TOLD]}, {"conversations": [ASKED, TOLD]}),
-        (
-            {"conversations": [TOLD | {"from": "human"}, TOLD]},
-            {"conversations": [ASKED | {"value": "<image>a"}], "images": ["x.png"]},
-        ),
         ({"question_text": "a"}, {"question_text": "a", "image": {"bytes": "iVBO", "path": None}}),
-        ({"question_text": "a"}, {"question_text": "a", "video_path": "x.mp4"}),
         ({"question_text": "a"}, {"question_text": "a", "audio": "q.wav"}),
         ({"question_text": "a"}, {"question_text": "<speech>"}),
-        ({"question_text": "a"}, {"question_text": "a", "answer_text": "<audio>b"}),
-        ({"instruction": "a", "output": "b"}, {"instruction": "a", "output": "b", "images": ["x.png"]}),
         (part(type="text", text="a"), part(type="image_url", image_url={"url": "x.png"})),
-        (part(type="text", text="a"), part(type="video", video="x.mp4")),
-        (part(type="text", text="a"), part(type="text", text="a") | {"audio": "q.wav", "sounds": ["q.wav"]}),
     ],
     ids=str,
 )

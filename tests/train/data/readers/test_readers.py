@@ -72,23 +72,6 @@ def test_rows_of_several_files_are_one_list(tmp_path):
             assert [item.id if isinstance(item, Row) else "broken" for item in source.iterate(start, stop)] == found[start:stop]
 
 
-def test_nothing_known_is_refused(tmp_path):
-    with pytest.raises(UserError, match="does not exist"):
-        open_source(tmp_path / "none")
-    with pytest.raises(UserError, match=r"no format.*voiceassistant, slam-omni, lucy"):
-        open_source(tmp_path)
-    for options, why in (
-        ({"format": "x"}, "format 'x' is unknown: there are voiceassistant"),
-        ({"codec": "x"}, "codec 'x' is unknown: there are codec2"),
-        ({"order": "x"}, "order 'x' is unknown: there are streams, levels"),
-        ({"packing": ""}, "packing '' is unknown: there are plain"),
-        ({"audio": "perhaps"}, "audio 'perhaps' is unknown: there are required"),
-        ({"pause": 0.0}, "pause 0.0 is no time"),
-    ):
-        with pytest.raises(UserError, match=why):
-            open_source(tmp_path, ReaderOptions(**options))
-
-
 # ------------------------------------------------------------------------------------------- row by row, by the book
 
 

@@ -7,8 +7,6 @@ import gzip
 import io
 import json
 import pickle
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -16,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from omni.errors import UserError
 from tests.train.data.readers.toys import write_parquet
 from train.data.readers import record, text_records
 from train.data.readers.records import ParquetRecords, open_records
@@ -106,18 +103,6 @@ def test_another_process_does_not_go_on_with_an_open_file(tmp_path, monkeypatch)
     assert record.take(records, 3) is None
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
-def test_a_process_that_ends_amid_a_file_says_nothing(tmp_path, name):
-    path = write(tmp_path / name, [row | {"question_text": "a"} for row in values(60)])
-    code = (
-        "import atexit; atexit.register(lambda: print(before, len(record._kept)))\n"  # runs last: nothing is kept by then
-        "from train.data.readers import open_source, record\n"
-        f"kept = open_source({str(path)!r}); list(kept.iterate(0, 3)); before = len(record._kept)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[4], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "1 0\n", "")
-
-
 def not_utf8(count: int, bad: int) -> pa.Array:
     """Texts of which one is not UTF-8, as careless programs write them."""
     raw = pa.array([b"\xff" if i == bad else b"q%d" % i for i in range(count)], pa.binary())
@@ -171,11 +156,8 @@ def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path):
     ("name", "broken", "why"),
     [
         ("a.jsonl", b'{"id": "1", "text": ', "is no JSON"),
-        ("a.jsonl", b'["a list"]', "is list, not an object"),
         ("a.jsonl", b'{"id": "\xff"}', "is no JSON"),
-        ("a.jsonl", b"[" * 100_000, "is"),
         ("a.csv", b"1,two,three", "has 3 values, the first line names 2 columns: quote or fix it"),
-        ("a.csv", b"1", "has 1 values"),
         ("a.csv", b"1,\xff\xfe", "is not UTF-8"),
         ("a.csv", b'1,"a"b', "is no row of a table"),
         ("a.tsv", b"1\ta\tb", "has 3 values, the first line names 2 columns: fix it (tabs part values, which are not quoted"),
@@ -256,11 +238,6 @@ def test_a_parquet_file_that_cannot_be_opened_is_one_broken_record(tmp_path):
         (record,) = records.iterate()
         assert record.error.startswith("is no whole Parquet file (") and record.where == str(tmp_path / "a.parquet")
         assert len(records) == 1 and list(records.iterate(1)) == []
-
-
-def test_other_endings_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"a\.xlsx is none of"):
-        open_records(tmp_path / "a.xlsx")
 
 
 @pytest.mark.few(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -19,8 +18,8 @@ from train.data.batching.pipeline import Pipeline
 from train.data.batching.unused import Unused
 from train.data.config import PackingConfig
 from train.data.rows.parquet import StoredRows, write_rows
-from train.data.rows.parts import PARTS, LeafColumns, Needed
-from train.data.rows.row import Row, Sound, Word, features, to_plain
+from train.data.rows.parts import PARTS, Needed
+from train.data.rows.row import Row, Sound, Word, to_plain
 from train.data.sources.base import StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
 
@@ -105,15 +104,6 @@ def test_examples_are_those_of_whole_rows(tasks, heard_only, cut, folder):
             assert torch.equal(a.inputs, b.inputs) and (a.frames, a.transcript) == (b.frames, b.transcript)
 
 
-def test_a_row_of_an_unknown_task_is_refused_where_its_example_is_made(folder):
-    source = StoredSource(folder, needed=Needed(frozenset({"T1T2"})))
-    assert source.row(13).task == "T9"
-    pipeline = Pipeline(Mixture([source], [1.0]), [TaskMixture({"T1T2": 1.0})], maker_of(MODEL), PackingConfig(length=1000))
-    number = next(n for n in range(99) if pipeline.mixture.draw(n).index == 13)
-    with pytest.raises(UserError, match="'T9' is unknown"):
-        pipeline.fetch(number)
-
-
 def test_only_these_columns_are_read(tmp_path, monkeypatch):
     """A column that a task does not need may be damaged; what a row without codes needs is read once, and alone."""
     file = tmp_path / "a.parquet"
@@ -145,16 +135,3 @@ def test_only_these_columns_are_read(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"a.parquet \(rows 0 to 2\) cannot be read"):
         stored[0]  # its last turn has no codes
     assert len(read) == 2 and set(read[1]) == {"answer_audio"}
-
-
-def test_columns_are_found_whatever_lists_call_their_elements(tmp_path):
-    write_rows(tmp_path / "a.parquet", made(2))
-    wanted = LeafColumns(frozenset({"answer_audio"}), rest=False).paths(pq.read_metadata(tmp_path / "a.parquet"))
-    assert wanted == ["turns.list.element.answer_audio.bytes", "turns.list.element.answer_audio.path"]
-    whole = pa.Table.from_pylist([to_plain(row) for row in made(2)], schema=features().arrow_schema)
-    pq.write_table(whole.append_column("turns2", whole["id"]), tmp_path / "a.parquet", use_compliant_nested_type=False)
-    metadata = pq.read_metadata(tmp_path / "a.parquet")
-    found = LeafColumns(frozenset({"answer_audio"}), rest=False).paths(metadata)
-    assert [path.split(".")[3:] for path in found] == [["answer_audio", "bytes"], ["answer_audio", "path"]] and found != wanted
-    assert "turns2" not in LeafColumns().paths(metadata) and len(LeafColumns().paths(metadata)) == metadata.num_columns - 1
-    assert StoredRows(tmp_path, needed=Needed(frozenset({"T1T2"})))[1].turns[0].question_text

@@ -20,7 +20,6 @@ import pytest
 from omni.errors import UserError
 from tests.train.data.rows.test_rows import rows
 from tests.train.data.toys import report
-from train.data.inspect.scan import Scan
 from train.data.rows import parquet
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.row import features, to_plain
@@ -171,29 +170,6 @@ def test_files_that_change_are_named(folder):
     assert stored[39].id == "39"  # it is open
     with pytest.raises(UserError, match="f.parquet is not a whole Parquet file .*No such file"):
         pickle.loads(pickle.dumps(stored))[39]
-
-
-@pytest.mark.parametrize("reported", [True, False])
-def test_a_name_need_not_be_text(reported, tmp_path):
-    write_rows(tmp_path / "a.parquet", ROWS[:5], row_group=2)
-    os.rename(tmp_path / "a.parquet", os.fsencode(tmp_path) + b"/a\xff.parquet")
-    write_rows(tmp_path / "b.parquet", ROWS[5:7])
-    if reported:
-        report(tmp_path)
-    assert [row.id for row in StoredRows(tmp_path)] == [str(number) for number in range(7)]
-    assert [item.plain["id"] for item in Scan(tmp_path)] == [str(number) for number in range(7)]
-
-
-def test_a_damaged_page_is_named_and_the_rest_is_read(folder):
-    file = folder / "f.parquet"
-    column = pq.read_metadata(file).row_group(0).column(2)
-    content = bytearray(file.read_bytes())
-    content[column.data_page_offset + column.total_compressed_size - 3] ^= 0xFF
-    file.write_bytes(content)
-    stored = StoredRows(folder)
-    with pytest.raises(UserError, match=r"f.parquet \(rows 0 to 14\) cannot be read .*prepare it again"):
-        stored[39]
-    assert stored[24].id == "24"
 
 
 @pytest.mark.parametrize("reported", [True, False])

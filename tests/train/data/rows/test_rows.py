@@ -14,11 +14,8 @@ import torch
 
 from omni.codec.registry import code_orders
 from omni.errors import UserError
-from omni.tasks import TASKS
 from tests.train.data.toys import ToyCodec, ToySource
-from train.data.inspect.scan import Scan
 from train.data.rows.parquet import StoredRows, write_rows
-from train.data.rows.parquet_files import LARGE_ROWS
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word, inside
 from train.data.rows.samples import sample_rows
 from train.data.sources.base import StoredSource
@@ -135,32 +132,6 @@ def test_a_snapshot_of_a_hub_cache_is_read_though_it_is_links(tmp_path, folder):
             Sound(path="../" * (2 + bool(folder)) + "blobs/c0ffee", folder=root / folder).load(16000)
 
 
-def test_a_folder_that_only_looks_like_a_snapshot_is_none(tmp_path):
-    (tmp_path / "set" / "blobs").mkdir(parents=True)
-    (tmp_path / "set" / "snapshots" / "a").mkdir(parents=True)
-    soundfile.write(tmp_path / "set" / "blobs" / "b", [0.0] * 10, 16000, format="FLAC")
-    (tmp_path / "set" / "snapshots" / "a" / "q.flac").symlink_to("../../blobs/b")
-    with pytest.raises(UserError, match="'q.flac'.*link to"):
-        Sound(path="q.flac", folder=tmp_path / "set" / "snapshots" / "a").load(16000)
-
-
-@pytest.mark.parametrize(
-    ("task", "field"),
-    [
-        ("A1T1", "question_text"),
-        ("A1T2", "answer_text"),
-        ("A1A2", "question_audio"),
-        ("A1A2", "answer_codes"),
-        ("T1T2", "question_text"),
-    ],
-)
-def test_what_a_task_lacks_is_named(task, field):
-    whole = rows(1)[0].turns[0]
-    assert all(whole.lacks(t) is None for t in TASKS.values())
-    empty = {"question_text": " ", "answer_text": ""}.get(field)
-    assert field in (replace(whole, **{field: empty}).lacks(TASKS[task]) or "")
-
-
 def test_codes_of_another_order_are_put_right_and_unknown_ones_refused():
     """SNAC's frames are stored as [c0 c1 c2 c2 c1 c2 c2] by some and as [c0 | c1 c1 | c2 c2 c2 c2] by others."""
     codec = ToyCodec((16,) * 7)
@@ -197,20 +168,6 @@ def test_broken_files_are_refused_with_their_names(tmp_path):
     (tmp_path / "data.parquet").write_text("hello")
     with pytest.raises(UserError, match=r"not a whole Parquet file"):
         StoredRows(tmp_path)
-
-
-def test_other_formats_are_refused(tmp_path):
-    write_rows(tmp_path / "data.parquet", rows(3))
-    table = pq.read_table(tmp_path / "data.parquet")
-    pq.write_table(table.drop_columns(["turns"]), tmp_path / "other.parquet")
-    with pytest.raises(UserError, match=r"other.parquet has no column 'turns'"):
-        StoredRows(tmp_path / "other.parquet")
-    pq.write_table(table.set_column(0, "version", [["1"] * 3]), tmp_path / "other.parquet")
-    with pytest.raises(UserError, match=r"column 'version' is string, not int32"):
-        StoredRows(tmp_path / "other.parquet")
-    write_rows(tmp_path / "none.parquet", [])
-    with pytest.raises(UserError, match=r"has no rows"):
-        StoredRows(tmp_path / "none.parquet")
 
 
 def test_rows_of_another_version_or_without_turns_are_refused(tmp_path):
@@ -257,44 +214,12 @@ def test_an_interrupted_writer_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_while_the_arrow_copy_is_made_is_one_line(tmp_path, monkeypatch):
-    import datasets
-    from datasets.exceptions import DatasetGenerationError
-
-    def fail(*args, **options):
-        raise DatasetGenerationError("An error occurred") from OSError(errno.ENOSPC, "No space left on device")
-
-    write_rows(tmp_path / "data.parquet", rows(100, turns=1), row_group=100)
-    monkeypatch.setattr(datasets.Dataset, "from_parquet", fail)
-    with pytest.raises(UserError, match=r"copy of .*data.parquet .*No space left on device\): free some .* data.cache"):
-        StoredRows(tmp_path / "data.parquet")
-
-
 def test_words_and_their_times_are_kept(tmp_path):
     words = (Word("hello", 0.25, 0.5, "user"), Word("hi", 0.0, 0.125, "model"))
     turn = RowTurn("hello", answer_text="hi", words=words, question_start=3.5, answer_start=4.25)
     write_rows(tmp_path / "data.parquet", [Row((turn, RowTurn("and?", answer_text="so")))])
     (row,) = StoredRows(tmp_path / "data.parquet", tmp_path / "cache")
     assert row.turns == (turn, RowTurn("and?", answer_text="so"))
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_files_from_before_system_messages_are_read(large, tmp_path):
-    """They lack the column; beside files that have it they are read too, but not where they must be copied together."""
-    count = LARGE_ROWS + 1 if large else 3
-    write_rows(tmp_path / "new.parquet", [replace(row, system="Be brief.") for row in rows(count)], row_group=count)
-    table = pq.read_table(tmp_path / "new.parquet")
-    (tmp_path / "old").mkdir()
-    pq.write_table(table.drop_columns(["system"]), tmp_path / "old" / "a.parquet", row_group_size=count)
-    old = StoredRows(tmp_path / "old", tmp_path / "cache")
-    assert [row.system for row in old] == [""] * count and old[0].turns[0].question_text == rows(1)[0].turns[0].question_text
-    assert [item.row.system for item in Scan(tmp_path / "old")] == [""] * count
-    (tmp_path / "new.parquet").rename(tmp_path / "old" / "b.parquet")
-    if large:
-        with pytest.raises(UserError, match="only some files of .*old have a column 'system'"):
-            StoredRows(tmp_path / "old", tmp_path / "cache")
-    else:
-        assert [row.system for row in StoredRows(tmp_path / "old")] == [""] * count + ["Be brief."] * count
 
 
 def test_a_group_without_rows_is_looked_at(tmp_path):

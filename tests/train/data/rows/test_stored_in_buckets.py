@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
-from omni.errors import UserError
-from omni.stores.tries import ChangedError
 from tests.train.data.batching.test_loader import same_steps, take
 from tests.train.data.toys import MODELS, TASKS, ToySource, codec_of, maker_of, report
 from train.data.batching.loader import StepLoader
 from train.data.batching.pipeline import Pipeline
 from train.data.config import PackingConfig
-from train.data.inspect.scan import Scan
 from train.data.rows.parquet import StoredRows, write_rows
-from train.data.rows.places import find_files
-from train.data.rows.row import Row, RowTurn
-from train.data.rows.samples import sample_rows
 from train.data.sources.base import StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
 
@@ -96,65 +88,4 @@ def test_rows_are_read_in_pieces_from_where_they_are(bucket: Any, folder: Path) 
     assert sorted(drawn) == sorted(map(rows.where, range(16))) != drawn
 
 
-def test_one_file_and_samples(bucket: Any, folder: Path) -> None:
-    address = bucket.put_all(folder, "rows")
-    one = f"{address}/rows-00002.parquet"
-    assert [row.id for row in StoredRows(one)] == [row.id for row in StoredRows(folder / "rows-00002.parquet")]
-    assert [row.id for row in sample_rows(address)] == [row.id for row in sample_rows(str(folder))]
-    assert [file.name for file in find_files(address).files] == [file.name for file in find_files(folder).files]
-    assert len(Scan(address)) == 16
-
-
-def test_row_groups_that_are_too_large_are_copied(bucket: Any, tmp_path: Path) -> None:
-    write_rows(
-        tmp_path / "a" / "rows.parquet",
-        [Row((RowTurn(question_text="q", answer_text="a"),), id=str(i)) for i in range(100)],
-        100,
-    )
-    rows = StoredRows(bucket.put_all(tmp_path / "a", "large"), cache=tmp_path / "arrow")
-    assert [row.id for row in rows] == [str(i) for i in range(100)]
-
-
 # --- what is wrong ----------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_wrong_is_told_with_the_address(bucket: Any, folder: Path) -> None:
-    address = bucket.put_all(folder, "rows")
-    data = (folder / "rows-00001.parquet").read_bytes()
-    with pytest.raises(UserError, match=rf"{bucket.address('nothing')} is not there"):
-        StoredRows(bucket.address("nothing"))
-    bucket.put("texts/a.txt", b"text")
-    with pytest.raises(UserError, match=rf"data folder {bucket.address('texts')} holds no .parquet file"):
-        StoredRows(bucket.address("texts"))
-    bucket.put("cut/rows-00001.parquet", data[: len(data) // 2])
-    with pytest.raises(UserError, match=rf"data file {bucket.address('cut')}/rows-00001.parquet is not a whole Parquet file"):
-        StoredRows(bucket.address("cut"))
-    table = pq.read_table(folder / "rows-00001.parquet").drop_columns(["turns"])
-    pq.write_table(table, folder / ".other.parquet")
-    bucket.put("other/rows.parquet", (folder / ".other.parquet").read_bytes())
-    with pytest.raises(UserError, match=rf"data file {bucket.address('other')}/rows.parquet has no column 'turns'"):
-        StoredRows(bucket.address("other"))
-    rows = StoredRows(address)
-    bucket.put("rows/rows-00001.parquet", data[:-7] + b"changed")
-    with pytest.raises(ChangedError, match=rf"{address}/rows-00001.parquet has changed"):
-        rows[6]
-
-
-def test_a_shard_that_the_report_does_not_describe(bucket: Any, folder: Path) -> None:
-    address = bucket.put_all(folder, "rows")
-    report = json.loads((folder / "report.json").read_text())
-    report["shards"][1]["rows"] = 8
-    bucket.put("rows/report.json", json.dumps(report).encode())
-    rows = StoredRows(address)
-    with pytest.raises(UserError, match=rf"data file {address}/rows-00001.parquet has 7 rows, and 8 .*its report"):
-        rows[6]
-
-
-def test_a_recording_beside_rows_of_a_bucket(bucket: Any, tmp_path: Path) -> None:
-    from train.data.rows.row import Sound
-
-    row = Row((RowTurn(question_audio=Sound(path="a.wav", folder=tmp_path), answer_text="a"),), id="a")
-    write_rows(tmp_path / "rows" / "rows.parquet", [row])
-    rows = StoredRows(bucket.put_all(tmp_path / "rows", "rows"))
-    with pytest.raises(UserError, match=r"audio 'a.wav' is a reference, .*rows of a store hold their sound"):
-        rows[0].turns[0].question_audio.load(16000)  # type: ignore[union-attr]

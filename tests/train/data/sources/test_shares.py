@@ -166,11 +166,6 @@ def config(*sources, **data) -> DataConfig:
     return DataConfig(tuple(SourceConfig(**{"kind": "spoken-digits", **source}) for source in sources), **data)
 
 
-def test_points_may_be_shares_of_the_draws_of_a_run():
-    given = config({"weight": ((0, 1), (0.5, 0.25))}, {"weight": 2}, draws=10_000)
-    assert given.weights == [((0, 1), (5000, 0.25)), 2]
-
-
 def test_limits_come_from_epochs_and_rows():
     given = config({"max_epochs": 2.5}, {"max_epochs": 3, "max_rows": 20}, {"max_rows": 9}, {})
     sources = [ToySource(f"toy{i}", size, CODEC) for i, size in enumerate((10, 10, None, 5))]
@@ -186,31 +181,6 @@ def test_limits_come_from_epochs_and_rows():
         )
     with pytest.raises(UserError, match=r"data.sources.0.max_epochs is 0.01: of 10 rows it leaves none"):
         build_mixture(replace(given, sources=(SourceConfig("spoken-digits", max_epochs=0.01), *given.sources[1:])), sources, 0)
-
-
-@pytest.mark.parametrize(
-    ("sources", "data", "named"),
-    [
-        ([{"weight": -1.0}, {}], {}, r"data.sources.0.weight is -1; weights are numbers of at least 0"),
-        ([{}, {"weight": ((0, 1), (5, -2))}], {}, r"data.sources.1.weight is -2 at 5; weights are"),
-        ([{"weight": ((0, float("nan")),)}], {}, r"data.sources.0.weight is nan at 0"),
-        ([{"weight": ((10, 1), (5, 2))}], {}, r"data.sources.0.weight has a point at 5 after one at 10; give the points in"),
-        ([{"weight": ((5, 1), (5, 2))}], {}, r"has a point at 5 after one at 5"),
-        ([{"weight": ((-1, 1), (5, 2))}], {}, r"data.sources.0.weight has a point at -1; places are numbers of at least 0"),
-        ([{"weight": ((0, 1), (5, 2))}], {"draws": 9}, r"has a point at 5; places are numbers of at least 0 and at most 1"),
-        ([{"weight": ()}], {}, r"data.sources.0.weight is an empty list"),
-        ([{"weight": 0.0}, {"weight": 0.0}], {}, r"no weight is above 0 among data.sources.0.weight, data.sources.1.weight"),
-        ([{"weight": ((0, 1), (9, 0))}, {"weight": ((9, 0), (20, 1))}], {}, r"no weight is above 0 at 9 among"),
-        ([{"weight": ((0, 1), (9, 0))}], {}, r"no weight is above 0 at 9 among data.sources.0.weight"),
-        ([{"max_epochs": 0}], {}, r"source.max_epochs is 0; it must be above 0 and at most 1000000, or null for any number"),
-        ([{"max_epochs": math.inf}], {}, r"source.max_epochs is inf; it must be above 0 and at most 1000000, or null"),
-        ([{"max_rows": 0}], {}, r"source.max_rows is 0; it must be at least 1, or null for any number"),
-        ([{}], {"draws": 0}, r"data.draws is 0; it must be at least 1"),
-    ],
-)
-def test_schedules_that_cannot_be_are_refused(sources, data, named):
-    with pytest.raises(UserError, match=named):
-        config(*sources, **data)
 
 
 def test_a_schedule_is_read_from_words_and_files_and_compared_with_that_of_a_checkpoint():

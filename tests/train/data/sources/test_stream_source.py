@@ -19,17 +19,17 @@ import torch
 
 from omni.errors import UserError
 from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
-from tests.train.data.toys import MODELS, TOKENIZER, ToySource, codec_of
+from tests.train.data.toys import MODELS, TOKENIZER, codec_of
 from train.data.batching.loader import StepLoader
 from train.data.batching.pipeline import Pipeline
 from train.data.batching.unused import Unused
-from train.data.build import build_pipeline, held_out_rows
+from train.data.build import build_pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
 from train.data.readers import ReaderOptions, open_source
-from train.data.readers.shards import ShardError, find_shards, read_shard
-from train.data.rows.parquet import StoredRows, write_rows
+from train.data.readers.shards import ShardError
+from train.data.rows.parquet import StoredRows
 from train.data.sources.stream_source import StreamSource
 
 MODEL = MODELS["codec2"]
@@ -237,11 +237,9 @@ def test_a_shard_that_is_gone_ends_the_run_even_where_broken_rows_are_skipped(da
     ("path", "read", "message"),
     [
         ("none", None, "data .*none does not exist: name a shard, a folder of shards, or a pattern such as"),
-        ("tar/x-*.tar", None, r"x-\*.tar has no shard \(.tar of WebDataset, .parquet\)"),
         (".", None, "has shards of both kinds"),
         ("tar", {"columns": {"answer_text": "said"}}, "tar has no column 'said': it has asked"),
         ("tar", {"format": "librispeech"}, "read.format 'librispeech' makes no rows of single records, and is not streamed"),
-        ("tar", {"format": "tabel"}, "read.format 'tabel' is unknown"),
     ],
 )
 def test_data_that_cannot_be_streamed_are_refused(
@@ -249,34 +247,6 @@ def test_data_that_cannot_be_streamed_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         StreamSource(str(data["tar"].parent / path), None if read is None else ReaderOptions(**read))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"path": None}, "'stream' has no path; name a shard"),
-        ({"held_out": 5}, "held_out is 5, but the rows of a stream are not known"),
-        ({"max_epochs": 2.0}, "max_epochs is 2, but the rows of a stream are not counted: give max_rows"),
-        ({"order": "sequential"}, "'stream' reads no files in pieces: leave out order 'sequential'"),
-        ({"window": 4}, "source.window is 4, but order is random"),
-        ({"shuffle": 0}, "source.shuffle is 0; it must be at least 1"),
-        ({"kind": "stored", "shuffle": 9}, "'stored' is no stream: leave out read and shuffle"),
-    ],
-)
-def test_settings_that_a_stream_does_not_have_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        SourceConfig(**{"kind": "stream", "path": "shards", **options})
-
-
-def test_held_out_rows_are_those_of_a_file(data: dict[str, Path]) -> None:
-    config = DataConfig((SourceConfig("stream", path=str(data["tar"]), held_out=str(data["rows"])),))
-    assert len(held_out_rows(config, codec_of(MODEL), 4)) == 4
-
-
-def test_a_pattern_and_a_single_file_name_shards(data: dict[str, Path]) -> None:
-    assert [shard.name for shard in find_shards(str(data["tar"] / "s-[01].tar"))] == ["s-0.tar", "s-1.tar"]
-    (one,) = find_shards(str(data["parquet"] / "s-1.parquet"))
-    assert [record.where.rpartition(" ")[2] for record in read_shard(one, 2)] == ["2", "3"]
 
 
 def test_data_prepare_reads_webdataset_shards_as_it_reads_a_table(data: dict[str, Path], tmp_path: Path) -> None:
@@ -305,12 +275,3 @@ def test_batches_of_a_bucket_are_those_of_the_folder(bucket: Any, data: dict[str
         assert torch.equal(ours[0].tokens, wanted[0].tokens)
     assert bucket.server.seen["LIST"] == 1
     assert pipes[0].mixture.sources[0].row(0).where.startswith(f"{address}/s-")
-
-
-def test_prepared_rows_may_be_streamed_too(tmp_path: Path) -> None:
-    toy = ToySource("toy", None, codec_of(MODEL))
-    write_rows(tmp_path / "a.parquet", map(toy.row, range(6)))
-    source = StreamSource(str(tmp_path), None, "toy4")
-    assert source.format == "rows"
-    for row in map(source.row, range(6)):
-        assert row.source == "toy" and row.turns[0].answer_codes is not None

@@ -115,8 +115,3 @@ def test_a_reading_that_fails_is_made_again_from_the_block_it_failed_in() -> Non
     with pytest.raises(UserError, match="away"):
         of.record(4)
     assert sorted(rows(of, 6, 4)) == [f"0.{n}" for n in range(4, 10)]
-
-
-def test_packers_without_rows_say_so() -> None:
-    with pytest.raises(UserError, match=r"3 packers .* read a stream of 1 shards, and packer 2 finds no row: give"):
-        stream(2, 3, sizes=(2,)).record(0)

@@ -78,20 +78,6 @@ def test_a_word_that_cannot_be_said_leaves_what_was_kept(voice, tmp_path):
     assert [path.name for path in folder.iterdir()] == [file.name] and file.read_bytes() == before
 
 
-def test_a_damaged_file_is_named(voice, tmp_path):
-    folder = tmp_path / "kept"
-    keep_words({voice: ["one"]}, 8000, str(folder), "off")
-    (file,) = folder.iterdir()
-    file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(UserError, match=f"{file.name}.*delete"):
-        say_word(voice, "one", 8000, str(folder))
-
-
-def test_lines_tell_what_is_said(voice, tmp_path, capsys):
-    keep_words({voice: ["one", "two"]}, 8000, str(tmp_path / "kept"), "lines")
-    assert f"speaking 2 words in 1 voice; {tmp_path / 'kept'} keeps them for the next run" in capsys.readouterr().err
-
-
 @pytest.mark.long
 def test_a_source_speaks_before_training_all_that_it_may_ask_for(voice, calls, tmp_path):
     recordings = tmp_path / "recordings"

@@ -90,12 +90,6 @@ def test_a_seed_has_one_voice_whatever_is_said() -> None:
     assert len({many.speaker("en", seed) for seed in range(40)}) > 20
 
 
-def test_weights_of_voices_are_their_shares() -> None:
-    voice = make_voice({"espeak:en-us+f2": 3, "espeak:en-us+m3": 1, "espeak:en-us+m1": 0})
-    found = Counter(voice.speaker("en", seed) for seed in range(400))
-    assert set(found) == {"espeak:en-us+f2", "espeak:en-us+m3"} and 260 < found["espeak:en-us+f2"] < 340
-
-
 def test_flite_is_called_with_rate_and_pitch(flite: Path) -> None:
     voice = make_voice("flite", SpeakingConfig(rate=(100, 100), pitch=(100, 100)))
     said = voice.say("it's; one", "en", 3)
@@ -108,44 +102,6 @@ def test_flite_is_called_with_rate_and_pitch(flite: Path) -> None:
     assert "['-voice', 'slt', '--setf', 'duration_stretch=1.0000', '--setf', 'f0_shift=1.0000'" in flite.read_text()
     with pytest.raises(UserError, match="flite speaks English, not 'de'"):
         make_voice("flite:slt").say("eins", "de", 0)
-
-
-def test_flite_that_is_not_there_is_said_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    config = PrepareConfig(ReaderOptions(rows=2), speak="question", voice="flite", workers=0)
-    with pytest.raises(UserError, match="no program flite on the PATH: apt install flite, or take another voice"):
-        prepare(write(tmp_path), tmp_path / "out", config)
-
-
-@pytest.mark.parametrize(
-    ("voice", "message"),
-    [
-        ({}, "voice: no weight is above 0"),
-        ({"espeak": -1.0}, "voice: the weight of 'espeak' is -1.0; weights are numbers of at least 0"),
-        ({"espeek": 1.0}, "voice 'espeek' is unknown; use espeak"),
-        ("{espeak: 1, flite: yes}", "give several voices with a number each, their weight: '{espeak: 3, flite: 1}'"),
-        ("[espeak, flite]", "give several voices with a number each"),
-        ("flite:slit", r"voice flite:slit: flite has no such voice; did you mean 'slt'\?"),
-    ],
-)
-def test_settings_that_name_no_voice(voice, message):
-    with pytest.raises(UserError, match=message):
-        PrepareConfig(speak="question", voice=voice)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("rate", (50, 100), "speaking.rate is 50 to 100; lowest and highest must be at least 80 and at most 450"),
-        ("pitch", (60, 20), "speaking.pitch is 60 to 20"),
-        ("silence", (0, 60), "speaking.silence is 0 to 60"),
-        ("pause", 1.5, "speaking.pause is 1.5; it must be at least 0 and at most 1"),
-        ("hesitant", -1, "speaking.hesitant is -1; it must be at least 0 and at most 1"),
-    ],
-)
-def test_ranges_are_checked(name, value, message):
-    with pytest.raises(UserError, match=message):
-        SpeakingConfig(**{name: value})
 
 
 class Echo:

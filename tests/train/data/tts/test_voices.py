@@ -19,7 +19,7 @@ from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
 from train.data.prepare.rows import PrepareTally
 from train.data.rows.parquet import StoredRows
-from train.data.rows.row import Row, RowTurn
+from train.data.rows.row import Row
 from train.data.tts.voices import make_voice
 
 PROGRAM = """
@@ -55,11 +55,6 @@ def test_text_becomes_rows_to_train_speech_on(tmp_path):
             assert (len(example.clips) == 1) == task.startswith("A1")
             assert len(example.columns) > 0
         assert row.turns[0].answer_codes is not None and row.turns[0].answer_codes.frames.shape[1] > 10  # 0.4 s of speech
-
-
-def test_without_being_asked_nobody_speaks(tmp_path):
-    _, rows = spoken(tmp_path / "out", codec="codec2")
-    assert all(row.turns[0] == RowTurn(f"what is {i}", None, f"it is {i}") for i, row in enumerate(rows))
 
 
 def test_voices_vary_with_the_row_and_the_seed_and_not_otherwise(tmp_path):
@@ -111,13 +106,3 @@ def test_a_callable(workers, tmp_path):
     assert "failed with KeyError" in (tmp_path / "out" / "broken.csv").read_text()
     row = StoredRows(tmp_path / "out", tmp_path / "cache")[0]
     assert len(row.turns[0].question_audio.load(16000)) == 200 * len("what is 0")
-
-
-@pytest.mark.parametrize("name", ["bad", "worse", "worst"])
-def test_what_a_callable_may_not_return(name, monkeypatch):
-    from tests.train.data.prepare import toys
-
-    returned = {"bad": None, "worse": ([[0.0]], 8000), "worst": ("abc", 8000)}[name]
-    monkeypatch.setattr(toys, "odd", lambda text: returned, raising=False)
-    with pytest.raises(UserError, match="voice tests.train.data.prepare.toys:odd (returned|.*its samples|.*samples)"):
-        make_voice("tests.train.data.prepare.toys:odd").say("a", "en", 0)
