@@ -296,8 +296,8 @@ def _address(scheme: str, name: str) -> str:
 
 
 def _object(address: str, info: Mapping[str, Any]) -> StoredObject:
-    told = next((info[key] for key in (*VERSIONS, *TIMES) if info.get(key)), "")
-    version = told.isoformat() if isinstance(told, datetime) else str(told)
+    version_of = next((info[key] for key in (*VERSIONS, *TIMES) if info.get(key)), "")
+    version = version_of.isoformat() if isinstance(version_of, datetime) else str(version_of)
     return StoredObject(address, int(info.get("size") or 0), version)
 
 

@@ -257,7 +257,7 @@ def _stored(path: str, tasks: tuple[str, ...], rows: int | None) -> DataSource:
     report = report if isinstance(report, Mapping) else {}
     origin = str(report.get("source") or "")
     seconds = [report.get(f"{side}_seconds") for side in ("question", "answer")]
-    told = [_told_by_card(Path(place)) for place in (path, origin) if place and "://" not in place]
+    licences = [_told_by_card(Path(place)) for place in (path, origin) if place and "://" not in place]
     hub = next((place for place in (path, origin) if place.startswith("hf://datasets/")), "")
     dataset = "/".join(hub.removeprefix("hf://datasets/").partition("@")[0].split("/")[:2])
     return DataSource(
@@ -265,8 +265,8 @@ def _stored(path: str, tasks: tuple[str, ...], rows: int | None) -> DataSource:
         tasks,
         rows if rows is not None else report.get("rows"),
         sum(one for one in seconds if one) if any(one is not None for one in seconds) else None,
-        next((license for license, _ in told if license), ""),
-        next((languages for _, languages in told if languages), ()),
+        next((license for license, _ in licences if license), ""),
+        next((languages for _, languages in licences if languages), ()),
         dataset,
     )
 
