@@ -296,8 +296,8 @@ def _address(scheme: str, name: str) -> str:
 
 
 def _object(address: str, info: Mapping[str, Any]) -> StoredObject:
-    version_of = next((info[key] for key in (*VERSIONS, *TIMES) if info.get(key)), "")
-    version = version_of.isoformat() if isinstance(version_of, datetime) else str(version_of)
+    stamp = next((info[key] for key in (*VERSIONS, *TIMES) if info.get(key)), "")
+    version = stamp.isoformat() if isinstance(stamp, datetime) else str(stamp)
     return StoredObject(address, int(info.get("size") or 0), version)
 
 
