@@ -103,9 +103,9 @@ def test_a_run_from_the_wheel_leaves_a_model_that_answers(installed: Path, folde
     """Data workers and all processes of a run find the package too."""
     small = ("--model.encoder.layers=1", "--model.decoder.layers=1", "--data.packing.rows=1", "--validation.questions=0")
     script = str(installed / "bin" / "omni-train")
-    trained = run(installed, folder, script, "fit", "nano", "--budget", "{steps: 1}", "--data.workers=1", *small)
+    trained = run(installed, folder, script, "fit", "nano-scratch", "--budget", "{steps: 1}", "--data.workers=1", *small)
     assert trained.returncode == 0, trained.stderr
-    words = ("ask", "--text", "what is two plus three", "--max_seconds", "0.2", "--model", "runs/nano/model")
+    words = ("ask", "--text", "what is two plus three", "--max_seconds", "0.2", "--model", "runs/nano-scratch/model")
     answered = run(installed, folder, str(installed / "bin" / "omni-infer"), *words)
     assert answered.returncode == 0 and (folder / "answer.wav").is_file(), answered.stderr
 

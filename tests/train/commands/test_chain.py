@@ -115,7 +115,7 @@ def test_the_documented_commands_lead_from_downloads_to_a_trained_model(
     assert torch.equal(trained.model.decoder.text_embedding.weight[:VOCABULARY], known)
     heard = load_file(weights / "whisper-small" / "model.safetensors")["model.encoder.conv1.weight"]
     assert torch.equal(trained.model.encoder.whisper.conv1.weight, heard)
-    counted = sum(count["total"] for count in plan["parameters"]), sum(count["trainable"] for count in plan["parameters"])
+    counted = [sum(both) for both in zip(*plan["counts"].values(), strict=True)]
     model = trained.model
     assert counted[0] == sum(p.numel() for p in model.parameters())
     assert counted[1] == sum(p.numel() for name, p in model.named_parameters() if name.startswith(names))

@@ -257,7 +257,7 @@ def test_a_run_without_memory_says_what_to_do(
         assert said[2] == "  the last checkpoint is run/checkpoints/step-00000002"
         assert said[3] == "  what saves memory, by the plan's arithmetic:"
         saved = [float(line.partition(" saves ")[2].split()[0]) for line in said[4:]]
-        assert len(saved) == 3 and saved == sorted(saved, reverse=True)
+        assert 2 <= len(saved) <= 3 and saved == sorted(saved, reverse=True)
         assert any(line.startswith("    --fabric.checkpointing true  saves ") and line.endswith("more work)") for line in said)
         refused = [line for line in said if line.endswith("a resume refuses the change)")]
         assert all("--fabric.precision" in line or "--data." in line for line in refused) and refused
