@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from pathlib import Path
 
 import pytest
 
 from omni.errors import UserError
-from train.data.prepare.settings import _files
 from train.data.readers import ReaderOptions, open_source
 from train.data.readers.listing import sorted_walk, walk
 
@@ -34,20 +31,6 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
-def plain_files(folder: Path) -> str:
-    """The fingerprint of a folder as outputs of earlier versions have it."""
-    sizes = []
-    for place, _, names in os.walk(folder):
-        for name in names:
-            if not name.startswith("."):
-                file = os.path.join(place, name)
-                sizes.append((file.removeprefix(str(folder)), os.stat(file).st_size if os.path.exists(file) else 0))
-    digest = hashlib.sha256()
-    for name, size in sorted(sizes):
-        digest.update(os.fsencode(name) + f"\0{size}\0".encode())
-    return f"{len(sizes)} files, {sum(size for _, size in sizes)} bytes ({digest.hexdigest()[:16]})"
-
-
 def test_the_order_is_that_of_a_plain_sort(tree: Path) -> None:
     every = [file for file in tree.rglob("*") if not file.is_dir()]
     assert len(every) > 20 and any("b\udcff" in str(file) for file in every)
@@ -57,7 +40,6 @@ def test_the_order_is_that_of_a_plain_sort(tree: Path) -> None:
     shown = [f for f in sorted(every) if f.is_file() and not any(p.startswith(".") for p in f.relative_to(tree).parts)]
     assert {e.path for e in walk(tree, hidden=False) if e.is_file()} == set(map(str, shown))
     assert [tree / name for name, there in sorted_walk(tree, hidden=False) if there] == shown
-    assert _files(tree) == plain_files(tree)
 
 
 def test_a_folder_of_recordings_is_recognised_by_all_of_its_files(tmp_path: Path) -> None:
