@@ -50,8 +50,10 @@ class ProcessGroup:
         self.data_rank, self.data_world, self.counts = self.rank // tensor, self.world // tensor, self.rank % tensor == 0
         self.step, self.phase, self.timeout = 0, "start", timedelta(seconds=timeout)
         self.group: Any = None
+        self.steps: Any = None  # of what all do at once
         if self.world > 1:
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            self.steps = dist.new_group(backend="gloo", timeout=self.timeout)
 
     @property
     def first(self) -> bool:
@@ -61,7 +63,7 @@ class ProcessGroup:
     def meet(self) -> None:
         """Wait for all processes; RuntimeError of PyTorch where one does not come in time, which the first process names."""
         if self.world > 1:
-            dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)
+            dist.monitored_barrier(self.steps, self.timeout, wait_all_ranks=True)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor over processes, those of a tensor-parallel group once, in float64 on the CPU."""
@@ -71,7 +73,7 @@ class ProcessGroup:
     def sum_all(self, values: Tensor) -> Tensor:
         """Sum a float64 tensor on the CPU over all processes."""
         if self.world > 1:
-            dist.all_reduce(values, group=self.group)
+            dist.all_reduce(values, group=self.steps)
         return values
 
     def broadcast(self, value: T) -> T:
@@ -147,7 +149,8 @@ def lost_named(group: ProcessGroup) -> Iterator[None]:
             raise
         threading.Thread(target=_end_what_hangs, daemon=True).start()
         waited = last_collective()
-        text = f"{_reason(error)}{_absent(group) if 'Timed out' in str(error) else ''}{waited and f'; it waited in {waited}'}"
+        absent = _absent(group) if "Timed out" in str(error) and "monitoredBarrier" not in str(error) else ""
+        text = f"{_reason(error)}{absent}{waited and f'; it waited in {waited}'}"
         raise LostError(f"step {group.step}, process {group.rank}, {group.phase}: {text}; {AGAIN}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from train.config.run import FitConfig
 from train.console.progress import TrainProgress, counted, figures_line
 from train.data.batching.packer import update_states
 from train.distributed.fabric import full_state, with_whole_state
-from train.distributed.process_group import ProcessGroup
+from train.distributed.process_group import ProcessGroup, is_lost
 from train.optim.ema import Average
 from train.optim.optimizer import Optimizers, set_learning_rate
 from train.optim.schedule import due, learning_rate, used
@@ -175,7 +176,7 @@ class Loop:
             raise
         finally:
             self.profiler.stop()
-            self.checkpointer.close(wait=True)
+            self.checkpointer.close(wait=not is_lost(sys.exc_info()[1]))
             self.progress.close()
             if self.logs is not None:
                 self.logs.close()
