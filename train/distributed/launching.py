@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from uuid import uuid4
 
 import torch
@@ -24,8 +24,6 @@ from omni.files import write_whole
 from omni.utils.process import ENDING, say
 from train.distributed.collectives import keep_collectives
 from train.distributed.process_group import AGAIN
-
-T = TypeVar("T")
 
 PATIENT = 15.0
 """Seconds after which a process that waits for the others at the start says so; again after twice as long."""

@@ -160,8 +160,8 @@ def updated(now: Configuration, change: Event, started: bool) -> Configuration:
     change = _without_unset(change)
     beta = [key for key in BETA if key in change]
     if beta:
-        accepted = ", ".join(f"session.{key} (now session.{BETA[key]})" for key in beta)
-        raise ProtocolError(f"unknown, as of the API's beta: {accepted}", "unknown_parameter", f"session.{beta[0]}")
+        renamed = ", ".join(f"session.{key} (now session.{BETA[key]})" for key in beta)
+        raise ProtocolError(f"unknown, as of the API's beta: {renamed}", "unknown_parameter", f"session.{beta[0]}")
     if started and change.get("type", now.type) != now.type:
         raise ProtocolError(
             f"session.type is {now.type!r} and stays so; open another session for {repr(change['type'])[:40]}",

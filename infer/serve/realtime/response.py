@@ -325,10 +325,7 @@ class Response:
             return "cancelled", {"type": "cancelled", "reason": self._why}
         if error is not None:
             cause = told_of(error)
-            return "failed", {
-                "type": "failed",
-                "error": {"type": cause.kind, "code": cause.code, "message": str(cause)},
-            }
+            return "failed", {"type": "failed", "error": {"type": cause.kind, "code": cause.code, "message": str(cause)}}
         if ended.reason in ("length", "cache"):
             return "incomplete", {"type": "incomplete", "reason": "max_output_tokens"}
         return "completed", None

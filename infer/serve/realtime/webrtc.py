@@ -253,8 +253,8 @@ def checked_offer(offer: str) -> str:
         raise _bad_offer("is no SDP") from None
     kinds = [one.kind for one in media]
     if sorted(kinds) != ["application", "audio"]:
-        problem = ", ".join(kinds)[:100] or "nothing"
-        raise _bad_offer(f"must have one section of audio and one of application (a data channel); it has {problem}")
+        held = ", ".join(kinds)[:100] or "nothing"
+        raise _bad_offer(f"must have one section of audio and one of application (a data channel); it has {held}")
     sound = media[kinds.index("audio")]
     if sound.direction not in ("sendrecv", "recvonly"):
         raise _bad_offer(f"must take sound (a=sendrecv or a=recvonly); it says {sound.direction}")
