@@ -24,7 +24,8 @@ from torch import Tensor
 from benchmarks.report import Figures, in_ms, run_checks
 from infer.bench.measure import noise
 from infer.timing import Player
-from omni.audio.io import SAMPLE_RATE, read_audio, resample
+from omni.audio.io import SAMPLE_RATE, read_audio
+from omni.audio.resample import resample
 from omni.audio.wav import pcm16
 from omni.engine.stats import Percentiles
 

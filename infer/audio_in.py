@@ -26,7 +26,7 @@ from infer.options import AskOptions
 from infer.places import PIPE
 from omni.audio.io import MAX_SECONDS, MAX_STREAM_BYTES, SAMPLE_RATE, from_pcm16, read_audio
 from omni.audio.sniff import HEAD, container, foreign
-from omni.audio.wav_stream import SampleForm, wav_form
+from omni.audio.wav import SampleForm, wav_form
 from omni.errors import SoundWarning, UserError
 from omni.generate.listening import Listening
 from omni.generate.question import longest

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from infer.portaudio import load_sounddevice
-from omni.audio.io import WavWriter, pcm16
-from omni.audio.wav import write_audio
+from omni.audio.wav import WavWriter, pcm16, write_audio
 from omni.errors import UserError
 
 How = Literal["done", "stopped", "failed"]

@@ -18,7 +18,7 @@ from infer.places import PIPE, choose_tasks, places
 from omni.checkpoint.places import CONFIG, adapters_in, check_folder
 from omni.errors import UserError
 from omni.files import real_place, replaceable
-from omni.generate.bounds import BOUNDS, Bound, check_number
+from omni.generate.options import BOUNDS, Bound, check_number
 from omni.pretrained import find_model
 from omni.stores.reading import local_path
 from omni.tasks import Task

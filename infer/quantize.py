@@ -8,7 +8,7 @@ from pathlib import Path
 from infer.options import QuantizeOptions
 from infer.progress import WorkBar
 from omni.checkpoint.places import WEIGHTS
-from omni.convert.int8_folder import quantize_folder
+from omni.convert.omni_folder import quantize_folder
 from omni.pretrained import find_model
 
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from omni.encoder.base import register_encoder
     from omni.errors import SoundWarning, UserError
     from omni.generate.messages import Message
+    from omni.generate.options import Sampling
     from omni.generate.results import Answer, AudioChunk, Ended, TextDelta, Timings
-    from omni.generate.sampling_config import Sampling
     from omni.generate.session import Session
     from omni.generate.speech_lm import SpeechLM
     from omni.tasks import register_task
@@ -24,7 +24,7 @@ _PLACES = {
     "AudioChunk": "omni.generate.results",
     "Ended": "omni.generate.results",
     "Message": "omni.generate.messages",
-    "Sampling": "omni.generate.sampling_config",
+    "Sampling": "omni.generate.options",
     "Session": "omni.generate.session",
     "SoundWarning": "omni.errors",
     "SpeechLM": "omni.generate.speech_lm",

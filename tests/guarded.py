@@ -30,8 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from omni.diagnostics import Finding, Guard, report
 from omni.diagnostics.trace.held import tensors_in
-from omni.edit.mend import Mend
-from omni.edit.transform import GradientTransform
+from omni.edit.mend import GradientTransform, Mend
 from omni.encoder.whisper import WhisperEncoder
 from omni.model.decoder import Decoder
 from omni.model.speech_model import SpeechModel

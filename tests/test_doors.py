@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from omni.errors import UserError, in_one_line
-from omni.generate.bounds import BOUNDS, check_number
+from omni.generate.options import BOUNDS, check_number
 
 ROOT = Path(__file__).parent.parent
 DOORS = {"infer": ["-m", "infer"], "train": ["-m", "train"]}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from omni.audio.io import resample
+from omni.audio.resample import resample
 from omni.generate.speech_lm import SpeechLM
 from train.console.progress import Display
 from train.data.number_words import NUMBERS

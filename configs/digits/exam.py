@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from omni.audio.io import write_wav
-from omni.audio.wav import WavWriter
+from omni.audio.wav import WavWriter, write_wav
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, TextDelta

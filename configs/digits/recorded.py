@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from omni.audio.io import read_audio, resample
+from omni.audio.io import read_audio
+from omni.audio.resample import resample
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from train.console.progress import Kind

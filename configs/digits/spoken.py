@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from omni.audio.io import resample
+from omni.audio.resample import resample
 from omni.codec.base import AudioCodec
 from train.data.number_words import NUMBERS, spoken_number
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word

@@ -33,9 +33,8 @@ from omni.checkpoint.places import CODEC
 from omni.codec.registry import CODECS
 from omni.config import ModelConfig, preset
 from omni.cpu.kernels import machine, measure_kernels
-from omni.engine.measure import powers_to
 from omni.engine.process import EngineProcess
-from omni.engine.stats import Percentiles
+from omni.engine.stats import Percentiles, powers_to
 from omni.errors import UserError
 from omni.model.int8_model import to_int8
 from omni.model.speech_model import SpeechModel

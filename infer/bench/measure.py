@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infer.timing import AnswerMeter, Figures
 from omni.audio.io import SAMPLE_RATE
-from omni.engine.measure import LENGTH, measure_steps
+from omni.engine.stats import LENGTH, measure_steps
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Timings
 from omni.generate.runner import Runner

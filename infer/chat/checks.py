@@ -10,7 +10,7 @@ from infer.checks import check_model, check_numbers
 from infer.options import DEFAULT_MODEL, ChatOptions
 from infer.portaudio import load_sounddevice
 from omni.errors import UserError
-from omni.generate.bounds import BOUNDS, Bound
+from omni.generate.options import BOUNDS, Bound
 from omni.utils.hardware import check_device, check_dtype, check_kernels, check_quantize
 from omni.utils.remote import refuse_remote
 

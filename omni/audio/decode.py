@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from omni.audio.quiet import quiet_decoder
-from omni.audio.sniff import HEAD, container, marked
+from omni.audio.sniff import HEAD, container, marked, quiet_decoder
 from omni.errors import UserError
 
 if TYPE_CHECKING:

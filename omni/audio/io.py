@@ -1,9 +1,8 @@
 """Reads sound files, bytes and raw PCM as mono tensors `[S]` float32 at the rate the caller asks for.
 
-Everything a person may hand over by mistake (a folder, a text file, half a download, three hours, eight
-channels, NaN, `/dev/zero`) is refused here with one line that names the source, the value and the way out, so
-that no caller has to check again; and before memory is taken for it. Sound that is accepted but may not be what was
-meant gives a `SoundWarning`. WAV files are written by `omni.audio.wav`, whose names are exported here too.
+Everything a person may hand over by mistake (a folder, a text file, half a download, three hours, eight channels, NaN,
+`/dev/zero`) is refused here with one line that names the source, the value and the way out, so that no caller has to check
+again; and before memory is taken for it. Sound that is accepted but may not be what was meant gives a `SoundWarning`.
 
 S samples, C channels.
 """
@@ -11,9 +10,10 @@ S samples, C channels.
 from __future__ import annotations
 
 import io
+import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -21,32 +21,57 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from omni.audio.decode import Block, Recording, open_recording
-from omni.audio.level import cancelled, heard_alone
 from omni.audio.resample import StreamResampler, resample
 from omni.audio.sniff import HEAD, container, foreign
-from omni.audio.wav import WavWriter, pcm16, write_wav
 from omni.errors import UserError, warn_about_sound
 from omni.utils.remote import refuse_remote
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "MAX_SECONDS",
-    "MAX_STREAM_BYTES",
-    "SAMPLE_RATE",
-    "AudioInfo",
-    "AudioSource",
-    "WavWriter",
-    "audio_info",
-    "from_pcm16",
-    "pcm16",
-    "read_audio",
-    "read_part",
-    "read_stream",
-    "resample",
-    "write_wav",
-]
+QUIET_DBFS = -60.0
+"""Below this level a clip counts as silent."""
+
+SHORT_SECONDS = 0.1
+"""Shortest clip in which anything can be said."""
+
+_CANCELLED = 0.01  # share of the louder channel's energy that is left when opposite channels are averaged
+
+
+def level(clip: Tensor, sample_rate: int) -> float:
+    """Level of `[S]`, S at least 1, in decibels relative to full scale: the RMS of its loudest 100 ms without their mean (a
+    constant is not heard); -inf for silence."""
+    import torch
+
+    window = max(1, round(SHORT_SECONDS * sample_rate))
+    pieces = list(clip.float().split(window))
+    whole = torch.stack(pieces[:-1]) if len(pieces) > 1 else clip.new_zeros(1, 1, dtype=torch.float32)
+    power = max(float(whole.var(dim=1, correction=0).max()), float(pieces[-1].var(correction=0)) * len(pieces[-1]) / window)
+    return 10 * math.log10(power) if power > 1e-20 else -math.inf
+
+
+def sound_warnings(clip: Tensor, sample_rate: int) -> list[str]:
+    """Reasons to doubt that anything is said in `[S]`, S at least 1, as ends of sentences about it."""
+    found = []
+    if (seconds := len(clip) / sample_rate) < SHORT_SECONDS:
+        found.append(f"lasts {seconds * 1e3:.3g} ms, and nothing can be said in under {SHORT_SECONDS * 1e3:.0f} ms")
+    if (loudest := level(clip, sample_rate)) < QUIET_DBFS:
+        what = "is silence" if loudest == -math.inf else f"is silent: its loudest 100 ms reach {loudest:.0f} dBFS"
+        found.append(f"{what}, and speech lies above {QUIET_DBFS:.0f} dBFS")
+    return found
+
+
+def cancelled(mixed: float, channels: Sequence[float]) -> int | None:
+    """The loudest channel where the mean of all of them has lost nearly all sound (they are of opposite phase), from the
+    energies of the mean and of each channel; else None."""
+    loudest = max(range(len(channels)), key=channels.__getitem__)
+    return loudest if mixed < _CANCELLED * channels[loudest] else None
+
+
+def heard_alone(channel: int) -> str:
+    """Text of the warning for the channel that `cancelled` names: the end of a sentence about the sound."""
+    return f"two channels are of opposite phase and cancel each other; channel {channel} is used alone"
+
 
 SAMPLE_RATE = 16_000
 """Samples per second of the encoder's input."""

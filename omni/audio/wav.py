@@ -1,11 +1,11 @@
-"""Writes sound: 16-bit PCM bytes, and sound files that appear under their name only when they are complete.
+"""Writes sound: 16-bit PCM bytes, and sound files that appear under their name only when they are complete. Reads the header of
+a WAV file whose bytes are still coming.
 
-A file is written beside its place (`.NAME.part-…`) and renamed when it is closed, so a reader never sees
-half of one. Format: RIFF WAVE, a `fmt ` and a `data` chunk, little-endian (Microsoft and IBM, Multimedia
-Programming Interface 1.0, 1991); float32 adds the `fact` chunk that the format asks of everything that is
-not PCM.
+A file is written beside its place (`.NAME.part-…`) and renamed when it is closed, so a reader never sees half of one. Format:
+RIFF WAVE, a `fmt ` and a `data` chunk, little-endian (Microsoft and IBM, Multimedia Programming Interface 1.0, 1991); float32
+adds the `fact` chunk that the format asks of everything that is not PCM.
 
-S samples.
+S samples, C channels.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, Literal
@@ -21,6 +22,7 @@ from omni.errors import UserError
 from omni.files import beside, replaceable, replacing
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 Encoding = Literal["pcm16", "float32"]
@@ -203,3 +205,60 @@ def _header(data_bytes: int, samples: int, sample_rate: int, encoding: Encoding)
         chunks += b"fact" + struct.pack("<II", 4, samples)
     riff = _UNKNOWN if data_bytes == _UNKNOWN else 4 + len(chunks) + 8 + data_bytes
     return b"RIFF" + struct.pack("<I", riff) + b"WAVE" + chunks + b"data" + struct.pack("<I", data_bytes)
+
+
+_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
+_TYPES = {(_PCM, 16): "<i2", (_FLOAT, 32): "<f4"}
+_ENDLESS = 0x7FFFF000  # sizes from here on, and 0, say nothing
+
+
+@dataclass(frozen=True)
+class SampleForm:
+    """Where the samples are in the bytes.
+
+    Attributes:
+        rate: samples per second.
+        channels: C, one after another in each frame.
+        type: of a sample, for NumPy.
+        start, end: bytes at which the samples begin, and end (None for the end of all).
+    """
+
+    rate: int
+    channels: int = 1
+    type: str = "<i2"
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def frame(self) -> int:
+        """Bytes of a sample of all channels."""
+        return self.channels * int(self.type[-1])
+
+    def samples(self, data: bytes) -> np.ndarray:
+        """Samples [C, S] of whole frames, [S] of one channel."""
+        import numpy as np
+
+        found = np.frombuffer(data, self.type)
+        return found if self.channels == 1 else found.reshape(-1, self.channels).T
+
+
+def wav_form(head: bytes) -> SampleForm | None:
+    """The form of a WAV file that begins with `head`; None where its samples are no 16-bit integers or 32-bit floats, or begin
+    later."""
+    if head[:4] != b"RIFF" or head[8:12] != b"WAVE":
+        return None
+    place, found = 12, None
+    while place + 8 <= len(head):
+        name, size = struct.unpack_from("<4sI", head, place)
+        place += 8
+        if name == b"data":
+            end = None if size == 0 or size >= _ENDLESS else place + size
+            return found and SampleForm(*found, place, end)
+        if name == b"fmt " and size >= 16 and place + min(size, 26) <= len(head):
+            tag, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", head, place)
+            if tag == _EXTENSIBLE and size >= 26:
+                (tag,) = struct.unpack_from("<H", head, place + 24)
+            kind = _TYPES.get((tag, bits))
+            found = (rate, channels, kind) if kind is not None and channels and rate else None
+        place += size + size % 2
+    return None

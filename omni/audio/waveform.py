@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omni.audio.io import MAX_SECONDS, SAMPLE_RATE, read_audio, resample, shorten
-from omni.audio.level import cancelled, heard_alone
-from omni.audio.resample import StreamResampler
+from omni.audio.io import MAX_SECONDS, SAMPLE_RATE, cancelled, heard_alone, read_audio, shorten
+from omni.audio.resample import StreamResampler, resample
 from omni.errors import UserError, warn_about_sound
 
 LOUDEST = 100.0

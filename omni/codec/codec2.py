@@ -4,20 +4,23 @@ A frame of 320 samples is 28 bits; in their order, most significant first: spect
 (pitch 0: unvoiced). Format: codec2 1.2, `codec2_encode_700c`. The C library comes with the wheel of
 `pycodec2` (LGPL-2.1). Decoded sound lags the encoded sound by about 30 ms.
 
-The library draws the phases of unvoiced frames from one random state per process, so its decoders disturb
-each other and no decoding can be repeated exactly. Here every stream loads its own copy of the library, with a
-fresh state: 0.8 ms and 0.4 MB of memory to open, no file, descriptor or thread to keep. A frame takes 0.03 ms, and 0.1
-around a push of one stream; a batch of 64 streams takes 0.05 ms for each (one core of an EPYC, of which one thread decodes
-for more than 700 listeners). The lock of Python's interpreter is free while a frame is decoded. A frame's samples depend on
-no later frame: the lookahead is 0.
+The library draws the phases of unvoiced frames from one random state per process, so its decoders disturb each other and no
+decoding can be repeated exactly. Here every stream loads its own copy of the library, with a fresh state: the dynamic loader
+knows a library by its file, so that a copy of the file, removed as soon as it is loaded, is another library. That takes 0.8 ms
+and 0.4 MB of memory. A frame takes 0.03 ms, and 0.1 around a push of one stream; a batch of 64 streams takes 0.05 ms for each
+(one core of an EPYC, of which one thread decodes for more than 700 listeners). The lock of Python's interpreter is free while a
+frame is decoded. A frame's samples depend on no later frame: the lookahead is 0.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import tempfile
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +30,72 @@ from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from omni.codec.base import AudioCodec, CodecStream
-from omni.codec.batch import CodecBatch
-from omni.codec.codec2_library import library_of, load_private, unload
-from omni.errors import PackageError
+from omni.codec.base import AudioCodec, CodecBatch, CodecStream
+from omni.errors import PackageError, UserError
+
+
+class _SymbolInfo(ctypes.Structure):
+    """`Dl_info` of `dladdr(3)`."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def library_of(extension: str, symbol: str) -> str:
+    """Path of the shared library that gives `symbol` to the extension module file `extension`.
+
+    Asking the loader finds a library bundled in a wheel and one of the system alike. Raises UserError where
+    there is no such symbol, or no POSIX loader.
+    """
+    if os.name != "posix":
+        raise UserError(f"private copies of the library behind {extension} need Linux or macOS: run there")
+    function = getattr(ctypes.CDLL(extension), symbol, None)
+    info = _SymbolInfo()
+    if function is not None:
+        ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
+    if info.file is None:
+        raise UserError(f"{extension} reaches no function {symbol}: reinstall the package it belongs to")
+    return os.fsdecode(info.file)
+
+
+def load_private(path: str) -> ctypes.CDLL:
+    """Loads a fresh copy of the shared library `path`; release it with `unload`.
+
+    Raises UserError when the folder for temporary files cannot hold the copy.
+    """
+    # Deep binding: the copy calls itself even where the original was loaded into the global scope.
+    mode = os.RTLD_LOCAL | os.RTLD_NOW | getattr(os, "RTLD_DEEPBIND", 0)
+    copy = None
+    try:
+        descriptor, copy = tempfile.mkstemp(prefix="omni-", suffix=f"-{os.path.basename(path)}")
+        with open(descriptor, "wb") as file:
+            # Written from memory: a file that the kernel copies from the original takes ten times as long to unmap.
+            file.write(_contents(path))
+        return ctypes.CDLL(copy, mode=mode)
+    except OSError as error:
+        folder = os.path.dirname(copy) if copy else "a temporary folder"
+        raise UserError(
+            f"cannot load a copy of {os.path.basename(path)} from {folder} ({error}): "
+            "point TMPDIR at a folder with room that allows execution"
+        ) from error
+    finally:
+        if copy is not None:
+            os.unlink(copy)
+
+
+def unload(library: ctypes.CDLL) -> None:
+    """Unmaps a library loaded by `load_private`; nothing of it may be used afterwards."""
+    ctypes.CDLL(None).dlclose(ctypes.c_void_p(library._handle))
+
+
+@functools.cache
+def _contents(path: str) -> bytes:
+    return Path(path).read_bytes()
+
 
 MODE_700C = 8  # codec2.h
 FRAME_SAMPLES = 320

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from omni.codec.base import AudioCodec, CodecStream
-from omni.codec.batch import CodecBatch
+from omni.codec.base import AudioCodec, CodecBatch, CodecStream
 from omni.codec.streaming import Layer, after, steps_of
 from omni.codec.streams import LayerPlace, RowPlan, StreamRow, Streams, on_device
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omni.checkpoint.tensors import FileStamp, read_json
-from omni.convert import codecs as codec_weights
-from omni.convert import huggingface, mini_omni
+from omni.convert import huggingface, mini_omni, parts
 from omni.convert import omni_folder as streamed
-from omni.convert import whisper as whisper_weights
 from omni.convert.contract import Foreign
 from omni.convert.kinds import KINDS
 from omni.convert.lazy import WriteCallback
@@ -44,9 +42,9 @@ FORMATS: dict[str, Format] = {
         mini_omni.write,
         "the codec's weights and what its config.json says",
     ),
-    "whisper": Format(KINDS["whisper"], whisper_weights.recognise, whisper_weights.read),
-    "snac": Format(KINDS["snac"], codec_weights.recognise_snac, codec_weights.read_snac),
-    "mimi": Format(KINDS["mimi"], codec_weights.recognise_mimi, codec_weights.read_mimi),
+    "whisper": Format(KINDS["whisper"], parts.recognise_whisper, parts.read_whisper),
+    "snac": Format(KINDS["snac"], parts.recognise_snac, parts.read_snac),
+    "mimi": Format(KINDS["mimi"], parts.recognise_mimi, parts.read_mimi),
     "hf": Format(
         KINDS["hf"],
         huggingface.recognise,

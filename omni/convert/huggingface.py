@@ -20,9 +20,8 @@ from torch import Tensor
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.tensors import FileStamp, read_json, read_weights, write_file, write_safetensors
 from omni.config import DecoderConfig, ModelConfig, RopeScaling
-from omni.convert.contract import Foreign, TextConfig, kept_files, match, text_shapes
+from omni.convert.contract import COMPANIONS, Foreign, TextConfig, kept_files, match, read_tokenizer, text_shapes
 from omni.convert.lazy import Lazy, WriteCallback
-from omni.convert.tokenizers import COMPANIONS, read_tokenizer
 from omni.errors import UserError, closest
 from omni.files import replacing_folder
 

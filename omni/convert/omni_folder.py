@@ -1,23 +1,45 @@
-"""Opens our own model folders (see `folder.py`) without reading their weights, and writes them without holding the weights."""
+"""Opens our own model folders (`omni.checkpoint.folder`) without reading their weights, and writes them without holding the
+weights, also in int8 (`omni.checkpoint.int8_state`), a piece at a time."""
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from omni.checkpoint.bounds import check_header
-from omni.checkpoint.folder import check_full_precision, listed_files, read_config, stored_extra
+from omni.checkpoint.folder import (
+    QUANTIZED_FORMAT,
+    check_full_precision,
+    check_sizes,
+    listed_files,
+    read_config,
+    stored_extra,
+    stored_form,
+)
+from omni.checkpoint.int8_state import int8_tensors, not_finite
 from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS
-from omni.checkpoint.tensors import FileStamp, copy_file, read_json, read_safetensors, write_file, write_safetensors
+from omni.checkpoint.tensors import (
+    PIECE,
+    FileStamp,
+    copy_file,
+    read_json,
+    read_pieces,
+    read_safetensors,
+    write_file,
+    write_safetensors,
+)
 from omni.config import FORMAT_VERSION, ModelConfig, to_dict
-from omni.convert import codecs as codec_weights
 from omni.convert.contract import Foreign, check_tokenizer, match
-from omni.convert.lazy import WriteCallback
+from omni.convert.lazy import Lazy, WriteCallback
+from omni.convert.parts import check_codec, fill_codec
 from omni.errors import UserError
 from omni.files import replacing_folder
 from omni.model.speech_model import SpeechModel
@@ -81,8 +103,8 @@ def write(
         files[TOKENIZER] = write_file(folder / TOKENIZER, source.tokenizer.inner.to_str(pretty=True).encode())
         if codec is not None:
             (folder / CODEC).mkdir()
-            files |= {f"{CODEC}/{name}": stamp for name, stamp in codec_weights.fill(folder / CODEC, codec).items()}
-            opened = codec_weights.check(codec, folder / CODEC, config.codec)
+            files |= {f"{CODEC}/{name}": stamp for name, stamp in fill_codec(folder / CODEC, codec).items()}
+            opened = check_codec(codec, folder / CODEC, config.codec)
             if opened.name != config.codec or tuple(opened.codebook_sizes) != config.layout.codebook_sizes:
                 raise UserError(
                     f"{codec.place} is {opened.name} with codebooks {tuple(opened.codebook_sizes)}, the model's codec is "
@@ -109,3 +131,87 @@ def model_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     with torch.device("meta"):
         state = SpeechModel(config).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def quantize_folder(
+    source: Path, target: Path, form: str = "int8", on_progress: WriteCallback | None = None
+) -> dict[str, FileStamp]:
+    """Write the model folder `source` as `target`, beside its name first, then renamed: linears and tables in int8, all else as
+    it is, with tokenizer, codec and the plain data.
+
+    Args:
+        form: of the weights, one of `omni.utils.hardware.QUANTIZED`.
+        on_progress: called with the bytes of the weights that were read, and the number that will be: each is read for its
+            checksum, and rounded in two readings.
+
+    Returns:
+        size and CRC-32 of each file but `config.json`, which holds them.
+
+    Raises:
+        UserError: the folder is quantised already, damaged or does not fit its configuration, or the place cannot be written.
+    """
+    config, data = read_config(source), read_json(source / CONFIG)
+    held = stored_form(data, source / CONFIG)
+    if held is not None:
+        raise UserError(f"{source} is quantised already ({held}); quantise the folder in full precision that it was made from")
+    listed, extra = listed_files(data, source / CONFIG), stored_extra(data, source / CONFIG)
+    check_sizes(source)
+    check_header(config, source / WEIGHTS)
+    check_tokenizer(Tokenizer.from_file(source / TOKENIZER), config.layout.text.size, source)
+    progress = _Progress(on_progress)
+    state = {name: progress.counted(tensor) for name, tensor in read_pieces(source / WEIGHTS).items()}
+    tensors, checksums = int8_tensors(config, state, str(source / WEIGHTS))
+    progress.total = listed[WEIGHTS][0] + sum(t.nbytes * (2 if tensors[n].dtype == torch.int8 else 1) for n, t in state.items())
+    others = [source / name for name in listed if name != WEIGHTS]
+    others += [path for path in sorted((source / CODEC).rglob("*")) if path.is_file() and path not in others]
+    files: dict[str, FileStamp] = {}
+    with replacing_folder(target, sum(t.nbytes for t in tensors.values()) + sum(p.stat().st_size for p in others)) as folder:
+        if progress.crc_of(source / WEIGHTS) != listed[WEIGHTS][1]:
+            raise UserError(f"{source / WEIGHTS} does not match its checksum in {CONFIG}; fetch or save the folder again")
+        files[WEIGHTS] = write_safetensors(folder / WEIGHTS, tensors)
+        for name in files[WEIGHTS].nonfinite:  # one that is not held in int8
+            raise not_finite(name, source / WEIGHTS)
+        for path in others:
+            name = path.relative_to(source).as_posix()
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            files[name] = copy_file(path, folder / name)
+            if name in listed and files[name].crc32 != listed[name][1]:
+                raise UserError(f"{path} does not match its checksum in {CONFIG}; fetch or save the folder again")
+        written: dict[str, Any] = {
+            "format": QUANTIZED_FORMAT,
+            "quantized": {"form": form, "checksums": checksums()},
+            "model": to_dict(config),
+            "files": {name: {"bytes": stamp.bytes, "crc32": stamp.crc32} for name, stamp in sorted(files.items())},
+            "extra": extra,
+        }
+        write_file(folder / CONFIG, (json.dumps(written, indent=2) + "\n").encode())
+    return files
+
+
+class _Progress:
+    """Counts the bytes of the weights that were read."""
+
+    def __init__(self, on_progress: WriteCallback | None) -> None:
+        self.total, self.done, self.on_progress = 0, 0, on_progress
+
+    def add(self, count: int) -> None:
+        self.done = min(self.done + count, self.total)
+        if self.on_progress is not None:
+            self.on_progress(self.done, self.total)
+
+    def counted(self, tensor: Lazy) -> Lazy:
+        """The tensor, whose readings are counted."""
+        return replace(tensor, read=partial(self._read, tensor))
+
+    def _read(self, tensor: Lazy, start: int, stop: int) -> Tensor:
+        rows = tensor.read(start, stop)
+        self.add(rows.nbytes)
+        return rows
+
+    def crc_of(self, file: Path) -> int:
+        value = 0
+        with file.open("rb") as handle:
+            while block := handle.read(PIECE):
+                value = zlib.crc32(block, value)
+                self.add(len(block))
+        return value

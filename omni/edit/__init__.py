@@ -1,1 +1,0 @@
-"""Corrections of single answers, names and pronunciations, without training the model again."""

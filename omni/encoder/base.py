@@ -164,3 +164,9 @@ def collate(features: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     for row, clip in zip(batch, features, strict=True):
         row[:, : clip.shape[1]] = clip
     return batch, lengths
+
+
+def frame_distances(heard: Tensor, taught: Tensor) -> Tensor:
+    """|heard - taught|^2 / |taught|^2 of each of T frames [T, D], in fp32: 0 where they are equal, 1 for zeros."""
+    heard, taught = heard.float(), taught.float()
+    return (heard - taught).square().sum(1) / taught.square().sum(1).clamp_min(1e-6)

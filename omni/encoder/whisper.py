@@ -2,10 +2,10 @@
 
 In mode "chunked" a frame hears its chunk and what came before, so that a sound can be encoded while it is still coming.
 
-The modules are those of `whisper.model.AudioEncoder`, under `whisper.`, so OpenAI's encoder weights load by
-name. The forward pass is implemented here, because Whisper's own `forward` takes full windows only: a batch of
-clips is one list of frames `[sum T, D]`, no layer computes padding, and no clip sees another (see
-`omni.encoder.packing`).
+The modules are those of `whisper.model.AudioEncoder`, under `whisper.`, so OpenAI's encoder weights load by name. The forward
+pass is implemented here, because Whisper's own `forward` takes full windows only: a batch of clips is one list of frames `[sum
+T, D]`, no layer computes padding, and no clip sees another (see `omni.encoder.packing`). A small encoder on a CPU is compiled
+where it measured faster (`omni.cpu.compiled`, `omni.cpu.kernels`).
 
 N clips, M mel bands, F feature frames, T encoder frames, D width, H heads.
 """
@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from copy import copy
 from random import Random
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from whisper.model import AudioEncoder, ResidualAttentionBlock
+from whisper.model import AudioEncoder, Linear, MultiHeadAttention, ResidualAttentionBlock
 
 from omni.audio.mel import samples_before
-from omni.cpu.kernels import Kernels, StepShape
-from omni.encoder import whisper_compiled
+from omni.cpu import compiled
+from omni.cpu.kernels import SMALL, Kernels, StepShape
 from omni.encoder.base import Encoder, EncoderStream, register_encoder
 from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, AttentionGroup, Chunks, Packing, pack
-from omni.encoder.streaming_key_values import StreamingKeyValues
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.model.attention import attention, multiplied_in, takes_packed
@@ -100,7 +101,7 @@ class WhisperEncoder(Encoder):
         if self.config.normalize == "clip":
             mels = normalized(mels, lengths, self.config.mel_range, self.config.mel_blur)
         if self._compiled():
-            return whisper_compiled.encode(self.whisper, mels.to(weight), lengths, wanted)
+            return compiled_encode(self.whisper, mels.to(weight), lengths, wanted)
         size = self.config.width // self.config.heads
         bounds = chunks is None and takes_packed(weight.device, multiplied_in(weight), size)
         options: Any = {
@@ -142,7 +143,7 @@ class WhisperEncoder(Encoder):
 
     def compiled_shape(self) -> StepShape | None:
         """What its blocks are called in measurements (`omni.cpu.kernels`); None where they cannot be compiled."""
-        return whisper_compiled.encoder_shape(self.whisper, self.config.heads)
+        return encoder_shape(self.whisper, self.config.heads)
 
     def _compiled(self) -> bool:
         if (
@@ -155,7 +156,7 @@ class WhisperEncoder(Encoder):
             return False
         if self._known is None or not self._known[0].same():
             shape = self.compiled_shape()
-            self._known = Fingerprint(self.whisper), shape if whisper_compiled.can_be_read(self.whisper) else None
+            self._known = Fingerprint(self.whisper), shape if can_be_read(self.whisper) else None
         parts, shape = self._known
         return shape is not None and self.kernels.compiled(shape, "encoder") and not parts.has_forward_hooks()
 
@@ -381,3 +382,95 @@ def _side_by_side(x: Tensor, group: AttentionGroup, heads: int) -> Tensor:
 
 def _to_list(lengths: Sequence[int] | Tensor) -> list[int]:
     return lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+
+
+class StreamingKeyValues:
+    """Keys and values of a clip's last frames in one layer, in memory of twice their size: each is copied few times.
+
+    Args:
+        history: how many frames before a chunk it hears; None for all.
+    """
+
+    def __init__(self, history: int | None) -> None:
+        self.history, self.start, self.end = history, 0, 0
+        self.memory: Tensor | None = None
+        self.shared = False  # with another, so that it is not written
+
+    def copy(self) -> StreamingKeyValues:
+        """Another one, which copies what is held once more is heard."""
+        found = copy(self)
+        found.shared = True
+        return found
+
+    def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes those of a chunk `[1, H, T, D / H]`; returns those of the frames before that it hears, and its own."""
+        count, memory = key.shape[2], self.memory
+        self.start = self.start if self.history is None else max(self.start, self.end - self.history)
+        if memory is None or self.shared or self.end + count > memory.shape[3]:
+            held = self.end - self.start
+            with torch.inference_mode(False):  # what comes next may be written in another mode
+                self.memory = key.new_empty((2, *key.shape[:2], 2 * (held + count), key.shape[3]))
+            if memory is not None:
+                self.memory[:, :, :, :held] = memory[:, :, :, self.start : self.end]
+            memory, self.start, self.end, self.shared = self.memory, 0, held, False
+        end = self.end + count
+        memory[0, :, :, self.end : end], memory[1, :, :, self.end : end] = key, value
+        self.end = end
+        return memory[0, :, :, self.start : end], memory[1, :, :, self.start : end]
+
+
+Array = np.ndarray[Any, Any]
+
+
+_KINDS = {Linear, nn.LayerNorm, nn.GELU, nn.Sequential, MultiHeadAttention}
+
+
+def encoder_shape(whisper: nn.Module, heads: int) -> StepShape | None:
+    """What the encoder's blocks are called in measurements; None where they cannot be compiled."""
+    blocks: Any = whisper.blocks
+    if not len(blocks) or not all({type(part) for part in block.modules()} - {type(block)} <= _KINDS for block in blocks):
+        return None
+    attn, mlp = blocks[0].attn, blocks[0].mlp
+    width, inner = attn.query.in_features, mlp[0].out_features
+    if mlp[1].approximate != "none" or 4 * width * width + 2 * width * inner > SMALL:
+        return None
+    return StepShape("float32", width, heads, heads, width // heads, inner)
+
+
+def can_be_read(whisper: nn.Module) -> bool:
+    """Whether all its weights are parameters in float32 on a CPU."""
+    weights = [p for part in whisper.modules() for p in part._parameters.values() if p is not None]
+    return all(type(p) is nn.Parameter and p.dtype == torch.float32 and p.device.type == "cpu" for p in weights)
+
+
+def compiled_encode(whisper: Any, mels: Tensor, lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
+    """What `WhisperEncoder.forward` gives, [sum(frames), D], of features [N, M, F max] float32."""
+    starts = np.cumsum([0, *((length + 1) // 2 for length in lengths)])
+    x = np.empty((starts[-1], whisper.conv1.out_channels), np.float32)
+    stem = [part for conv in (whisper.conv1, whisper.conv2) for part in (_flat(conv.weight), _array(conv.bias))]
+    held = [[p if p.is_contiguous() else p.detach().contiguous() for p in _parameters(block)] for block in whisper.blocks]
+    block = whisper.blocks[0]
+    places = np.array([[p.data_ptr() for p in own] for own in held])  # which stay until the call has ended
+    given = *stem, _array(whisper.positional_embedding), block.heads, np.float32(block.attn_ln.eps)
+    compiled.encoder(_array(mels), np.array(lengths), starts, *given, places, block.mlp[0].out_features, x)  # type: ignore[call-arg]
+    out: Tensor = whisper.ln_post(torch.from_numpy(x))
+    sizes = np.diff(starts).tolist()
+    if list(frames) == sizes:
+        return out
+    return torch.cat([own[:wanted] for own, wanted in zip(out.split(sizes), frames, strict=True)])
+
+
+def _parameters(block: Any) -> list[Tensor]:
+    """In the order of `compiled.encoder`; read each time, since they may be others by then."""
+    attn, mlp = block.attn, block.mlp
+    parts = block.attn_ln, attn.query, attn.key, attn.value, attn.out, block.mlp_ln, mlp[0], mlp[2]
+    return [p for part in parts for p in (part.weight, part.bias) if p is not None]
+
+
+def _flat(weight: Tensor) -> Array:
+    """A convolution's weight [D, M, 3] as [D, 3 M]."""
+    return np.ascontiguousarray(weight.numpy(force=True).transpose(0, 2, 1)).reshape(len(weight), -1)
+
+
+def _array(x: Tensor) -> Array:
+    return np.ascontiguousarray(x.numpy(force=True))

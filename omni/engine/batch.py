@@ -12,11 +12,10 @@ from collections.abc import Sequence
 
 from omni.engine.client import Running
 from omni.engine.entering import Talk
-from omni.engine.listen import Listen
-from omni.engine.measure import LENGTH
+from omni.engine.prefill_ahead import Listen
 from omni.engine.slots import Seat, Slots
 from omni.engine.sound import Outputs, SoundThread
-from omni.engine.stats import Recorder
+from omni.engine.stats import LENGTH, Recorder
 from omni.generate.results import Reason
 from omni.generate.rows import RunnerRow
 from omni.generate.runner import Runner

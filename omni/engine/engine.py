@@ -9,11 +9,10 @@ what was written into text and sound while the next step runs. Questions are enc
 
 A row's answer does not depend on its company, so that each conversation is what it would be alone.
 
-    engine.py      what clients call                    batch.py       the rows and their slots
-    hearing.py     questions, encoded                   intake.py      questions on their way into the batch
-    listen.py      those whose sound is still coming    forget.py      what stays where the oldest turns go
-    requests.py    what they asked, until a boundary    stepping.py    the thread that owns these two
-    client.py      an answer, as all threads share it
+    engine.py      what clients call                    batch.py           the rows and their slots
+    client.py      an answer, as all threads share it   intake.py          questions on their way into the batch
+    entering.py    questions, encoded and prefilled     prefill_ahead.py   what is fed before a question is asked
+    stepping.py    the thread that owns batch and intake, and what clients ask of it until a boundary
 """
 
 from __future__ import annotations
@@ -26,20 +25,17 @@ from collections.abc import Sequence
 from omni.codec.base import AudioCodec
 from omni.engine.batch import EngineBatch
 from omni.engine.client import Running, check_patience
-from omni.engine.forget import Refill
-from omni.engine.hearing import Hearing
+from omni.engine.entering import Hearing
 from omni.engine.intake import Intake
-from omni.engine.listen import Listen
-from omni.engine.measure import MOST, KnownCosts, StepCosts, check_measuring, powers_to
-from omni.engine.requests import Requests
+from omni.engine.prefill_ahead import Listen, Refill
 from omni.engine.schedule import Watermarks
 from omni.engine.slots import Seat, check_queue, check_slots
 from omni.engine.sound import SoundThread
-from omni.engine.stats import EngineStats, Recorder
-from omni.engine.stepping import SteppingThread
+from omni.engine.stats import MOST, EngineStats, KnownCosts, Recorder, StepCosts, check_measuring, powers_to
+from omni.engine.stepping import Requests, SteppingThread
 from omni.errors import BusyError, UserError
-from omni.generate.bounds import check_number
 from omni.generate.feature_stream import FeatureStream
+from omni.generate.options import check_number
 from omni.generate.runner import Runner
 from omni.model.speech_model import SpeechModel
 from omni.utils.hardware import release_threads

@@ -9,13 +9,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from omni.engine.admission import Verdict, admit
 from omni.engine.batch import EngineBatch
 from omni.engine.client import Running
-from omni.engine.entering import TOGETHER, Entering, Talk, same_kind, together
-from omni.engine.forget import Refills, columns_in
-from omni.engine.hearing import advance, encode, unheard
-from omni.engine.listen import Listen, Listens
+from omni.engine.entering import TOGETHER, Entering, Talk, advance, encode, same_kind, together, unheard
+from omni.engine.prefill_ahead import Listen, Listens, Refills, columns_in
+from omni.engine.schedule import Verdict, admit
 from omni.engine.slots import Seat
 from omni.engine.stats import Recorder
 

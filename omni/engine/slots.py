@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from omni.errors import UserError
-from omni.generate.bounds import Bound, check_number
 from omni.generate.history import CachedHistory
+from omni.generate.options import Bound, check_number
 
 _TURNS = count()
 

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omni.codec.base import AudioCodec
-from omni.codec.batch import CodecBatch
+from omni.codec.base import AudioCodec, CodecBatch
 from omni.engine.client import Running
-from omni.engine.coded import CodedSound, cannot_decode
 from omni.engine.stats import Recorder
+from omni.engine.wire import CodedSound, cannot_decode
 from omni.engine.worker import Worker
 from omni.generate.results import AudioChunk, Ended, Reason
 from omni.generate.rows import StepOutput

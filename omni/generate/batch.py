@@ -14,8 +14,7 @@ from omni.edit.deltas import Edits
 from omni.engine.client import Running
 from omni.engine.engine import Engine
 from omni.errors import UserError
-from omni.generate.bounds import check_number
-from omni.generate.options import AnswerOptions, check_adapter
+from omni.generate.options import AnswerOptions, check_adapter, check_number
 from omni.generate.question import Asked, read_question, read_system
 from omni.generate.results import Answer
 from omni.generate.session import Session

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from omni.audio.waveform import SoundPieces, as_piece
 from omni.errors import UserError
-from omni.generate.incoming import Incoming, take_all, take_all_async
-from omni.generate.question import Asked, asked_by_clip, longest
+from omni.generate.question import Asked, Incoming, asked_by_clip, longest, take_all, take_all_async
 from omni.generate.turn_end import TurnFrames
 from omni.model.multitask_projector import SHARING
 from omni.tasks import Task, Turn, find_task

@@ -1,7 +1,8 @@
-"""Options of answers (sampling, limits and policies) as one frozen value, and the keywords that make one.
+"""Options of answers (sampling, limits and policies) as one frozen value, the keywords that make one, and the bounds of
+numbers, which the command line shares.
 
-Besides the fields of `AnswerOptions`, calls take the names that transformers and OpenAI have for the sampling of all streams:
-`temperature`, `top_k`, `top_p`, `repetition_penalty` and `do_sample` (`SamplingNames`).
+Nothing heavy is imported here, so that a bad value is refused before a model is read. Besides the fields of `AnswerOptions`,
+calls take the names that transformers and OpenAI have for the sampling of all streams (`SamplingNames`).
 """
 
 from __future__ import annotations
@@ -10,16 +11,108 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Literal, TypedDict
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
-from omni.codec.base import AudioCodec
-from omni.edit.deltas import Edits
 from omni.errors import UserError
-from omni.generate.bounds import check_number, check_switch
 from omni.generate.results import brief
-from omni.generate.sampling import GREEDY, SamplingPlan
-from omni.generate.sampling_config import Sampling
-from omni.tasks import Task
+
+if TYPE_CHECKING:
+    from omni.codec.base import AudioCodec
+    from omni.edit.deltas import Edits
+    from omni.tasks import Task
+
+
+class Bound(NamedTuple):
+    """Least and greatest value; `way` is the error's advice on what to give instead."""
+
+    least: float
+    most: float
+    way: str
+    whole: bool = True
+
+
+BOUNDS = {
+    "temperature": Bound(0, 1000, "0 is greedy, 1 draws as the model was trained", whole=False),
+    "top_k": Bound(0, 2**31 - 1, "0 is no limit"),
+    "top_p": Bound(1e-6, 1, "1 is no limit", whole=False),
+    "repetition_penalty": Bound(1e-3, 1000, "1 is off", whole=False),
+    "seed": Bound(-(2**63), 2**64 - 1, "a seed has 64 bits"),
+    "max_seconds": Bound(1e-3, 86_400, "a day is the longest answer", whole=False),
+    "max_tokens": Bound(1, 2**20, "512 is the default"),
+    "max_new_tokens": Bound(1, 2**20, "each is a time step"),
+    "max_silence": Bound(1e-2, 86_400, "seconds of silence after which an answer ends", whole=False),
+    "drain": Bound(0, 1e9, "seconds in which answers under way may end", whole=False),
+    "context": Bound(1, 2**31 - 1, "more positions than the model's are never taken"),
+    "batch_size": Bound(1, 2**31 - 1, "64 is the default"),
+    "played_seconds": Bound(0, 1e9, "by default all that was handed over was heard", whole=False),
+    "shown_characters": Bound(0, 2**63 - 1, "by default all that was handed over was shown"),
+    "input_rate": Bound(1, 768_000, "samples per second, such as 16000"),
+    "channel": Bound(0, 1023, "channels are counted from 0"),
+}
+"""Bounds by name of the option."""
+
+
+def check_number(name: str, value: Any, bound: Bound | None = None, as_what: str | None = None) -> None:
+    """Refuse a value that is no number within the option's bound (nan is within none).
+
+    Args:
+        bound: by default the one of `name`.
+        as_what: name of the option in the error, by default `name`.
+
+    Raises:
+        UserError: naming the option, the value and the bound.
+    """
+    bound = bound or BOUNDS[name]
+    what, kind = as_what or name, "a whole number" if bound.whole else "a number"
+    types = Integral if bound.whole else Real
+    span = f"from {bound.least} to {bound.most}"
+    if isinstance(value, bool) or not isinstance(value, types):
+        raise UserError(f"{what} is {repr(value)[:80]}; give {kind} {span}")
+    number: Any = value
+    if not bound.least <= number <= bound.most:
+        long = isinstance(number, Integral) and abs(number) >= 10**30  # type: ignore[operator]
+        raise UserError(f"{what} is {'of more than 30 digits' if long else value}; it must be {span} ({bound.way})")
+
+
+def check_switch(name: str, value: Any) -> None:
+    """Refuse a value that is neither True nor False (UserError)."""
+    if not isinstance(value, bool):
+        raise UserError(f"{name} is {repr(value)[:80]}; give True or False")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an id is chosen from its logits. Applied in this order: repetition penalty, temperature, top-k, top-p.
+
+    Attributes:
+        temperature: logits are divided by it; 0 takes the likeliest id (greedy), and top-k and top-p have no
+            say.
+        top_k: keep the k likeliest ids; 0 keeps all.
+        top_p: keep the smallest set of likeliest ids whose probabilities (after top-k) sum to at least p.
+            Without a `top_k` beside it this sorts the whole vocabulary at each step.
+        repetition_penalty: the logits of ids that the answer already has on this stream are divided by it
+            where positive and multiplied where negative (Keskar et al. 2019, "CTRL"); 1 changes nothing.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "repetition_penalty"):
+            check_number(name, getattr(self, name), as_what=f"sampling: {name}")
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+
+GREEDY = Sampling()
+
+SamplingPlan = Sampling | Mapping[str, Sampling]
+"""One setting for all streams, or one per kind (`text`, `audio`) or stream (`audio0`, ...); a stream that is not named is
+greedy, and its own name goes before its kind."""
 
 Stop = str | Sequence[str] | Callable[[str], bool] | None
 """What ends an answer that writes: texts, or a function of its text so far."""
@@ -89,7 +182,7 @@ class AnswerOptions:
         overflow: policy for a question for which the cache has no room. `end`: it is refused with a UserError.
             `forget`: the oldest turns are dropped until a quarter of the cache is free (or only the question
             is left); where a question like those before would bring them there, until half of it is free. What stays is fed
-            again before the next question comes (`omni.engine.forget`).
+            again before the next question comes (`omni.engine.prefill_ahead`).
         adapter: name of one that was loaded (`SpeechLM.load_adapter`); None for the model as it is.
         edits: corrections (`omni.edit`) that act on these answers only, besides the adapter.
         system: a system message before the first question, such as "Answer in one sentence."; "" for none. Only a model that

@@ -1,13 +1,28 @@
-"""Data of one row of the step runner: its start, its present state, and the output of a step."""
+"""The rows of the step runner: start, state on the host and on the device, and the results of steps on their way to the host.
+
+Dimensions: B rows, K streams, A audio streams, W width.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from omni.generate.sampling_config import Sampling
-from omni.lora.selection import RowSelection
+import numpy as np
+import torch
+from torch import Tensor
+
+from omni.cpu import compiled
+from omni.cursor import Cursor
+from omni.generate.options import Sampling
+from omni.generate.sampling import Mode, Sampler, Staging, broken_rows, log_probabilities, note_broken
+from omni.layout import Layout
+from omni.lora.attach import RowSelection, Selection, using
+from omni.model.decoder import Decoder, Hidden
+from omni.utils.hardware import to_device
 
 
 @dataclass(frozen=True)
@@ -76,3 +91,302 @@ class StepOutput(NamedTuple):
 def span(slots: Sequence[int]) -> tuple[int, int] | None:
     """First slot and the one after the last; None for no slots."""
     return (min(slots), max(slots) + 1) if slots else None
+
+
+Array = np.ndarray[Any, Any]
+
+
+class StepPlan(NamedTuple):
+    """Everything that determines the shape of a step: the key of a captured graph.
+
+    Attributes:
+        slots: the slots that are fed, in their order; neighbours unless they are few of many.
+        text, audio: places in `slots` for which the head of the kind is computed.
+        coupled: some rows take their text from another row.
+        resting: some of the slots rest.
+        visible: number of slots of the cache that are read.
+        selection: adapters and edits of all rows, in the order of their numbers; one alone, without numbers, where every row
+            has it.
+        mixed: rows differ in their selections.
+        everywhere: edits that act on every row besides.
+        logprobs: some row wants the log-probabilities of its ids.
+    """
+
+    slots: tuple[int, ...]
+    text: tuple[int, ...]
+    audio: tuple[int, ...]
+    coupled: bool
+    resting: bool
+    audio_mode: Mode
+    text_mode: Mode
+    visible: int
+    selection: tuple[RowSelection, ...] = ()
+    mixed: bool = False
+    everywhere: tuple[str, ...] = ()
+    logprobs: bool = False
+
+
+class RowState:
+    """The state of B rows, which are empty at first.
+
+    Attributes:
+        column: what each row is fed next, [B, K]; position: where, [B], -1 for nowhere.
+        partner: row whose text each takes, [B]; number: of its adapters and edits, from 1, 0 for none, [B].
+        resting: rows between those of a step that are not fed, [B].
+        packed, wide: results of the newest step, [B, K + A + 7], and with log-probabilities [B, K + A + 7 + K].
+    """
+
+    def __init__(self, layout: Layout, rows: int, device: torch.device) -> None:
+        self.layout = layout
+        a, k = layout.n_audio, len(layout)
+        self._pad = layout.ids("pad").to(device)
+        self.column = self._pad.repeat(rows, 1)
+        self.position = torch.full((rows,), -1, dtype=torch.long, device=device)
+        self.partner = torch.arange(rows, device=device)
+        self.number = torch.zeros(rows, dtype=torch.long, device=device)
+        self.resting = torch.zeros(rows, dtype=torch.bool, device=device)
+        cursor = Cursor.start(layout, [False] * rows, [False] * rows, device)
+        self.cursor = cursor.select(slice(None))  # makes its constants now, and not in the first answer
+        self.cursor.done.fill_(True)
+        self.sampler = Sampler(layout, rows, device)
+        of_cursor = [getattr(self.cursor, name) for name in Cursor.TENSORS]
+        self._staging = Staging([self.position, self.partner, self.number, *of_cursor, *self.sampler.targets])
+        self.packed = torch.zeros(rows, k + a + 7, dtype=torch.long, device=device)
+        self.wide = torch.zeros(rows, k + a + 7 + k, dtype=torch.long, device=device)
+
+    def _carried(self) -> list[Tensor]:
+        """The tensors over rows that a step reads or writes, besides the sampler's and the cache's."""
+        cursor = (getattr(self.cursor, name) for name in Cursor.TENSORS)
+        return [self.column, self.position, self.partner, self.number, *cursor]
+
+    def written(self) -> list[Tensor]:
+        """All tensors that a step writes, besides the cache's."""
+        seen = self.sampler.seen
+        return [*self._carried(), self.packed, self.wide, *([] if seen is None else [seen])]
+
+    # --- rows come and go ---------------------------------------------------------------------------------------------
+
+    def begin(self, slots: Sequence[int], starts: Sequence[Start], numbers: Sequence[int]) -> None:
+        """Write the starts of answers into rows.
+
+        Args:
+            numbers: of their adapters and edits.
+        """
+        fresh = Cursor.start(self.layout, [s.text for s in starts], [s.audio for s in starts])
+        partners = [slot if s.partner is None else s.partner for slot, s in zip(slots, starts, strict=True)]
+        drawn = self.sampler.prepare(slots, [s.settings for s in starts], [s.key for s in starts])
+        of_cursor = [getattr(fresh, name) for name in Cursor.TENSORS]
+        own = [s.position for s in starts], partners, list(numbers)
+        self._staging.write(slots, [*(torch.tensor(one) for one in own), *of_cursor, *drawn])
+
+    @torch.inference_mode()
+    def empty(self, slot: int) -> None:
+        """Make the step pass over a row. Fills: to write one number by its index waits for a GPU."""
+        self.sampler.clear(slot)
+        self.position[slot : slot + 1].fill_(-1)
+        self.cursor.done[slot : slot + 1].fill_(True)
+
+    def idle(self) -> None:
+        """Make the step pass over all rows."""
+        self.position.fill_(-1)
+        self.cursor.done.fill_(True)
+
+    def take(self, other: RowState) -> None:
+        """Copy the rows of another one, which has fewer."""
+        for new, before in zip(self._carried(), other._carried(), strict=True):
+            new[: len(before)] = before
+        self.sampler.take(other.sampler)
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    def index(self, slots: tuple[int, ...]) -> slice | Tensor:
+        """Index of some rows: a slice where they are neighbours."""
+        first, count = slots[0], len(slots)
+        if slots == tuple(range(first, first + count)):
+            return slice(first, first + count)
+        return to_device(torch.tensor(slots), self.position.device)
+
+    def rest(self, slots: tuple[int, ...], stepped: set[int]) -> None:
+        """Have all rows in `slots` rest but those that are stepped."""
+        rest = torch.tensor([slot not in stepped for slot in slots])
+        self.resting[self.index(slots)] = to_device(rest, self.resting.device)
+
+    def fed(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """The columns [B, K, 1] that a step feeds, and their positions [B, 1]."""
+        rows = self.index(plan.slots)
+        if self.position.device.type == "cpu":  # in each of PyTorch's operations the thread gives up the interpreter's lock
+            index = rows if isinstance(rows, slice) else rows.numpy()
+            now = self.position.numpy()[index]
+            if plan.resting:
+                now = np.where(self.resting.numpy()[index], -1, now)
+            return torch.from_numpy(self.column.numpy()[index][:, :, None]), torch.from_numpy(now[:, None])
+        position = self.position[rows]
+        if plan.resting:
+            position = torch.where(self.resting[rows], -1, position)
+        return self.column[rows][:, :, None], position[:, None]
+
+    def selection(self, plan: StepPlan, rows: slice | Tensor) -> Selection | None:
+        """Selection of adapters and edits for some rows."""
+        if not plan.selection:
+            return None
+        return Selection(plan.selection, self.number[rows] if plan.mixed else None)
+
+    def write(self, plan: StepPlan, hidden: Hidden, decoder: Decoder) -> None:
+        """Sample the rows' next columns from hidden states [B, 1, W], in place."""
+        rows, slots, a = self.index(plan.slots), plan.slots, self.layout.n_audio
+        drawn = any((*plan.audio_mode, *plan.text_mode))
+        if (
+            self.position.device.type == "cpu"
+            and hidden.text.dtype == torch.float32
+            and not (drawn or plan.coupled or plan.logprobs)
+        ):
+            self._write_likeliest(plan, rows, hidden, decoder)
+            return
+        sampled = self._pad.expand(len(slots), -1).clone()
+        nonfinite = torch.zeros(2, len(slots), dtype=torch.bool, device=sampled.device)  # of audio and text
+        logprobs = torch.zeros(sampled.shape, device=sampled.device) if plan.logprobs else None
+        if plan.audio:
+            own, here = self.index(tuple(slots[i] for i in plan.audio)), self.index(plan.audio)
+            with using(self.selection(plan, own)):
+                logits = decoder.audio_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
+            sampled[here, :a] = self.sampler.audio(logits, own, self.cursor.step[own], plan.audio_mode)
+            if logprobs is not None:
+                logprobs[here, :a] = log_probabilities(self.sampler.audio_choices(logits), sampled[here, :a])
+            nonfinite[0, here] = broken_rows(hidden.audio[here], logits)
+        if plan.text:
+            own, here = self.index(tuple(slots[i] for i in plan.text)), self.index(plan.text)
+            with using(self.selection(plan, own)):
+                logits = decoder.text_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
+            text = self.sampler.text(logits, own, self.cursor.step[own], plan.text_mode)
+            text_nonfinite = broken_rows(hidden.text[here], logits)
+            text_logprobs = log_probabilities(self.sampler.text_choices(logits), text[:, None])[:, 0] if plan.logprobs else None
+            if plan.coupled:
+                written = torch.arange(own.start, own.stop, device=text.device) if isinstance(own, slice) else own
+                writer = torch.searchsorted(written, self.partner[rows]).clamp_max(len(text) - 1)
+                text, text_nonfinite = text[writer], text_nonfinite[writer]
+                text_logprobs = None if text_logprobs is None else text_logprobs[writer]
+            sampled[:, a] = text
+            if logprobs is not None and text_logprobs is not None:
+                logprobs[:, a] = text_logprobs
+            nonfinite[1] = text_nonfinite
+        if sampled.device.type == "cpu":
+            self._push(plan, rows, sampled.numpy(), nonfinite.numpy())
+        else:
+            self._push_tensors(plan, rows, sampled, nonfinite)
+        if plan.audio_mode.penalty or plan.text_mode.penalty:
+            self.sampler.remember(self.column[rows], rows)
+        if logprobs is not None:
+            self.wide[rows] = torch.cat([self.packed[rows], logprobs.view(torch.int32).long()], dim=1)
+
+    def _write_likeliest(self, plan: StepPlan, rows: slice | Tensor, hidden: Hidden, decoder: Decoder) -> None:
+        """`write` on a CPU where no row draws, by few of PyTorch's operations (see `fed`)."""
+        a, count = self.layout.n_audio, len(plan.slots)
+        sampled, nonfinite = np.repeat(self._pad.numpy()[None], count, 0), np.zeros((2, count), np.bool_)
+        with using(self.selection(plan, rows)):
+            if plan.audio:
+                logits = decoder.audio_logits(hidden).numpy(force=True)[:, -1]
+                self.sampler.likeliest(logits, sampled[:, :a], text=False)
+                note_broken(hidden.audio, logits, nonfinite[0])
+            if plan.text:
+                logits = decoder.text_logits(hidden).numpy(force=True)[:, -1]
+                self.sampler.likeliest(logits, sampled[:, a:], text=True)
+                note_broken(hidden.text, logits, nonfinite[1])
+        self._push(plan, rows, sampled, nonfinite)
+
+    def _push(self, plan: StepPlan, rows: slice | Tensor, sampled: Array, nonfinite: Array) -> None:
+        """Push sampled ids [B, K] to the rows' cursors and note what came of it; compiled."""
+        index = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows.numpy()
+        rests = self.resting.numpy()[index if plan.resting else slice(0)]
+        cursor, state = self._arrays
+        compiled.push(index, rests, sampled, nonfinite, *cursor, self.layout.fill == "pad", *state)  # type: ignore[call-arg]
+
+    @cached_property
+    def _arrays(self) -> tuple[list[Any], list[Any]]:
+        """The cursor's tensors with its constants, and the state's, which stay where they are; on a CPU."""
+        cursor = [getattr(self.cursor, name) for name in Cursor.TENSORS]
+        state = [self.column, self.position, self.packed]
+        return [one.numpy() for one in (*cursor, *self.cursor.constants)], [one.numpy() for one in state]
+
+    def _push_tensors(self, plan: StepPlan, rows: slice | Tensor, sampled: Tensor, nonfinite: Tensor) -> None:
+        """The same on any device, which is not waited for."""
+        cursor = self.cursor.select(rows)
+        broken = (cursor.needs_audio & nonfinite[0]) | (cursor.needs_text & nonfinite[1])
+        after, push = cursor.push(sampled)
+        position = self.position[rows]
+        values = {name: getattr(after, name) for name in ("step", "text_ended", "audio_end", "history", "done")}
+        column, position = push.column, torch.where(after.done, -1, position + 1)
+        if plan.resting:
+            rest = self.resting[rows]
+            values = {name: _where(rest, getattr(cursor, name), value) for name, value in values.items()}
+            column = _where(rest, self.column[rows], column)
+            position = torch.where(rest, self.position[rows], position)
+        for name, value in values.items():
+            getattr(self.cursor, name)[rows] = value
+        self.column[rows], self.position[rows] = column, position
+        flags = (push.has_frame, push.text, push.has_text, push.done, after.needs_text, after.needs_audio, broken)
+        self.packed[rows] = torch.cat([push.column, push.frame, *(flag[:, None] for flag in flags)], dim=1)
+
+
+def _where(rows: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    """`yes` in the rows [B] that are true, else `no`; both [B, ...]."""
+    return torch.where(rows.view(-1, *[1] * (yes.ndim - 1)), yes, no)
+
+
+class _Record(NamedTuple):
+    rows: Sequence[RunnerRow | None]
+    host: Tensor
+    event: Any
+
+
+class StepRecords:
+    """Copies what `omni.generate.rows.RowState.write` packed, and unpacks it when it is read."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._pending: deque[_Record] = deque()
+        self._hosts: dict[int, list[Tensor]] = {}  # pinned buffers that wait for a record, by their widths
+
+    def add(self, rows: Sequence[RunnerRow | None], packed: Tensor, most: int, pinned: bool) -> None:
+        """Copy the results of a step.
+
+        Args:
+            rows: those of `packed`, None for one that rests.
+            packed: [B, K + A + 7], or [B, K + A + 7 + K] with log-probabilities.
+            most: rows of the largest step.
+            pinned: whether the copy is not waited for, but lands in pinned memory.
+        """
+        if not pinned:
+            here = packed.numpy().copy() if packed.device.type == "cpu" else packed.clone()
+            self._pending.append(_Record(rows, torch.as_tensor(here), None))
+            return
+        width = packed.shape[1]
+        free = self._hosts.setdefault(width, [])
+        if free and len(free[0]) != most:
+            free.clear()  # the runner has grown
+        host = free.pop() if free else torch.empty((most, width), dtype=torch.long).pin_memory()
+        host[: len(rows)].copy_(packed, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._pending.append(_Record(rows, host, event))
+
+    def read(self, late: int) -> list[tuple[RunnerRow, StepOutput]]:
+        """Outputs of the steps since the last call, without the newest `late` ones; of rows that are still there."""
+        a, k = self._layout.n_audio, len(self._layout)
+        out = []
+        while len(self._pending) > late:
+            record = self._pending.popleft()
+            if record.event is not None:
+                record.event.synchronize()
+                self._hosts.setdefault(record.host.shape[1], []).append(record.host)
+            known = record.host[: len(record.rows)]
+            wide = known.shape[1] > k + a + 7
+            logprobs = known[:, k + a + 7 :].to(torch.int32).view(torch.float32).tolist() if wide else [()] * len(known)
+            for row, values, own in zip(record.rows, known.tolist(), logprobs, strict=True):
+                if row is None or row.done or not row.live:
+                    continue
+                has_frame, text, has_text, done, needs_text, needs_audio, broken = values[k + a : k + a + 7]
+                row.done, row.needs_text, row.needs_audio = bool(done), bool(needs_text), bool(needs_audio)
+                frame = values[k : k + a] if has_frame else None
+                written = text if has_text else None, row.done, bool(broken), tuple(own) if row.logprobs else None
+                out.append((row, StepOutput(tuple(values[:k]), frame, *written)))
+        return out

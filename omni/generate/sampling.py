@@ -1,4 +1,4 @@
-"""Sampling: settings, keyed random numbers and the draw, as tensors over rows and streams.
+"""Sampling: keyed random numbers and the draw, as tensors over rows and streams.
 
 A row draws the same ids alone or in a batch and on any device, because its random numbers are not a sequence that
 is consumed: the number for (seed, step, stream) is a hash of the three. One uniform number decides each draw,
@@ -10,7 +10,7 @@ likely ids).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,17 +21,48 @@ from torch import Tensor
 
 from omni.cpu import compiled
 from omni.errors import UserError, closest
-from omni.generate.sampling_config import Sampling
-from omni.generate.staging import Staging
+from omni.generate.options import GREEDY, Sampling, SamplingPlan
 from omni.layout import Layout
+from omni.utils.hardware import to_device
+
+
+class Staging:
+    """Writes rows of several tensors together.
+
+    Args:
+        targets: tensors [rows, ...] on one device, of whole numbers, truth values or fp32 numbers.
+    """
+
+    def __init__(self, targets: Sequence[Tensor]) -> None:
+        self.targets = tuple(targets)
+
+    @torch.inference_mode()
+    def write(self, rows: Sequence[int], values: Sequence[Tensor]) -> None:
+        """Write the rows `rows`, in any order, of every target.
+
+        Args:
+            values: for each target the numbers of its rows, [len(rows), ...], on the host.
+        """
+        if self.targets[0].device.type == "cpu":
+            for target, value in zip(self.targets, values, strict=True):
+                target.numpy()[list(rows)] = value.numpy().reshape(len(value), *target.shape[1:])
+            return
+        parts = [torch.tensor(list(rows))[:, None], *(_bits(value) for value in values)]
+        staged = to_device(torch.cat(parts, dim=1), self.targets[0].device)
+        index, *columns = staged.split([part.shape[1] for part in parts], dim=1)
+        index = index.flatten()
+        for target, column in zip(self.targets, columns, strict=True):
+            number = column.to(torch.int32).view(torch.float32) if target.is_floating_point() else column.to(target.dtype)
+            target.index_copy_(0, index, number.view(-1, *target.shape[1:]))
+
+
+def _bits(value: Tensor) -> Tensor:
+    """Numbers [B, ...] as whole numbers [B, n]; of fp32 numbers their bits."""
+    whole = value.view(torch.int32) if value.is_floating_point() else value
+    return whole.reshape(len(value), -1).long()
+
 
 Array = np.ndarray[Any, Any]
-
-GREEDY = Sampling()
-
-SamplingPlan = Sampling | Mapping[str, Sampling]
-"""One setting for all streams, or one per kind (`text`, `audio`) or stream (`audio0`, ...); a stream that is not named is
-greedy, and its own name goes before its kind."""
 
 
 def per_stream(layout: Layout, plan: SamplingPlan) -> tuple[Sampling, ...]:
@@ -238,7 +269,7 @@ class Sampler:
 
     @property
     def targets(self) -> tuple[Tensor, ...]:
-        """The tensors of settings and keys, which a start writes (`omni.generate.staging`)."""
+        """The tensors of settings and keys, which a start writes (`omni.generate.sampling`)."""
         return self.key, self.temperature, self.top_k, self.top_p, self.penalty
 
     def prepare(self, rows: Sequence[int], settings: Sequence[Sequence[Sampling]], keys: Sequence[int]) -> list[Tensor]:

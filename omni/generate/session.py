@@ -26,25 +26,23 @@ from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.engine.client import Pace, Running, WhenFull, check_pace
 from omni.engine.engine import Engine
-from omni.engine.forget import plan
-from omni.engine.listen import Listen
+from omni.engine.prefill_ahead import Listen, plan
 from omni.engine.slots import Seat
 from omni.errors import UserError
+from omni.generate.answer_stream import DeliveredPart, answer_of, delivered_part, joined
 from omni.generate.conversation import Conversation
 from omni.generate.feature_stream import FeatureStream, KnownFeatures
 from omni.generate.history import Exchange, Past, check_room, fit
-from omni.generate.listener import DeliveredPart, answer_of, delivered_part, joined
-from omni.generate.messages import Message, messages
+from omni.generate.messages import Message, messages, save_conversation
 from omni.generate.options import AnswerOptions
 from omni.generate.question import Asked, Coming, Question, read_question, read_system
+from omni.generate.reply import Limits, Reply
 from omni.generate.results import Answer, Clock, Event
 from omni.generate.rows import Start
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.speech_time import SpeechTime
-from omni.generate.turn import Limits, Reply
 from omni.generate.turn_end import TurnFrames
-from omni.lora.attach import kept, selection_of
-from omni.lora.selection import RowSelection
+from omni.lora.attach import RowSelection, kept, selection_of
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task, Turn, find_writer, prompt
 from omni.text import Tokenizer
@@ -60,7 +58,7 @@ class Session(Conversation[Running]):
         context: positions that the conversation may fill.
         past: the conversation before.
         release: called when the session ends.
-        edits: the name under which its edits are attached to the model (`omni.edit.attach`).
+        edits: the name under which its edits are attached to the model (`omni.edit.deltas`).
         time: speaking time of the model's voice.
         pace, when_full: how its listener takes sound, and what becomes of a question where there is no room
             (`omni.engine.client`).
@@ -265,8 +263,6 @@ class Session(Conversation[Running]):
         Raises:
             UserError: the place cannot be written.
         """
-        from omni.generate.saved import save_conversation
-
         with self._lock:
             past, asked = list(self._past), self._asked - (self._last is not None and not self._last.settled)
         return save_conversation(path, past, asked, self.model, self.tokenizer)

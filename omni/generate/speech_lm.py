@@ -17,37 +17,101 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from omni.checkpoint.folder import LoadedFolder, load_folder
+from omni.checkpoint.places import find_adapter
 from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
-from omni.edit.attach import Bases, attach_edits, attached, edited_everywhere
-from omni.edit.deltas import Edits
+from omni.cpu import compiled
+from omni.cpu.kernels import serve_measured
+from omni.edit.deltas import Bases, Edits, attach_edits, attached, edited_everywhere
 from omni.engine.client import Pace, Running, WhenFull
 from omni.engine.engine import Engine
 from omni.errors import UserError
 from omni.generate.batch import answer_all, check_lengths, read_batch
-from omni.generate.bounds import check_number, check_switch
+from omni.generate.conversation import Sessions
 from omni.generate.history import Past
 from omni.generate.messages import History, read_history
-from omni.generate.options import AnswerOptions, make_options
+from omni.generate.options import AnswerOptions, check_number, check_switch, make_options
 from omni.generate.question import SAMPLE_RATE
 from omni.generate.results import Answer
 from omni.generate.session import Session
-from omni.generate.sessions import Sessions
 from omni.generate.speech_time import SpeechTime
 from omni.layout import Layout
-from omni.lora.attach import adapter_names, detach, kept, remove_adapter, selection_of
+from omni.lora.attach import activate, active_names, adapter_names, attach, detach, kept, remove_adapter, selection_of
+from omni.lora.peft import check_base, load_adapter
+from omni.lora.weights import base_weight, has_weight
+from omni.model.fused import fuse
+from omni.model.int8 import prepare
 from omni.model.int8_model import is_int8
+from omni.model.linears import linears_of
 from omni.model.speech_model import SpeechModel
 from omni.pretrained import find_model
 from omni.stores.reading import local_path
 from omni.tasks import prompt
 from omni.text import Tokenizer
+from omni.utils.hardware import check_kernels, check_quantize, find_device, find_dtype
 
 LOG = logging.getLogger(__name__)
+
+
+def load_model(
+    folder: str | os.PathLike[str],
+    device: str | int | torch.device,
+    dtype: str | torch.dtype | None,
+    quantize: str | None,
+    codec_folder: str | os.PathLike[str] | None,
+    kernels: str,
+    chunk_ms: int | None = None,
+) -> LoadedFolder:
+    """The parts of a model folder, ready to answer; arguments and errors are those of `SpeechLM.from_pretrained`."""
+    place, numbers = find_device(device, quantize), find_dtype(dtype)
+    check_quantize(quantize, str(place))
+    check_kernels(kernels)
+    starting = threading.Thread(target=compiled.start)
+    if kernels == "measured" and place.type == "cpu":
+        starting.start()  # beside the reading, so that the first question does not wait for it
+    loaded = load_folder(folder, device=place, dtype=numbers, quantize=quantize, codec_folder=codec_folder, mute=True)
+    loaded.model.eval()
+    if chunk_ms is not None:
+        loaded.model.set_chunk(chunk_ms)
+    if kernels == "measured" and place.type == "cpu":
+        serve_measured(loaded.model, numbers is None)
+        starting.join()
+    elif kernels == "measured" and place.type == "cuda":
+        fuse(loaded.model.decoder)
+    if is_int8(loaded.model):
+        prepare()
+    return loaded
+
+
+def load_beside(
+    model: SpeechModel, folder: str | os.PathLike[str], name: str | None, own: str | os.PathLike[str] | None = None
+) -> str:
+    """Attaches an adapter to a model of the folder `own`, and leaves the selection as it was; see `SpeechLM.load_adapter`."""
+    folder = find_adapter(folder, own)
+    weights, name = load_adapter(folder), name or Path(folder).resolve().name.replace(".", "-")
+    whole = [n for n in weights.whole if n not in weights.copies or not has_weight(model, n, weights.whole[n])]
+    if whole:
+        raise UserError(
+            f"adapter {folder} brings {whole[0]} whole, which all sessions share; merge it into a model of its own: "
+            "omni-train convert MODEL TARGET --lora ADAPTER"
+        )
+    linears, selection = linears_of(model), active_names(model)
+    if weights.pairs.keys() <= linears.keys():
+        check_base(weights, lambda target: base_weight(linears[target]), str(folder))
+    pairs = weights.modules()
+    for target, pair in pairs.items():
+        if target in linears:
+            pair.to(model.device, model.decoder.norm.weight.dtype)
+    attach(model, pairs, name)
+    activate(model, *selection)
+    LOG.info("adapter %r of %s is there, for %d linears", name, folder, len(pairs))
+    return name
 
 
 class SpeechLM(Sessions[Session]):
@@ -125,8 +189,6 @@ class SpeechLM(Sessions[Session]):
         Raises:
             UserError: anything is wrong with the folder, or there is no such device or number format.
         """
-        from omni.generate.loading import load_model
-
         start = time.perf_counter()
         folder = find_model(folder)
         local_path(folder, again=True)
@@ -177,8 +239,6 @@ class SpeechLM(Sessions[Session]):
             UserError: an adapter of another model, one with parameters that were trained whole (merge it by `omni-train
                 convert`), or a name that is taken.
         """
-        from omni.generate.loading import load_beside
-
         return load_beside(self.model, folder, name, self._folder)
 
     @property

@@ -1,4 +1,5 @@
-"""Speaking time of a voice: seconds for each character of a text, by its class.
+"""Speaking time of a voice (seconds for each character of a text, by its class), and how much of an answer's text was heard by
+it.
 
     letter   an alphabetic character          digit   a digit                       comma   a pause within a sentence
     wide     one of a script without spaces   zero    a 0 after a digit ("2000")    stop    a pause after one
@@ -8,16 +9,25 @@ A pause is the space after its punctuation mark, so that the mark at an answer's
 follows, are pauses themselves. The estimate is kept in a model folder, under `extra` of `config.json`:
 
     "speech_time": {"version": 1, "seconds": {"letter": 0.0551, "wide": 0.2, ...}}
+
+Text is written ahead of its sound, so its time step is not the time at which a word is spoken. Words are placed by their
+speaking time, corrected by the sound itself: the start of speech, pauses in it, which are matched with the punctuation, and,
+once the answer has ended, its end. A word counts as heard when its middle was played. Times are in seconds of the answer's
+sound.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -146,3 +156,183 @@ def _solve(counts: Tensor, seconds: Tensor, default: Tensor) -> Tensor:
     weighted = counts / seconds[:, None]
     hold = _HOLD * torch.eye(len(default), dtype=torch.float64)
     return torch.linalg.solve(weighted.T @ counts + hold, weighted.T @ seconds + hold @ default)
+
+
+WINDOW = 0.01
+"""Seconds of a window over which loudness is measured."""
+
+_QUIET = 0.03  # share of the loudest window's level, below which a window is silence
+_PAUSE = 0.1  # seconds of silence that make a pause
+_SPREAD, _LEAST = 0.14, 0.1  # error of an estimated time: a part that grows with its root, and a constant
+_SKIP = {"comma": 1.0, "stop": 3.0}  # cost of punctuation without a pause
+_SKIP_PAUSE = 2.0  # cost of a pause without punctuation
+_WAIT, _PATIENCE = 0.2, 1.0  # shortest pause that is waited for, in seconds, and for how many standard deviations
+_WAITING = 32  # chunks of sound that are collected and measured together
+_BACK = 4  # most marks, and pauses, in a row that may stay unmatched
+
+
+class Loudness:
+    """Loudness of the sound handed over so far, window by window; measured on request, or when many chunks are pending.
+
+    NumPy measures it, in the listener's thread alone: PyTorch's would start CPU threads there, at the cost of those that step.
+    """
+
+    def __init__(self, sample_rate: int) -> None:
+        self.window = max(1, round(sample_rate * WINDOW))
+        self.step = self.window / sample_rate
+        self._levels: list[float] = []
+        self._loudest = 0.0
+        self._rest = [np.zeros(0, np.float32)]  # not measured yet
+
+    def push(self, samples: Tensor) -> None:
+        """Take the next samples [S]."""
+        self._rest.append(np.array(samples.numpy(force=True), np.float32))
+        if len(self._rest) > _WAITING:
+            self.levels()
+
+    def levels(self) -> list[float]:
+        """Level of each whole window."""
+        known = np.concatenate(self._rest)
+        whole = len(known) // self.window * self.window
+        levels = np.sqrt(np.square(known[:whole].reshape(-1, self.window)).mean(1)).tolist()
+        self._levels += levels
+        self._loudest = max([self._loudest, *levels])
+        self._rest = [known[whole:]]
+        return self._levels
+
+    def speech(self) -> list[tuple[float, float]]:
+        """Start and end of each stretch of speech, with a pause between each and the next."""
+        levels = self.levels()
+        limit = _QUIET * self._loudest
+        out: list[tuple[float, float]] = []
+        for i, level in enumerate(levels):
+            if level > limit:
+                start, end = i * self.step, (i + 1) * self.step
+                if out and start - out[-1][1] < _PAUSE:
+                    start = out.pop()[0]
+                out.append((start, end))
+        return out
+
+    def silence(self) -> float:
+        """Seconds of silence at the end of the sound; all of it where nothing has sounded."""
+        levels = self.levels()
+        limit, count = _QUIET * self._loudest, 0
+        while count < len(levels) and levels[-1 - count] <= limit:
+            count += 1
+        return count * self.step
+
+
+def heard_characters(
+    text: str, time: SpeechTime, played: float, speech: Sequence[tuple[float, float]] = (), end: float | None = None
+) -> int:
+    """Number of a text's characters that were heard: whole words, with their punctuation.
+
+    Args:
+        text: all of the text that is known.
+        played: seconds of the sound that were heard.
+        speech: stretches of speech in the sound that is known, see `Loudness.speech`.
+        end: where speech ends, once the text is whole and said to its end.
+    """
+    if end is not None and played >= end:
+        return len(text)
+    times = place(text, time, speech, end)
+    heard = 0
+    for first, last in words(text):
+        if (times[first] + times[last]) / 2 > played:
+            break
+        heard = last
+    return heard
+
+
+def words(text: str) -> list[tuple[int, int]]:
+    """Start and end (exclusive) of each word in the text. A character of a script without spaces is a word."""
+    out: list[tuple[int, int]] = []
+    for found in re.finditer(r"\S+", text):
+        start = found.start()
+        for i in range(found.start() + 1, found.end()):
+            if is_wide(text[i]):
+                out.append((start, i))
+                start = i
+        out.append((start, found.end()))
+    return out
+
+
+def place(text: str, time: SpeechTime, speech: Sequence[tuple[float, float]] = (), end: float | None = None) -> list[float]:
+    """Times at which each character starts, and the last one ends: one more than there are characters, never decreasing.
+
+    Arguments as for `heard_characters`.
+    """
+    kinds = CharacterReader().classes(text)
+    starts = [0.0, *accumulate(time.seconds[kind] for kind in kinds)]
+    length = starts[len(text.rstrip())]  # a space after the last word is not spoken
+    start = speech[0][0] if speech else 0.0
+    if end is not None and length > 0:
+        pace = max(end - start, 0.0) / length
+        starts = [pace * t for t in starts]
+    starts = [start + t for t in starts]
+    places = [i for i, kind in enumerate(kinds[: len(text.rstrip())]) if kind in PAUSES and time.seconds[kind] >= _PAUSE]
+    marks = [(starts[i], starts[i + 1], _SKIP[kinds[i]]) for i in places]
+    pauses = [(one[1], two[0]) for one, two in pairwise(speech)]
+    known, last = [(start, start)], -1
+    for last, pause in matched(start, marks, pauses):
+        known += [(marks[last][0], pauses[pause][0]), (marks[last][1], pauses[pause][1])]
+    if end is not None:
+        known.append((max(starts[len(text.rstrip())], known[-1][0]), max(end, known[-1][1])))
+    elif speech:  # the next mark with a long pause: its pause may not have been spoken yet
+        for i in places[last + 1 :]:
+            if time.seconds[kinds[i]] >= _WAIT:
+                reached = _between(known, starts[i])
+                latest = reached + _PATIENCE * _error(starts[i] - known[-1][0])
+                if reached < speech[-1][1]:
+                    known.append((starts[i], min(speech[-1][1], latest)))
+                break
+    return [_between(known, t) for t in starts]
+
+
+def matched(
+    start: float, marks: Sequence[tuple[float, float, float]], pauses: Sequence[tuple[float, float]]
+) -> list[tuple[int, int]]:
+    """Matches punctuation marks with pauses: the pairs (mark, pause) of least cost, both in order.
+
+    Args:
+        start: time at which speech starts, by estimate and in the sound.
+        marks: estimated start and end of each mark's pause, and the cost of leaving it without one.
+        pauses: start and end of the pauses in the sound.
+    """
+    best: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {(-1, -1): (0.0, (-1, -1))}
+    for m, mark in enumerate(marks):
+        for p, pause in enumerate(pauses):
+            ways = []
+            for i in range(max(-1, m - 1 - _BACK), m):
+                for j in range(max(-1, p - 1 - _BACK), p):
+                    if (i, j) in best:
+                        guess = mark[0] - (marks[i][1] if i >= 0 else start)
+                        real = pause[0] - (pauses[j][1] if j >= 0 else start)
+                        cost = (guess - real) ** 2 / (2 * _error(guess) ** 2)
+                        cost += sum(one[2] for one in marks[i + 1 : m]) + _SKIP_PAUSE * (p - 1 - j)
+                        ways.append((best[i, j][0] + cost, (i, j)))
+            if ways:
+                best[m, p] = min(ways)
+    if not pauses:
+        return []
+    at = min(best, key=lambda pair: best[pair][0] + _SKIP_PAUSE * (len(pauses) - 1 - pair[1]))
+    out = []
+    while at != (-1, -1):
+        out.append(at)
+        at = best[at][1]
+    return out[::-1]
+
+
+def _error(seconds: float) -> float:
+    """Standard deviation of the error of an estimate of that many seconds."""
+    return math.hypot(_SPREAD * math.sqrt(max(seconds, 0.0)), _LEAST)
+
+
+def _between(known: Sequence[tuple[float, float]], t: float) -> float:
+    """Maps an estimated time to the sound: linear between known pairs, at the estimated pace after the last."""
+    after = bisect_right(known, (t, math.inf))
+    if after == 0 or after == len(known):
+        near = known[max(after - 1, 0)]
+        return near[1] + t - near[0]
+    (a, x), (b, y) = known[after - 1], known[after]
+    return x + (t - a) / (b - a) * (y - x)

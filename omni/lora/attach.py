@@ -8,7 +8,7 @@ hook on the linear, so every weight keeps its name, and any kind of linear can h
 library.
 
 The active adapters are set for the whole model (`activate`), or, while a block of `using` runs, for each row of a batch. Edits
-(`omni.edit.attach`) are attached to a model in the same places: they are part of no state dict, act on top of the adapters, and
+(`omni.edit.deltas`) are attached to a model in the same places: they are part of no state dict, act on top of the adapters, and
 leave nothing behind when they are detached.
 
 Dimensions: B rows of a batch, r rank.
@@ -17,22 +17,137 @@ Dimensions: B rows of a batch, r rank.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.lora.config import LoRAConfig
-from omni.lora.layer import LowRank
-from omni.lora.selection import Active, RowSelection, Selection, current
 from omni.model.linears import TEXT_HEAD, linears_of
 from omni.utils.hardware import to_device
 from omni.utils.patterns import match_names
+
+
+@dataclass
+class Active:
+    """The active adapters and edits of a model; one object for all of its linears.
+
+    Attributes:
+        names: adapters that act on every row, added up.
+        merged: adapters that are merged into the weights at present.
+        edits: edits that act on every row, whatever adapters it has.
+        used: adapters of the answers under way, one entry for each answer.
+    """
+
+    names: tuple[str, ...] = ()
+    merged: tuple[str, ...] = ()
+    edits: tuple[str, ...] = ()
+    used: list[str] = field(default_factory=list)
+
+
+RowSelection = str | tuple[str | None, ...] | None
+"""Selection of one row: an adapter (None: the model's active ones), or a tuple of that and names of edits."""
+
+
+def names_in(selection: RowSelection) -> tuple[str, ...]:
+    """All names of adapters and edits in a selection."""
+    return tuple(name for name in (selection if isinstance(selection, tuple) else (selection,)) if name is not None)
+
+
+def all_names(several: Sequence[RowSelection]) -> list[str]:
+    """All names in several selections."""
+    return [name for selection in several for name in names_in(selection)]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Adapters and edits of each row of a batch.
+
+    Attributes:
+        names: the different selections of the rows.
+        index: [B] number of each row's selection in `names`, counted from 1; 0 for the model's active adapters. None where
+            there is one selection and every row has it.
+    """
+
+    names: tuple[RowSelection, ...]
+    index: Tensor | None = None
+
+    def rows(self, rows: slice) -> Selection:
+        """The selection of some rows only."""
+        return self if self.index is None else Selection(self.names, self.index[rows])
+
+    def only(self, number: int, x: Tensor) -> Tensor:
+        """x [B, ...] with zeros in all rows but those of selection `number`."""
+        return x if self.index is None else torch.where((self.index == number).view(-1, *[1] * (x.ndim - 1)), x, 0)
+
+
+BASE = Selection(("",))
+"""No adapter for any row: the weights below them, and the edits that act on every row."""
+
+_CHOICE: ContextVar[Selection | None] = ContextVar("adapters", default=None)
+
+
+def current() -> Selection | None:
+    """The selection of the innermost running block of `using`."""
+    return _CHOICE.get()
+
+
+@contextmanager
+def using(choice: Selection | None) -> Iterator[None]:
+    """Applies a selection by row instead of the model's active adapters, in this thread; None changes nothing.
+
+    No gradients are recorded: this serves generation (backward would recompute a checkpointed part without the selection).
+    """
+    if choice is None:
+        yield
+        return
+    before = _CHOICE.set(choice)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _CHOICE.reset(before)
+
+
+class LowRank(nn.Module):
+    """One pair: [..., in] to [..., out]."""
+
+    def __init__(self, inputs: int, outputs: int, config: LoRAConfig, device: torch.device | None = None) -> None:
+        super().__init__()
+        rank = config.rank
+        self.scale, self.stabilized = config.scale, config.rank_stabilized
+        self.a = nn.Parameter(torch.empty(rank, inputs, device=device))
+        self.b = nn.Parameter(torch.zeros(outputs, rank, device=device))
+        self.dropout = nn.Dropout(config.dropout)
+        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))  # as nn.Linear starts: the product is 0, the gradient of B is not
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    def low(self, x: Tensor) -> Tensor:
+        """scale * A dropout(x), [..., r]."""
+        if not torch.is_autocast_enabled(x.device.type):
+            x = x.to(self.a.dtype)
+        return F.linear(self.dropout(x), self.a) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.low(x), self.b)
+
+    @torch.no_grad()
+    def delta(self) -> Tensor:
+        """The matrix that the pair adds to the weight, [out, in], in fp32."""
+        return (self.b.float() @ self.a.float()) * self.scale
+
 
 DEFAULT = "default"
 """Name of an adapter that is added without one."""

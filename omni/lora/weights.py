@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from omni.convert.lazy import Lazy, LazyTensors
 from omni.errors import UserError
-from omni.lora.attach import DEFAULT, Adapters, adapted, changing, check_known, fits, linear_of, linears_of
+from omni.lora.attach import DEFAULT, Adapters, LowRank, adapted, changing, check_known, fits, linear_of, linears_of
 from omni.lora.config import LoRAConfig
-from omni.lora.layer import LowRank
 from omni.model.linears import checksum, checksum_of, text_rows_of
 from omni.model.quantize import dense_weight, is_quantized, plain_checksum
 

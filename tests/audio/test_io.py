@@ -17,10 +17,10 @@ import soundfile
 import torch
 import torchaudio
 
-from omni.audio.io import audio_info, from_pcm16, pcm16, read_audio, resample, write_wav
-from omni.audio.level import level, sound_warnings
-from omni.audio.quiet import quiet_decoder
-from omni.audio.sniff import container, foreign
+from omni.audio.io import audio_info, from_pcm16, level, read_audio, sound_warnings
+from omni.audio.resample import resample
+from omni.audio.sniff import container, foreign, quiet_decoder
+from omni.audio.wav import pcm16, write_wav
 from omni.errors import SoundWarning, UserError
 from tests.sounds import by_ffmpeg, encoded
 

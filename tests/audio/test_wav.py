@@ -13,7 +13,8 @@ import pytest
 import soundfile
 import torch
 
-from omni.audio.io import WavWriter, from_pcm16, pcm16, read_audio, write_wav
+from omni.audio.io import from_pcm16, read_audio
+from omni.audio.wav import WavWriter, pcm16, write_wav
 from omni.errors import UserError
 
 

@@ -20,7 +20,7 @@ from omni.checkpoint import int8_state
 from omni.checkpoint.folder import check_full_precision, load_folder, save_folder
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.convert import omni_folder
-from omni.convert.int8_folder import quantize_folder
+from omni.convert.omni_folder import quantize_folder
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout

@@ -16,8 +16,7 @@ from snac.layers import NoiseBlock
 from torch import Tensor, nn
 
 from omni.codec.registry import load_codec
-from omni.codec.snac import SNAC_24KHZ, SnacCodec, from_levels, stream_levels, to_levels
-from omni.codec.snac_decoder import Noise, keyed_noise, mix32, noise_key
+from omni.codec.snac import SNAC_24KHZ, Noise, SnacCodec, from_levels, keyed_noise, mix32, noise_key, stream_levels, to_levels
 from omni.errors import UserError
 
 MINI_OMNI = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2], codebook_size=50)

@@ -14,7 +14,7 @@ import yaml
 from digits.options import SpokenDigitsConfig
 from digits.spoken import SpokenDigits, draw_question, draw_questions, vocabulary
 
-from omni.audio.io import resample
+from omni.audio.resample import resample
 from tests.train.data.toys import ToyCodec
 from train.config.parse import read_fit_config
 from train.data.number_words import NUMBERS, spoken_number

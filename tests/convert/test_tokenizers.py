@@ -13,9 +13,8 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
 from omni.convert import mini_omni
-from omni.convert.contract import TextConfig
+from omni.convert.contract import TextConfig, read_tokenizer
 from omni.convert.huggingface import read
-from omni.convert.tokenizers import read_tokenizer
 from omni.errors import UserError
 from omni.text import Tokenizer
 from tests.convert.hub_toys import VOCABULARY, edit_config, save_text, text_model

@@ -12,7 +12,7 @@ import whisper
 from whisper.model import ModelDimensions, Whisper
 
 from omni.checkpoint.folder import load_folder
-from omni.convert.whisper import read
+from omni.convert.parts import read_whisper
 from omni.errors import UserError
 from tests.close import assert_near
 from tests.convert.hub_toys import save_text, stirred, text_model
@@ -86,7 +86,7 @@ def test_an_encoder_goes_into_a_model_folder(made, tmp_path):
     one = load_folder(tmp_path / "one").model
     assert main([str(path), str(tmp_path / "two"), "--into", str(tmp_path / "one")]) == 0
     two = load_folder(tmp_path / "two").model
-    wanted = read(path).tensors
+    wanted = read_whisper(path).tensors
     for name, tensor in two.state_dict().items():
         expected = wanted[name]().bfloat16() if name in wanted else one.state_dict()[name]
         assert torch.equal(tensor, expected), name
@@ -114,10 +114,10 @@ def test_a_pickle_with_code_is_not_run(tmp_path, zipped, capsys):
     path = tmp_path / "evil.pt"
     torch.save({"dims": {}, "model_state_dict": Evil()}, path, _use_new_zipfile_serialization=zipped)
     with pytest.raises(UserError, match=r"evil.pt.*pickle.*nothing was run"):
-        read(path)
+        read_whisper(path)
     path.write_bytes(pickle.dumps(Evil()))
     with pytest.raises(UserError, match=r"evil.pt"):
-        read(path)
+        read_whisper(path)
     assert "never" not in capsys.readouterr().out
 
 
@@ -125,7 +125,7 @@ def test_the_older_file_format_is_read(tmp_path):
     path, _ = openai(tmp_path)
     data = torch.load(path, weights_only=True)
     torch.save(data, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    assert read(tmp_path / "old.pt").config == read(path).config
+    assert read_whisper(tmp_path / "old.pt").config == read_whisper(path).config
 
 
 def changed(path, change):
@@ -147,4 +147,4 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, change, words):
     path, _ = openai(tmp_path)
     changed(path, change)
     with pytest.raises(UserError, match=words):
-        read(path)
+        read_whisper(path)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from omni.diagnostics import Finding, GraphError, Guard, check_labels
-from omni.edit.attach import edited_everywhere
+from omni.edit.deltas import edited_everywhere
 from omni.lora.attach import add_adapter
 from omni.lora.config import LoRAConfig
 from tests.diagnostics import programs

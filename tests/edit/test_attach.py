@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from omni.edit.attach import AttachedDelta, attach_edits, attached, edited_everywhere
-from omni.edit.deltas import Edits, edited
+from omni.edit.deltas import AttachedDelta, Edits, attach_edits, attached, edited, edited_everywhere
 from omni.edit.linears import find_linears
-from omni.lora.attach import _add, detach, low_rank
-from omni.lora.selection import Selection, using
+from omni.lora.attach import Selection, _add, detach, low_rank, using
 from tests.close import assert_near
 from tests.edit.toys import all_logits, batch_of, build, some_edits
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from omni.edit.attach import edited_everywhere
-from omni.edit.deltas import edited
+from omni.edit.deltas import edited, edited_everywhere
 from omni.edit.linears import find_linears, mlp_linears, weight_of
-from omni.edit.merge import merge, revert
+from omni.edit.storage import merge, revert
 from omni.model.quantize import is_quantized, quantize
 from tests.close import assert_near
 from tests.edit.toys import all_logits, batch_of, build, loss_of, some_edits, some_mend
@@ -66,7 +65,7 @@ def test_an_editor_makes_the_same_edit_of_a_dispatched_model(name, how, tmp_path
     far = spread(copy.deepcopy(plain), how, str(tmp_path))
     mend, ids = some_mend(plain), batch_of(name, 2)
     mend.train()
-    from omni.edit.factors import gradient_factors
+    from omni.edit.mend import gradient_factors
 
     mend(gradient_factors(plain, mend.shapes, ids, loss_of))  # its statistics need tokens
     one, two = mend.edit(plain, ids, loss_of), mend.edit(far, ids, loss_of)

@@ -78,7 +78,7 @@ def test_an_archive_is_read_by_our_names(speech, sides, shared, flat, tmp_path):
     mend = some_mend(speech, MendConfig(TransformConfig(sides, hidden=2, rank=5), shared=shared))
     mend.edit_lr.data = torch.rand(6)
     for seed in range(2):
-        from omni.edit.factors import gradient_factors
+        from omni.edit.mend import gradient_factors
 
         mend(gradient_factors(speech, mend.shapes, batch_of("speech", seed), loss_of))
     archive = write(tmp_path / "a", their_state(mend, "gtn" if flat else "mend"))

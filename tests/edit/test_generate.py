@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from omni.edit.deltas import Delta, Edits, stack
 from omni.edit.linears import find_linears, shape_of
-from omni.edit.merge import merge
+from omni.edit.storage import merge
 from omni.errors import UserError
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from omni.diagnostics import Guard
 from omni.edit.config import FinetuneConfig, MendConfig, Sides, TransformConfig
 from omni.edit.deltas import Delta, Edits, edited
-from omni.edit.factors import gradient_factors
 from omni.edit.finetune import finetune, project
 from omni.edit.linears import find_linears, is_transposed, mlp_linears
-from omni.edit.mend import Mend, fit_step, kl_divergence, load_mend, save_mend
+from omni.edit.mend import Mend, fit_step, gradient_factors, kl_divergence, load_mend, save_mend
 from omni.errors import UserError
 from tests.close import assert_near
 from tests.edit.toys import batch_of, logits_of, loss_of, set_checkpointing, some_edits, some_mend

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from omni.edit.deltas import Delta, edited, stack
 from omni.edit.linears import checksum, find_linears, is_transposed, mlp_linears, shape_of
-from omni.edit.merge import load_merged, merge, revert, save_merged
+from omni.edit.storage import load_merged, merge, revert, save_merged
 from omni.errors import UserError
 from tests.close import assert_near
 from tests.edit.toys import batch_of, build, logits_of, some_edits

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omni.edit.config import Sides, TransformConfig
-from omni.edit.transform import GradientTransform, Statistics
+from omni.edit.mend import GradientTransform, Statistics
 from omni.errors import UserError
 from tests.close import assert_near
 

@@ -161,7 +161,7 @@ def main(folder: Path, names: list[str]) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from omni.edit.merge import merge, revert
+    from omni.edit.storage import merge, revert
     from train.distributed.fabric import leave
 
     dist.init_process_group("gloo")

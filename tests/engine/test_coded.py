@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni.engine.coded import CodedSound, SoundDecoder
 from omni.engine.process import EngineProcess
+from omni.engine.wire import CodedSound, SoundDecoder
 from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
 from omni.generate.speech_lm import SpeechLM
 from tests.engine.test_process import LONG, play, told

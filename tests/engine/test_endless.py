@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni.engine import forget
+from omni.engine import prefill_ahead
 from omni.engine.engine import Engine
-from omni.engine.forget import HOLD, LEAST, Refills, columns_in, plan
+from omni.engine.prefill_ahead import HOLD, LEAST, Refills, columns_in, plan
 from omni.engine.slots import Seat
 from omni.errors import UserError
 from omni.generate.history import Exchange, common_prefix, fit, forgotten, lay_out
@@ -194,14 +194,14 @@ def test_a_loop_of_asyncio_feeds_ahead_as_much(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm, feed, sizes, own = make_lm(LAYOUTS["pad"]), forget.feed, random.Random(0), []
+    lm, feed, sizes, own = make_lm(LAYOUTS["pad"]), prefill_ahead.feed, random.Random(0), []
     whole = talk(lm, 9)
 
     def small(runner: Any, refill: Any, columns: int) -> int:
         own.append(feed(runner, refill, sizes.randint(1, 7)))
         return own[-1]
 
-    monkeypatch.setattr(forget, "feed", small)
+    monkeypatch.setattr(prefill_ahead, "feed", small)
     assert talk(lm, 9) == whole and len(own) > 15
 
 
@@ -272,7 +272,7 @@ def test_a_piece_that_fails_empties_the_row_alone(monkeypatch: pytest.MonkeyPatc
         runner.cache.keys[0][refill.seat.slot] = float("nan")
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(forget, "feed", broken)
+    monkeypatch.setattr(prefill_ahead, "feed", broken)
     assert talk(lm, 9) == whole and calls
 
 

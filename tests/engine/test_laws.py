@@ -14,8 +14,9 @@ from omni.cpu.kernels import COMPILED, Kernels, StepKey, Timing, use_kernels
 from omni.edit.deltas import Delta, Edits
 from omni.engine import client, schedule
 from omni.engine.slots import Slots
+from omni.generate.options import GREEDY
 from omni.generate.results import AudioChunk, Event, TextDelta
-from omni.generate.sampling import GREEDY, Sampling
+from omni.generate.sampling import Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.lora.attach import activate, add_adapter

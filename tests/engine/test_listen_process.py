@@ -18,8 +18,7 @@ from torch import Tensor
 from omni.checkpoint.folder import save_folder
 from omni.engine.child import Child
 from omni.engine.link import Link
-from omni.engine.process import EngineProcess
-from omni.engine.remote import RemoteSession
+from omni.engine.process import EngineProcess, RemoteSession
 from omni.engine.wire import ModelFacts
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from omni.engine import intake, sound
-from omni.engine.admission import Verdict, admit
 from omni.engine.entering import Entering
-from omni.engine.schedule import Due, Watermarks, choose
+from omni.engine.schedule import Due, Verdict, Watermarks, admit, choose
 from omni.engine.slots import Seat, Slots
 from omni.engine.stats import Recorder
 from omni.errors import BusyError, UserError

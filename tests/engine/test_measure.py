@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from omni.codec.batch import CodecBatch
-from omni.engine import measure as measure_module
-from omni.engine.admission import admit
+from omni.codec.base import CodecBatch
+from omni.engine import stats as stats_module
 from omni.engine.engine import Engine
-from omni.engine.measure import STEPS, KnownCosts, StepCost, StepCosts, costs_file, load_costs, measured_of, powers_to
-from omni.engine.stats import Recorder
+from omni.engine.schedule import admit
+from omni.engine.stats import STEPS, KnownCosts, Recorder, StepCost, StepCosts, costs_file, load_costs, measured_of, powers_to
 from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import LAYOUTS, make_lm
@@ -34,9 +33,9 @@ def told() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("omni.engine.measure").addHandler(handler)
+    logging.getLogger("omni.engine.stats").addHandler(handler)
     yield lines
-    logging.getLogger("omni.engine.measure").removeHandler(handler)
+    logging.getLogger("omni.engine.stats").removeHandler(handler)
 
 
 @pytest.fixture
@@ -86,7 +85,7 @@ def test_measuring_changes_no_answer_and_ends_where_a_step_outlasts_a_frame(
         engine.measure([1, 2, 4])
         assert torch.equal(lm.generate("hello", "T1A2", max_seconds=0.5).audio, wanted.audio)  # type: ignore[arg-type]
     engine = lm.start_engine(slots=4)
-    monkeypatch.setattr(measure_module, "_measure", lambda runner, codec, number, beside: costs[number])
+    monkeypatch.setattr(stats_module, "_measure", lambda runner, codec, number, beside: costs[number])
     assert set(engine.measure().by_rows) == {1, 2}  # a frame plays 40 ms
 
 
@@ -107,7 +106,7 @@ def test_what_is_kept_is_read_by_engines_that_never_measured(lm: SpeechLM, place
 
 
 def test_nobody_who_only_answers_measures(lm: SpeechLM, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_module, "_measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(stats_module, "_measure", lambda *_: pytest.fail("measured"))
     lm.generate("hello", "T1A2", max_seconds=0.3)
     with lm.session(pace="live", max_seconds=0.3) as session:
         list(session.ask("hello", "T1A2"))
@@ -126,7 +125,7 @@ BAD = {
 def test_a_file_of_another_machine_or_a_broken_one_is_left_out_with_a_line(name: str, lm: SpeechLM, told: list[str]) -> None:
     path = costs_file()
     path.parent.mkdir()
-    path.write_text(BAD[name].replace('"ours"', json.dumps(measure_module.machine())))
+    path.write_text(BAD[name].replace('"ours"', json.dumps(stats_module.machine())))
     assert lm.engine._known.costs is None and lm.engine._known.costs is None
     (line,) = told
     assert str(path) in line and "is left out: " in line and "engine.measure() replaces it" in line and "\n" not in line

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from omni.errors import UserError
-from omni.generate.heard import Loudness
 from omni.generate.results import Ended
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
+from omni.generate.speech_time import Loudness
 from omni.layout import Layout
 from omni.tasks import Turn, answer, join, prompt
 from omni.text import Tokenizer

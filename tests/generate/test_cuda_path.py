@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from omni.edit.deltas import Delta, Edits
+from omni.generate.options import GREEDY
 from omni.generate.results import AudioChunk, TextDelta
 from omni.generate.rows import Start
 from omni.generate.runner import Runner
-from omni.generate.sampling import GREEDY, Sampling, per_stream
+from omni.generate.sampling import Sampling, per_stream
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.lora.attach import Adapters, activate, adapted, add_adapter, remove_adapter

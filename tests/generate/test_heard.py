@@ -12,9 +12,18 @@ import torch
 from omni.checkpoint.folder import save_folder
 from omni.checkpoint.places import CONFIG
 from omni.errors import UserError
-from omni.generate.heard import Loudness, heard_characters, matched, place
 from omni.generate.speech_lm import SpeechLM
-from omni.generate.speech_time import DEFAULT, EXTRA, CharacterReader, SpeechTime, estimate
+from omni.generate.speech_time import (
+    DEFAULT,
+    EXTRA,
+    CharacterReader,
+    Loudness,
+    SpeechTime,
+    estimate,
+    heard_characters,
+    matched,
+    place,
+)
 from omni.layout import Layout
 from omni.text import Tokenizer
 from tests.generate.conftest import make_model

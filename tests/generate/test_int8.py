@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni.edit.attach import edited_everywhere
-from omni.edit.deltas import Delta, Edits
+from omni.edit.deltas import Delta, Edits, edited_everywhere
 from omni.edit.storage import load_edits, save_edits
 from omni.errors import UserError
 from omni.generate.sampling import Sampling

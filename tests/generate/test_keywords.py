@@ -9,11 +9,11 @@ import torch
 
 from omni.errors import UserError
 from omni.generate.history import Exchange
-from omni.generate.options import make_options
+from omni.generate.options import GREEDY, make_options
+from omni.generate.reply import StopText
 from omni.generate.results import AudioChunk, Ended, TextDelta
-from omni.generate.sampling import GREEDY, Sampling
+from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
-from omni.generate.stop import StopText
 from omni.layout import Layout
 from tests.generate.conftest import LAYOUTS, make_lm, tone
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from omni.config import ProjectorConfig
 from omni.edit.deltas import Delta, Edits
-from omni.engine.listen import Listen, Listens
+from omni.engine.prefill_ahead import Listen, Listens
 from omni.errors import SoundWarning
 from omni.generate.feature_stream import FeatureStream
 from omni.generate.question import Asked, encode_questions
@@ -67,7 +67,7 @@ def test_heard_while_it_comes_equals_the_whole(layout: str, shape: str, wait: bo
 @pytest.mark.parametrize("cores", [1, 64])
 def test_whoever_encodes_the_rest(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     """The stepping thread, or who asks; of what was heard, of what came too fast to be heard, and of nothing."""
-    monkeypatch.setattr("omni.engine.hearing.cores", lambda: cores)
+    monkeypatch.setattr("omni.engine.entering.cores", lambda: cores)
     equal_conversations(lm, False, turns=5)
     equal_conversations(lm, True, turns=5)
     advance = FeatureStream.advance

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from omni import Message
-from omni.audio.io import write_wav
+from omni.audio.wav import write_wav
 from omni.errors import SoundWarning, UserError
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM

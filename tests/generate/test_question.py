@@ -13,7 +13,7 @@ import pytest
 import soundfile
 import torch
 
-from omni.audio.io import resample
+from omni.audio.resample import resample
 from omni.audio.waveform import as_waveform
 from omni.errors import SoundWarning, UserError
 from omni.generate.question import longest, read_question

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from omni.cursor import Cursor
-from omni.generate.row_state import RowState, StepPlan
-from omni.generate.rows import Start
-from omni.generate.sampling import GREEDY, Mode
+from omni.generate.options import GREEDY
+from omni.generate.rows import RowState, Start, StepPlan
+from omni.generate.sampling import Mode
 from omni.layout import Layout, Stream
 from tests.generate.conftest import LAYOUTS
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni.cursor import Cursor
+from omni.generate.options import GREEDY
 from omni.generate.prefill import Fork, pack, prefill
 from omni.generate.rows import RunnerRow, Start, StepOutput
 from omni.generate.runner import Runner
-from omni.generate.sampling import GREEDY, Sampling, per_stream, seed_key
+from omni.generate.sampling import Sampling, per_stream, seed_key
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, Turn, find_task, prompt

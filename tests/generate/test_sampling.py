@@ -16,7 +16,8 @@ from transformers import (
 )
 
 from omni.errors import UserError
-from omni.generate.sampling import GREEDY, Sampler, Sampling, candidates, draw, mode_of, penalise, per_stream, seed_key, uniform
+from omni.generate.options import GREEDY
+from omni.generate.sampling import Sampler, Sampling, candidates, draw, mode_of, penalise, per_stream, seed_key, uniform
 from omni.layout import Layout
 from tests.generate.conftest import LAYOUTS
 

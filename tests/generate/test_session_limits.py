@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omni.errors import UserError
+from omni.generate.options import GREEDY
 from omni.generate.results import AudioChunk, Ended, TextDelta
-from omni.generate.sampling import GREEDY, Sampling
+from omni.generate.sampling import Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout

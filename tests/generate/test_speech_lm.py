@@ -16,9 +16,9 @@ from omni.checkpoint.folder import save_folder
 from omni.codec.registry import CODECS, CodecSpec
 from omni.engine.client import Running
 from omni.errors import UserError
-from omni.generate.options import AnswerOptions, OptionValues
+from omni.generate.options import GREEDY, AnswerOptions, OptionValues
 from omni.generate.results import AudioChunk, Ended, TextDelta
-from omni.generate.sampling import GREEDY, Sampling
+from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.model.int8 import Int8Linear
@@ -135,9 +135,8 @@ def test_timings_wait_for_the_device(lm: SpeechLM, monkeypatch: pytest.MonkeyPat
     def looked_at(features: torch.Tensor) -> bool:
         return True
 
-    monkeypatch.setattr("omni.engine.hearing.is_finite", looked_at)
-    for module in ("hearing", "entering"):
-        monkeypatch.setattr(f"omni.engine.{module}.finish_queued", wait)
+    monkeypatch.setattr("omni.engine.entering.is_finite", looked_at)
+    monkeypatch.setattr("omni.engine.entering.finish_queued", wait)
     for answer in (lm.generate(tone(0.3), max_seconds=0.3), *lm.generate([tone(0.3)], max_seconds=0.3)):
         assert (answer.timings.encode, answer.timings.prefill) == (5.0, 10.0)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.folder import load_folder, save_folder
-from omni.convert.int8_folder import quantize_folder
+from omni.convert.omni_folder import quantize_folder
 from omni.encoder.base import collate
 from omni.encoder.whisper_config import WhisperConfig
 from omni.generate.turn_end import END, VOICE, EndRule, TurnListener, ended

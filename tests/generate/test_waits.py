@@ -12,8 +12,7 @@ import torch
 from omni.generate.prefill import Fork, pack, prefill
 from omni.generate.rows import RunnerRow
 from omni.generate.runner import Runner
-from omni.generate.sampling import Sampler, Sampling, per_stream
-from omni.generate.staging import Staging
+from omni.generate.sampling import Sampler, Sampling, Staging, per_stream
 from omni.lora.attach import selection_of
 from omni.model.speech_model import SpeechModel
 from tests.generate.conftest import LAYOUTS, make_model

@@ -17,7 +17,8 @@ import torch
 from infer.ask import follow
 from infer.audio_out import Outputs, PipeOutput, WavOutput
 from infer.timing import AnswerMeter
-from omni.audio.io import pcm16, read_audio
+from omni.audio.io import read_audio
+from omni.audio.wav import pcm16
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
 from omni.generate.runner import Runner

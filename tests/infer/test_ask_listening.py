@@ -20,7 +20,7 @@ import torch
 from infer import audio_in
 from infer.audio_in import PipeReader
 from omni.audio.io import read_audio
-from omni.audio.wav_stream import SampleForm, wav_form
+from omni.audio.wav import SampleForm, wav_form
 from omni.checkpoint.folder import save_folder
 from omni.generate.feature_stream import FeatureStream
 from omni.generate.speech_lm import SpeechLM

@@ -15,7 +15,7 @@ import soundfile
 import torch
 
 from infer.audio_out import Outputs, Paced
-from omni.audio.io import pcm16
+from omni.audio.wav import pcm16
 from omni.errors import UserError
 from tests.infer.conftest import ROOT, write_question
 

@@ -30,8 +30,7 @@ from infer.bench.people import AnswerListener, LiveLoad, Manner, PlayedAudio
 from omni import plugins
 from omni.codec.registry import CODECS, load_codec
 from omni.config import to_dict
-from omni.engine.measure import StepCost, StepCosts
-from omni.engine.stats import EngineStats, Percentiles
+from omni.engine.stats import EngineStats, Percentiles, StepCost, StepCosts
 from omni.generate.results import AudioChunk, Ended, Event, Timings
 from omni.layout import Layout
 

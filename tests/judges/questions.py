@@ -10,7 +10,7 @@ from pathlib import Path
 
 import soundfile
 
-from omni.audio.io import resample
+from omni.audio.resample import resample
 from train.data.tts.espeak import SAMPLE_RATE, synthesise
 
 QUESTIONS = (

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from omni.convert.lazy import Lazy, lazies_of
 from omni.errors import UserError
 from omni.lora import attach as lora
-from omni.lora.attach import activate, active_names, add_adapter, attach, remove_adapter, selection_of
+from omni.lora.attach import Selection, activate, active_names, add_adapter, attach, remove_adapter, selection_of, using
 from omni.lora.config import LoRAConfig
 from omni.lora.peft import load_adapter
-from omni.lora.selection import Selection, using
 from omni.lora.weights import base_checksum, merge, merged_lazies, merged_state, unmerge, weights_of
 from omni.model.decoder import Decoder
 from omni.model.quantize import dense_weight, quantize

@@ -33,10 +33,9 @@ import torch
 from torch import Tensor, nn
 
 from omni.edit.deltas import edited
-from omni.edit.factors import gradient_factors
 from omni.edit.foreign import read_editor
 from omni.edit.linears import find_linears, is_transposed, mlp_linears
-from omni.edit.mend import fit_step
+from omni.edit.mend import fit_step, gradient_factors
 from tests.edit.toys import build
 from tests.parity import report
 

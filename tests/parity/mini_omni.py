@@ -32,7 +32,7 @@ from omni.codec.snac import to_levels
 from omni.convert import mini_omni
 from omni.convert import omni_folder as streamed
 from omni.convert.lazy import Lazy
-from omni.convert.litgpt import split
+from omni.convert.mini_omni import split
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, Turn, prompt

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from omni.checkpoint.folder import save_folder
-from omni.convert.int8_folder import quantize_folder
+from omni.convert.omni_folder import quantize_folder
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout

@@ -8,14 +8,13 @@ from pathlib import Path
 from omni.checkpoint.tensors import FileStamp
 from omni.codec.registry import CODECS, check_codec_name
 from omni.config import ModelConfig, ProjectorConfig
-from omni.convert import codecs as codec_weights
 from omni.convert import huggingface, mini_omni
 from omni.convert import omni_folder as streamed
-from omni.convert import whisper as whisper_weights
 from omni.convert.contract import CodecConfig, Foreign, TextConfig, one_dtype
 from omni.convert.formats import FORMATS, kind_of, open_foreign, refuse_file
 from omni.convert.grow import Growth, grow, with_encoder
 from omni.convert.lazy import FLOATS, cast, type_name
+from omni.convert.parts import read_whisper, recognise_whisper, write_codec
 from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
 from omni.errors import UserError, closest
 from omni.files import real_place
@@ -50,7 +49,7 @@ def convert(source: Path, target: Path, options: ConvertOptions, bar: Bar | None
         raise UserError(f"--into takes a Whisper, but {source} is {FORMATS[foreign.kind].what}")
     if isinstance(config, CodecConfig):
         check_options(options, (), f"{source} is a codec")
-        return f"codec {config.name}", codec_weights.write(foreign, target, bar)
+        return f"codec {config.name}", write_codec(foreign, target, bar)
     if isinstance(config, TextConfig):
         return grow_speech_model(foreign, target, options, bar)
     if isinstance(config, ModelConfig):
@@ -202,9 +201,9 @@ def choose_encoder(options: ConvertOptions) -> Foreign | WhisperConfig:
         raise UserError(
             f"--encoder {options.encoder!r} is neither a file nor a size; {closest(options.encoder, ENCODER_PRESETS)}"
         )
-    if not whisper_weights.recognise(path):
+    if not recognise_whisper(path):
         raise UserError(f"--encoder {path} is no Whisper: give OpenAI's .pt file or a Hugging Face folder of one")
-    encoder = whisper_weights.read(path)
+    encoder = read_whisper(path)
     assert isinstance(encoder.config, WhisperConfig)
     return replace(encoder, config=replace(encoder.config, mode=options.encoder_mode or encoder.config.mode))
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from omni.checkpoint.folder import check_full_precision, load_folder, save_folder
 from omni.checkpoint.places import CODEC
-from omni.edit.merge import load_merged, merge, revert, save_merged
-from omni.edit.storage import load_edits, read_tensors
+from omni.edit.storage import load_edits, load_merged, merge, read_tensors, revert, save_merged
 from omni.errors import UserError
 from omni.files import replacing_folder
 from train.edit.apply import check_out

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from omni.audio.io import resample
+from omni.audio.resample import resample
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from train.data.rows.row import Codes, Row, RowTurn, Sound

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from omni.errors import UserError
-from omni.generate.sampling_config import Sampling
+from omni.generate.options import Sampling
 from omni.tasks import find_task
 from omni.utils.hardware import check_device, check_dtype, check_quantize
 from omni.utils.ranges import check_fields, ranged

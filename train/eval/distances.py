@@ -16,9 +16,8 @@ from torch import Tensor
 
 from omni.audio.io import SAMPLE_RATE
 from omni.checkpoint.folder import load_folder, read_config
-from omni.encoder.base import build_encoder, collate
+from omni.encoder.base import build_encoder, collate, frame_distances
 from omni.encoder.config import EncoderConfig
-from omni.encoder.distance import frame_distances
 from omni.errors import UserError
 from omni.stores.tries import StoreError
 from train.console.progress import Display

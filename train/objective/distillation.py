@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from omni.encoder.base import Encoder
-from omni.lora.selection import BASE, using
+from omni.lora.attach import BASE, using
 
 TEACHER = "teacher."
 """Start of the names of a teacher's weights in the objective."""

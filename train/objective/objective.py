@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from omni.encoder.distance import frame_distances
+from omni.encoder.base import frame_distances
 from omni.errors import UserError
 from omni.lora.attach import low_rank
 from omni.model.speech_model import SpeechModel

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from omni.audio.io import resample
+from omni.audio.resample import resample
 from omni.checkpoint.tensors import read_json, read_torch, read_weights, state_of
 from omni.convert.contract import match
 from omni.convert.lazy import Lazy

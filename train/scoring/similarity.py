@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from omni.audio.io import resample
 from omni.audio.mel import log_mel
+from omni.audio.resample import resample
 
 
 def describe(audio: Tensor, sample_rate: int) -> Tensor:

@@ -21,7 +21,8 @@ from infer.serve.rest.jobs import Job, event_stream, validated
 from infer.serve.rest.messages import decoded, in_decoder
 from infer.turns.settings import PCM_RATE
 from infer.turns.vad import SpeechStream
-from omni.audio.io import SAMPLE_RATE, resample
+from omni.audio.io import SAMPLE_RATE
+from omni.audio.resample import resample
 from omni.generate.question import longest
 from omni.generate.results import Event as Output
 from omni.generate.results import TextDelta

@@ -16,7 +16,7 @@ import soundfile
 import torch
 
 from infer.chat.chat import transcriber
-from omni.audio.io import pcm16
+from omni.audio.wav import pcm16
 from omni.checkpoint.folder import save_folder
 from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM

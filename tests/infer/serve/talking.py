@@ -19,15 +19,14 @@ import torch.nn.functional as F
 from tokenizers import models, pre_tokenizers
 from torch import Tensor, nn
 
-from omni.audio.io import resample
+from omni.audio.resample import resample
 from omni.codec.codec2 import Codec2Codec
 from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.encoder.base import collate
 from omni.encoder.whisper_config import WhisperConfig
-from omni.generate.heard import Loudness, heard_characters
 from omni.generate.question import read_question
 from omni.generate.speech_lm import SpeechLM
-from omni.generate.speech_time import SpeechTime, estimate
+from omni.generate.speech_time import Loudness, SpeechTime, estimate, heard_characters
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn

@@ -10,8 +10,8 @@ import torch
 from torch import Generator, Tensor
 from torchaudio.functional import fftconvolve
 
-from omni.audio.io import write_wav
 from omni.audio.mel import log_mel
+from omni.audio.wav import write_wav
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from train.data.augment.audio import add_noise, augment_audio, augment_mel, change_speed, coloured_noise

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from omni.generate.heard import Loudness, heard_characters
-from omni.generate.speech_time import SpeechTime
+from omni.generate.speech_time import Loudness, SpeechTime, heard_characters
 from tests.train.data.spoken_answers import LEARNT, MEASURED, Said, answers, say
 from tests.train.data.toys import ToyCodec
 from train.data.rows.row import Codes, Row, RowTurn

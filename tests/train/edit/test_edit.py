@@ -17,7 +17,8 @@ from torch import Tensor
 from infer.ask import ask
 from infer.checks import check_ask
 from infer.options import AskOptions
-from omni.audio.io import read_audio, write_wav
+from omni.audio.io import read_audio
+from omni.audio.wav import write_wav
 from omni.edit.deltas import edited
 from omni.edit.storage import load_edits
 from omni.errors import UserError

@@ -11,8 +11,7 @@ import yaml
 
 from omni.edit.config import MendConfig, TransformConfig
 from omni.edit.deltas import Delta, Edits, edited
-from omni.edit.factors import gradient_factors
-from omni.edit.mend import Mend, load_mend
+from omni.edit.mend import Mend, gradient_factors, load_mend
 from omni.edit.storage import load_edits, read_tensors
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM

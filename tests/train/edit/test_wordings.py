@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from omni.audio.io import write_wav
+from omni.audio.wav import write_wav
 from omni.edit.storage import load_edits
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM

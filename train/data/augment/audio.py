@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from omni.audio.io import SAMPLE_RATE, read_audio, resample
+from omni.audio.io import SAMPLE_RATE, read_audio
+from omni.audio.resample import resample
 from omni.audio.sniff import SUFFIXES
 from omni.errors import UserError
 from train.data.augment.config import AugmentConfig, Range

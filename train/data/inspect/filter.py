@@ -14,7 +14,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from omni.audio.io import SAMPLE_RATE, resample
+from omni.audio.io import SAMPLE_RATE
+from omni.audio.resample import resample
 from omni.errors import UserError
 from omni.files import LOCK, locked, write_json
 from omni.utils.remote import refuse_remote

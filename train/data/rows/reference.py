@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import parse_qsl, quote, unquote, unquote_to_bytes, urlencode
 
-from omni.audio.io import AudioInfo, audio_info, read_audio, read_part, resample
+from omni.audio.io import AudioInfo, audio_info, read_audio, read_part
+from omni.audio.resample import resample
 from omni.errors import UserError
 from omni.stores.drivers import StoredObject, look_up
 from omni.stores.pointers import pointed_at

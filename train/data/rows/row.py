@@ -38,7 +38,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from omni.audio.io import AudioInfo, audio_info, read_audio, resample
+from omni.audio.io import AudioInfo, audio_info, read_audio
+from omni.audio.resample import resample
 from omni.codec.registry import code_orders
 from omni.errors import UserError
 from omni.stores.pointers import has_pointers

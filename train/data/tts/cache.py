@@ -20,7 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from omni.audio.io import SAMPLE_RATE, resample
+from omni.audio.io import SAMPLE_RATE
+from omni.audio.resample import resample
 from omni.checkpoint.tensors import save_tensors
 from omni.errors import UserError
 from omni.files import replacing

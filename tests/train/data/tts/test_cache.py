@@ -12,7 +12,7 @@ import torch
 from digits.options import RecordedDigitsConfig
 from digits.recorded import RecordedDigits, speak_ahead
 
-from omni.audio.io import resample
+from omni.audio.resample import resample
 from omni.errors import UserError
 from tests.train.data.toys import ToyCodec
 from train.data.number_words import NUMBERS

@@ -1,34 +1,43 @@
-"""Reads Whisper's encoder from OpenAI's `.pt` files and Hugging Face's folders; the rest of a Whisper is not read.
+"""Reads the parts of a speech model that others publish: Whisper's encoder, from OpenAI's `.pt` files and Hugging Face's
+folders, and codecs (hubertsiuzdak/snac_24khz, kyutai/mimi), which are written as safetensors, too.
 
 Sources: `whisper/__init__.py` (`load_model`: a `torch.save` of `dims` and `model_state_dict`) and `whisper/model.py` of
 openai-whisper; transformers' `modeling_whisper.py`. Convolutions and linear layers are laid out alike in both; Hugging Face
 stores the sinusoidal positions as a table of an embedding.
+
+Codecs' weights are not renamed, because `omni.codec` reads the originals' names. A written folder is opened once by the codec
+itself before it is renamed, so that one which does not fit is refused.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from omni.checkpoint.places import CONFIG
-from omni.checkpoint.tensors import read_json, read_torch, read_weights, state_of
-from omni.convert.contract import Foreign, match
+from omni.checkpoint.places import CONFIG, WEIGHTS
+from omni.checkpoint.tensors import FileStamp, read_json, read_torch, read_weights, state_of, write_file, write_safetensors
+from omni.codec.base import AudioCodec
+from omni.codec.registry import CODECS, load_codec
+from omni.convert.contract import CodecConfig, Foreign, check_float, match
+from omni.convert.lazy import WriteCallback
 from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
+from omni.files import replacing_folder
 
 
-def recognise(path: Path) -> bool:
+def recognise_whisper(path: Path) -> bool:
     """Whether this is a Whisper folder, or a file that may be OpenAI's (`read` looks into it)."""
     if path.is_file():
         return path.suffix == ".pt"
     return (path / CONFIG).is_file() and read_json(path / CONFIG).get("model_type") == "whisper"
 
 
-def read(path: Path) -> Foreign:
+def read_whisper(path: Path) -> Foreign:
     """Reads the encoder of a Whisper, in `mode: padded`, as released checkpoints were trained.
 
     Raises:
@@ -44,7 +53,7 @@ def _read_openai(path: Path) -> Foreign:
     dims = data["dims"]
     if not isinstance(dims, Mapping):
         raise UserError(f"{path}: dims is a {type(dims).__name__}; it must be a mapping, as Whisper's own files have it")
-    config = _config(
+    config = _whisper_config(
         path,
         bands=dims.get("n_mels"),
         positions=dims.get("n_audio_ctx"),
@@ -64,7 +73,7 @@ def _read_huggingface(path: Path) -> Foreign:
     for key, usual in (("activation_function", "gelu"), ("scale_embedding", False)):
         if settings.get(key, usual) != usual:
             raise UserError(f"{path / CONFIG}: {key} is {settings[key]!r}; Whisper has {usual!r}")
-    config = _config(
+    config = _whisper_config(
         path / CONFIG,
         bands=settings.get("num_mel_bins"),
         positions=settings.get("max_source_positions"),
@@ -84,7 +93,7 @@ def _read_huggingface(path: Path) -> Foreign:
     return Foreign("whisper", path, config, tensors, names=names)
 
 
-def _config(where: Path, *, bands: Any, positions: Any, width: Any, heads: Any, layers: Any) -> WhisperConfig:
+def _whisper_config(where: Path, *, bands: Any, positions: Any, width: Any, heads: Any, layers: Any) -> WhisperConfig:
     sizes = {"mel bands": bands, "positions": positions, "width": width, "heads": heads, "layers": layers}
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -128,3 +137,63 @@ def encoder_shapes(config: WhisperConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         state = WhisperEncoder(config).state_dict()
     return {f"encoder.{name}": tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def recognise_snac(path: Path) -> bool:
+    """Whether this is a SNAC folder: its `config.json` names no model, so its keys are compared."""
+    return (path / CONFIG).is_file() and {"vq_strides", "codebook_size"} <= set(read_json(path / CONFIG))
+
+
+def recognise_mimi(path: Path) -> bool:
+    return (path / CONFIG).is_file() and read_json(path / CONFIG).get("model_type") == "mimi"
+
+
+def read_snac(path: Path) -> Foreign:
+    """Opens a SNAC folder: `config.json` and `pytorch_model.bin` or `model.safetensors`."""
+    return _read_codec("snac", path)
+
+
+def read_mimi(path: Path) -> Foreign:
+    """Opens a Mimi folder: `config.json` and `model.safetensors`."""
+    return _read_codec("mimi", path)
+
+
+def _read_codec(name: str, path: Path) -> Foreign:
+    settings = read_json(path / CONFIG)
+    tensors = read_weights(path)
+    for tensor, lazy in tensors.items():
+        if lazy.dtype.is_floating_point:
+            check_float(tensor, lazy, path)
+    return Foreign(name, path, CodecConfig(name, settings), tensors)
+
+
+def write_codec(source: Foreign, target: Path, on_progress: WriteCallback | None = None) -> dict[str, FileStamp]:
+    """Write a codec's folder, opened by the codec before it is renamed; UserError where anything does not fit."""
+    if not isinstance(source.config, CodecConfig):
+        raise UserError(f"{source.place} is no codec")
+    with replacing_folder(target, source.nbytes) as folder:
+        files = fill_codec(folder, source, on_progress)
+        check_codec(source, folder)
+    return files
+
+
+def fill_codec(folder: Path, source: Foreign, on_progress: WriteCallback | None = None) -> dict[str, FileStamp]:
+    """Write a codec's `config.json` and `model.safetensors` into an existing folder."""
+    assert isinstance(source.config, CodecConfig)
+    settings = json.dumps(dict(source.config.settings), indent=2) + "\n"
+    return {
+        WEIGHTS: write_safetensors(folder / WEIGHTS, source.tensors, on_progress),
+        CONFIG: write_file(folder / CONFIG, settings.encode()),
+    }
+
+
+def check_codec(source: Foreign, folder: Path, name: str = "") -> AudioCodec:
+    """Make the codec called `name` from a folder of its weights; UserError (naming the source) where they do not fit it."""
+    assert isinstance(source.config, CodecConfig)
+    name = name or source.config.name
+    if name not in sorted(CODECS):
+        raise UserError(f"{source.place} holds the codec {name}, which is not known here; known: {', '.join(sorted(CODECS))}")
+    try:
+        return load_codec(name, folder)
+    except UserError as error:
+        raise UserError(str(error).replace(str(folder), str(source.place))) from error
