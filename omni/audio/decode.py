@@ -84,14 +84,12 @@ class Recording:
 
 
 def open_recording(file: BinaryIO, name: str, *, ends: bool = True) -> Recording:
-    """Open a recording whose file is at its start; it must stay open while `blocks` is used.
+    """Open a recording whose file is at its start; it must stay open while `blocks` is used. UserError: neither of the two can
+    read it, or it is truncated.
 
     Args:
         name: of the file in messages.
         ends: look also for what follows in the file (several recordings), which may read all of it.
-
-    Raises:
-        UserError: neither of the two can read it, or it is truncated.
     """
     head = file.read(HEAD)
     sound = _opened(file, head)

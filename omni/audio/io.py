@@ -192,14 +192,12 @@ def _read_up_to(source: BinaryIO, count: int, data: bytearray | None = None) -> 
     data = bytearray() if data is None else data
     most = len(data) + count
     while len(data) < most and (piece := source.read(min(most - len(data), 1 << 20))):
-        if not isinstance(piece, bytes):
-            raise UserError("the sound file is open as text: open it with mode 'rb'")
         data += piece
     return data
 
 
-def from_pcm16(data: bytes | bytearray, source_rate: int, sample_rate: int = SAMPLE_RATE) -> Tensor:
-    """Turn raw mono 16-bit little-endian PCM at `source_rate` into `[S]` float32 in [-1, 1) at `sample_rate`.
+def from_pcm16(data: bytes | bytearray, source_rate: int) -> Tensor:
+    """Turn raw mono 16-bit little-endian PCM at `source_rate` into `[S]` float32 in [-1, 1) at 16 kHz.
 
     UserError: no data, or an odd number of bytes.
     """
@@ -212,7 +210,7 @@ def from_pcm16(data: bytes | bytearray, source_rate: int, sample_rate: int = SAM
             "(signed, little-endian, mono)"
         )
     samples = np.frombuffer(data, "<i2").astype(np.float32) / 32768.0
-    return resample(torch.from_numpy(samples), source_rate, sample_rate, name="PCM on input")
+    return resample(torch.from_numpy(samples), source_rate, SAMPLE_RATE, name="PCM on input")
 
 
 # ------------------------------------------------------------------------------------ opening and decoding
@@ -260,12 +258,6 @@ def _from_open(source: BinaryIO, name: str, ends: bool) -> Recording:
         return _checked(source if getattr(source, "seekable", bool)() else io.BytesIO(read_stream(source, name)), name, ends)
     except OSError as error:
         raise UserError(f"{name}: {error.strerror or error}: check that it is open and may be read") from error
-    except UserError:
-        raise
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is open as text: open it with mode 'rb'") from error
-    except ValueError as error:  # closed
-        raise UserError(f"{name} cannot be read ({error}): open it again") from error
 
 
 def _checked(file: BinaryIO, name: str, ends: bool) -> Recording:

@@ -2,8 +2,7 @@
 a WAV file whose bytes are still coming.
 
 A file is written beside its place (`.NAME.part-…`) and renamed when it is closed, so a reader never sees half of one. Format:
-RIFF WAVE, a `fmt ` and a `data` chunk, little-endian (Microsoft and IBM, Multimedia Programming Interface 1.0, 1991); float32
-adds the `fact` chunk that the format asks of everything that is not PCM.
+RIFF WAVE, a `fmt ` and a `data` chunk, little-endian (Microsoft and IBM, Multimedia Programming Interface 1.0, 1991).
 
 S samples, C channels.
 """
@@ -16,7 +15,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO
 
 from omni.errors import UserError
 from omni.files import beside, replaceable, replacing
@@ -24,8 +23,6 @@ from omni.files import beside, replaceable, replacing
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
-
-Encoding = Literal["pcm16", "float32"]
 
 FORMATS = {".wav": "WAV", ".flac": "FLAC", ".ogg": "OGG", ".mp3": "MP3"}
 """Formats that `write_audio` writes, by the file's suffix."""
@@ -47,9 +44,9 @@ def pcm16(audio: Tensor) -> bytes:
     return levels.to(torch.int16).numpy().astype("<i2").tobytes()
 
 
-def write_wav(path: str | os.PathLike[str], audio: Tensor, sample_rate: int, *, encoding: Encoding = "pcm16") -> Path:
+def write_wav(path: str | os.PathLike[str], audio: Tensor, sample_rate: int) -> Path:
     """Write mono `[S]` as a WAV file and return its path. Errors: those of `WavWriter`."""
-    with WavWriter(path, sample_rate, encoding=encoding) as writer:
+    with WavWriter(path, sample_rate) as writer:
         writer.append(audio)
     return writer.path
 
@@ -93,15 +90,12 @@ class WavWriter:
     of that name, no rights), no space left, NaN or infinity in the sound, more than a WAV file can count (4
     GiB)."""
 
-    def __init__(self, path: str | os.PathLike[str], sample_rate: int, *, encoding: Encoding = "pcm16") -> None:
+    def __init__(self, path: str | os.PathLike[str], sample_rate: int) -> None:
         if not 1 <= sample_rate < 1 << 30:
             raise UserError(f"{os.fspath(path)!r}: {sample_rate} Hz is not a sample rate")
-        if encoding not in ("pcm16", "float32"):
-            raise UserError(f"{os.fspath(path)!r}: unknown encoding {encoding!r}: pcm16 or float32")
         self.path = Path(path)
         self.sample_rate = sample_rate
         self.samples = 0
-        self._encoding = encoding
         self._bytes = 0
         self._place = replaceable(path)
         self._part = beside(self._place, self)
@@ -110,7 +104,7 @@ class WavWriter:
             self._file = open(self._part, "wb")  # noqa: SIM115 (held until close or abort)
         except OSError as error:
             raise _refused(self.path, error.strerror or str(error)) from error
-        self._write(_header(_UNKNOWN, 0, sample_rate, encoding))
+        self._write(_header(_UNKNOWN, sample_rate))
 
     @property
     def seconds(self) -> float:
@@ -121,7 +115,7 @@ class WavWriter:
         """Add `[S]` floats in [-1, 1] (any S, zero included)."""
         if self._file is None:
             raise ValueError(f"{str(self.path)!r} is closed: append before close()")
-        data = pcm16(audio) if self._encoding == "pcm16" else _samples(audio).numpy().astype("<f4").tobytes()
+        data = pcm16(audio)
         if self._bytes + len(data) > _LIMIT:
             raise UserError(
                 f"{str(self.path)!r}: a WAV file holds at most 4 GiB: start another after "
@@ -136,7 +130,7 @@ class WavWriter:
         if self._file is not None:
             try:
                 self._file.seek(0)
-                self._file.write(_header(self._bytes, self.samples, self.sample_rate, self._encoding))
+                self._file.write(_header(self._bytes, self.sample_rate))
                 self._file.close()
                 os.replace(self._part, self._place)
             except OSError as error:
@@ -193,18 +187,12 @@ def _samples(audio: Tensor) -> Tensor:
     return audio
 
 
-def _header(data_bytes: int, samples: int, sample_rate: int, encoding: Encoding) -> bytes:
-    """The header, all bytes before the samples: 44 bytes for PCM, 58 for float32."""
-    pcm = encoding == "pcm16"
-    width = 2 if pcm else 4
-    form = struct.pack("<HHIIHH", 1 if pcm else 3, 1, sample_rate, sample_rate * width, width, 8 * width)
-    if not pcm:
-        form += struct.pack("<H", 0)
-    chunks = b"fmt " + struct.pack("<I", len(form)) + form
-    if not pcm:
-        chunks += b"fact" + struct.pack("<II", 4, samples)
-    riff = _UNKNOWN if data_bytes == _UNKNOWN else 4 + len(chunks) + 8 + data_bytes
-    return b"RIFF" + struct.pack("<I", riff) + b"WAVE" + chunks + b"data" + struct.pack("<I", data_bytes)
+def _header(data_bytes: int, sample_rate: int) -> bytes:
+    """The header, all 44 bytes before the samples."""
+    form = struct.pack("<HHIIHH", 1, 1, sample_rate, 2 * sample_rate, 2, 16)
+    riff = _UNKNOWN if data_bytes == _UNKNOWN else 36 + data_bytes
+    sizes = struct.pack("<I", riff), struct.pack("<I", len(form)), struct.pack("<I", data_bytes)
+    return b"RIFF" + sizes[0] + b"WAVEfmt " + sizes[1] + form + b"data" + sizes[2]
 
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE

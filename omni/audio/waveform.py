@@ -61,13 +61,13 @@ def read_sound(
 
 
 class SoundPieces:
-    """`read_sound` of samples that are still coming: what `push` and `finish` return, joined, is mono [S] at `target`.
+    """`read_sound` of samples that are still coming: what `push` and `finish` return, joined, is mono [S] at 16 kHz.
 
     UserError: a rate that cannot be converted.
     """
 
-    def __init__(self, rate: int, target: int = SAMPLE_RATE, name: str = "the question") -> None:
-        self._rate = StreamResampler(rate, target, name=name)
+    def __init__(self, rate: int) -> None:
+        self._rate = StreamResampler(rate, SAMPLE_RATE, name="the question")
         self._mixed, self._channels = 0.0, np.zeros(2)  # energies, of two channels
 
     def copy(self) -> SoundPieces:
@@ -111,10 +111,7 @@ def unwrap(sound: Any, sample_rate: Any, name: str = "the question") -> tuple[An
     if isinstance(sound, Mapping):
         keys = sound.keys()
         if "audio" in keys and "array" not in keys:
-            inner = sound["audio"]
-            if isinstance(inner, Mapping) and "audio" in inner and "array" not in inner:
-                raise UserError(f"{name} has an 'audio' within its 'audio'; give the inner one")
-            return unwrap(inner, sample_rate, name)
+            return unwrap(sound["audio"], sample_rate, name)
         if "array" in keys:
             if sound.get("sampling_rate") is None:
                 raise UserError(f"{name} has an 'array' but no 'sampling_rate'; give both")
@@ -219,8 +216,6 @@ def _is_samples(value: Any) -> bool:
 def _array(samples: Any, name: str) -> np.ndarray:
     """Converts anything that holds numbers to an array on the host."""
     if isinstance(samples, Tensor):
-        if samples.layout != torch.strided or samples.is_meta:
-            raise UserError(f"{name} is a sparse tensor, or one without values (meta); give dense samples")
         samples = samples.detach().cpu().resolve_conj()
         return (samples.float() if samples.dtype == torch.bfloat16 else samples).numpy()
     try:

@@ -24,7 +24,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,10 +128,8 @@ class AudioCodec(ABC):
             return torch.empty(len(self.codebook_sizes), 0, dtype=torch.long, device=self.device)
         with self._plain(), named(f"codec {self.name}"):
             codes = self._encode(audio.to(self.device, torch.float32))
-        wanted, found = (
-            [len(self.codebook_sizes), self.frames(audio.numel())],
-            list(getattr(codes, "shape", [type(codes).__name__])),
-        )
+        wanted = [len(self.codebook_sizes), self.frames(audio.numel())]
+        found = list(getattr(codes, "shape", [type(codes).__name__]))
         if found != wanted:
             raise UserError(f"{self.name} made codes {found} of {audio.numel()} samples; its sizes ask for {wanted}")
         return codes
@@ -246,20 +244,6 @@ class CodecStream(ABC):
         """`finish` of a stream that has taken at least one frame; called once."""
 
 
-class Decodes(Protocol):
-    """What a batch needs of its codec; see `AudioCodec`."""
-
-    name: str
-    frame_samples: int
-    device: torch.device
-
-    def check(self, codes: Tensor, first_frame: int = 0) -> Tensor: ...
-
-    def stream(self, seed: int = 0) -> Any: ...
-
-    def _plain(self) -> contextlib.AbstractContextManager[None]: ...
-
-
 @dataclass
 class Decoding:
     """An open stream of a batch: what its decoder keeps, and how many frames and samples it has taken and given."""
@@ -279,7 +263,7 @@ class CodecBatch(ABC):
     a failure, not another stream.
     """
 
-    def __init__(self, codec: Decodes) -> None:
+    def __init__(self, codec: AudioCodec) -> None:
         self.codec = codec
         self._numbers = itertools.count()
         self._decoding: dict[int, Decoding] = {}

@@ -16,7 +16,6 @@ network, are checked and refused.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from omni.codec.network import read_settings
 from omni.codec.streaming import Activation, Conv, Layer, Residual, Upsample, product
 from omni.codec.streams import LayerPlace, RowPlan, StreamCall, StreamStep
 from omni.errors import UserError
-from omni.files import refuse_pointer
 from omni.model.attention import attention
 from omni.model.kv_cache import KVCache
 
@@ -289,11 +288,8 @@ def _block(config: MimiConfig, take: Take, name: str) -> MimiBlock:
 
 
 def _codebooks(config: MimiConfig, take: Take, name: str, count: int) -> Codebooks:
-    name, size, inside = (
-        f"quantizer.{name}_residual_vector_quantizer",
-        config.hidden_size,
-        config.vector_quantization_hidden_dimension,
-    )
+    name = f"quantizer.{name}_residual_vector_quantizer"
+    size, inside = config.hidden_size, config.vector_quantization_hidden_dimension
     tables = []
     for layer in range(count):
         total = take(f"{name}.layers.{layer}.codebook.embed_sum", config.codebook_size, inside)
@@ -301,10 +297,8 @@ def _codebooks(config: MimiConfig, take: Take, name: str, count: int) -> Codeboo
         tables.append(total / usage.clamp(min=SMALLEST_USAGE)[:, None])
     if inside == size:
         return Codebooks(tuple(tables), None, None)
-    project_in, project_out = (
-        take(f"{name}.input_proj.weight", inside, size, 1),
-        take(f"{name}.output_proj.weight", size, inside, 1),
-    )
+    project_in = take(f"{name}.input_proj.weight", inside, size, 1)
+    project_out = take(f"{name}.output_proj.weight", size, inside, 1)
     return Codebooks(tuple(tables), project_in[:, :, 0], project_out[:, :, 0])
 
 
@@ -362,8 +356,6 @@ class MimiConfig:
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            _check(field.name, str(field.type), getattr(self, field.name))
         if self.pad_mode not in _PAD_MODES:
             raise UserError(f"Mimi pad_mode {self.pad_mode!r} cannot be streamed: use a model with one of {list(_PAD_MODES)}")
         if (self.codebook_dim or self.hidden_size) != self.vector_quantization_hidden_dimension:
@@ -412,15 +404,7 @@ class MimiConfig:
 
 def read_config(path: Path) -> MimiConfig:
     """Reads `config.json`; UserError for a missing or damaged file, another model_type, or a value that does not fit."""
-    if not path.is_file():
-        raise UserError(f"no Mimi config at {path}: the folder needs the config.json and model.safetensors of kyutai/mimi")
-    refuse_pointer(path)
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): fetch it again") from error
-    if not isinstance(entries, dict):
-        raise UserError(f"{path} holds no JSON object: fetch it again")
+    entries = read_settings(path)
     if "model_type" not in entries:
         raise UserError(f"{path} has no model_type: the codec mimi reads folders in the format of kyutai/mimi")
     try:
@@ -443,24 +427,3 @@ def _of_entries(entries: dict[str, Any]) -> MimiConfig:
     if chosen.get("frame_rate") is None:
         chosen["frame_rate"] = entries.get("_frame_rate")  # where transformers 5 keeps the file's value
     return MimiConfig(**chosen)
-
-
-def _check(name: str, kind: str, value: Any) -> None:
-    """UserError unless `value` is a positive number, a flag, or a text, as `kind` (an annotation) says."""
-    if value is None and kind.endswith("| None"):
-        return
-    kind = kind.removesuffix(" | None")
-    if kind == "tuple[int, ...]":
-        fits = isinstance(value, tuple) and bool(value) and all(_is_positive(part, whole=True) for part in value)
-    elif kind in ("int", "float"):
-        fits = _is_positive(value, whole=kind == "int")
-    else:
-        fits = isinstance(value, bool if kind == "bool" else str)
-    if not fits:
-        wanted = {"bool": "true or false", "str": "a text", "int": "a whole number above 0", "float": "a number above 0"}
-        raise UserError(f"Mimi {name} is {value!r}, not {wanted.get(kind, 'a list of whole numbers above 0')}: fix the config")
-
-
-def _is_positive(value: Any, whole: bool) -> bool:
-    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    return number and 0 < value < math.inf

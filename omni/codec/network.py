@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +14,8 @@ from torch import Tensor
 from omni.codec.base import AudioCodec, CodecBatch, CodecStream
 from omni.codec.streaming import Layer, after, steps_of
 from omni.codec.streams import LayerPlace, RowPlan, StreamRow, Streams, on_device
+from omni.errors import UserError
+from omni.files import refuse_pointer
 
 WHOLE = 32
 """Frames that a whole decode takes at once where no CPU computes."""
@@ -149,3 +154,17 @@ def streams_of(layers: Sequence[Layer], rate: int, device: torch.device, chunk: 
     """Streams of a network with `rate` inputs a frame, of up to `chunk` frames a call."""
     plan, place = RowPlan(chunk), LayerPlace(rate, 0)
     return Streams(steps_of(layers, place, plan), plan, after(layers, place), device)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The `config.json` of a codec's folder; UserError where it is missing, or no JSON object."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing: give the codec's folder, with its config.json and its weights")
+    refuse_pointer(path)
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): fetch it again") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{path} holds no JSON object: fetch it again")
+    return settings

@@ -148,30 +148,19 @@ def _load_codec2(folder: Path | None, device: torch.device) -> AudioCodec:
     return Codec2Codec()
 
 
-def _load_snac(folder: Path | None, device: torch.device) -> AudioCodec:
+def _snac(folder: Path | None, device: torch.device) -> AudioCodec:
+    """SNAC of a folder, or with random weights."""
     from omni.codec.snac import SnacCodec
 
-    assert folder is not None
-    return SnacCodec.from_folder(folder, device)
+    return SnacCodec.random(device=device) if folder is None else SnacCodec.from_folder(folder, device)
 
 
-def _random_snac(device: torch.device) -> AudioCodec:
-    from omni.codec.snac import SnacCodec
-
-    return SnacCodec.random(device=device)
-
-
-def _load_mimi(folder: Path | None, device: torch.device, codebooks: int) -> AudioCodec:
+def _mimi(folder: Path | None, device: torch.device, codebooks: int) -> AudioCodec:
+    """Mimi of a folder, or with random weights."""
     from omni.codec.mimi import MimiCodec
 
-    assert folder is not None
-    return MimiCodec.from_folder(folder, device, codebooks)
-
-
-def _random_mimi(device: torch.device, codebooks: int) -> AudioCodec:
-    from omni.codec.mimi import MimiCodec
-
-    return MimiCodec.random(codebooks=codebooks, device=device)
+    given: dict[str, Any] = {"device": device, "codebooks": codebooks}
+    return MimiCodec.random(**given) if folder is None else MimiCodec.from_folder(folder, **given)
 
 
 CODECS.add("codec2", CodecSpec("codec2", _load_codec2, 8000, 25.0, (512, 512, 16, 64), layout="codec2"))
@@ -179,14 +168,14 @@ CODECS.add(
     "snac",
     CodecSpec(
         "snac",
-        _load_snac,
+        _snac,
         24000,
         24000 / 2048,
         (4096,) * 7,
         "the config.json and pytorch_model.bin of hubertsiuzdak/snac_24khz",
         orders={"levels": (0, 1, 3, 4, 2, 5, 6)},  # c0 | c1 c1 | c2 c2 c2 c2, where the model has c0 c1 c2 c2 c1 c2 c2
         layout="snac",
-        random=_random_snac,
+        random=partial(_snac, None),
     ),
 )
 for _name, _books in (("mimi", 8), ("mimi-16", 16), ("mimi-32", 32)):
@@ -194,12 +183,12 @@ for _name, _books in (("mimi", 8), ("mimi-16", 16), ("mimi-32", 32)):
         _name,
         CodecSpec(
             _name,
-            partial(_load_mimi, codebooks=_books),
+            partial(_mimi, codebooks=_books),
             24000,
             12.5,
             (2048,) * _books,
             "the config.json and model.safetensors of kyutai/mimi",
             kind="mimi",
-            random=partial(_random_mimi, codebooks=_books),
+            random=partial(_mimi, None, codebooks=_books),
         ),
     )

@@ -149,7 +149,7 @@ class Conv(NamedTuple):
         return LayerPlace(place.rate // self.stride, (place.lag + self.ahead) // self.stride)
 
     def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
-        return _ConvStep(self, place, plan) if self.span > self.stride else _Through(self)
+        return _ConvStep(self, place, plan) if self.span > self.stride else Activation(self.__call__)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Outputs `[N, T, Cout]` of inputs `[N, span - stride + T * stride, C]`."""
@@ -166,15 +166,6 @@ class Conv(NamedTuple):
         if self.kernel > 1:
             x = x.unfold(1, self.span, self.stride)[..., :: self.dilation].transpose(2, 3).flatten(2)  # [N, T, k * C]
         return product(x, self.weight, self.bias)
-
-
-class _Through(NamedTuple):
-    """Streams a `Conv` that keeps nothing."""
-
-    layer: Conv
-
-    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
-        return self.layer(x)
 
 
 class _ConvStep:

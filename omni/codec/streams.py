@@ -53,7 +53,7 @@ class RowPlan:
 
     def __init__(self, chunk: int = 1) -> None:
         self.chunk = chunk
-        self.size, self.reach = 0, 0
+        self.size = 0
         self.words: list[Callable[[int], Sequence[int]]] = []
         self.stores: list[RowStore] = []
 

@@ -23,11 +23,8 @@ from omni.plugins import named
 
 
 class Encoder(nn.Module):
-    """An encoder's module.
-
-    Attributes:
-        checkpointing: what to compute again in the backward pass, where the encoder can (`omni.model.recompute`).
-    """
+    """An encoder's module. `checkpointing`: what to compute again in the backward pass, where the encoder can
+    (`omni.model.recompute`)."""
 
     config: EncoderConfig
     checkpointing: Recompute = False
@@ -62,22 +59,14 @@ class Encoder(nn.Module):
 
     def hear_whole(self, features: Tensor, lengths: Sequence[int], frames: Sequence[int], padded: bool = False) -> Tensor:
         """Frames [sum(frames), D] as of `forward`, each of which hears all of its clip, whatever the encoder's chunks are.
-
-        Args:
-            padded: and the silence behind it, up to the encoder's window, as Whisper was trained.
-
-        Raises:
-            UserError: the encoder has no such way to hear.
-        """
+        UserError: the encoder has no such way to hear. `padded`: and the silence behind it, up to the encoder's window, as
+        Whisper was trained."""
         raise UserError(f"encoder {self.config.kind!r} cannot be distilled: its module has no hear_whole")
 
     @torch.no_grad()
     def encode(self, sounds: Sequence[Tensor | PreparedSound]) -> tuple[Tensor, list[int]]:
-        """Frames [sum T, D] of whole sounds [S], all clips in one batch, and the number T of each sound's.
-
-        Raises:
-            UserError: a sound is empty, or longer than the encoder takes.
-        """
+        """Frames [sum T, D] of whole sounds [S], all clips in one batch, and the number T of each sound's. UserError: a
+        sound is empty, or longer than the encoder takes."""
         every = [sound if isinstance(sound, PreparedSound) else self.config.prepare(sound) for sound in sounds]
         batch, lengths = collate([features for one in every for features in one.features])
         frames = [count for one in every for count in one.clip_frames]

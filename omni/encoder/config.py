@@ -40,7 +40,7 @@ class EncoderConfig(ABC):
     Attributes:
         kind: its name; models choose it by `encoder: {kind: ...}`.
         width: values D of a frame.
-        layers: number of equal blocks, 0 for none; plans of large models are made of small ones by it.
+        layers: number of equal blocks, 0 for none.
         long_audio: a sound longer than the encoder takes is refused ("refuse"), or split into windows ("split").
     """
 
@@ -120,11 +120,8 @@ class EncoderConfig(ABC):
         return self.max_samples / SAMPLE_RATE
 
     def clips(self, samples: int) -> list[int]:
-        """Lengths in samples of the clips of a sound: several where it is split.
-
-        Raises:
-            UserError: no samples, or more than the encoder takes where `long_audio` is "refuse".
-        """
+        """Lengths in samples of the clips of a sound: several where it is split. UserError: no samples, or more than the
+        encoder takes where `long_audio` is "refuse"."""
         if samples < 1:
             raise UserError("the sound holds no samples: give at least one")
         if samples <= self.max_samples:
@@ -162,10 +159,6 @@ class EncoderConfig(ABC):
             f"chunk_ms is {milliseconds}, but this encoder ({self.kind}) hears whole clips only: leave it out, or train one "
             "with encoder.mode=chunked"
         )
-
-    def with_layers(self, layers: int) -> EncoderConfig:
-        """The same with another number of the equal blocks in `Encoder.blocks`; here, without such blocks, unchanged."""
-        return self
 
     def narrow(self) -> EncoderConfig:
         """A small encoder with the same kinds of parts, to try a step on; by default the same."""

@@ -76,16 +76,12 @@ class WhisperEncoder(Encoder):
 
         A batch of no clips (`[0, M, 0]`) gives `[0, D]`, and its backward pass a zero gradient for every
         parameter, so that a step without speech is a step like any other under DDP and FSDP.
-
-        ValueError: lengths that do not fit the features, the mode or the window.
         """
         lengths, wanted = _to_list(mel_lengths), _to_list(frames)
-        self._check(mels, lengths, wanted)
         return self._encode(mels, lengths, wanted, self._chunks(lengths))
 
     def hear_whole(self, mels: Tensor, lengths: Sequence[int], frames: Sequence[int], padded: bool = False) -> Tensor:
         """Whisper's frames, in mode "chunked" of a sound that begins 12.5 ms later; see `Encoder.hear_whole`."""
-        self._check(mels, list(lengths), list(frames))
         if padded:
             assert self.config.feature_floor is not None
             window = 2 * self.config.positions
@@ -183,29 +179,6 @@ class WhisperEncoder(Encoder):
         x = torch.cat([before, pairs], dim=1)
         return F.gelu(F.linear(x, conv.weight.transpose(1, 2).flatten(1), conv.bias))
 
-    def _check(self, mels: Tensor, lengths: list[int], wanted: list[int]) -> None:
-        bands, positions = self.config.n_mels, self.config.positions
-        if mels.ndim != 3 or mels.shape[1] != bands or not len(mels) == len(lengths) == len(wanted):
-            raise ValueError(
-                f"features {list(mels.shape)} with {len(lengths)} lengths and {len(wanted)} frame counts: "
-                f"expected [N, {bands}, F] and N of each"
-            )
-        for clip, (length, count) in enumerate(zip(lengths, wanted, strict=True)):
-            tokens = (length + 1) // 2
-            longest = min(mels.shape[2], 2 * positions)
-            if not 1 <= length <= longest:
-                raise ValueError(f"clip {clip} has {length} feature frames: expected 1 to {longest}")
-            if self.config.mode == "padded" and tokens != positions:
-                raise ValueError(
-                    f"clip {clip} has {length} feature frames: mode=padded takes the whole window's "
-                    f"{2 * positions} (features() makes them)"
-                )
-            if not 1 <= count <= tokens or (self.config.mode != "padded" and count != tokens):
-                raise ValueError(
-                    f"clip {clip} of {length} feature frames has {tokens} encoder frames, {count} were "
-                    f"asked for (mode={self.config.mode}; WhisperConfig.frames counts them)"
-                )
-
 
 class WhisperStream(EncoderStream):
     """Encodes a sound in mode "chunked" while it comes, chunk by chunk; each clip of a longer one begins like a new sound."""
@@ -238,11 +211,8 @@ class WhisperStream(EncoderStream):
 
     @torch.no_grad()
     def push(self, audio: Tensor) -> Tensor:
-        """Takes the next samples [S], of any device; returns the frames [T, D] of the chunks that they complete.
-
-        Raises:
-            UserError: they are of another shape, or make the sound longer than the encoder takes; nothing of them is taken.
-        """
+        """Takes the next samples [S], of any device; returns the frames [T, D] of the chunks that they complete. UserError:
+        they are of another shape, or make the sound longer than the encoder takes; nothing of them is taken."""
         if audio.ndim != 1:
             raise UserError(f"sound of shape {list(audio.shape)} for the encoder: give one channel, [samples]")
         if not len(audio):
@@ -386,10 +356,7 @@ def _to_list(lengths: Sequence[int] | Tensor) -> list[int]:
 
 class StreamingKeyValues:
     """Keys and values of a clip's last frames in one layer, in memory of twice their size: each is copied few times.
-
-    Args:
-        history: how many frames before a chunk it hears; None for all.
-    """
+    `history`: how many frames before a chunk it hears; None for all."""
 
     def __init__(self, history: int | None) -> None:
         self.history, self.start, self.end = history, 0, 0

@@ -12,7 +12,7 @@ from omni.audio.io import SAMPLE_RATE
 from omni.audio.mel import HOP, LOWEST, WINDOW, MelFloor, log_mel, mel_frames, samples_before
 from omni.encoder.config import ENCODERS, EncoderConfig, LongAudio
 from omni.errors import UserError, warn_about_sound
-from omni.utils.ranges import check_fields
+from omni.utils.ranges import check_fields, ranged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,47 +59,42 @@ class WhisperConfig(EncoderConfig):
 
     kind: ClassVar[str] = "whisper"
     n_mels: int = 80
-    width: int = 384
-    heads: int = 6
-    layers: int = 4
+    width: int = ranged(384, 4, 1 << 20)
+    heads: int = ranged(6, 1)
+    layers: int = ranged(4, 1, 1000)
     window_seconds: float = 30.0
     mode: EncoderMode = "variable"
     mel_floor: MelFloor = "clip"
     long_audio: LongAudio = "refuse"
     hop: int = HOP
     normalize: Normalize = "none"
-    mel_range: float = 8.0
-    mel_blur: float = 0.0
+    mel_range: float = ranged(8.0, 0.5, 8.0)
+    mel_blur: float = ranged(0.0, 0, 10)
     chunk_ms: int = 320
     train_chunk_ms: tuple[int, int] = (160, 1280)
     history_ms: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "encoder")
         if self.n_mels not in (80, 128):
             raise UserError(f"encoder.n_mels={self.n_mels}: Whisper's filter banks have 80 or 128 bands")
-        if self.heads < 1 or self.layers < 1:
-            raise UserError(f"encoder.heads={self.heads}, encoder.layers={self.layers}: both start at 1")
-        if self.width < 4 or self.width % 2 or self.width % self.heads:
-            raise UserError(f"encoder.width={self.width}: it must be even, at least 4 and divisible by heads={self.heads}")
-        if self.layers > 1000 or self.width > 1 << 20:
-            raise UserError(f"encoder.layers={self.layers}, encoder.width={self.width}: at most 1000 and {1 << 20}")
+        if self.width % 2 or self.width % self.heads:
+            raise UserError(f"encoder.width={self.width}: it must be even and divisible by heads={self.heads}")
         if self.window_seconds > 3600:
             raise UserError(f"encoder.window_seconds={self.window_seconds}: a window lasts at most 3600 s")
         if not 1 <= self.hop <= WINDOW or SAMPLE_RATE % (2 * self.hop):
             raise UserError(
                 f"encoder.hop={self.hop}: it must divide {SAMPLE_RATE // 2} and be at most {WINDOW}, as 160 and 320"
             )
-        if self.mode == "padded" and self.hop != HOP:
-            raise UserError(f"encoder.hop={self.hop}: mode=padded is for released checkpoints, their hop is {HOP}")
-        if self.mode == "padded" and self.normalize != "none":
-            raise UserError(f"encoder.normalize={self.normalize}: mode=padded is for released checkpoints, theirs is none")
-        if not 0.5 <= self.mel_range <= 8.0 or (self.mel_range != 8.0 and self.normalize == "none"):
+        if self.mode == "padded" and (self.hop, self.normalize) != (HOP, "none"):
             raise UserError(
-                f"encoder.mel_range={self.mel_range}: it lies between 0.5 and 8, and is 8 where encoder.normalize is none"
+                f"encoder.hop={self.hop}, encoder.normalize={self.normalize}: mode=padded is for released checkpoints, theirs "
+                f"are {HOP} and none"
             )
-        if not 0 <= self.mel_blur <= 10 or (self.mel_blur and self.normalize == "none"):
+        if self.normalize == "none" and (self.mel_range, self.mel_blur) != (8.0, 0.0):
             raise UserError(
-                f"encoder.mel_blur={self.mel_blur}: it lies between 0 and 10, and is 0 where encoder.normalize is none"
+                f"encoder.mel_range={self.mel_range}, encoder.mel_blur={self.mel_blur}: they are 8 and 0 where "
+                "encoder.normalize is none"
             )
         if self.mode == "chunked":
             self._check_chunks()
@@ -107,7 +102,6 @@ class WhisperConfig(EncoderConfig):
         if not 0.5 < positions < float("inf") or abs(positions - round(positions)) > 1e-6:
             frame = 1 / self.frames_per_second
             raise UserError(f"encoder.window_seconds={self.window_seconds}: give a multiple of {frame:g} s above 0")
-        check_fields(self, "encoder")
 
     def _check_chunks(self) -> None:
         if self.normalize != "none":
@@ -172,10 +166,6 @@ class WhisperConfig(EncoderConfig):
     def attention_size(self) -> int:
         return self.layers * self.width
 
-    def mel_frames(self, samples: int) -> int:
-        """Feature frames of one clip of that many samples (the whole window's when padded)."""
-        return mel_frames(self.max_samples if self.fixed_length else samples, self.hop)
-
     def feature_frames(self, frames: int) -> int:
         return 2 * (self.positions if self.fixed_length else frames)
 
@@ -228,9 +218,6 @@ class WhisperConfig(EncoderConfig):
                 f"chunk_ms is {milliseconds}, and the encoder was trained with chunks of {low} to {high} ms: it hears worse"
             )
         return chosen
-
-    def with_layers(self, layers: int) -> WhisperConfig:
-        return replace(self, layers=layers)
 
     def narrow(self) -> WhisperConfig:
         return replace(self, width=64, heads=2)

@@ -27,19 +27,18 @@ def test_sixteen_bits_survive_reading_and_writing(tmp_path: Path) -> None:
     assert pcm16(torch.tensor([-9.0, 9.0])) == struct.pack("<hh", -32768, 32767)
 
 
-@pytest.mark.parametrize(("encoding", "error"), [("pcm16", 1 / 32768), ("float32", 0.0)])
 @pytest.mark.parametrize("sizes", [(1000,), (0, 1, 7, 992), ()])
-def test_chunks_equal_the_whole(tmp_path: Path, encoding: str, error: float, sizes: tuple[int, ...]) -> None:
+def test_chunks_equal_the_whole(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     path = tmp_path / "grown.wav"
     audio = torch.rand(sum(sizes), generator=torch.Generator().manual_seed(0)) * 2 - 1
-    with WavWriter(path, 24000, encoding=encoding) as writer:  # type: ignore[arg-type]
+    with WavWriter(path, 24000) as writer:
         for chunk in audio.split(list(sizes)) if sizes else ():
             writer.append(chunk)
             assert not path.exists()
         assert writer.samples == len(audio) and writer.seconds == len(audio) / 24000
     written, rate = soundfile.read(path, dtype="float32")
     assert rate == 24000 and len(written) == len(audio)
-    assert np.abs(written - audio.numpy()).max(initial=0.0) <= error
+    assert np.abs(written - audio.numpy()).max(initial=0.0) <= 1 / 32768
     assert os.listdir(tmp_path) == ["grown.wav"]
 
 

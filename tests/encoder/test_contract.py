@@ -126,8 +126,7 @@ def test_blocks_and_weights_are_those_of_the_configuration(config: EncoderConfig
     for prefix, layers in config.weight_stacks().items():
         assert len({name.removeprefix(prefix).partition(".")[0] for name in state if name.startswith(prefix)}) == layers
     assert all(list(state[name].shape) == shape for name, shape in config.weight_shapes().items())
-    assert config.with_layers(1).layers == min(1, config.layers)
-    assert all(isinstance(build_encoder(part), Encoder) for part in (config.with_layers(1), config.narrow()))
+    assert isinstance(build_encoder(config.narrow()), Encoder)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=NAMES)

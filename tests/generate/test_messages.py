@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import soundfile
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -90,7 +91,7 @@ def test_draws_go_on_where_turns_were_forgotten(tmp_path: Path) -> None:
 def test_messages_of_chat_templates(lm: SpeechLM, tmp_path: Path) -> None:
     assert lm.codec is not None
     sound = torch.rand(40)
-    write_wav(tmp_path / "a.wav", sound, 100, encoding="float32")
+    soundfile.write(tmp_path / "a.wav", sound.numpy(), 100, subtype="FLOAT")
     history = [
         {"role": "user", "content": "how are you?"},
         {"role": "assistant", "content": "well"},

@@ -123,7 +123,7 @@ class Steps:
 
 
 def shallow(decoder: int, encoder: int) -> ModelConfig:
-    return replace(HALF_B, decoder=replace(HALF_B.decoder, layers=decoder), encoder=HALF_B.encoder.with_layers(encoder))
+    return replace(HALF_B, decoder=replace(HALF_B.decoder, layers=decoder), encoder=replace(HALF_B.encoder, layers=encoder))
 
 
 @pytest.mark.parametrize(
