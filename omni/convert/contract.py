@@ -2,8 +2,7 @@
 
 A checkpoint that is imported or exported is a `Foreign`: a configuration of ours and a mapping from the names of our
 `state_dict` to `Lazy` tensors. A `Lazy` knows shape and type and reads rows when asked, so tables are split, joined, grown and
-converted without holding any of them whole in memory; `omni.checkpoint.tensors.write_safetensors` streams the result piece by
-piece.
+converted without holding any of them whole in memory.
 
 A format is a module that offers (see `formats.py`, which lists them):
 
@@ -111,16 +110,14 @@ def match(
     where: str | Path,
     ignore: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Lazy]:
-    """Renames another project's tensors to our names and checks that they are complete.
+    """Renames another project's tensors to our names and checks that they are complete. UserError: the first tensor that is
+    missing, of another shape, no floating-point weights, or not known.
 
     Args:
         found: the tensors of the files, under their names.
         names: our name to theirs.
         shapes: our name to the shape it must have.
         ignore: whether a name of theirs is known and not needed.
-
-    Raises:
-        UserError: the first tensor that is missing, of another shape, no floating-point weights, or not known.
     """
     for ours, theirs in names.items():
         if theirs not in found:
@@ -151,6 +148,14 @@ def check_float(name: str, tensor: Lazy, where: str | Path) -> None:
             f"{where}: tensor {name} is {type_name(tensor.dtype)}; weights must be one of {known} (not quantised: fetch the "
             "original model)"
         )
+
+
+def whole_number(settings: Mapping[str, Any], key: str, where: str | Path, least: int = 1) -> int:
+    """The number under a key of another project's settings; UserError where it is no whole number, or too small."""
+    value = settings.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{where}: {key} is {value!r}; it must be a whole number from {least} on; fetch the file again")
+    return value
 
 
 def one_dtype(source: Foreign) -> torch.dtype:
@@ -209,16 +214,14 @@ away: Llama 3's leaves 16 % of Qwen2.5's table, Mistral's 78 %.
 def read_tokenizer(
     path: Path, size: int, folder: Path, files: Mapping[str, Mapping[str, Any]], *, named: bool = False
 ) -> Tokenizer:
-    """The tokenizer of a model whose text table has `size` rows.
+    """The tokenizer of a model whose text table has `size` rows. UserError: the file is missing or broken, or it is another
+    model's by what the other files say.
 
     Args:
         path: a tokenizer.json.
         folder: the model's, for messages.
         files: its `config.json` and `COMPANIONS`, those that exist.
         named: the user has named this file explicitly; it may then leave most of the table unused.
-
-    Raises:
-        UserError: the file is missing or broken, or it is another model's by what the other files say.
     """
     if not path.is_file():
         raise UserError(f"{path} is missing; give the model's tokenizer.json with --tokenizer")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from omni.checkpoint.tensors import FileStamp, read_json
@@ -12,7 +13,7 @@ from omni.convert import omni_folder as streamed
 from omni.convert.contract import Foreign
 from omni.convert.kinds import KINDS
 from omni.convert.lazy import WriteCallback
-from omni.errors import UserError, closest
+from omni.errors import UserError
 from omni.utils.remote import refuse_remote
 
 
@@ -43,8 +44,8 @@ FORMATS: dict[str, Format] = {
         "the codec's weights and what its config.json says",
     ),
     "whisper": Format(KINDS["whisper"], parts.recognise_whisper, parts.read_whisper),
-    "snac": Format(KINDS["snac"], parts.recognise_snac, parts.read_snac),
-    "mimi": Format(KINDS["mimi"], parts.recognise_mimi, parts.read_mimi),
+    "snac": Format(KINDS["snac"], parts.recognise_snac, partial(parts.read_codec, "snac")),
+    "mimi": Format(KINDS["mimi"], parts.recognise_mimi, partial(parts.read_codec, "mimi")),
     "hf": Format(
         KINDS["hf"],
         huggingface.recognise,
@@ -82,18 +83,8 @@ def refuse_file(path: Path, kind: str | None = None) -> None:
         raise UserError(f"{path} is a file, and only a Whisper may be one; give the folder that it is in: {path.parent}")
 
 
-def open_foreign(path: Path, kind: str | None = None) -> Foreign:
-    """Open a checkpoint without reading its weights.
-
-    Args:
-        kind: its format; by default what `kind_of` recognises.
-
-    Raises:
-        UserError: an unknown format, or files that do not fit it.
-    """
-    if kind is not None and kind not in FORMATS:
-        raise UserError(f"kind {kind!r} is unknown; {closest(kind, FORMATS)}")
-    _check_there(path)
-    kind = kind or kind_of(path)
+def open_foreign(path: Path) -> Foreign:
+    """Open a checkpoint without reading its weights. UserError: it is of no format, or its files do not fit it."""
+    kind = kind_of(path)
     refuse_file(path, kind)
     return FORMATS[kind].read(path)

@@ -88,14 +88,12 @@ class Growth:
 
 
 def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype: torch.dtype) -> Foreign:
-    """Build a whole model around a language model.
+    """Build a whole model around a language model. UserError: an unknown rule, or a layout whose text stream is not the
+    language model's.
 
     Args:
         encoder: a speech encoder's weights, or a size whose weights are drawn.
         dtype: the type that all weights get.
-
-    Raises:
-        UserError: an unknown rule, or a layout whose text stream is not the language model's.
     """
     known, layout = text.config, growth.layout
     if not isinstance(known, TextConfig):
@@ -129,11 +127,8 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
 
 
 def with_encoder(model: Foreign, encoder: Foreign) -> Foreign:
-    """Replace a whole model's encoder weights, in the model's type; its mode, floor and splitting stay unchanged.
-
-    Raises:
-        UserError: the encoder has another shape than the model's.
-    """
+    """Replace a whole model's encoder weights, in the model's type; its mode, floor and splitting stay unchanged. UserError:
+    the encoder has another shape than the model's."""
     ours, theirs = model.config, encoder.config
     if not (isinstance(ours, ModelConfig) and isinstance(ours.encoder, WhisperConfig) and isinstance(theirs, WhisperConfig)):
         raise UserError(f"{model.place} must be a model folder with a Whisper encoder and {encoder.place} a Whisper")

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +21,8 @@ from torch import Tensor
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.tensors import FileStamp, read_json, read_weights, write_file, write_safetensors
 from omni.config import DecoderConfig, ModelConfig, RopeScaling
-from omni.convert.contract import COMPANIONS, Foreign, TextConfig, kept_files, match, read_tokenizer, text_shapes
-from omni.convert.lazy import Lazy, WriteCallback
+from omni.convert.contract import COMPANIONS, Foreign, TextConfig, kept_files, match, read_tokenizer, text_shapes, whole_number
+from omni.convert.lazy import Lazy, WriteCallback, same
 from omni.errors import UserError, closest
 from omni.files import replacing_folder
 
@@ -63,22 +64,15 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, tokenizer: Path | None = None) -> Foreign:
-    """Reads the folder of a language model.
-
-    Args:
-        tokenizer: another tokenizer.json than the folder's.
-
-    Raises:
-        UserError: an unknown family, a setting our decoder does not have, a tensor that is missing, extra, or does not fit, or
-            another model's tokenizer.
-    """
+    """Reads the folder of a language model. UserError: an unknown family, a setting our decoder does not have, a tensor that
+    is missing, extra, or does not fit, or another model's tokenizer. `tokenizer`: another tokenizer.json than the folder's."""
     settings = read_json(path / CONFIG)
     found = read_weights(path)
     text = text_config(settings, path / CONFIG, tied="lm_head.weight" not in found)
     shapes = text_shapes(text)
     names = {ours: their_name(ours) for ours in shapes}
     tied_head = found.get("lm_head.weight") if text.decoder.tie_text else None
-    if tied_head is not None and not _same(tied_head, found.get(names[EMBEDDING])):
+    if tied_head is not None and not same(tied_head, found.get(names[EMBEDDING])):
         raise UserError(
             f"{path}: tensor lm_head.weight differs from model.embed_tokens.weight, but {CONFIG} ties them; set "
             "tie_word_embeddings to false there if the head was trained apart"
@@ -95,14 +89,8 @@ def read(path: Path, tokenizer: Path | None = None) -> Foreign:
 
 
 def text_config(settings: Mapping[str, Any], where: Path | str = CONFIG, tied: bool = False) -> TextConfig:
-    """Converts their `config.json` to ours.
-
-    Args:
-        tied: whether the head is the embedding where the settings do not say.
-
-    Raises:
-        UserError: an unknown family, or a setting that our decoder does not have.
-    """
+    """Converts their `config.json` to ours. UserError: an unknown family, or a setting that our decoder does not have.
+    `tied`: whether the head is the embedding where the settings do not say."""
     if "model_type" not in settings:
         raise UserError(f"{where} has no model_type; add the one that it is of: {', '.join(FAMILIES)}")
     kind = str(settings["model_type"])
@@ -110,9 +98,7 @@ def text_config(settings: Mapping[str, Any], where: Path | str = CONFIG, tied: b
         raise UserError(f"{where}: model_type {kind!r} is no family that is known here; {closest(kind, FAMILIES)}")
     family = FAMILIES[kind]
 
-    def need(key: str) -> int:
-        return _whole(settings, key, where)
-
+    need = partial(whole_number, settings, where=where)
     for key, usual in _USUAL.items():
         if settings.get(key) not in (None, usual):
             raise UserError(f"{where}: {key} is {settings[key]!r}; only {usual!r} is known here")
@@ -145,13 +131,6 @@ def text_config(settings: Mapping[str, Any], where: Path | str = CONFIG, tied: b
 
 _USUAL = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
 """Settings for which only one value is supported."""
-
-
-def _whole(settings: Mapping[str, Any], key: str, where: Path | str, least: int = 1) -> int:
-    value = settings.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(f"{where}: {key} is {value!r}; it must be a whole number from {least} on; fetch the file again")
-    return value
 
 
 def _number(settings: Mapping[str, Any], key: str, where: Path | str) -> float:
@@ -195,7 +174,7 @@ def _window(settings: Mapping[str, Any], family: Family, where: Path | str) -> i
     settings = {"sliding_window": WINDOW, **settings}
     if settings["sliding_window"] is None:
         return None
-    window = _whole(settings, "sliding_window", where)
+    window = whole_number(settings, "sliding_window", where)
     kinds = _layer_kinds(settings, family, where)
     if len(set(kinds)) > 1:
         slide = kinds.count(_SLIDING)
@@ -211,12 +190,12 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 def _layer_kinds(settings: Mapping[str, Any], family: Family, where: Path | str) -> list[str]:
     """Kind of attention of each layer, in a model that has a window."""
-    layers = _whole(settings, "num_hidden_layers", where)
+    layers = whole_number(settings, "num_hidden_layers", where)
     kinds = settings.get("layer_types")
     if kinds is None and family.windows == "always":
         return [_SLIDING] * layers
     if kinds is None:
-        first = min(_whole({"max_window_layers": FULL_LAYERS, **settings}, "max_window_layers", where, least=0), layers)
+        first = min(whole_number({"max_window_layers": FULL_LAYERS, **settings}, "max_window_layers", where, least=0), layers)
         return [_FULL] * first + [_SLIDING] * (layers - first)
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (_FULL, _SLIDING) for kind in kinds):
         raise UserError(
@@ -224,16 +203,6 @@ def _layer_kinds(settings: Mapping[str, Any], family: Family, where: Path | str)
             "file again"
         )
     return kinds
-
-
-def _same(a: Lazy, b: Lazy | None) -> bool:
-    if b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return all(torch.equal(a.read(i, j), b.read(i, j)) for i, j in _steps(a.length))
-
-
-def _steps(length: int, step: int = 1024) -> list[tuple[int, int]]:
-    return [(i, min(i + step, length)) for i in range(0, length, step)]
 
 
 _RENAMED = (
@@ -274,13 +243,10 @@ def our_name(theirs: str) -> str:
 def write(source: Foreign, target: Path, on_progress: WriteCallback | None = None) -> dict[str, FileStamp]:
     """Write the text part of a whole model as a folder that transformers loads.
 
-    The rows of our special ids are left out, so the vocabulary is the original language model's again. The contribution of the
-    audio streams' pad ids to a column of text, and the mean over streams, are folded into the embedding (which is then untied
-    from the head): logits of text are those of the whole model while it is silent.
-
-    Raises:
-        UserError: no family has this decoder, or the place cannot be written.
-    """
+    The rows of our special ids are left out, so the vocabulary is the original language model's again. The contribution of
+    the audio streams' pad ids to a column of text, and the mean over streams, are folded into the embedding (which is then
+    untied from the head): logits of text are those of the whole model while it is silent. UserError: no family has this
+    decoder, or the place cannot be written."""
     config = source.config
     if not isinstance(config, ModelConfig) or source.tokenizer is None:
         raise UserError(f"{source.place} is no whole speech model; only the text part of one can be written here")
@@ -308,14 +274,9 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
 def their_config(
     decoder: DecoderConfig, size: int, tied: bool, where: str = "decoder", kind: str | None = None
 ) -> dict[str, Any]:
-    """Converts our decoder's configuration to their `config.json`, in keys that transformers 4 and 5 both read.
-
-    Args:
-        kind: the family that the model was imported from, which is kept where the decoder still fits it.
-
-    Raises:
-        UserError: no family has both biases and norms on queries and keys.
-    """
+    """Converts our decoder's configuration to their `config.json`, in keys that transformers 4 and 5 both read. UserError:
+    no family has both biases and norms on queries and keys. `kind`: the family that the model was imported from, which is
+    kept where the decoder still fits it."""
     if decoder.qkv_bias and decoder.qk_norm:
         raise UserError(f"{where}: no known family has both decoder.qkv_bias and decoder.qk_norm; it cannot be written as one")
     if kind not in FAMILIES or not _fits(FAMILIES[kind], decoder):

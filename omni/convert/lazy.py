@@ -27,12 +27,8 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Lazy:
-    """A tensor that is read when it is needed.
-
-    Attributes:
-        read: rows `[start, stop)` of the first dimension (of a scalar: itself); a fresh tensor or a view of a mapped file,
-            which must not be written to.
-    """
+    """A tensor that is read when it is needed. `read`: rows `[start, stop)` of the first dimension (of a scalar: itself); a
+    fresh tensor or a view of a mapped file, which must not be written to."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -117,11 +113,7 @@ class Lazy:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each of which is read whenever it is asked for, and not kept.
-
-    Attributes:
-        lazies: the same tensors, unread.
-    """
+    """Tensors by name, each of which is read whenever it is asked for, and not kept. `lazies`: the same tensors, unread."""
 
     def __init__(self, lazies: Mapping[str, Lazy]) -> None:
         self.lazies = dict(lazies)
@@ -166,6 +158,26 @@ def joined(parts: Sequence[Lazy]) -> Lazy:
 def cast(tensors: Mapping[str, Lazy], dtype: torch.dtype) -> dict[str, Lazy]:
     """Converts all tensors to one type."""
     return {name: tensor.to(dtype, name) for name, tensor in tensors.items()}
+
+
+def same(a: Lazy, b: Lazy | None, step: int = 1024) -> bool:
+    """Whether two tensors have one shape and type, and the same numbers; read in pieces."""
+    if b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    starts = range(0, a.length, step)
+    return all(torch.equal(*(x.read(i, min(i + step, a.length)) for x in (a, b))) for i in starts)
+
+
+class Progress:
+    """Counts bytes over several files, for one progress callback. `total`: that there will be."""
+
+    def __init__(self, total: int, on_progress: WriteCallback | None) -> None:
+        self.total, self.done, self.on_progress = total, 0, on_progress
+
+    def add(self, count: int) -> None:
+        self.done = min(self.done + count, self.total)  # headers come on top of the tensors
+        if self.on_progress is not None:
+            self.on_progress(self.done, self.total)
 
 
 def type_name(dtype: torch.dtype) -> str:

@@ -33,7 +33,7 @@ from omni.checkpoint.tensors import FileStamp, finite, read_json, read_torch, st
 from omni.config import ModelConfig
 from omni.convert.contract import COMPANIONS, WORDS, Foreign, check_tokenizer, kept_files, match, one_dtype, read_tokenizer
 from omni.convert.grow import fresh
-from omni.convert.lazy import Lazy, WriteCallback, cast, joined
+from omni.convert.lazy import Lazy, Progress, WriteCallback, cast, joined, same
 from omni.convert.mini_omni_config import check_fits, model_config, read_settings, their_settings
 from omni.convert.parts import encoder_shapes, read_whisper
 from omni.encoder.whisper import WhisperEncoder
@@ -66,15 +66,13 @@ def read(
     """Reads the whole model of a checkpoint of mini-omni or mini-omni2.
 
     Where parts have different types, all become the smallest that holds each exactly (a Whisper is float16 on the disk).
+    UserError: a setting that our decoder does not have, a tensor that is missing, extra, or does not fit, a pickle that asks
+    for more than tensors, another model's tokenizer, or no Whisper.
 
     Args:
         encoder: a Whisper's weights, or a size whose weights are drawn, instead of the folder's `small.pt`.
         tokenizer: another tokenizer.json than the folder's.
         drop_vision: drop the vision adapter of a mini-omni2; the rest hears and speaks as before.
-
-    Raises:
-        UserError: a setting that our decoder does not have, a tensor that is missing, extra, or does not fit, a pickle that
-            asks for more than tensors, another model's tokenizer, or no Whisper.
     """
     settings = read_settings(path / SETTINGS)
     found = state_of(read_torch(path / WEIGHTS), path / WEIGHTS)
@@ -85,7 +83,8 @@ def read(
             "speech model alone with --drop_vision"
         )
     heard = encoder if encoder is not None else _whisper(path)
-    config = model_config(settings, path / SETTINGS, heard.config if isinstance(heard, Foreign) else heard, post=_post(found))
+    size, post = heard.config if isinstance(heard, Foreign) else heard, any(name.startswith(POST) for name in found)
+    config = model_config(settings, path / SETTINGS, size, post)
     shapes = their_shapes(config)
     theirs = match(found, {name: name for name in shapes}, shapes, path / WEIGHTS, lambda name: name.startswith(VISION))
     if config.decoder.tie_text and not same(theirs[THEIR_EMBEDDING], theirs[THEIR_HEAD]):
@@ -112,10 +111,6 @@ def read(
     return Foreign("mini-omni", path, config, cast(tensors, dtype), words, names, extra)
 
 
-def _post(found: Mapping[str, Lazy]) -> bool:
-    return any(name.startswith(POST) for name in found)
-
-
 def _whisper(path: Path) -> Foreign:
     if not (path / WHISPER).is_file():
         raise UserError(
@@ -133,14 +128,8 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
 
     That file is one that openai-whisper loads, with a text decoder of no layers (theirs never runs it); the first mini-omni
     fetches Whisper small itself, so an encoder that was trained further must be handed to it. An alignment head, which only
-    training uses, is left out.
-
-    Returns:
-        size and CRC-32 of each file.
-
-    Raises:
-        UserError: the model has a part that mini-omni lacks, its types are mixed, or the place cannot be written.
-    """
+    training uses, is left out. Returns size and CRC-32 of each file. UserError: the model has a part that mini-omni lacks,
+    its types are mixed, or the place cannot be written."""
     config = source.config
     if not isinstance(config, ModelConfig) or source.tokenizer is None:
         raise UserError(f"{source.place} is no whole speech model with a tokenizer; only one can be written as a mini-omni")
@@ -156,7 +145,7 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
     assert isinstance(config.encoder, WhisperConfig)  # `check_fits` refuses others
     whisper = _openai(source, config.encoder)
     total = sum(t.nbytes for t in (*weights.values(), *whisper.values()))
-    progress = WriteProgress(total, on_progress)
+    progress = Progress(total, on_progress)
     with replacing_folder(target, total) as folder:
         files = {WEIGHTS: _save(folder / WEIGHTS, weights, lambda state: state, progress)}
         dims = _dims(config.encoder)
@@ -186,19 +175,7 @@ def _dims(encoder: WhisperConfig) -> dict[str, int]:
     return heard | layers | {"n_vocab": 1, "n_text_ctx": 1, "n_text_state": 1, "n_text_head": 1, "n_text_layer": 0}
 
 
-class WriteProgress:
-    """Counts the bytes written over several files, for one progress callback."""
-
-    def __init__(self, total: int, on_progress: WriteCallback | None) -> None:
-        self.total, self.on_progress, self.done = total, on_progress, 0
-
-    def add(self, count: int) -> None:
-        self.done = min(self.done + count, self.total)  # headers come on top of the tensors
-        if self.on_progress is not None:
-            self.on_progress(self.done, self.total)
-
-
-def _save(path: Path, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any]], Any], progress: WriteProgress) -> FileStamp:
+def _save(path: Path, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any]], Any], progress: Progress) -> FileStamp:
     with path.open("wb") as handle:
         written = write_archive(handle, tensors, wrap, progress.add)
         handle.flush()
@@ -227,14 +204,11 @@ class _Out(io.RawIOBase):
 def write_archive(
     handle: BinaryIO, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any]], Any], on_write: Callable[[int], None]
 ) -> FileStamp:
-    """Write `wrap(tensors)` with `torch.save`.
+    """Write `wrap(tensors)` with `torch.save`. OSError: from the file system.
 
     Args:
         wrap: makes the object to pickle from a mapping of names to tensors.
         on_write: called with the number of bytes of each piece.
-
-    Raises:
-        OSError: from the file system.
     """
     out: Any = _Out(handle, on_write)
     whole = {name: tensor().contiguous() for name, tensor in tensors.items()}
@@ -288,10 +262,7 @@ def their_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def split(found: Mapping[str, Lazy], config: ModelConfig) -> tuple[dict[str, Lazy], dict[str, str]]:
     """Split their tensors into decoder and projector under our names; also returns the names of the tensors they come from.
-
-    Args:
-        found: tensors of the shapes that `their_shapes` asks for.
-    """
+    `found`: tensors of the shapes that `their_shapes` asks for."""
     parts: dict[str, list[Lazy]] = {}
     names: dict[str, str] = {}
     for theirs, made in pieces(config).items():
@@ -349,12 +320,3 @@ def _their_name(ours: str) -> str:
     for a, b in _RENAMED:
         ours = ours.replace(a, b)
     return ours
-
-
-def same(a: Lazy, b: Lazy, step: int = 1024) -> bool:
-    """Whether two tensors of one shape hold the same numbers, read in pieces."""
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    return all(
-        torch.equal(a.read(i, min(i + step, a.length)), b.read(i, min(i + step, a.length))) for i in range(0, a.length, step)
-    )

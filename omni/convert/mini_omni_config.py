@@ -7,12 +7,14 @@ more. Ids and their order are built into their `inference.py` and `utils/snac_ut
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
+from omni.convert.contract import whole_number
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError, closest
 from omni.files import refuse_pointer
@@ -63,20 +65,10 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def model_config(settings: Mapping[str, Any], where: Path | str, encoder: Any, post: bool = False) -> ModelConfig:
-    """Converts their settings (complete, see `read_settings`) and an encoder to our configuration.
-
-    Args:
-        post: the file holds a post-adapter. The released one has none, whatever its settings say, and is loaded without.
-
-    Raises:
-        UserError: a setting that our decoder does not have, or an encoder of another width.
-    """
-
-    def whole(key: str) -> int:
-        value = settings[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{where}: {key} is {value!r}; it must be a whole number")
-        return value
+    """Converts their settings (complete, see `read_settings`) and an encoder to our configuration. UserError: a setting that
+    our decoder does not have, or an encoder of another width. `post`: the file holds a post-adapter. The released one has
+    none, whatever its settings say, and is loaded without."""
+    whole = partial(whole_number, settings, where=where)
 
     def number(key: str) -> float:
         try:

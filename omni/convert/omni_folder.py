@@ -38,7 +38,7 @@ from omni.checkpoint.tensors import (
 )
 from omni.config import FORMAT_VERSION, ModelConfig, to_dict
 from omni.convert.contract import Foreign, check_tokenizer, match
-from omni.convert.lazy import Lazy, WriteCallback
+from omni.convert.lazy import Lazy, Progress, WriteCallback
 from omni.convert.parts import check_codec, fill_codec
 from omni.errors import UserError
 from omni.files import replacing_folder
@@ -79,17 +79,13 @@ def read(path: Path) -> Foreign:
 def write(
     source: Foreign, target: Path, on_progress: WriteCallback | None = None, *, codec: Foreign | None = None
 ) -> dict[str, FileStamp]:
-    """Write a whole model as a model folder: beside its name, then renamed.
+    """Write a whole model as a model folder: beside its name, then renamed. Returns size and CRC-32 of each file but
+    `config.json`, which holds them. UserError: a tensor is missing or does not fit, the tokenizer has ids beyond the table, or
+    the place cannot be written.
 
     Args:
         source: `config` is a `ModelConfig`, and there is a tokenizer.
         codec: the codec's weights, written under `codec/`; without it, those of `source.codec_folder` are copied.
-
-    Returns:
-        size and CRC-32 of each file but `config.json`, which holds them.
-
-    Raises:
-        UserError: a tensor is missing or does not fit, the tokenizer has ids beyond the table, or the place cannot be written.
     """
     config = source.config
     if not isinstance(config, ModelConfig) or source.tokenizer is None:
@@ -115,14 +111,14 @@ def write(
                 name = f"{CODEC}/{path.relative_to(source.codec_folder).as_posix()}"
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 files[name] = copy_file(path, folder / name)
-        data: dict[str, Any] = {
-            "format": FORMAT_VERSION,
-            "model": to_dict(config),
-            "files": {name: {"bytes": stamp.bytes, "crc32": stamp.crc32} for name, stamp in sorted(files.items())},
-            "extra": dict(source.extra),
-        }
-        write_file(folder / CONFIG, (json.dumps(data, indent=2) + "\n").encode())
+        _write_config(folder, {"format": FORMAT_VERSION, "model": to_dict(config)}, files, source.extra)
     return files
+
+
+def _write_config(folder: Path, head: Mapping[str, Any], files: Mapping[str, FileStamp], extra: Mapping[str, Any]) -> None:
+    listed = {name: {"bytes": stamp.bytes, "crc32": stamp.crc32} for name, stamp in sorted(files.items())}
+    data = {**head, "files": listed, "extra": dict(extra)}
+    write_file(folder / CONFIG, (json.dumps(data, indent=2) + "\n").encode())
 
 
 @lru_cache(4)
@@ -137,18 +133,13 @@ def quantize_folder(
     source: Path, target: Path, form: str = "int8", on_progress: WriteCallback | None = None
 ) -> dict[str, FileStamp]:
     """Write the model folder `source` as `target`, beside its name first, then renamed: linears and tables in int8, all else as
-    it is, with tokenizer, codec and the plain data.
+    it is, with tokenizer, codec and the plain data. Returns size and CRC-32 of each file but `config.json`, which holds them.
+    UserError: the folder is quantised already, damaged or does not fit its configuration, or the place cannot be written.
 
     Args:
         form: of the weights, one of `omni.utils.hardware.QUANTIZED`.
         on_progress: called with the bytes of the weights that were read, and the number that will be: each is read for its
             checksum, and rounded in two readings.
-
-    Returns:
-        size and CRC-32 of each file but `config.json`, which holds them.
-
-    Raises:
-        UserError: the folder is quantised already, damaged or does not fit its configuration, or the place cannot be written.
     """
     config, data = read_config(source), read_json(source / CONFIG)
     held = stored_form(data, source / CONFIG)
@@ -158,7 +149,7 @@ def quantize_folder(
     check_sizes(source)
     check_header(config, source / WEIGHTS)
     check_tokenizer(Tokenizer.from_file(source / TOKENIZER), config.layout.text.size, source)
-    progress = _Progress(on_progress)
+    progress = _Reading(0, on_progress)
     state = {name: progress.counted(tensor) for name, tensor in read_pieces(source / WEIGHTS).items()}
     tensors, checksums = int8_tensors(config, state, str(source / WEIGHTS))
     progress.total = listed[WEIGHTS][0] + sum(t.nbytes * (2 if tensors[n].dtype == torch.int8 else 1) for n, t in state.items())
@@ -177,27 +168,13 @@ def quantize_folder(
             files[name] = copy_file(path, folder / name)
             if name in listed and files[name].crc32 != listed[name][1]:
                 raise UserError(f"{path} does not match its checksum in {CONFIG}; fetch or save the folder again")
-        written: dict[str, Any] = {
-            "format": QUANTIZED_FORMAT,
-            "quantized": {"form": form, "checksums": checksums()},
-            "model": to_dict(config),
-            "files": {name: {"bytes": stamp.bytes, "crc32": stamp.crc32} for name, stamp in sorted(files.items())},
-            "extra": extra,
-        }
-        write_file(folder / CONFIG, (json.dumps(written, indent=2) + "\n").encode())
+        head = {"format": QUANTIZED_FORMAT, "quantized": {"form": form, "checksums": checksums()}, "model": to_dict(config)}
+        _write_config(folder, head, files, extra)
     return files
 
 
-class _Progress:
+class _Reading(Progress):
     """Counts the bytes of the weights that were read."""
-
-    def __init__(self, on_progress: WriteCallback | None) -> None:
-        self.total, self.done, self.on_progress = 0, 0, on_progress
-
-    def add(self, count: int) -> None:
-        self.done = min(self.done + count, self.total)
-        if self.on_progress is not None:
-            self.on_progress(self.done, self.total)
 
     def counted(self, tensor: Lazy) -> Lazy:
         """The tensor, whose readings are counted."""

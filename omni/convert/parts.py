@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 
+from omni.audio.io import SAMPLE_RATE
+from omni.audio.mel import HOP
 from omni.checkpoint.places import CONFIG, WEIGHTS
 from omni.checkpoint.tensors import FileStamp, read_json, read_torch, read_weights, state_of, write_file, write_safetensors
 from omni.codec.base import AudioCodec
 from omni.codec.registry import CODECS, load_codec
-from omni.convert.contract import CodecConfig, Foreign, check_float, match
+from omni.convert.contract import CodecConfig, Foreign, check_float, match, whole_number
 from omni.convert.lazy import WriteCallback
 from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import WhisperConfig
@@ -38,11 +40,8 @@ def recognise_whisper(path: Path) -> bool:
 
 
 def read_whisper(path: Path) -> Foreign:
-    """Reads the encoder of a Whisper, in `mode: padded`, as released checkpoints were trained.
-
-    Raises:
-        UserError: no Whisper, a pickle that asks for more than tensors, or a tensor that does not fit.
-    """
+    """Reads the encoder of a Whisper, in `mode: padded`, as released checkpoints were trained. UserError: no Whisper, a
+    pickle that asks for more than tensors, or a tensor that does not fit."""
     return _read_openai(path) if path.is_file() else _read_huggingface(path)
 
 
@@ -53,14 +52,8 @@ def _read_openai(path: Path) -> Foreign:
     dims = data["dims"]
     if not isinstance(dims, Mapping):
         raise UserError(f"{path}: dims is a {type(dims).__name__}; it must be a mapping, as Whisper's own files have it")
-    config = _whisper_config(
-        path,
-        bands=dims.get("n_mels"),
-        positions=dims.get("n_audio_ctx"),
-        width=dims.get("n_audio_state"),
-        heads=dims.get("n_audio_head"),
-        layers=dims.get("n_audio_layer"),
-    )
+    keys = ("n_mels", "n_audio_ctx", "n_audio_state", "n_audio_head", "n_audio_layer")
+    config = _whisper_config(path, dims, *keys)
     found = state_of(data["model_state_dict"], path)
     shapes = encoder_shapes(config)
     names = {ours: ours.replace("encoder.whisper.", "encoder.") for ours in shapes}
@@ -73,14 +66,8 @@ def _read_huggingface(path: Path) -> Foreign:
     for key, usual in (("activation_function", "gelu"), ("scale_embedding", False)):
         if settings.get(key, usual) != usual:
             raise UserError(f"{path / CONFIG}: {key} is {settings[key]!r}; Whisper has {usual!r}")
-    config = _whisper_config(
-        path / CONFIG,
-        bands=settings.get("num_mel_bins"),
-        positions=settings.get("max_source_positions"),
-        width=settings.get("d_model"),
-        heads=settings.get("encoder_attention_heads"),
-        layers=settings.get("encoder_layers"),
-    )
+    keys = ("num_mel_bins", "max_source_positions", "d_model", "encoder_attention_heads", "encoder_layers")
+    config = _whisper_config(path / CONFIG, settings, *keys)
     inner = settings.get("encoder_ffn_dim", 4 * config.width)
     if inner != 4 * config.width:
         raise UserError(f"{path / CONFIG}: encoder_ffn_dim is {inner}; Whisper has 4 * d_model, {4 * config.width}")
@@ -93,20 +80,10 @@ def _read_huggingface(path: Path) -> Foreign:
     return Foreign("whisper", path, config, tensors, names=names)
 
 
-def _whisper_config(where: Path, *, bands: Any, positions: Any, width: Any, heads: Any, layers: Any) -> WhisperConfig:
-    sizes = {"mel bands": bands, "positions": positions, "width": width, "heads": heads, "layers": layers}
-    for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{where}: the encoder's number of {name} is {value!r}; it must be a whole number")
-    config = WhisperConfig(n_mels=bands, width=width, heads=heads, layers=layers, mode="padded")
-    return WhisperConfig(
-        n_mels=bands,
-        width=width,
-        heads=heads,
-        layers=layers,
-        window_seconds=positions / config.frames_per_second,
-        mode="padded",
-    )
+def _whisper_config(where: Path, settings: Mapping[str, Any], *keys: str) -> WhisperConfig:
+    """The encoder of these settings, whose keys name bands, positions, width, heads and layers."""
+    bands, positions, width, heads, layers = (whole_number(settings, key, where) for key in keys)
+    return WhisperConfig(bands, width, heads, layers, positions * 2 * HOP / SAMPLE_RATE, "padded")
 
 
 _RENAMED = (
@@ -148,17 +125,8 @@ def recognise_mimi(path: Path) -> bool:
     return (path / CONFIG).is_file() and read_json(path / CONFIG).get("model_type") == "mimi"
 
 
-def read_snac(path: Path) -> Foreign:
-    """Opens a SNAC folder: `config.json` and `pytorch_model.bin` or `model.safetensors`."""
-    return _read_codec("snac", path)
-
-
-def read_mimi(path: Path) -> Foreign:
-    """Opens a Mimi folder: `config.json` and `model.safetensors`."""
-    return _read_codec("mimi", path)
-
-
-def _read_codec(name: str, path: Path) -> Foreign:
+def read_codec(name: str, path: Path) -> Foreign:
+    """Opens a codec's folder: `config.json` and `model.safetensors`, or `pytorch_model.bin` of SNAC."""
     settings = read_json(path / CONFIG)
     tensors = read_weights(path)
     for tensor, lazy in tensors.items():

@@ -124,11 +124,7 @@ class Edits:
         return replace(self, base={name: signature(name, part) for name, part in find_linears(model, self.deltas).items()})
 
     def check(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The linears the edits belong to.
-
-        Raises:
-            UserError: there is none of a name, or it has another shape.
-        """
+        """The linears the edits belong to. UserError: there is none of a name, or it has another shape."""
         found = find_linears(model, self.deltas)
         for name, delta in self.deltas.items():
             wanted = shape_of(found[name])
@@ -140,22 +136,16 @@ class Edits:
         return found
 
     def check_finite(self) -> None:
-        """Refuse values that are not finite: they would spoil every answer, and the rows of others.
-
-        Raises:
-            UserError: there are such.
-        """
+        """Refuse values that are not finite: they would spoil every answer, and the rows of others. UserError: there are
+        such."""
         for name, delta in self.deltas.items():
             tensors = [torch.as_tensor(t).detach() for t in (delta.b, delta.a, delta.lr) if t is not None]
             if not all(bool(tensor.isfinite().all()) for tensor in tensors):
                 raise UserError(f"edit of {name} holds values that are not finite; make it again")
 
     def check_base(self, model: nn.Module) -> None:
-        """Refuse a model whose linears are not those the edits were made for; the same in int8 are.
-
-        Raises:
-            UserError: another checksum, name or shape; or the edits have no checksums (see `signed`).
-        """
+        """Refuse a model whose linears are not those the edits were made for; the same in int8 are. UserError: another
+        checksum, name or shape; or the edits have no checksums (see `signed`)."""
         found = self.check(model)
         if self.base is None:
             raise UserError("the edits do not say for which weights they were made; sign them first (`Edits.signed`)")
@@ -180,11 +170,7 @@ class Edits:
 
 
 def stack(edits: Sequence[Edits]) -> Edits:
-    """Joins several edits to one.
-
-    Raises:
-        UserError: two of them were made for different weights of one linear.
-    """
+    """Joins several edits to one. UserError: two of them were made for different weights of one linear."""
     parts: dict[str, list[Delta]] = {}
     base: dict[str, int] = {}
     for one in edits:
@@ -210,67 +196,22 @@ def _sum(deltas: Sequence[Delta]) -> Delta:
 
 
 @contextmanager
-def edited(model: nn.Module, edits: Edits | Sequence[Edits], rows: Tensor | None = None) -> Iterator[None]:
-    """Apply edits while the block runs; blocks may be nested, and their edits add up.
+def edited(model: nn.Module, edits: Edits | Sequence[Edits]) -> Iterator[None]:
+    """Apply edits to every row while the block runs; blocks may be nested, and their edits add up. UserError: an edit does not
+    fit the model.
 
-    Gradients flow through the edits and past them. `backward` belongs inside the block, because recomputed activations need
-    the edits too; elsewhere it raises ValueError (except under reentrant checkpointing, which records no graph, so that this
-    cannot be detected).
-
-    Args:
-        edits: all of them act on every row; with `rows`, each on its own.
-        rows: [B] which of the edits acts on a row, -1 for none. It is read in every forward, so it may change in place.
-
-    Raises:
-        UserError: an edit does not fit the model, or, with `rows`, is not finite (it would spoil the other rows).
-        ValueError: `rows` names an edit that is not there, or has another length than the batch.
+    Gradients flow through the edits and past them. `backward` belongs inside the block, because recomputed activations need the
+    edits too; elsewhere it raises ValueError (except under reentrant checkpointing, which records no graph, so that this cannot
+    be detected).
     """
-    several = [edits] if isinstance(edits, Edits) else list(edits)
-    for one in several:
-        one.check(model)
-    adds: dict[str, Callable[[Tensor, Tensor], Tensor]]
-    if rows is None:
-        adds = dict(stack(several).deltas)
-    else:
-        if rows.ndim != 1 or (len(rows) and not -1 <= int(rows.min()) <= int(rows.max()) < len(several)):
-            raise ValueError(f"rows must be [B] of -1 to {len(several) - 1}, not {rows.tolist()}")
-        for one in several:
-            one.check_finite()
-        names = dict.fromkeys(name for one in several for name in one.deltas)
-        adds = {name: _ByRow([one.deltas.get(name) for one in several], rows, name) for name in names}
+    both = edits if isinstance(edits, Edits) else stack(edits)
+    parts = both.check(model)
     span = Span()
     with ExitStack() as stop:
         stop.callback(span.close)
-        for name, part in find_linears(model, adds).items():
-            span.hook(part, adds[name])
+        for name, part in parts.items():
+            span.hook(part, both.deltas[name])
         yield
-
-
-class _ByRow:
-    """Deltas of one linear of which each row of a batch has at most one."""
-
-    def __init__(self, deltas: Sequence[Delta | None], rows: Tensor, name: str) -> None:
-        self.rows, self.name = rows, name
-        self.dense = [(i, delta) for i, delta in enumerate(deltas) if delta is not None and delta.a is None]
-        thin = [(i, delta) for i, delta in enumerate(deltas) if delta is not None and delta.a is not None]
-        self.a = torch.cat([delta.a for _, delta in thin if delta.a is not None]) if thin else None  # [sum of R, I]
-        self.b = torch.cat([delta.b * delta.lr for _, delta in thin]) if thin else None
-        self.owner = torch.tensor([i for i, delta in thin for _ in range(len(delta.b))], device=rows.device)  # [sum of R]
-
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        if len(self.rows) != len(x):
-            raise ValueError(f"edits by row: {len(self.rows)} rows are named, but {self.name} is given {len(x)}")
-        ones = (1,) * (x.ndim - 2)
-        total = None
-        if self.a is not None and self.b is not None:
-            mine = (self.rows[:, None] == self.owner).to(x.device).view(len(x), *ones, -1)
-            total = product(torch.where(mine, low(x, self.a), 0), self.b, out)
-        for i, delta in self.dense:
-            mine = (self.rows == i).to(out.device).view(-1, *ones, 1)
-            change = torch.where(mine, delta(x, out), 0)
-            total = change if total is None else total + change
-        assert total is not None
-        return total
 
 
 OUTSIDE = (
@@ -378,14 +319,8 @@ class AttachedDelta:
 
 
 def attach_edits(model: nn.Module, edits: Edits) -> str:
-    """Attach edits to a model.
-
-    Returns:
-        the name by which rows select them, and by which `omni.lora.attach.detach` removes them.
-
-    Raises:
-        UserError: an edit does not fit the model, or is not finite (it would spoil the rows of others).
-    """
+    """Attach edits to a model. Returns the name by which rows select them, and by which `omni.lora.attach.detach` removes
+    them. UserError: an edit does not fit the model, or is not finite (it would spoil the rows of others)."""
     edits.check_finite()
     with lora.CHANGING:
         parts = edits.check(model)

@@ -27,14 +27,9 @@ def finetune(
     linears: Iterable[str] | None = None,
     config: FinetuneConfig | None = None,
 ) -> Edits:
-    """Adam on changes of the linears (by default those of `mlp_linears`), projected after each step.
-
-    Returns:
-        the edit, without graph, signed for the model; no weight and no parameter's `grad` is touched.
-
-    Raises:
-        UserError: a name is no linear of the model, or the loss depends on none of them.
-    """
+    """Adam on changes of the linears (by default those of `mlp_linears`), projected after each step. Returns the edit,
+    without graph, signed for the model; no weight and no parameter's `grad` is touched. UserError: a name is no linear of
+    the model, or the loss depends on none of them."""
     config = config or FinetuneConfig()
     found = find_linears(model, mlp_linears(model) if linears is None else linears)
     random = torch.Generator().manual_seed(config.seed)

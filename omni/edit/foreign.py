@@ -52,16 +52,13 @@ def read_editor(
     linears: Sequence[str] | None = None,
     rename: Callable[[str], str] = our_name,
 ) -> Mend:
-    """Reads a hypernetwork for a model's linears.
+    """Reads a hypernetwork for a model's linears. UserError: no such archive, one with other objects in it, linears whose names
+    are given nowhere, or that the model does not have.
 
     Args:
         settings: their `config.json` or YAML; without it the networks are taken as residual and normalising (both default).
         linears: their names of the edited weights (`inner_params`), in their order, where no settings are given.
         rename: converts their parameters' names to ours.
-
-    Raises:
-        UserError: no such archive, one with other objects in it, linears whose names are given nowhere, or that the model
-            does not have.
     """
     found = _settings(settings)
     state = _state(path)

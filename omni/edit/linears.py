@@ -39,11 +39,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def find_linears(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
-    """Modules by name.
-
-    Raises:
-        UserError: a name is no linear of the model (with the closest names), or two names are one module.
-    """
+    """Modules by name. UserError: a name is no linear of the model (with the closest names), or two names are one module."""
     known = {name: part for name, part in model.named_modules(remove_duplicate=False) if is_linear(part)}
     found: dict[str, nn.Module] = {}
     for name in names:
@@ -60,11 +56,8 @@ def find_linears(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]
 def mlp_linears(model: nn.Module, blocks: int = 3) -> list[str]:
     """Names of the MLPs' `up` and `down` in the last blocks of the decoder, which MEND edits by default.
 
-    Source: `inner_params` in eric-mitchell/mend @ e04fdb9, `config/model/*.yaml`.
-
-    Raises:
-        UserError: the model has no blocks with an MLP of known names, or fewer than asked for.
-    """
+    Source: `inner_params` in eric-mitchell/mend @ e04fdb9, `config/model/*.yaml`. UserError: the model has no blocks with an
+    MLP of known names, or fewer than asked for."""
     stacks: dict[str, dict[int, list[str]]] = {}
     for name, part in model.named_modules():
         at = MLP.fullmatch(name)

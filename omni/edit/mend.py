@@ -39,11 +39,8 @@ LogitsOf = Callable[[nn.Module, Any], Tensor]
 
 
 class Mend(nn.Module):
-    """The hypernetwork: transforms for named linears, and a trained factor for each.
-
-    Args:
-        shapes: (I, O) of each linear by name; the order is that of `edit_lr`, and of the modes of a shared network.
-    """
+    """The hypernetwork: transforms for named linears, and a trained factor for each. `shapes`: (I, O) of each linear by
+    name; the order is that of `edit_lr`, and of the modes of a shared network."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, int]], config: MendConfig | None = None) -> None:
         super().__init__()
@@ -92,11 +89,7 @@ class Mend(nn.Module):
 
     def edit(self, model: nn.Module, batch: Any, loss_of: LossOf) -> Edits:
         """Compute the edit that makes the model answer as in `batch`, detached and signed for the model; statistics are not
-        updated.
-
-        Raises:
-            UserError: a linear is not there, or has another shape, or other weights than those the editor is tied to.
-        """
+        updated. UserError: a linear is not there, or has another shape, or other weights than those the editor is tied to."""
         for name, part in find_linears(model, self.shapes).items():
             if shape_of(part) != self.shapes[name]:
                 theirs, own = (" to ".join(map(str, shape)) for shape in (shape_of(part), self.shapes[name]))
@@ -138,16 +131,14 @@ def fit_step(
     beside: Sequence[Any] = (),
 ) -> FitLosses:
     """Computes the losses of one correction, or of several that are applied together, and adds their gradients to the
-    hypernetwork's parameters only. The optimizer's step is the caller's; the graph is freed when this returns.
+    hypernetwork's parameters only. The optimizer's step is the caller's; the graph is freed when this returns. ValueError:
+    `beside` without `rephrased`.
 
     Args:
         edit: the correction, as it will be given.
         rephrased: other questions with the same answers, on which the edit is evaluated; None for `edit` itself.
         locality: unrelated questions, whose answers should stay.
         beside: further corrections, each an edit of its own; `rephrased` asks them too.
-
-    Raises:
-        ValueError: `beside` without `rephrased`.
     """
     if beside and rephrased is None:
         raise ValueError("several corrections are judged on `rephrased`, which asks all of them; it is None")
@@ -206,11 +197,8 @@ def gradient_factors(
     """Factors of the gradient of `loss_of(model, batch)`, without graph; no parameter's `grad` is touched.
 
     The base may be frozen, sharded or quantised, and its blocks recomputed. A linear that is called several times gives the
-    tokens of all its calls. Sharded processes must be given the same batch.
-
-    Raises:
-        UserError: a name is no linear of the model, or the loss does not depend on its output.
-    """
+    tokens of all its calls. Sharded processes must be given the same batch. UserError: a name is no linear of the model, or
+    the loss does not depend on its output."""
     found = find_linears(model, linears)
     calls: list[tuple[str, Tensor, Tensor]] = []
     recording = True
@@ -327,11 +315,8 @@ class GradientTransform(nn.Module):
         self.delta_net = IDMLP(outputs, config, modes) if side in ("separate", "delta") else None
 
     def forward(self, x: Tensor, delta: Tensor, mode: int | None = None) -> tuple[Tensor, Tensor]:
-        """Transform the factors without tokens whose x or delta is zero.
-
-        Raises:
-            UserError: the statistics have fewer than two tokens.
-        """
+        """Transform the factors without tokens whose x or delta is zero. UserError: the statistics have fewer than two
+        tokens."""
         with torch.autocast(x.device.type, enabled=False):
             wide = torch.promote_types(x.dtype, torch.float32)
             x, delta = x.reshape(-1, self.inputs).to(wide), delta.reshape(-1, self.outputs).to(wide)

@@ -39,11 +39,8 @@ Place = str | os.PathLike[str]
 
 
 def write_tensors(folder: Place, kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write a folder, or replace one.
-
-    Raises:
-        UserError: the disk is full, or the place cannot be written; nothing half-written is left.
-    """
+    """Write a folder, or replace one. UserError: the disk is full, or the place cannot be written; nothing half-written is
+    left."""
     data = save({name: whole(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()})
     with replacing_folder(Path(folder), len(data)) as place:
         written = write_file(place / f"{kind}.safetensors", data)
@@ -52,11 +49,8 @@ def write_tensors(folder: Place, kind: str, tensors: Mapping[str, Tensor], facts
 
 
 def read_tensors(folder: Place, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a folder written by `write_tensors`.
-
-    Raises:
-        UserError: no such folder, another kind or version, or a file that was cut or altered.
-    """
+    """Read a folder written by `write_tensors`. UserError: no such folder, another kind or version, or a file that was cut
+    or altered."""
     place = Path(folder)
     if not (place / f"{kind}.json").is_file():
         refuse_remote(place, f"folder of {kind}")
@@ -78,14 +72,8 @@ def read_tensors(folder: Place, kind: str) -> tuple[dict[str, Tensor], dict[str,
 
 
 def save_edits(folder: Place, edits: Edits, extra: Mapping[str, Any] | None = None) -> None:
-    """Write edits with the checksums and shapes of their base.
-
-    Args:
-        extra: plain data to store with them.
-
-    Raises:
-        UserError: the edits are not signed or not finite, or the place cannot be written.
-    """
+    """Write edits with the checksums and shapes of their base. UserError: the edits are not signed or not finite, or the
+    place cannot be written. `extra`: plain data to store with them."""
     if edits.base is None:
         raise UserError("the edits do not say for which weights they were made; sign them first (`Edits.signed`)")
     edits.check_finite()
@@ -103,14 +91,8 @@ def save_edits(folder: Place, edits: Edits, extra: Mapping[str, Any] | None = No
 
 
 def load_edits(folder: Place, model: nn.Module | None = None) -> Edits:
-    """Read edits.
-
-    Args:
-        model: refuse edits that were made for other weights than its own.
-
-    Raises:
-        UserError: the folder is broken, or holds edits of another model.
-    """
+    """Read edits. UserError: the folder is broken, or holds edits of another model. `model`: refuse edits that were made for
+    other weights than its own."""
     tensors, facts = read_tensors(folder, "edits")
     deltas, base = {}, {}
     try:
@@ -145,11 +127,8 @@ class Merged:
 @torch.no_grad()
 def merge(model: nn.Module, edits: Edits) -> Merged:
     """Add edits to the weights of the linears they were made for, in place. In a sharded model all processes must call it.
-
-    Raises:
-        UserError: the model holds other weights than the edits were made for (merged already, or another model), or a
-            quantised linear has adapters, which the plain one could not take over.
-    """
+    UserError: the model holds other weights than the edits were made for (merged already, or another model), or a quantised
+    linear has adapters, which the plain one could not take over."""
     edits.check_finite()
     edits.check_base(model)
     found = find_linears(model, edits.deltas)
@@ -171,11 +150,8 @@ def merge(model: nn.Module, edits: Edits) -> Merged:
 
 @torch.no_grad()
 def revert(model: nn.Module, merged: Merged) -> None:
-    """Restore the weights from before `merge`, bit for bit.
-
-    Raises:
-        UserError: the model's weights are not those after the merge; nothing is changed then.
-    """
+    """Restore the weights from before `merge`, bit for bit. UserError: the model's weights are not those after the merge;
+    nothing is changed then."""
     found = find_linears(model, merged.originals)
     for name, part in found.items():
         if checksum(part) != merged.after[name]:
@@ -192,11 +168,8 @@ def revert(model: nn.Module, merged: Merged) -> None:
 
 
 def save_merged(folder: Place, merged: Merged) -> None:
-    """Write the data that `revert` needs.
-
-    Raises:
-        UserError: a linear was quantised: its own checkpoint is the original; or the place cannot be written.
-    """
+    """Write the data that `revert` needs. UserError: a linear was quantised: its own checkpoint is the original; or the
+    place cannot be written."""
     for name, original in merged.originals.items():
         if isinstance(original, nn.Module):
             raise UserError(f"{name} was quantised; what reverts its edit is the checkpoint it came from")

@@ -43,13 +43,11 @@ class Active:
 
     Attributes:
         names: adapters that act on every row, added up.
-        merged: adapters that are merged into the weights at present.
         edits: edits that act on every row, whatever adapters it has.
         used: adapters of the answers under way, one entry for each answer.
     """
 
     names: tuple[str, ...] = ()
-    merged: tuple[str, ...] = ()
     edits: tuple[str, ...] = ()
     used: list[str] = field(default_factory=list)
 
@@ -183,7 +181,6 @@ class Adapters(nn.Module):
         super().__init__()
         self.active = active
         self.attached: Mapping[str, Pair] = {}
-        self.original: Tensor | None = None  # the weight while adapters are merged into it
 
     def pair(self, name: str) -> LowRank | None:
         return self._modules.get(name)  # type: ignore[return-value]
@@ -193,8 +190,8 @@ class Adapters(nn.Module):
         return tuple(self._modules)
 
     def active_pairs(self) -> list[LowRank]:
-        """Pairs of the adapters that act on every row and are not merged into the weight."""
-        found = [self.pair(name) for name in self.active.names if name not in self.active.merged]
+        """Pairs of the adapters that act on every row."""
+        found = [self.pair(name) for name in self.active.names]
         return [pair for pair in found if pair is not None]
 
     def everywhere(self) -> list[Pair]:
@@ -271,7 +268,7 @@ def changing(change: _F) -> _F:
 
 
 def changes(model: nn.Module) -> int:
-    """Number of times that adapters were attached, removed, activated, merged or unmerged. Who keeps what was computed with
+    """Number of times that adapters were attached, removed or activated. Who keeps what was computed with
     them (a cache, a captured graph) compares it: the same name may be another adapter's, with other weights."""
     return int(vars(model).get(_CHANGES, 0))
 
@@ -302,14 +299,8 @@ def active_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def add_adapter(model: nn.Module, config: LoRAConfig, name: str = DEFAULT) -> list[str]:
-    """Add a new adapter, which changes nothing yet, to a model and activate it.
-
-    Returns:
-        names of the linears that have it.
-
-    Raises:
-        UserError: a target matches no linear (with the closest names), or the name is taken or has a dot.
-    """
+    """Add a new adapter, which changes nothing yet, to a model and activate it. Returns names of the linears that have it.
+    UserError: a target matches no linear (with the closest names), or the name is taken or has a dot."""
     pairs = {
         target: LowRank(part.in_features, part.out_features, config, part.weight.device)
         for target, part in targets_of(model, config.targets).items()
@@ -332,11 +323,8 @@ def targets_of(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear
 
 @changing
 def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) -> None:
-    """Attach pairs, by name of their linear, to a model as one active adapter.
-
-    Raises:
-        UserError: the name is taken or has a dot, there is no such linear, or a pair has another shape.
-    """
+    """Attach pairs, by name of their linear, to a model as one active adapter. UserError: the name is taken or has a dot,
+    there is no such linear, or a pair has another shape."""
     if not name or "." in name or hasattr(Adapters(Active()), name):
         why = "choose a name of letters and digits" if not name or "." in name else "this name is in use here; choose another"
         raise UserError(f"adapter {name!r}: {why}")
@@ -388,11 +376,9 @@ def _remove_hook(linear: nn.Module) -> None:
 
 @changing
 def remove_adapter(model: nn.Module, name: str) -> None:
-    """Remove an adapter; UserError where there is none of that name, it is merged, or an answer under way uses it."""
+    """Remove an adapter; UserError where there is none of that name, or an answer under way uses it."""
     check_known(model, [name])
     for target, part in adapted(model).items():
-        if name in part.active.merged:
-            raise UserError(f"adapter {name!r} is merged into the weights; unmerge first")
         if name in part.active.used:
             raise UserError(f"adapter {name!r} is used by an answer under way; end that answer, or cancel it, first")
         part._modules.pop(name, None)
@@ -459,34 +445,17 @@ def _set_everywhere(model: nn.Module, names: tuple[str, ...]) -> None:
 
 @changing
 def activate(model: nn.Module, *names: str) -> None:
-    """Activate these adapters, and no others, for every row; UserError where there is none of a name, or others are merged
-    into the weights."""
+    """Activate these adapters, and no others, for every row; UserError where there is none of a name."""
     check_known(model, names)
-    parts = adapted(model).values()
-    names = tuple(dict.fromkeys(names))
-    for part in parts:
-        if not set(part.active.merged) <= set(names):
-            raise _merged(part.active.merged)
-    for part in parts:
-        part.active.names = names
-
-
-def _merged(names: Sequence[str]) -> UserError:
-    one = "is" if len(names) == 1 else "are"
-    return UserError(f"{', '.join(names)} {one} merged into the weights, for all rows; unmerge first")
+    for part in adapted(model).values():
+        part.active.names = tuple(dict.fromkeys(names))
 
 
 def selection_of(model: nn.Module, rows: Sequence[RowSelection], device: torch.device | str = "cpu") -> Selection | None:
-    """The `Selection` for the selections of rows; None where no row has one of its own.
-
-    UserError where there is no adapter of a name, or some are merged into the weights.
-    """
+    """The `Selection` for the selections of rows, None where no row has one of its own; UserError where there is no adapter of
+    a name."""
     wanted = list(dict.fromkeys(selection for selection in rows if selection is not None))
-    own = _adapters_in(wanted)
-    check_known(model, own)
-    merged = next((part.active.merged for part in adapted(model).values()), ()) if own else ()
-    if merged:
-        raise _merged(merged)
+    check_known(model, _adapters_in(wanted))
     if not wanted:
         return None
     if len(wanted) == 1 and None not in rows:

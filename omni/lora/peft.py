@@ -86,17 +86,12 @@ def save_adapter(
     names: Literal["omni", "transformers"] = "omni",
     base: str | None = None,
 ) -> dict[str, FileStamp]:
-    """Write an adapter as a folder that PEFT loads: beside its name, then renamed.
+    """Write an adapter as a folder that PEFT loads: beside its name, then renamed. Returns size and CRC-32 of each file.
+    UserError: a linear has no name at transformers, or the place cannot be written; nothing half-written is left.
 
     Args:
         names: of the linears; those of transformers are for an adapter of the text part alone.
         base: where the base model is found, for the reader.
-
-    Returns:
-        size and CRC-32 of each file.
-
-    Raises:
-        UserError: a linear has no name at transformers, or the place cannot be written; nothing half-written is left.
     """
     target, theirs = Path(folder), names == "transformers"
     rows, named = (weights.text_rows, partial(_theirs, target)) if theirs else (None, str)
@@ -171,12 +166,8 @@ def _divisor(config: LoRAConfig, a: Tensor) -> float:
 
 
 def load_adapter(folder: str | os.PathLike[str]) -> AdapterWeights:
-    """Read an adapter's folder.
-
-    Raises:
-        UserError: a file is missing or truncated, it is no LoRA or one with settings that are not known here, or its tensors
-            do not belong together; a pickle (`adapter_model.bin`).
-    """
+    """Read an adapter's folder. UserError: a file is missing or truncated, it is no LoRA or one with settings that are not
+    known here, or its tensors do not belong together; a pickle (`adapter_model.bin`)."""
     path = Path(folder)
     check_folder(path)
     settings = read_json(path / CONFIG)
@@ -286,11 +277,8 @@ def _matches(key: str, name: str) -> bool:
 
 
 def check_base(weights: AdapterWeights, read: Callable[[str], Tensor | int], where: str) -> None:
-    """Refuse an adapter that was made for other weights (UserError); one without a checksum passes.
-
-    Args:
-        read: see `omni.model.linears.checksum`.
-    """
+    """Refuse an adapter that was made for other weights (UserError); one without a checksum passes. `read`: see
+    `omni.model.linears.checksum`."""
     if weights.base is not None and checksum(weights.pairs, read, weights.text_rows) != weights.base:
         raise UserError(
             f"{where}: the adapter was made for other weights than these (their checksum differs); give the base model that it "
@@ -299,11 +287,8 @@ def check_base(weights: AdapterWeights, read: Callable[[str], Tensor | int], whe
 
 
 def merged(model: Foreign, folder: Path) -> Foreign:
-    """Merges an adapter into the weights of a checkpoint, which are still read piece by piece.
-
-    Raises:
-        UserError: the adapter is of another model.
-    """
+    """Merges an adapter into the weights of a checkpoint, which are still read piece by piece. UserError: the adapter is of
+    another model."""
     weights = load_adapter(folder)
     model = _parted(model, weights)
     tensors = dict(model.tensors)

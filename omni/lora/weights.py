@@ -1,4 +1,4 @@
-"""Merges adapters into a model's weights and back, and extracts them as data (see `omni.lora.attach`)."""
+"""Merges adapters into weights that are written, and extracts them as data (see `omni.lora.attach`)."""
 
 from __future__ import annotations
 
@@ -12,52 +12,10 @@ from torch import Tensor, nn
 
 from omni.convert.lazy import Lazy, LazyTensors
 from omni.errors import UserError
-from omni.lora.attach import DEFAULT, Adapters, LowRank, adapted, changing, check_known, fits, linear_of, linears_of
+from omni.lora.attach import DEFAULT, LowRank, adapted, check_known, fits, linear_of, linears_of
 from omni.lora.config import LoRAConfig
 from omni.model.linears import checksum, checksum_of, text_rows_of
 from omni.model.quantize import dense_weight, is_quantized, plain_checksum
-
-
-@changing
-@torch.no_grad()
-def merge(model: nn.Module) -> None:
-    """Merge the active adapters into the weights; `unmerge` restores the weights exactly, because the originals are kept.
-
-    Raises:
-        UserError: some are merged already, or a base is quantised (see `merged_state`).
-    """
-    parts = adapted(model)
-    for target, part in parts.items():
-        if part.active.merged:
-            raise UserError(f"adapters {', '.join(part.active.merged)} are merged already; unmerge first")
-        if is_quantized(linear_of(model, target)):
-            raise UserError(f"{target} is quantised: adapters are merged into its dequantised weight, when they are exported")
-    for target, part in parts.items():
-        pairs, weight = part.active_pairs(), linear_of(model, target).weight
-        if pairs:
-            part.original = weight.detach().clone()
-            weight.copy_(_summed(weight, pairs))
-    for part in parts.values():
-        part.active.merged = part.active.names
-
-
-@changing
-@torch.no_grad()
-def unmerge(model: nn.Module) -> None:
-    """Restore the weights from before `merge`, bit for bit; UserError where nothing is merged."""
-    parts = adapted(model)
-    if not any(part.active.merged for part in parts.values()):
-        raise UserError("no adapter is merged into the weights; there is nothing to take out")
-    for target, part in parts.items():
-        if part.original is not None:
-            linear_of(model, target).weight.copy_(part.original)
-            part.original = None
-    for part in parts.values():
-        part.active.merged = ()
-
-
-def _summed(weight: Tensor, pairs: Sequence[LowRank]) -> Tensor:
-    return weight.float() + sum(pair.delta() for pair in pairs)
 
 
 @torch.no_grad()
@@ -103,7 +61,7 @@ def _merged_weights(model: nn.Module) -> dict[str, Callable[[Mapping[str, Tensor
         for name in part.active.names if part is not None else ():
             assert part is not None
             pair = part.pair(name)
-            if pair is not None and name not in part.active.merged:
+            if pair is not None:
                 down, up = (state[f"{target}.lora.{name}.{which}"].float().to(total.device) for which in "ab")
                 total = total + (up @ down) * pair.scale
         return total.to(own.dtype)
@@ -151,28 +109,24 @@ class AdapterWeights:
 
 
 def weights_of(
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    whole: Sequence[str] = (),
-    base: int | None = None,
-    name: str = DEFAULT,
+    model: nn.Module, state: Mapping[str, Tensor], whole: Sequence[str] = (), base: int | None = None
 ) -> AdapterWeights:
-    """Extracts an adapter from a state dict.
+    """Extracts the adapter that was added without a name from a state dict.
 
     Args:
         state: values, which may be newer than the model's.
         whole: parameters that were trained beside it.
         base: see `AdapterWeights`.
     """
-    found = {target: pair for target, part in adapted(model).items() if (pair := part.pair(name)) is not None}
+    found = {target: pair for target, part in adapted(model).items() if (pair := part.pair(DEFAULT)) is not None}
     if not found:
-        check_known(model, [name])
+        check_known(model, [DEFAULT])
     first = next(iter(found.values()))
     stabilized = all(pair.stabilized for pair in found.values())
     alpha = first.scale * (math.sqrt(first.rank) if stabilized else first.rank)
     config = LoRAConfig(tuple(found), first.rank, alpha, first.dropout.p, stabilized)
     pairs = {
-        target: (state[f"{target}.lora.{name}.a"], state[f"{target}.lora.{name}.b"], pair.scale)
+        target: (state[f"{target}.lora.{DEFAULT}.a"], state[f"{target}.lora.{DEFAULT}.b"], pair.scale)
         for target, pair in found.items()
     }
     partial = frozenset(key for key in whole if not _is_complete(model, key.rpartition(".")[0], whole))
@@ -192,12 +146,10 @@ def base_checksum(model: nn.Module, names: Iterable[str]) -> int:
 
 
 def base_weight(linear: nn.Module) -> Tensor | int:
-    """The weight that adapters of a linear belong to, without merged adapters; for a quantised one the checksum of the weight
-    before quantisation (`omni.model.linears.checksum`), where known."""
+    """The weight that adapters of a linear belong to; for a quantised one the checksum of the weight before quantisation
+    (`omni.model.linears.checksum`), where known."""
     known = plain_checksum(linear)
-    part = getattr(linear, "lora", None)
-    original = part.original if isinstance(part, Adapters) else None
-    return known if known is not None else original if original is not None else dense_weight(linear)
+    return known if known is not None else dense_weight(linear)
 
 
 def has_weight(model: nn.Module, name: str, value: Tensor) -> bool:

@@ -74,34 +74,6 @@ def test_edits_add_up_nested_or_stacked(model, name):
     assert hooks(model) == 0
 
 
-def test_rows_have_their_own_edits(model, name):
-    """Of different ranks, one dense, one of a single linear; and none for a row."""
-    edits = [some_edits(model, 1), some_edits(model, 2, rank=None), some_edits(model, 3, rank=5)]
-    edits.append(Edits(dict(list(edits[2].deltas.items())[:1])))
-    ids = batch_of(name, 5, rows=6)
-    alone = [logits(model, ids)]
-    for one in edits:
-        with edited(model, one):
-            alone.append(logits(model, ids))
-    rows = torch.tensor([2, -1, 0, 1, 3, 0])
-    with edited(model, edits, rows):
-        for turn in range(2):
-            got = logits(model, ids)
-            for row, which in enumerate(rows.tolist()):
-                assert_near(got[row], alone[which + 1][row], 1e-5, f"turn {turn}, row {row}")
-            rows.copy_(torch.tensor([-1, 3, 1, 1, 0, 2]))
-        with pytest.raises(ValueError, match=r"6 rows are named, but .* is given 2"):
-            logits(model, ids[:2])
-    with pytest.raises(ValueError, match=r"rows must be \[B\] of -1 to 3"), edited(model, edits, torch.tensor([4])):
-        pass
-
-
-def test_a_broken_edit_cannot_spoil_the_rows_of_others(model):
-    bad = some_edits(model).map(lambda t: t * float("nan"))
-    with pytest.raises(UserError, match=r"not finite"), edited(model, [bad], torch.tensor([0, -1])):
-        pass
-
-
 def test_an_edit_that_does_not_fit_is_refused(model):
     edits = some_edits(model)
     first = next(iter(edits.deltas))
@@ -241,8 +213,6 @@ def test_a_dispatched_models_own_forward_does_not_hide_edits(model, name):
         part.forward = functools.update_wrapper(functools.partial(forward, part, old), old)
     with edited(model, edits):
         assert_near(logits(model, ids), wanted, 1e-5)
-    with edited(model, [edits], torch.tensor([-1, 0])):
-        assert_near(logits(model, ids)[1], wanted[1], 1e-5)
 
 
 def test_a_linear_called_by_keyword():

@@ -29,7 +29,6 @@ from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.lora.attach import Adapters, activate, adapted, add_adapter, remove_adapter
 from omni.lora.config import LoRAConfig
-from omni.lora.weights import merge, unmerge
 from omni.model.linears import linears_of
 from omni.model.speech_model import SpeechModel
 from omni.utils import hardware
@@ -269,8 +268,6 @@ def adapter(model: SpeechModel, seed: int) -> None:
 CHANGES: list[Callable[[SpeechModel], None]] = [
     lambda model: activate(model),
     lambda model: activate(model, "x"),
-    lambda model: merge(model),
-    lambda model: unmerge(model),
     lambda model: remove_adapter(model, "x"),
     lambda model: adapter(model, 2),
 ]
@@ -293,7 +290,7 @@ def test_a_change_of_adapters_drops_the_graphs(
             got = answers(lm)
         if got != answers(SpeechLM(plain.model, plain.tokenizer, plain.codec)):
             wrong.append(number)
-    assert as_if_on_a_gpu[0]._graphs and wrong == ([] if seen else [1, 3, 5, 6])
+    assert as_if_on_a_gpu[0]._graphs and wrong == ([] if seen else [1, 3, 4])
 
 
 def test_sessions_with_edits_one_after_another_take_a_pool_that_is_in_use(as_if_on_a_gpu: list[Runner]) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from omni.convert.lazy import Lazy, lazies_of
 from omni.errors import UserError
 from omni.lora import attach as lora
-from omni.lora.attach import Selection, activate, active_names, add_adapter, attach, remove_adapter, selection_of, using
+from omni.lora.attach import Selection, activate, add_adapter, attach, remove_adapter, using
 from omni.lora.config import LoRAConfig
 from omni.lora.peft import load_adapter
-from omni.lora.weights import base_checksum, merge, merged_lazies, merged_state, unmerge, weights_of
+from omni.lora.weights import base_checksum, merged_lazies, merged_state, weights_of
 from omni.model.decoder import Decoder
 from omni.model.quantize import dense_weight, quantize
 from tests.close import assert_near
@@ -155,50 +155,6 @@ def test_dropout_is_drawn_again_in_training_only_and_checkpointing_repeats_it() 
         assert torch.equal(model(texts()), model(texts()))
 
 
-def test_merged_equals_unmerged_and_comes_apart_bit_for_bit() -> None:
-    model = ours()
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    with torch.no_grad():
-        wanted = model(texts())
-        merge(model)
-        assert_near(model(texts()), wanted, 1e-5)
-    assert not model.decoder.blocks[0].attention.q.weight.equal(before["decoder.blocks.0.attention.q.weight"])
-    with pytest.raises(UserError, match="merged already"):
-        merge(model)
-    with pytest.raises(UserError, match="is merged"):
-        remove_adapter(model, "default")
-    unmerge(model)
-    assert all(t.equal(before[name]) for name, t in model.state_dict().items())
-    with pytest.raises(UserError, match="nothing to take out"):
-        unmerge(model)
-    with torch.no_grad():
-        assert torch.equal(model(texts()), wanted)
-
-
-def test_while_adapters_are_merged_none_is_chosen_but_they_and_more() -> None:
-    model = ours()
-    add_adapter(model, LoRAConfig(("decoder.blocks.1.*",), rank=3), "other")
-    stir(model, 9)
-    with torch.no_grad():
-        both = model(texts())
-        activate(model, "default")
-        merge(model)
-        for refused in (
-            lambda: activate(model),
-            lambda: activate(model, "other"),
-            lambda: selection_of(model, [None, "other"]),
-        ):
-            with pytest.raises(UserError, match="default.*merged.*unmerge"):
-                refused()
-        assert active_names(model) == ("default",) and selection_of(model, [None, None]) is None
-        activate(model, "default", "other", "other")
-        assert_near(model(texts()), both, 1e-5)
-        unmerge(model)
-        assert_near(model(texts()), both, 1e-5)
-        activate(model, "other")
-        assert not torch.allclose(model(texts()), both)
-
-
 def test_merged_state_is_the_plain_models() -> None:
     model, plain = ours(), Ours(mistral())
     state = merged_state(model, model.state_dict())
@@ -289,8 +245,6 @@ def test_on_a_quantised_base_it_adds_to_the_dequantised_weights(kind: str) -> No
         model.eval()(x)  # answers, as validation has it, change nothing of what follows
     assert torch.equal(model.train()(x), wanted) and model(x).requires_grad
     assert all(dense_weight(model.get_submodule(n)).equal(weights[n]) for n in quantized)
-    with pytest.raises(UserError, match="quantised"):
-        merge(model)
     with pytest.raises(UserError, match="quantised already"):
         quantize(model, kind, ["0"])  # type: ignore[arg-type]
 
