@@ -31,13 +31,9 @@ class EngineBatch:
     Args:
         fixed: number of slots; None grows with the conversations.
         context: least number of positions of a row; None for those that its conversations ask for.
-        sound: is given what the rows write.
-        recorder: is told how long steps take.
-        graph, compile: as for `omni.generate.runner.Runner`.
 
     Attributes:
         runner: None before the first question.
-        slots: who holds the runner's rows.
         talks: the answers whose rows have started.
         seconds: of a step, from the newest ones.
     """

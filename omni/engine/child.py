@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -28,7 +28,6 @@ import torch
 
 from omni.encoder.config import PreparedSound
 from omni.engine.client import Running
-from omni.engine.engine import Engine
 from omni.engine.wire import Item, ModelFacts, is_portable, pack, pack_error, unpack
 from omni.errors import SoundWarning, UserError
 from omni.generate.answer_stream import DeliveredPart, delivered_part
@@ -191,6 +190,9 @@ def _all(waiting: deque[Any]) -> list[Any]:
     return out
 
 
+AT_ONCE = ("taken", "stop", "let_go", "hear", "drop_sound")
+"""Messages that the reader sees to itself; requests are given to other threads."""
+
 DRAIN = 30.0
 """Seconds for which SIGTERM lets answers under way come to their ends."""
 
@@ -250,19 +252,11 @@ class Child:
     # --- the reader ---------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        now: dict[str, Callable[..., None]] = {
-            "taken": self._taken,
-            "stop": self._stop,
-            "let_go": self._let_go,
-            "hear": self._hear,
-            "peek": self._peek,
-            "drop_sound": self._drop_sound,
-        }
         try:
             while True:
                 for kind, *rest in unpack(self._pipe.recv_bytes()):
-                    if kind in now:
-                        now[kind](*rest)
+                    if kind in AT_ONCE:
+                        getattr(self, f"_{kind}")(*rest)
                     else:
                         self._pool.submit(self._do, kind, *rest)
         except (EOFError, OSError, RuntimeError):  # the last: the pool is shut down
@@ -289,17 +283,11 @@ class Child:
         elif session is not None:
             session.let_go(found.running)
 
-    def _hear(self, number: int, sound: int, samples: Any) -> None:
-        """Take more of a question whose sound is still coming."""
+    def _hear(self, number: int, sound: int, samples: Any, peek: bool) -> None:
+        """Take more of a question whose sound is still coming, or (`peek`) sound after that, which may not belong to it."""
         session, found = self._sessions.get(number), self._sound(number, sound)
         if session is not None and found is not None:
-            session.hear(found, torch.from_numpy(samples))
-
-    def _peek(self, number: int, sound: int, samples: Any) -> None:
-        """Take sound after that, which may not belong to the question."""
-        session, found = self._sessions.get(number), self._sound(number, sound)
-        if session is not None and found is not None:
-            session.peek(found, torch.from_numpy(samples))
+            (session.peek if peek else session.hear)(found, torch.from_numpy(samples))
 
     def _drop_sound(self, number: int, sound: int) -> None:
         session, found = self._sessions.get(number), self._sound(number, sound)
@@ -418,17 +406,9 @@ class Child:
             return DeliveredPart()
         return delivered_part(session._last)
 
-    def do_place(self, number: int) -> int:
-        return self._session(number).place
-
-    def do_history(self, number: int) -> Any:
-        return self._session(number).history
-
-    def do_last_answer(self, number: int) -> Any:
-        return self._session(number).last_answer
-
-    def do_turns(self, number: int) -> Any:
-        return self._session(number).turns
+    def do_read(self, number: int, name: str) -> Any:
+        """A property of a session."""
+        return getattr(self._session(number), name)
 
     def do_save(self, number: int, path: Any) -> None:
         self._session(number).save(path)
@@ -447,18 +427,7 @@ class Child:
             if part.startswith("_") or not hasattr(place, part):
                 raise UserError(f"{type(place).__name__} has nothing called {part!r} to call by {name!r}")
             place = getattr(place, part)
-        method = inspect.ismethod(place)
-        if not method and (args or values):
-            raise UserError(f"{name} is no method and takes no arguments; leave them out")
-        found = place(*args, **values) if method else place
-        try:
-            pack([("reply", 0, found)])
-        except Exception as error:
-            kind = type(found).__name__
-            raise UserError(
-                f"{name} gives a {kind}, which cannot be sent to another process; call what gives values"
-            ) from error
-        return found
+        return place(*args, **values) if inspect.ismethod(place) else place
 
     def do_drain(self, seconds: float) -> None:
         self._drain(seconds)
@@ -490,8 +459,7 @@ def run(
             torch.set_num_threads(threads)
         load_plugins(plugins, "plugins")
         lm = SpeechLM.from_pretrained(folder, **values)
-        usual: dict[str, Any] = {"graph": lm._graph, "compile": lm._compile, "codec": lm.codec}
-        lm._engine = Engine(lm.model, **engine, **usual)
+        lm.start_engine(**engine)
         codec = lm.codec
         facts = ModelFacts(lm.config, repr(lm))
         if codec is not None:

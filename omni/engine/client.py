@@ -22,7 +22,6 @@ from omni.engine.slots import Seat
 from omni.engine.wire import CodedSound
 from omni.errors import UserError
 from omni.generate.history import Exchange, Key
-from omni.generate.options import Bound, check_number
 from omni.generate.reply import Reply
 from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
 from omni.generate.rows import Start
@@ -34,11 +33,8 @@ N = TypeVar("N", int, float)
 
 
 class Delivery:
-    """Counts what a listener takes of one answer; guarded by `changed` of its `omni.engine.client.Running`.
-
-    Attributes:
-        samples: number of samples handed over.
-    """
+    """Counts what a listener takes of one answer; guarded by `changed` of its `omni.engine.client.Running`. `samples`:
+    number of samples handed over."""
 
     def __init__(self, reply: Reply, codec: AudioCodec | None) -> None:
         self.samples = 0
@@ -146,38 +142,23 @@ def check_pace(pace: Pace, when_full: WhenFull) -> tuple[Pace, WhenFull]:
     return pace, when_full
 
 
-def check_patience(patience: float | None) -> None:
-    """UserError for an engine's patience that is none."""
-    if patience is not None:
-        check_number("patience", patience, Bound(1e-3, 86_400, "seconds; None for the default", whole=False))
-
-
 @dataclass(eq=False)
 class Running:
     """The turn that is being answered, or that was answered last.
 
     Attributes:
-        exchange: the question.
-        before: the conversation before it was asked.
+        exchange: the question; before: the conversation before it was asked.
         said: the exchanges of `columns`, of which some may wait for the encoder.
         columns, keys: the whole conversation up to the end of the question.
-        reply: the answer written so far.
-        seat: the conversation's place in the cache.
-        start: the start of its row.
         fork: last column [K] of the second row of text assist, None without one.
         active: adapters and edits of its question's encoder and prefill.
-        pace, when_full: how its listener takes it, and what becomes of it where there is no room.
         release: called when its rows are free; its adapter may be removed from then on.
         cancelled, settled: whether it is to stop; whether it is in the history.
-        ending: reason for which it is to stop.
-        given: the engine has its question.
-        over: whether `Ended` is among its events.
+        given: the engine has its question; over: `Ended` is among its events.
         written: number of time steps that were written; `read` those whose events were taken.
         resting: its row waits for a listener that is behind, since `rested`.
-        delivery: what has reached its listener.
         wake, hungry: called when there is an event, and when a listener that was behind has read.
         reader: thread that waits for an event, 0 for none; -1 for a task.
-        left: its rows are free.
         live: whether somebody hears it as it comes; `frame_rate` of its sound, 0 without a codec.
         plays: when a live listener's sound began, by `time.perf_counter`, less the time in which it waited.
         coded: its sound goes to another process as codes.

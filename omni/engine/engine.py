@@ -24,12 +24,12 @@ from collections.abc import Sequence
 
 from omni.codec.base import AudioCodec
 from omni.engine.batch import EngineBatch
-from omni.engine.client import Running, check_patience
+from omni.engine.client import Running
 from omni.engine.entering import Hearing
 from omni.engine.intake import Intake
 from omni.engine.prefill_ahead import Listen, Refill
 from omni.engine.schedule import Watermarks
-from omni.engine.slots import Seat, check_queue, check_slots
+from omni.engine.slots import Seat, check_limits
 from omni.engine.sound import SoundThread
 from omni.engine.stats import MOST, EngineStats, KnownCosts, Recorder, StepCosts, check_measuring, powers_to
 from omni.engine.stepping import Requests, SteppingThread
@@ -73,11 +73,7 @@ class Engine:
         compile: bool = False,
         codec: AudioCodec | None = None,
     ) -> None:
-        check_slots(slots)
-        check_patience(patience)
-        if context is not None:
-            check_number("context", context)
-        check_queue(queue)
+        check_limits(slots=slots, context=context, patience=patience, queue=queue)
         self.model, self.context, self.queue = model, context, queue
         self._closed = self._draining = False  # guarded by the lock of the requests
         self._known = KnownCosts(model, codec)
@@ -104,11 +100,8 @@ class Engine:
     # --- conversations ------------------------------------------------------------------------------------------------
 
     def seat(self, limit: int) -> Seat:
-        """A place for a conversation of up to that many positions; it takes a slot with its first question.
-
-        Raises:
-            UserError: the engine is closed, or its rows are shorter.
-        """
+        """A place for a conversation of up to that many positions; it takes a slot with its first question. UserError: the
+        engine is closed, or its rows are shorter."""
         self.check()
         if self.context is not None and limit > self.context:
             raise UserError(f"context is {limit}, and the engine's rows have {self.context} positions; give a smaller one")
@@ -153,12 +146,9 @@ class Engine:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def ask(self, asked: Sequence[Running]) -> None:
-        """Take questions; they are answered in any order, together where they fit.
-
-        Raises:
-            UserError: the engine is closed, or an answer takes more slots than there are.
-            BusyError: a live listener's question that is not to wait, or a queue that is full.
-        """
+        """Take questions; they are answered in any order, together where they fit. UserError: the engine is closed, or an
+        answer takes more slots than there are. BusyError: a live listener's question that is not to wait, or a queue that is
+        full."""
         self.check()
         for running in asked:
             rows = 1 if running.fork is None else 2
@@ -240,14 +230,9 @@ class Engine:
 
     def measure(self, rows: Sequence[int] | None = None) -> StepCosts:
         """Measure what steps cost here, before the first session of something that lasts, and keep it: admission goes by it
-        until steps of the engine itself say more. Takes about a second for a small model; a GPU's steps are captured besides.
-
-        Args:
-            rows: numbers of rows; by default 1, 2, 4 ... to the slots, while step and sound take no longer than a frame plays.
-
-        Raises:
-            UserError: a session is open, the engine is closed, or there are not so many rows.
-        """
+        until steps of the engine itself say more. Takes about a second for a small model; a GPU's steps are captured
+        besides. UserError: a session is open, the engine is closed, or there are not so many rows. `rows`: numbers of rows;
+        by default 1, 2, 4 ... to the slots, while step and sound take no longer than a frame plays."""
         self.check()
         with self._requests.lock:  # nobody asks meanwhile
             check_measuring(rows, self.fixed, len(self._requests.seats))

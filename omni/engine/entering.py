@@ -107,8 +107,7 @@ class Talk:
     """An answer whose rows are in the engine.
 
     Attributes:
-        slots: of its rows, the speaking one first.
-        rows: its rows once they started; the second leaves when its text has ended.
+        slots, rows: the speaking one first; the second leaves when its text has ended.
         columns: what the speaking row wrote.
         frames: number of frames among them; `exact`, of those whose samples no later frame changes.
         left: whether its rows are free again.
@@ -140,11 +139,7 @@ def _under(model: SpeechModel) -> object:
 
 
 class Entering:
-    """Talks that are prefilled together.
-
-    Args:
-        talks: with features; of the same kind (`together`).
-    """
+    """Talks that are prefilled together. `talks`: with features; of the same kind (`together`)."""
 
     def __init__(self, runner: Runner, talks: Sequence[Talk]) -> None:
         self.runner, self.talks = runner, talks

@@ -16,10 +16,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -66,12 +67,8 @@ def start_process(arguments: Item) -> tuple[Any, Any]:
 
 
 def first_message(pipe: Any, process: Any) -> ModelFacts:
-    """What the process says once its model is loaded.
-
-    Raises:
-        UserError: the model cannot be loaded.
-        EngineLost: the process ended before.
-    """
+    """What the process says once its model is loaded. UserError: the model cannot be loaded. EngineLost: the process ended
+    before."""
     try:
         kind, *rest = unpack(pipe.recv_bytes())[0]
     except (EOFError, OSError):
@@ -102,32 +99,20 @@ EVERY = 16
 """Events after which their number is told to the engine's process; a quarter of what a row is written ahead."""
 
 
-class Peer(Protocol):
-    """What answers need of `omni.engine.link.Link`."""
-
-    lost: EngineLost | None
-
-    def tell(self, name: str, *args: object) -> None: ...
-
-
 class RemoteAnswer:
     """An answer under way; `take`, `poll`, `stop` and `wake` are those of `omni.engine.client.Running`.
 
     Args:
         number: its number among all answers of the process.
-        asked: the question.
-        clock: started when it came.
         rate: of its sound in Hz, 0 where it makes none.
 
     Attributes:
-        taken: number of events that were taken; `told`, of which the engine's process knows.
-        started: whether it was asked for.
-        cancelled, settled: whether it is to stop; whether it is in the history.
-        wake: called when there is an event.
+        taken: number of events that were taken; `acknowledged`, of which the engine's process knows.
+        started: whether it was asked for; cancelled: is to stop; settled: is in the history.
         reader: thread that waits for an event, 0 for none; -1 for a task.
     """
 
-    def __init__(self, link: Peer, number: int, asked: Asked, seed: int | None, clock: Clock, pace: Pace, rate: int) -> None:
+    def __init__(self, link: Link, number: int, asked: Asked, seed: int | None, clock: Clock, pace: Pace, rate: int) -> None:
         self.number, self.asked, self.seed, self.clock, self.pace, self.rate = number, asked, seed, clock, pace, rate
         self.taken = self.acknowledged = self.samples = self.reader = 0
         self._plays: float | None = None  # when a live listener's sound began, less the time in which it waited
@@ -278,15 +263,6 @@ OFTEN = 256
 """Messages between two looks for answers that nobody has any more."""
 
 
-class _Reply:
-    """What a request waits for."""
-
-    def __init__(self) -> None:
-        self.there = threading.Event()
-        self.value: Any = None
-        self.error: BaseException | None = None
-
-
 class Link:
     """Sends what any thread asks for; a thread of its own takes what comes.
 
@@ -296,13 +272,12 @@ class Link:
 
     Attributes:
         lost: why nothing is answered any more, None while the process lives.
-        reader: the thread.
     """
 
     def __init__(self, pipe: Connection, process: Any, decoder: SoundDecoder | None = None) -> None:
         self._pipe, self._process = pipe, process
         self._changed = threading.Lock()  # guards the replies, the answers and `lost`
-        self._replies: dict[int, _Reply] = {}
+        self._replies: dict[int, Future[Any]] = {}
         self._answers: weakref.WeakValueDictionary[int, RemoteAnswer] = weakref.WeakValueDictionary()
         self._turns: weakref.WeakValueDictionary[int, TurnFrames] = weakref.WeakValueDictionary()
         self.lost: EngineLost | None = None
@@ -343,7 +318,7 @@ class Link:
     def request(self, name: str, *args: Any) -> Any:
         """Have something done there, and wait for the result; within a `send` of this thread nothing is waited for."""
         self.check()
-        number, reply = next(self._requests), _Reply()
+        number, reply = next(self._requests), Future[Any]()
         message = pack_request(f"what {name!r} was given", (name, number, *args))
         if self._sender.here:
             return self.tell(name, 0, *args)
@@ -353,13 +328,10 @@ class Link:
             self._replies[number] = reply
         self._sender.send(message)
         try:
-            reply.there.wait()
+            return reply.result()
         finally:
             with self._changed:
                 self._replies.pop(number, None)
-        if reply.error is not None:
-            raise reply.error
-        return reply.value
 
     def tell(self, name: str, *args: Any) -> None:
         """Send something that has no result."""
@@ -413,13 +385,11 @@ class Link:
             self._said_bye = True
         elif kind in ("reply", "raise"):
             with self._changed:
-                reply = self._replies.get(number)
-            if reply is not None:
-                if kind == "reply":
-                    reply.value = rest[0]
-                else:
-                    reply.error = unpack_error(*rest)
-                reply.there.set()
+                reply = self._replies.pop(number, None)
+            if reply is not None and kind == "reply":
+                reply.set_result(rest[0])
+            elif reply is not None:
+                reply.set_exception(unpack_error(*rest))
         elif kind == "turn":
             with self._changed:
                 turn = self._turns.get(number)
@@ -445,11 +415,10 @@ class Link:
             lost = EngineLost(f"{how_it_ended(self._process)}; start another one")
         with self._changed:
             self.lost = lost
-            replies, answers = list(self._replies.values()), list(self._answers.values())
+            replies, answers, self._replies = [*self._replies.values()], [*self._answers.values()], {}
         self._sender.close()
         for reply in replies:
-            reply.error = EngineLost(*lost.args)
-            reply.there.set()
+            reply.set_exception(EngineLost(*lost.args))
         for answer in answers:
             try:
                 answer.end(Ended("error", Timings(), str(lost)))

@@ -44,13 +44,8 @@ LEAST = 16
 
 @dataclass(eq=False)
 class Refill:
-    """What the row of a conversation is to hold before its next question.
-
-    Attributes:
-        said: the turns that stay, with features.
-        columns, keys: their columns, after the system message.
-        selection: adapter and edits of the conversation.
-    """
+    """What the row of a conversation is to hold before its next question. `said`: the turns that stay, with features;
+    columns, keys: their columns, after the system message."""
 
     seat: Seat
     said: Sequence[Exchange]
@@ -158,11 +153,9 @@ class Listen:
     """What is heard of a conversation's next question before it is asked.
 
     Attributes:
-        stream: its features.
         past: the turns before it, None while the last one is under way: then it is encoded only.
         system: token ids of the system message.
         forget: the oldest turns go where they find no room.
-        selection: adapter and edits of the conversation.
         failed: it cannot be fed; the question says why.
         fork: as of `omni.engine.client.Running`; its row has none yet.
     """

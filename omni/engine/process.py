@@ -33,15 +33,15 @@ from omni import plugins as plugin_modules
 from omni.checkpoint.places import TOKENIZER
 from omni.codec.registry import load_codec
 from omni.config import ModelConfig
-from omni.engine.client import Pace, WhenFull, check_pace, check_patience
+from omni.engine.client import Pace, WhenFull, check_pace
 from omni.engine.link import PATIENCE, Link, RemoteAnswer, first_message, start_process
-from omni.engine.slots import check_queue, check_slots
+from omni.engine.slots import check_limits
 from omni.engine.wire import EngineLost, ModelFacts, SoundDecoder, pack_request
 from omni.errors import UserError
 from omni.generate.answer_stream import DeliveredPart, answer_of, joined
 from omni.generate.conversation import Conversation, Sessions
 from omni.generate.messages import History, Message
-from omni.generate.options import Bound, check_number, make_options
+from omni.generate.options import check_number, make_options
 from omni.generate.question import Asked, Coming, Question, read_question
 from omni.generate.results import Answer, Clock, Ended, Event, Timings
 from omni.generate.speech_lm import SpeechLM
@@ -145,11 +145,11 @@ class RemoteSession(Conversation[RemoteAnswer]):
 
     def hear(self, sound: int, samples: Tensor) -> None:
         if self._sound == sound:
-            self._link.tell("hear", self._number, sound, samples.numpy())
+            self._link.tell("hear", self._number, sound, samples.numpy(), False)
 
     def peek(self, sound: int, samples: Tensor) -> None:
         if self._sound == sound:
-            self._link.tell("peek", self._number, sound, samples.numpy())
+            self._link.tell("hear", self._number, sound, samples.numpy(), True)
 
     def sound_so_far(self, sound: int) -> tuple[int, int]:
         return self._number, sound
@@ -214,24 +214,24 @@ class RemoteSession(Conversation[RemoteAnswer]):
     @property
     def place(self) -> int:
         """See `Session.place`."""
-        found: int = self._link.request("place", self._number)
+        found: int = self._link.request("read", self._number, "place")
         return found
 
     @property
     def history(self) -> list[Message]:
         """See `Session.history`."""
-        found: list[Message] = self._link.request("history", self._number)
+        found: list[Message] = self._link.request("read", self._number, "history")
         return found
 
     @property
     def last_answer(self) -> Message | None:
-        found: Message | None = self._link.request("last_answer", self._number)
+        found: Message | None = self._link.request("read", self._number, "last_answer")
         return found
 
     @property
     def turns(self) -> tuple[Turn, ...]:
         """See `Session.turns`."""
-        found: tuple[Turn, ...] = self._link.request("turns", self._number)
+        found: tuple[Turn, ...] = self._link.request("read", self._number, "turns")
         return tuple(replace(turn, task=find_task(turn.task)) for turn in found)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -261,22 +261,14 @@ LOG = logging.getLogger(__name__)
 class EngineProcess(Sessions[RemoteSession]):
     """Starts a process that loads a model and answers the questions of this one. Close it, or use `with`.
 
-    It is started with 'spawn': a script that makes one needs `if __name__ == "__main__":`.
+    It is started with 'spawn': a script that makes one needs `if __name__ == "__main__":`. UserError: as of
+    `SpeechLM.from_pretrained`. EngineLost: the process ended before the model was loaded.
 
     Args:
-        folder: the model folder, or "nano", as `SpeechLM.from_pretrained` takes it.
+        folder, values: as of `SpeechLM.from_pretrained`.
         slots, context, patience, queue: those of `omni.engine.engine.Engine`.
         threads: CPU threads of the process; by default PyTorch's own number.
         plugins: names of modules that register codecs, encoders or tasks; by default those that are loaded here.
-        values: keywords of `SpeechLM.from_pretrained`.
-
-    Attributes:
-        facts: what is known of the model.
-        pid: id of the process.
-
-    Raises:
-        UserError: as of `SpeechLM.from_pretrained`.
-        EngineLost: the process ended before the model was loaded.
     """
 
     def __init__(
@@ -293,16 +285,10 @@ class EngineProcess(Sessions[RemoteSession]):
     ) -> None:
         inspect.signature(SpeechLM.from_pretrained).bind(folder, **values)  # before a process is started for them
         folder = find_model(folder)
-        check_slots(slots)
-        check_patience(patience)
-        if context is not None:
-            check_number("context", context)
-        check_queue(queue)
-        if threads is not None:
-            check_number("threads", threads, Bound(1, 1024, "by default PyTorch's own number"))
+        engine = {"slots": slots, "context": context, "patience": patience, "queue": queue}
+        check_limits(**engine, threads=threads)
         names = plugin_modules.loaded() if plugins is None else tuple(plugins)
         plugin_modules.load_plugins(names, "plugins")
-        engine = {"slots": slots, "context": context, "patience": patience, "queue": queue}
         arguments = (os.path.abspath(folder), values, engine, threads, names)
         pack_request("the arguments of the engine's process", arguments)
         pipe, self._process = start_process(arguments)
@@ -356,13 +342,7 @@ class EngineProcess(Sessions[RemoteSession]):
     # --- the calls of SpeechLM ----------------------------------------------------------------------------------------
 
     def _session_of(
-        self,
-        values: Any,
-        *,
-        context: int | None = None,
-        history: History | None = None,
-        pace: Pace = "read",
-        when_full: WhenFull = "wait",
+        self, values: Any, context: int | None, history: History | None, pace: Pace, when_full: WhenFull
     ) -> RemoteSession:
         check_pace(pace, when_full)
         stop = make_options(values).stop_when

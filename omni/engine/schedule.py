@@ -82,10 +82,7 @@ class Due:
 
 def choose(talks: Iterable[Talk], now: float, marks: Watermarks, unread: float = UNREAD) -> Due:
     """Sort the talks whose rows have started by what their listeners hold at the time `now` of `time.perf_counter`.
-
-    Args:
-        unread: seconds of sound that a live listener may leave unread, besides what is written ahead of it.
-    """
+    `unread`: seconds of sound that a live listener may leave unread, besides what is written ahead of it."""
     found, least = Due(), float("inf")
     for talk in talks:
         running = talk.running

@@ -1,8 +1,7 @@
 """Slots of the engine's cache and who holds them.
 
 A conversation keeps its slot between its turns, so that only what is new is fed; the one that waited longest gives it up where
-others need it. Its turns are kept apart (`omni.generate.history`), so it finds another slot and is fed again there. Every
-holder counts the slot's generation up.
+others need it. Its turns are kept apart (`omni.generate.history`), so it finds another slot and is fed again there.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import count
 
-from omni.errors import UserError
 from omni.generate.history import CachedHistory
-from omni.generate.options import Bound, check_number
+from omni.generate.options import BOUNDS, Bound, check_number
 
 _TURNS = count()
 
@@ -37,21 +35,14 @@ class Seat:
 
 
 class Slots:
-    """The slots, lowest first, so that the rows of a step are neighbours.
-
-    Attributes:
-        holders: the seat that has each slot; a second row of an answer has the seat of the first.
-        generations: number of holders that each slot has had.
-    """
+    """The slots, lowest first, so that the rows of a step are neighbours. `holders`: the seat that has each slot; a second
+    row of an answer has the seat of the first."""
 
     def __init__(self, number: int) -> None:
         self.holders: list[Seat | None] = [None] * number
-        self.generations = [0] * number
 
     def grow(self, number: int) -> None:
-        more = number - len(self.holders)
-        self.holders += [None] * more
-        self.generations += [0] * more
+        self.holders += [None] * (number - len(self.holders))
 
     @property
     def free(self) -> int:
@@ -69,7 +60,6 @@ class Slots:
             self.give(self.idle()[0])
         slot = self.holders.index(None)
         self.holders[slot] = seat
-        self.generations[slot] += 1
         return slot
 
     def place(self, seat: Seat) -> None:
@@ -85,11 +75,7 @@ class Slots:
 
     def closer(self, slot: int, origin: bool) -> int:
         """The slot to which a busy seat's row in `slot` is to move, so that rows of a step are neighbours and few others lie
-        between them; `slot` itself where it is close enough.
-
-        Args:
-            origin: steps begin with slot 0, whoever holds it.
-        """
+        between them; `slot` itself where it is close enough. `origin`: steps begin with slot 0, whoever holds it."""
         busy = [slot, *(n for n, seat in enumerate(self.holders) if seat is not None and seat.busy)]
         count, span = len(set(busy)), max(busy) + 1 - (0 if origin else min(busy))
         return slot if slot < count or span <= count + count // 10 + 1 else self.lowest(slot)
@@ -103,7 +89,6 @@ class Slots:
         seat, idle = self.holders[slot], self.holders[other]
         self.holders[slot], self.holders[other] = idle, seat
         for holder, old, new in ((seat, slot, other), (idle, other, slot)):
-            self.generations[old] += 1
             if holder is not None and holder.slot == old:
                 holder.slot = new
         return idle
@@ -118,13 +103,18 @@ class Slots:
         self.holders[slot] = None
 
 
-def check_slots(slots: object) -> None:
-    """UserError for a number of slots that is none."""
-    if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or not 1 <= slots <= 65536):
-        raise UserError(f"slots is {slots!r}; give a whole number from 1 to 65536, or None for as many as are asked for")
+LIMITS = {
+    "slots": Bound(1, 65536, "None for as many as are asked for"),
+    "context": BOUNDS["context"],
+    "patience": Bound(1e-3, 86_400, "seconds; None for the default", whole=False),
+    "queue": Bound(0, 2**31 - 1, "questions; None for any number"),
+    "threads": Bound(1, 1024, "by default PyTorch's own number"),
+}
+"""Bounds of an engine's numbers."""
 
 
-def check_queue(queue: int | None) -> None:
-    """UserError for a length of an engine's queue that is none."""
-    if queue is not None:
-        check_number("queue", queue, Bound(0, 2**31 - 1, "questions; None for any number"))
+def check_limits(**numbers: float | None) -> None:
+    """UserError for one of `LIMITS` that is out of its bounds; None counts as not given."""
+    for name, number in numbers.items():
+        if number is not None:
+            check_number(name, number, LIMITS[name])

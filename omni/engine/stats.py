@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -124,7 +124,7 @@ class KnownCosts:
 def check_measuring(rows: Sequence[int] | None, slots: int | None, sessions: int) -> None:
     """UserError for numbers of rows that are none or too many, and where sessions are open, whose rows would be written."""
     for number in rows or ():
-        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= (slots or 65536):
+        if not 1 <= number <= (slots or 65536):
             most = f"the engine's {slots} slots" if slots else "65536"
             raise UserError(f"rows: {number!r:.40} is no number of rows to measure; give whole numbers from 1 to {most}")
     if sessions:
@@ -228,33 +228,12 @@ def load_costs() -> dict[MeasuredOf, StepCosts]:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["machine"] != machine():
             raise ValueError("it is another machine's")
-        return {MeasuredOf(*_typed(key, _KEY)): _costs(values) for key, values in data["steps"]}
+        return {MeasuredOf(*key): StepCosts({n: StepCost(*cost) for n, *cost in costs}) for key, costs in data["steps"]}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         LOG.warning("%s is left out: %s; engine.measure() replaces it", path, " ".join(str(error).split()) or repr(error))
         return {}
-
-
-_KEY = (str, int, str, str, str, str)
-
-
-def _typed(values: Any, types: Sequence[type]) -> list[Any]:
-    if not isinstance(values, list) or [type(value) for value in values] != list(types):
-        raise ValueError(f"{str(values)[:80]} is no measurement")
-    return values
-
-
-def _costs(values: Any) -> StepCosts:
-    found = {}
-    for value in values:
-        rows, seconds, cpu = _typed(value, (int, float, float))
-        if rows < 1 or not (0 < seconds < float("inf") and 0 <= cpu < float("inf")):
-            raise ValueError(f"{value} is no measurement")
-        found[rows] = StepCost(seconds, cpu)
-    if not found:
-        raise ValueError("a measurement has no rows")
-    return StepCosts(found)
 
 
 def keep_costs(costs: Mapping[MeasuredOf, StepCosts]) -> None:
@@ -299,15 +278,12 @@ class EngineStats:
     """An engine at one moment, and its newest measurements.
 
     Attributes:
-        sessions: open conversations.
         active: answers under way; `live`, those of them that somebody hears as they come.
         waiting: questions without a slot, or not yet let in.
         slots, free: number of slots, and of those that nobody holds.
         steps: number of steps so far; `rows`, the mean number of rows of the newest ones.
-        answers: answers that ended.
         underruns: chunks of sound that came after they were due.
         hearing: seconds that the stepping thread spent on questions while their sound came.
-        step: seconds of a step.
         lateness: seconds by which a chunk was ready after it was due; below zero it was early.
         first_audio: seconds from a question to the first sound of its answer, of live listeners.
         slack: seconds that the stepping thread had left, at present, until a listener needs sound; None without listeners.
@@ -331,11 +307,7 @@ class EngineStats:
 
 
 class Recorder:
-    """Collects what the threads of an engine measure.
-
-    Args:
-        known: costs of steps that were measured before.
-    """
+    """Collects what the threads of an engine measure. `known`: costs of steps that were measured before."""
 
     def __init__(self, known: KnownCosts | None = None) -> None:
         self.known = known

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -22,31 +21,14 @@ from omni.engine.stats import Recorder
 from omni.engine.worker import Worker
 
 
-class Taken(NamedTuple):
-    """What was asked since the boundary before.
-
-    Attributes:
-        asked: new questions, in their order.
-        ended: answers that are to end.
-        vacated: places of conversations that have ended.
-        empty: whether no conversation is open any more.
-        threads: CPU threads of the thread that asked last, 0 before anybody asked.
-    """
-
-    asked: Sequence[Running]
-    ended: Sequence[Running]
-    vacated: Sequence[Seat]
-    empty: bool
-    threads: int
-
-
 class Requests:
     """Written by clients and the sound thread, taken by the stepping thread; `lock` guards all of it.
 
     Attributes:
         wake: has the stepping thread take them.
         seats: places of the open conversations.
-        asked: questions that were not taken yet.
+        asked: questions that were not taken yet; ended: answers that are to end; vacated: places of conversations that have
+            ended; threads: CPU threads of the thread that asked last, 0 before anybody asked.
         refills: what stays of conversations whose oldest turns went; listens: questions whose sound is still coming. They have
             locks of their own.
     """
@@ -57,9 +39,9 @@ class Requests:
         self.refills, self.listens = Refills(), Listens()
         self.seats: weakref.WeakSet[Seat] = weakref.WeakSet()
         self.asked: deque[Running] = deque()
-        self._ended: list[Running] = []
-        self._vacated: list[Seat] = []
-        self._threads = 0
+        self.ended: list[Running] = []
+        self.vacated: list[Seat] = []
+        self.threads = 0
 
     def ask(self, asked: Sequence[Running]) -> None:
         """Have questions answered; those that were cancelled before are left out. `lock` is held."""
@@ -68,12 +50,12 @@ class Requests:
             if not running.left.is_set():
                 running.given = True
                 self.asked.append(running)
-        self._threads = torch.get_num_threads()
+        self.threads = torch.get_num_threads()
 
     def listen(self, listen: Listen) -> None:
         """Have a question listened to; what stays of its conversation is fed with it."""
         with self.lock:
-            self._threads = torch.get_num_threads()
+            self.threads = torch.get_num_threads()
         self.listens.put(listen)
         self.refills.drop_of(listen.seat)
 
@@ -89,23 +71,15 @@ class Requests:
     def end(self, running: Running) -> None:
         """Have an answer end."""
         with self.lock:
-            self._ended.append(running)
+            self.ended.append(running)
         self.wake()
 
     def vacate(self, seat: Seat) -> None:
         """Have a conversation's slot freed; the stepping thread is not woken."""
         self.listens.drop(seat)
         with self.lock:
-            self._vacated.append(seat)
+            self.vacated.append(seat)
             self.seats.discard(seat)
-
-    def take(self) -> Taken:
-        """All requests; they are no longer here then."""
-        with self.lock:
-            taken = Taken([*self.asked], self._ended, self._vacated, not self.seats, self._threads)
-            self.asked.clear()
-            self._ended, self._vacated = [], []
-        return taken
 
 
 PATIENCE = 8
@@ -225,17 +199,20 @@ class SteppingThread:
 
     def _take(self) -> None:
         """Take what clients asked for since the last boundary."""
-        with self._requests.lock:  # a question is in one of the two places at any time
-            taken = self._requests.take()
-            self._intake.waiting += taken.asked
-        if taken.threads and taken.threads != torch.get_num_threads():
-            torch.set_num_threads(taken.threads)  # each thread has its own number
-        for running in taken.ended:
+        requests = self._requests
+        with requests.lock:  # a question is in one of the two places at any time
+            ended, vacated, requests.ended, requests.vacated = requests.ended, requests.vacated, [], []
+            self._intake.waiting += requests.asked
+            requests.asked.clear()
+            empty, threads = not requests.seats, requests.threads
+        if threads and threads != torch.get_num_threads():
+            torch.set_num_threads(threads)  # each thread has its own number
+        for running in ended:
             if not self._batch.end(running, "cancelled"):
                 self._intake.drop(running)
-        for seat in taken.vacated:
+        for seat in vacated:
             self._empty(seat)
-        if taken.vacated and taken.empty:
+        if vacated and empty:
             self._batch.shrink()
 
     def _empty(self, seat: Seat) -> None:

@@ -100,11 +100,7 @@ def unpack(message: bytes) -> list[Item]:
 
 
 def pack_request(what: str, item: Item) -> bytes:
-    """One message of a client.
-
-    Raises:
-        UserError: it cannot be pickled, or is larger than `LARGEST`.
-    """
+    """One message of a client. UserError: it cannot be pickled, or is larger than `LARGEST`."""
     try:
         message = pack([item])
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
@@ -174,11 +170,8 @@ class Sender:
 
 
 class CodedSound(NamedTuple):
-    """The next frames of an answer, A codes each; an `AudioChunk` once they are decoded.
-
-    Attributes:
-        start, end: where they are in the answer's sound, in seconds.
-    """
+    """The next frames of an answer, A codes each; an `AudioChunk` once they are decoded. `start`, `end`: where they are in
+    the answer's sound, in seconds."""
 
     codes: list[list[int]]
     start: float

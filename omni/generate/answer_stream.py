@@ -36,11 +36,8 @@ class Listened(Protocol):
 
 
 class AnswerReader:
-    """Takes the events of one answer, in any one thread at a time.
-
-    Args:
-        stop: asked about the text so far, after each piece of it; true ends the answer.
-    """
+    """Takes the events of one answer, in any one thread at a time. `stop`: asked about the text so far, after each piece of
+    it; true ends the answer."""
 
     def __init__(self, running: Listened, stop: Callable[[str], bool] | None = None) -> None:
         self.running, self.stop = running, stop
@@ -135,10 +132,10 @@ class AnswerStream:
     `Session.ask` makes it.
 
     Outside of a loop of asyncio the question is asked at once. In one it is read in a thread when the first event is awaited,
-    or by `iter`.
-    The answer is cancelled when the stream is closed or dropped by leaving the loop. An asynchronous one is cancelled too when
-    the task that took its last event is cancelled, and when its loop is closed: at once, without waiting. What was taken is in
-    the history.
+    or by `iter`. The answer is cancelled when the stream is closed or dropped by leaving the loop. An asynchronous one is
+    cancelled too when the task that took its last event is cancelled, and when its loop is closed: at once, without waiting.
+    What was taken is in the history. UserError: see `Session.ask`; in a loop of asyncio it is raised where the first event is
+    taken.
 
     Args:
         session: an `omni.generate.conversation.Conversation`.
@@ -146,9 +143,6 @@ class AnswerStream:
 
     Attributes:
         running: the answer, None before its question was read.
-
-    Raises:
-        UserError: see `Session.ask`; in a loop of asyncio it is raised where the first event is taken.
     """
 
     def __init__(self, session: Any, question: Any, task: Task | str, sample_rate: int, seed: int | None) -> None:
@@ -188,14 +182,9 @@ class AnswerStream:
             raise StopIteration
         return next(events)
 
-    def close(self) -> None:
-        """Cancel what is left of the answer, from any thread; waits for nobody."""
-        self._end()
-
     def answer(self) -> Answer:
         """Wait for the whole answer, of which no event was taken; `Answer.error` says so where it broke."""
-        events = list(self)
-        whole: Answer = self._session.whole(events, self.running)
+        whole: Answer = self._session.whole([*self], self.running)
         return whole
 
     # --- an asynchronous one ------------------------------------------------------------------------------------------
@@ -215,31 +204,31 @@ class AnswerStream:
                 try:
                     await self._begin()
                 except Withdrawn:
-                    self._end()
+                    self.close()
                     return Ended("cancelled", Timings())
             event = await self._next()
         except BaseException:
-            self._end()
+            self.close()
             raise
         finally:
             self._busy = False
         if isinstance(event, Ended):
-            self._end()
+            self.close()
         return event
 
     async def aclose(self) -> None:
         """Cancel what is left of the answer."""
-        self._end()
+        self.close()
 
     async def __aenter__(self) -> AnswerStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._end()
+        self.close()
 
     def __del__(self) -> None:
         if self.running is None or not self.running.settled:
-            self._end()
+            self.close()
 
     # --- the question -------------------------------------------------------------------------------------------------
 
@@ -323,8 +312,8 @@ class AnswerStream:
             self._reader = task
             task.add_done_callback(_canceller(weakref.ref(self)))
 
-    def _end(self) -> None:
-        """Cancel what is left of the answer, once; waits for nobody."""
+    def close(self) -> None:
+        """Cancel what is left of the answer, once, from any thread; waits for nobody."""
         with self._guard:
             if self._over:
                 return
@@ -339,7 +328,7 @@ def _canceller(answer: weakref.ref[AnswerStream]) -> Callable[[asyncio.Task[Any]
     def done(task: asyncio.Task[Any]) -> None:
         found = answer()
         if found is not None and task.cancelled() and found._reader is task:
-            found._end()
+            found.close()
 
     return done
 
@@ -353,11 +342,7 @@ def _in_loop() -> bool:
 
 
 class _Bell:
-    """Wakes the task that waits for an event.
-
-    Attributes:
-        event: set in the loop after each ring.
-    """
+    """Wakes the task that waits for an event. `event`: set in the loop after each ring."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.event = asyncio.Event()

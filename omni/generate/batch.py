@@ -14,7 +14,7 @@ from omni.edit.deltas import Edits
 from omni.engine.client import Running
 from omni.engine.engine import Engine
 from omni.errors import UserError
-from omni.generate.options import AnswerOptions, check_adapter, check_number
+from omni.generate.options import AnswerOptions, check_number
 from omni.generate.question import Asked, read_question, read_system
 from omni.generate.results import Answer
 from omni.generate.session import Session
@@ -51,17 +51,12 @@ def read_batch(
     edits: Any,
     system: Any,
 ) -> QuestionBatch:
-    """Check and read the questions of `SpeechLM.generate`, whose arguments these are.
-
-    Raises:
-        UserError: a bad value, or another number of values than of questions.
-    """
+    """Check and read the questions of `SpeechLM.generate`, whose arguments these are. UserError: a bad value, or another
+    number of values than of questions."""
     given = {"tasks": task, "seeds": seed, "adapters": adapter, "edits": edits, "system messages": system}
     tasks, seeds, adapters, corrections, systems = (one_each(name, own, len(questions)) for name, own in given.items())
     for one in seeds:
         check_number("seed", one)
-    for one in adapters:
-        check_adapter(one)
     asked = []
     for number, (question, own) in enumerate(zip(questions, tasks, strict=True), 1):
         try:

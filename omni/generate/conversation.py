@@ -36,11 +36,8 @@ A = TypeVar("A", bound=Listened)
 
 
 class Conversation(ABC, Generic[A]):
-    """Base of `omni.generate.session.Session` and of `omni.engine.process.RemoteSession`.
-
-    Args:
-        stop: ends an answer, see `omni.generate.answer_stream.AnswerReader`.
-    """
+    """Base of `omni.generate.session.Session` and of `omni.engine.process.RemoteSession`; `stop` ends an answer, see
+    `AnswerReader`."""
 
     def __init__(self, stop: Callable[[str], bool] | None) -> None:
         self._stop = stop
@@ -61,11 +58,7 @@ class Conversation(ABC, Generic[A]):
 
     @abstractmethod
     def lay_out(self, asked: Asked, seed: int | None = None, clock: Clock | None = None) -> A:
-        """An answer to a question, for `begin`; the last one is settled first.
-
-        Args:
-            clock: started when the question came.
-        """
+        """An answer to a question, for `begin`; the last one is settled first. `clock` was started when the question came."""
 
     @abstractmethod
     def begin(self, answer: A) -> None:
@@ -116,11 +109,8 @@ class Conversation(ABC, Generic[A]):
 
     @abstractmethod
     def open_sound(self, task: Task, turn: TurnFrames | None = None) -> FeatureStream | int | None:
-        """Listen to the next question; None where the encoder makes all features of the whole sound.
-
-        Args:
-            turn: is given what the model's turn head says of its frames.
-        """
+        """Listen to the next question; None where the encoder makes all features of the whole sound. `turn` is given what the
+        model's turn head says of its frames."""
 
     @abstractmethod
     def hear(self, sound: Any, samples: Tensor) -> None:
@@ -153,7 +143,9 @@ class Conversation(ABC, Generic[A]):
     ) -> AnswerStream:
         """Ask, and get the answer as events: text and sound as they come, `Ended` last; `for event in session.ask(question)`,
         or `async for` in a loop of asyncio, or all of it by `session.ask(question).answer()`. Events that were taken count as
-        delivered. Closing the stream, or asking before its end, cancels the answer; see `AnswerStream`.
+        delivered. Closing the stream, or asking before its end, cancels the answer; see `AnswerStream`. UserError: a bad
+        question or seed, features of it that are not finite, no room left in the cache (see `AnswerOptions.overflow`), another
+        answer being made in another thread, an adapter that was removed meanwhile, or a closed session.
 
         Args:
             question: a text or sound, as the task asks; see `omni.generate.question.Question`. Or sound that is still coming:
@@ -161,11 +153,6 @@ class Conversation(ABC, Generic[A]):
                 read to its end first, and heard meanwhile where the encoder hears in chunks; or what `listen` returned.
             sample_rate: of samples that come without their own, in Hz; files have their own.
             seed: of this answer's draws; by default derived from the session's seed and the turn's number.
-
-        Raises:
-            UserError: a bad question or seed, features of it that are not finite, no room left in the cache (see
-                `AnswerOptions.overflow`), another answer being made in another thread, an adapter that was removed or
-                merged meanwhile, or a closed session.
         """
         return AnswerStream(self, question, task, sample_rate, seed)
 
@@ -177,15 +164,8 @@ class Conversation(ABC, Generic[A]):
         seed: int | None = None,
         gone: Callable[[], bool] | None = None,
     ) -> A:
-        """Read a question and lay it out, for `begin`.
-
-        Args:
-            gone: whether nobody wants the answer any more; asked once the question was read.
-
-        Raises:
-            UserError: as of `ask`.
-            Withdrawn: nobody wants it any more; nothing has changed then.
-        """
+        """Read a question and lay it out, for `begin`. UserError: as of `ask`. Withdrawn: nobody wants it any more; nothing
+        has changed then. `gone`: whether nobody wants the answer any more; asked once the question was read."""
         if seed is not None:
             check_number("seed", seed)
         self.check()
@@ -203,14 +183,7 @@ class Conversation(ABC, Generic[A]):
                 raise
         return self._read(question, task, sample_rate, seed, gone)
 
-    def _read(
-        self,
-        question: Question | Coming | Listening | AudioSoFar,
-        task: Task | str,
-        sample_rate: int,
-        seed: int | None,
-        gone: Callable[[], bool] | None,
-    ) -> A:
+    def _read(self, question: Any, task: Task | str, sample_rate: int, seed: int | None, gone: Callable[[], bool] | None) -> A:
         """`read` of what has come."""
         clock = Clock()
         if isinstance(question, Listening):
@@ -226,15 +199,13 @@ class Conversation(ABC, Generic[A]):
 
     def listen(self, task: Task | str = "A1A2", *, sample_rate: int = SAMPLE_RATE, turn: bool = False) -> Listening:
         """Listen to the next question while its sound comes; see `omni.generate.listening`. A session listens to one at a time;
-        one before is only gathered from then on.
+        one before is only gathered from then on. UserError: a task that asks in writing, a bad sample rate, or a closed
+        session.
 
         Args:
             task: that it is going to be asked as.
             sample_rate: of its pieces, in Hz.
             turn: hear where it ends, too, where the model has a turn head (`Listening.turn`).
-
-        Raises:
-            UserError: a task that asks in writing, a bad sample rate, or a closed session.
         """
         self.check()
         return Listening(self, task, sample_rate, turn)
@@ -250,11 +221,6 @@ class Conversation(ABC, Generic[A]):
         """The iterator has ended, or nobody wants its sound; waits for nobody."""
         if self._incoming is listening:
             self._incoming = None
-
-    def commit(self) -> None:
-        """Settle the last answer before a question is read; UserError where another thread waits for it."""
-        self.check()
-        self._commit(self._last)
 
     def _commit(self, answer: A | None) -> None:
         """Settle an answer, unless another thread waits for it."""
@@ -291,17 +257,15 @@ class Conversation(ABC, Generic[A]):
     def cancel(self, played_seconds: float | None = None, shown_characters: int | None = None) -> None:
         """Stop the answer that is being made, and cut the last answer in the history to the delivered part.
 
-        May be called from any thread, between events, or after the answer has ended (a listener interrupts what
-        is still playing). An answer under way ends with `Ended("cancelled")`; it is in the history at once.
+        May be called from any thread, between events, or after the answer has ended (a listener interrupts what is still
+        playing). An answer under way ends with `Ended("cancelled")`; it is in the history at once. UserError: one of them is
+        negative or no number; nothing is cancelled then.
 
         Args:
             played_seconds: seconds of the sound that were heard; only its whole frames stay in the history, and of the
                 text the words that were heard by then, placed by the model's speaking time (`omni.generate.speech_time`).
                 By default all sound and text that was handed over.
             shown_characters: characters of the text that were shown: they stay, whatever was heard.
-
-        Raises:
-            UserError: one of them is negative or no number; nothing is cancelled then.
         """
         for name, value in (("played_seconds", played_seconds), ("shown_characters", shown_characters)):
             if value is not None:
@@ -342,21 +306,8 @@ class Sessions(ABC, Generic[S]):
     """What `omni.generate.speech_lm.SpeechLM` and `omni.engine.process.EngineProcess` inherit."""
 
     @abstractmethod
-    def _session_of(
-        self,
-        values: Any,
-        *,
-        context: int | None = None,
-        history: History | None = None,
-        pace: Pace = "read",
-        when_full: WhenFull = "wait",
-    ) -> S:
-        """A session.
-
-        Args:
-            values: keywords of `AnswerOptions`.
-            context, history, pace, when_full: as for `session`.
-        """
+    def _session_of(self, values: Any, context: int | None, history: History | None, pace: Pace, when_full: WhenFull) -> S:
+        """A session; `values` are keywords of `AnswerOptions`, the others those of `session`."""
 
     def session(
         self,
@@ -367,7 +318,8 @@ class Sessions(ABC, Generic[S]):
         when_full: WhenFull = "wait",
         **values: Unpack[Keywords],
     ) -> S:
-        """Start a conversation over a cache of `context` positions (at most the decoder's; 4096 by default).
+        """Start a conversation over a cache of `context` positions (at most the decoder's; 4096 by default). TypeError: an
+        unknown keyword. UserError: a bad value, a history of another layout or codec, or one that finds no room.
 
         Args:
             history: the conversation before: the `.history` of another session, messages as in chat templates
@@ -379,12 +331,8 @@ class Sessions(ABC, Generic[S]):
             values: the fields of `Options` by name (sampling, seed, max_seconds, max_tokens, max_new_tokens, stop, max_silence,
                 logprobs, text_assist, overflow, adapter, edits, system), or, instead of sampling, its own fields (temperature,
                 top_k, top_p, repetition_penalty, do_sample).
-
-        Raises:
-            TypeError: an unknown keyword.
-            UserError: a bad value, a history of another layout or codec, or one that finds no room.
         """
-        return self._session_of(values, context=context, history=history, pace=pace, when_full=when_full)
+        return self._session_of(values, context, history, pace, when_full)
 
     def stream(
         self,
@@ -394,19 +342,16 @@ class Sessions(ABC, Generic[S]):
         sample_rate: int = SAMPLE_RATE,
         **options: Unpack[SessionOptions],
     ) -> Iterator[Event]:
-        """Answer one question with events: `TextDelta` and `AudioChunk` as they come, `Ended` last.
+        """Answer one question with events: `TextDelta` and `AudioChunk` as they come, `Ended` last. TypeError: an unknown
+        keyword. UserError: a bad question, option or task, at once.
 
         Args:
             question: a text where the task asks in writing; else sound (see `omni.generate.question.Question`).
             task: a name of the task table (`omni.tasks`).
             sample_rate: of samples that come without their own, in Hz; files have their own.
             options: those of `session`, by name.
-
-        Raises:
-            TypeError: an unknown keyword.
-            UserError: a bad question, option or task, at once.
         """
-        session = self._session_of(options, context=options.pop("context", None))
+        session = self._session_of(options, options.pop("context", None), None, "read", "wait")
         try:
             events = iter(session.ask(question, task, sample_rate=sample_rate))
         except BaseException:
@@ -425,7 +370,8 @@ class Sessions(ABC, Generic[S]):
     ) -> Answer: ...
 
     def generate(self, question: Any, task: Any = "A1A2", *, sample_rate: int = SAMPLE_RATE, **options: Any) -> Any:
-        """Answer one question, or each of a list of them, and return when the answers are whole.
+        """Answer one question, or each of a list of them, and return when the answers are whole. TypeError: an unknown keyword.
+        UserError: a bad question, option or task; a list, where the engine is in another process.
 
         Args:
             question: as for `stream`, or a list of independent questions, each of which is answered as it would be alone. (A
@@ -435,14 +381,10 @@ class Sessions(ABC, Generic[S]):
                 each; there are also `batch_size` (questions under way at a time; 64) and `sound` (False: answers carry codes
                 only). They have no context, history, text_assist or overflow, and a `stop` that is a function is asked when an
                 answer is complete.
-
-        Raises:
-            TypeError: an unknown keyword.
-            UserError: a bad question, option or task; a list, where the engine is in another process.
         """
         if several(question):
             return self._answer_all(question, task, sample_rate=sample_rate, **options)
-        with self._session_of(options, context=options.pop("context", None), pace="whole") as session:
+        with self._session_of(options, options.pop("context", None), None, "whole", "wait") as session:
             return session.ask(question, task, sample_rate=sample_rate).answer()
 
     def _answer_all(self, questions: list[Any], task: Any, **options: Any) -> list[Answer]:

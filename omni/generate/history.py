@@ -30,12 +30,9 @@ Key = tuple[int, ...]
 
 @dataclass(eq=False)
 class Exchange:
-    """A turn, its number in the conversation, its spoken question [S] at 16 kHz, and that question's features [N, W] once they
-    were made; until then what was prepared for the encoder, or heard while the sound came.
-
-    Attributes:
-        sound: number of its features, by which their columns are known in a cache.
-    """
+    """A turn, its number in the conversation, its spoken question [S] at 16 kHz, and that question's features [N, W] once
+    they were made; until then what was prepared for the encoder, or heard while the sound came. `sound`: number of its
+    features, by which their columns are known in a cache."""
 
     turn: Turn
     number: int
@@ -91,11 +88,7 @@ def lay_out(
     layout: Layout, past: Sequence[Exchange], asked: Exchange | None, system: Sequence[int] = ()
 ) -> tuple[Columns, list[Key]]:
     """All columns from the conversation's start to the end of the new question's prompt, or of the last answer where nothing
-    is asked, and their keys.
-
-    Args:
-        system: token ids of the system message, which comes before the first turn that is left.
-    """
+    is asked, and their keys. `system`: token ids of the system message, which comes before the first turn that is left."""
     pieces, keys = list[Columns](), list[Key]()
     if len(system):
         pieces.append(system_message(layout, system))
@@ -112,18 +105,13 @@ def lay_out(
 def fit(
     layout: Layout, past: Sequence[Exchange], asked: Exchange, system: Sequence[int], length: int, most: int, forget: bool
 ) -> tuple[list[Exchange], Columns, list[Key]]:
-    """Lay out a conversation with a new question in a cache of `length` positions.
+    """Lay out a conversation with a new question in a cache of `length` positions. Returns the turns that were kept, the
+    columns and their keys. RoomError: there is no room for an answer.
 
     Args:
         most: positions of the largest cache that the model could have, for the error.
         forget: drop the oldest turns, those of `forgotten` first, until a quarter of the cache is free, or only the question
             is left.
-
-    Returns:
-        the turns that were kept, the columns and their keys.
-
-    Raises:
-        RoomError: there is no room for an answer.
     """
     dropped = dropped_for(layout, past, len(asked.part(layout, False).keys), system, length) if forget else 0
     past = list(past[dropped:])

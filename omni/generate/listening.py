@@ -79,13 +79,10 @@ class Listening:
         return self._incoming.seconds
 
     def push(self, piece: Any) -> None:
-        """Take the next piece: samples [S] at the sample rate, or of two channels, as a tensor, an array or a list; all of one
-        type and one number of channels. It may be empty, and the caller may use its memory again. Waits for nobody.
-
-        Raises:
-            UserError: it is no sound, of another kind than those before, not finite, too loud, or makes the question too long
-                (nothing of it is taken then); the sound was dropped or asked before; the session or the engine is closed.
-        """
+        """Take the next piece: samples [S] at the sample rate, or of two channels, as a tensor, an array or a list; all of
+        one type and one number of channels. It may be empty, and the caller may use its memory again. Waits for nobody.
+        UserError: it is no sound, of another kind than those before, not finite, too loud, or makes the question too long
+        (nothing of it is taken then); the sound was dropped or asked before; the session or the engine is closed."""
         with self._lock:
             self._check_open()
             if not self._incoming.withdrawn:
@@ -149,11 +146,7 @@ class Listening:
         return AudioSoFar(self)
 
     def known(self, task: Task) -> Asked:
-        """The question that `so_far` is.
-
-        Raises:
-            UserError: nothing was heard by now, or the projector is gated by task.
-        """
+        """The question that `so_far` is. UserError: nothing was heard by now, or the projector is gated by task."""
         with self._lock:
             self._check_open()
             if self._sound is None:
@@ -165,11 +158,8 @@ class Listening:
             return Asked(Turn(task), None, heard=self.session.sound_so_far(self._sound))
 
     def asked(self, session: Any, task: Task) -> Asked:
-        """The question that the sound is; more is not taken afterwards.
-
-        Raises:
-            UserError: there was no sound, it was dropped, it is another session's, or it is asked in writing.
-        """
+        """The question that the sound is; more is not taken afterwards. UserError: there was no sound, it was dropped, it is
+        another session's, or it is asked in writing."""
         with self._lock:
             if session is not self.session:
                 raise UserError("this sound was listened to by another session; ask it there")

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -52,9 +52,7 @@ class Message:
     Attributes:
         text: the written text, None where there is none (a spoken question, an answer that only speaks).
         seconds: length of its sound, 0 for none (and without a codec, which knows the length of a frame).
-        audio: a spoken question, [S] at 16 kHz.
-        codes: frames of a spoken answer, [A, F].
-        tokens: ids of the text.
+        audio: a spoken question, [S] at 16 kHz; codes: frames of a spoken answer, [A, F].
         task: of the turn (`omni.tasks`); by default it follows from the kinds of question and answer.
         cut: the answer is the delivered part of a longer one.
     """
@@ -68,8 +66,7 @@ class Message:
     task: str | None = field(default=None, repr=False, compare=False)
     cut: bool = field(default=False, repr=False, compare=False)
 
-    def __repr__(self) -> str:
-        return brief(self)
+    __repr__ = brief
 
 
 History = Sequence[Message | Mapping[str, Any]] | str | os.PathLike[str]
@@ -102,18 +99,13 @@ def messages(past: Sequence[Exchange], tokenizer: Tokenizer, codec: AudioCodec |
 
 
 def read_history(history: History | None, model: SpeechModel, tokenizer: Tokenizer, codec: AudioCodec | None = None) -> Past:
-    """Reads the history that a session is to start with, as messages or from a file.
-
-    Raises:
-        UserError: roles that do not alternate, an empty message, ids or codes of another layout, sound of an answer
-            without a codec that can encode it, or a bad file (see `omni.generate.messages`).
-    """
+    """Reads the history that a session is to start with, as messages or from a file. UserError: roles that do not alternate,
+    an empty message, ids or codes of another layout, sound of an answer without a codec that can encode it, or a bad file
+    (see `omni.generate.messages`)."""
     if history is None:
         return Past()
     if isinstance(history, (str, os.PathLike)):
         return load_conversation(Path(history), model, tokenizer)
-    if not isinstance(history, Iterable):
-        raise UserError(f"history is {repr(history)[:60]}; give messages, a session's .history, or the path of a saved one")
     given = [_message(one, number) for number, one in enumerate(history, 1)]
     for number, one in enumerate(given, 1):
         wanted = ROLES[1 - number % 2]
@@ -219,22 +211,16 @@ KEY = "conversation"
 def save_conversation(
     path: str | os.PathLike[str], past: Sequence[Exchange], asked: int, model: SpeechModel, tokenizer: Tokenizer
 ) -> Path:
-    """Write a conversation; the file appears when it is whole.
-
-    Raises:
-        UserError: the place cannot be written; what was there before stays.
-    """
+    """Write a conversation; the file appears when it is whole. UserError: the place cannot be written; what was there before
+    stays."""
     tensors: dict[str, Tensor] = {}
     turns = []
     for number, exchange in enumerate(past):
         turn = exchange.turn
         question = turn.question if len(turn.question) else None
         given = {"audio": exchange.clip, "codes": turn.codes, "question": _long(question), "text": _long(turn.text)}
-        tensors |= {
-            f"turn.{number}.{name}": t.clone(memory_format=torch.contiguous_format)
-            for name, t in given.items()
-            if t is not None
-        }
+        there = {name: tensor for name, tensor in given.items() if tensor is not None}
+        tensors |= {f"turn.{number}.{n}": t.clone(memory_format=torch.contiguous_format) for n, t in there.items()}
         texts = {"question": turn.question, "answer": turn.text}
         said = {k: tokenizer.decode(ids) for k, ids in texts.items() if ids}
         turns.append({"task": find_task(turn.task).name, "cut": turn.cut, **said})
@@ -251,12 +237,8 @@ def save_conversation(
 
 
 def load_conversation(path: Path, model: SpeechModel, tokenizer: Tokenizer) -> Past:
-    """Read a conversation.
-
-    Raises:
-        UserError: there is no such file, it is no conversation or of another version, of a model with another layout, codec or
-            tokenizer, or its contents contradict each other.
-    """
+    """Read a conversation. UserError: there is no such file, it is no conversation or of another version, of a model with
+    another layout, codec or tokenizer, or its contents contradict each other."""
     head, tensors = _read(path)
     if head.get("format") != FORMAT_VERSION:
         raise UserError(f"{path}: format {head.get('format')!r} is unknown; this version reads format {FORMAT_VERSION}")

@@ -54,14 +54,12 @@ BOUNDS = {
 
 
 def check_number(name: str, value: Any, bound: Bound | None = None, as_what: str | None = None) -> None:
-    """Refuse a value that is no number within the option's bound (nan is within none).
+    """Refuse a value that is no number within the option's bound (nan is within none). UserError: naming the option, the value
+    and the bound.
 
     Args:
         bound: by default the one of `name`.
         as_what: name of the option in the error, by default `name`.
-
-    Raises:
-        UserError: naming the option, the value and the bound.
     """
     bound = bound or BOUNDS[name]
     what, kind = as_what or name, "a whole number" if bound.whole else "a number"
@@ -73,12 +71,6 @@ def check_number(name: str, value: Any, bound: Bound | None = None, as_what: str
     if not bound.least <= number <= bound.most:
         long = isinstance(number, Integral) and abs(number) >= 10**30  # type: ignore[operator]
         raise UserError(f"{what} is {'of more than 30 digits' if long else value}; it must be {span} ({bound.way})")
-
-
-def check_switch(name: str, value: Any) -> None:
-    """Refuse a value that is neither True nor False (UserError)."""
-    if not isinstance(value, bool):
-        raise UserError(f"{name} is {repr(value)[:80]}; give True or False")
 
 
 @dataclass(frozen=True)
@@ -104,8 +96,7 @@ class Sampling:
         for name in ("temperature", "top_k", "top_p", "repetition_penalty"):
             check_number(name, getattr(self, name), as_what=f"sampling: {name}")
 
-    def __repr__(self) -> str:
-        return brief(self)
+    __repr__ = brief
 
 
 GREEDY = Sampling()
@@ -204,27 +195,18 @@ class AnswerOptions:
     system: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("seed", "max_seconds", "max_tokens"):
-            check_number(name, getattr(self, name))
+        for name in ("seed", "max_seconds", "max_tokens", "max_new_tokens", "max_silence"):
+            if getattr(self, name) is not None or name not in ("max_new_tokens", "max_silence"):
+                check_number(name, getattr(self, name))
         if self.overflow not in ("end", "forget"):
             raise UserError(f"overflow {self.overflow!r} is unknown; use 'end' or 'forget'")
-        if self.max_new_tokens is not None:
-            check_number("max_new_tokens", self.max_new_tokens)
-        if self.max_silence is not None:
-            check_number("max_silence", self.max_silence)
-        check_switch("logprobs", self.logprobs)
-        check_switch("text_assist", self.text_assist)
-        check_adapter(self.adapter)
-        if not isinstance(self.sampling, (Sampling, Mapping)):
-            raise UserError(f"sampling is {repr(self.sampling)[:80]}; give a Sampling, or a dict of one per stream or kind")
         called = callable(self.stop) and not inspect.iscoroutinefunction(self.stop)
         listed = self.stop is None or isinstance(self.stop, (str, list, tuple)) or called
         if not listed or not all(isinstance(text, str) and text for text in self.stops):
             ways = "a text, or a list of several, none of them empty, or a function of the text so far"
             raise UserError(f"stop is {repr(self.stop)[:80]}; it must be {ways}")
 
-    def __repr__(self) -> str:
-        return brief(self)
+    __repr__ = brief
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -251,19 +233,9 @@ class AnswerOptions:
         return frames, min(frames + max_delay + 1, self.max_new_tokens)
 
 
-def check_adapter(name: Any) -> None:
-    """UserError for a value that cannot be the name of an adapter."""
-    if name is not None and not isinstance(name, str):
-        raise UserError(f"adapter is {repr(name)[:80]}; give the name of one that was loaded, or None")
-
-
 def make_options(values: Mapping[str, Any]) -> AnswerOptions:
-    """Makes the options from a call's keywords; None counts as not given.
-
-    Raises:
-        TypeError: an unknown keyword.
-        UserError: `sampling` and a name of its fields together, `max_tokens` and `max_new_tokens` together, or a bad value.
-    """
+    """Makes the options from a call's keywords; None counts as not given. TypeError: an unknown keyword. UserError:
+    `sampling` and a name of its fields together, `max_tokens` and `max_new_tokens` together, or a bad value."""
     values = {name: value for name, value in values.items() if value is not None or name not in Keywords.__annotations__}
     given = {name: values[name] for name in SamplingNames.__annotations__ if name in values}
     fields = {name: value for name, value in values.items() if name not in given}
@@ -280,8 +252,6 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
     fields = dict(given)
     wanted = fields.pop("do_sample", None)
     temperature = fields.get("temperature")
-    if wanted is not None:
-        check_switch("do_sample", wanted)
     if wanted is False:
         if temperature:
             raise UserError(f"do_sample is False, but temperature is {temperature}; leave one of them out")

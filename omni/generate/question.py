@@ -43,7 +43,7 @@ def is_coming(question: Any) -> bool:
 
 
 class Incoming:
-    """Gathers the pieces of one question.
+    """Gathers the pieces of one question. UserError: a sample rate that is none.
 
     Args:
         sample_rate: of the pieces, in Hz.
@@ -51,9 +51,6 @@ class Incoming:
 
     Attributes:
         withdrawn: its answer was cancelled; nothing more is taken.
-
-    Raises:
-        UserError: a sample rate that is none.
     """
 
     def __init__(self, sample_rate: Any, most: float) -> None:
@@ -69,14 +66,10 @@ class Incoming:
         return self._samples / self.rate
 
     def add(self, piece: Any) -> np.ndarray:
-        """Take the next piece: samples [S], or of two channels, as a tensor, an array or a list; the caller may use its memory
-        again. Returns it as float32, full scale being 1, [S] or [2, S].
-
-        Raises:
-            UserError: it is no sound, of another kind than those before, not finite, too loud, or makes the sound too long; it
-                names the piece, counted from 1.
-            Withdrawn: the answer was cancelled meanwhile.
-        """
+        """Take the next piece: samples [S], or of two channels, as a tensor, an array or a list; the caller may use its
+        memory again. Returns it as float32, full scale being 1, [S] or [2, S]. UserError: it is no sound, of another kind
+        than those before, not finite, too loud, or makes the sound too long; it names the piece, counted from 1. Withdrawn:
+        the answer was cancelled meanwhile."""
         if self.withdrawn:
             raise Withdrawn
         self._count += 1
@@ -129,9 +122,7 @@ def take_all(pieces: Iterator[Any], take: Callable[[Any], object]) -> None:
         for piece in pieces:
             take(piece)
     finally:
-        close = getattr(pieces, "close", None)
-        if close is not None:
-            close()
+        getattr(pieces, "close", lambda: None)()
 
 
 async def take_all_async(pieces: AsyncIterable[Any], take: Callable[[Any], object]) -> None:
@@ -220,14 +211,12 @@ def several(question: Any) -> bool:
 def read_question(
     question: Question | Coming, task: Task | str, model: SpeechModel, tokenizer: Tokenizer, sample_rate: int = SAMPLE_RATE
 ) -> Asked:
-    """Check and read one question.
+    """Check and read one question. UserError: the question is not of the task's kind, empty, too long, not finite, too loud, or
+    its file cannot be read.
 
     Args:
         question: see `Question` and `Coming`.
         sample_rate: of samples that come without their own, in Hz.
-
-    Raises:
-        UserError: the question is not of the task's kind, empty, too long, not finite, too loud, or its file cannot be read.
     """
     task = find_task(task)
     if task.question == "text":

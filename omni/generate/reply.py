@@ -23,17 +23,8 @@ from omni.text import Tokenizer
 
 
 class StopText:
-    """Takes a text piece by piece and returns the part before the first stop string.
-
-    Characters that may be the start of one are held back until more is known.
-
-    Args:
-        stops: the stop strings, none of them empty.
-
-    Attributes:
-        found: a stop string was found; nothing is returned from then on.
-        characters: number of characters returned so far.
-    """
+    """Takes a text piece by piece and returns the part before the first stop string (`found`); characters that may be the start
+    of one are held back until more is known. `characters` were returned so far."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self.stops = tuple(stops)
@@ -122,14 +113,8 @@ class TextStream:
 
 
 class Limits(NamedTuple):
-    """Where an answer is cut.
-
-    Attributes:
-        frames: number of frames after which a spoken answer is cut.
-        columns: number of time steps after which any answer is cut.
-        stop: texts that end the answer; its text ends before them.
-        silence: seconds of silence of its sound that end it.
-    """
+    """Where an answer is cut: a spoken one after so many frames, any after so many columns (time steps), before a stop string,
+    and after so many seconds of silence."""
 
     frames: int
     columns: int
@@ -140,13 +125,8 @@ class Limits(NamedTuple):
 class Reply:
     """One answer as far as it has been written.
 
-    Args:
-        time: speaking time of the model's voice.
-
     Attributes:
-        columns: all columns written, K ids each.
-        frames: finished frames, A codes each.
-        text: the text written; `text.ids` are its tokens.
+        columns: all columns written, K ids each; frames: finished frames, A codes each.
         reason: reason for the answer's end, None while it continues.
         error: the error that broke it, where the reason is `error`.
     """
@@ -258,11 +238,8 @@ class Reply:
 
     def logprobs(self, tokens: int, frames: int) -> Logprobs:
         """Log-probabilities of the first tokens and frames."""
-        codes = (
-            torch.tensor(self._frame_logprobs[:frames]).T
-            if self._frame_logprobs[:frames]
-            else torch.zeros(self.layout.n_audio, 0)
-        )
+        known = self._frame_logprobs[:frames]
+        codes = torch.tensor(known).T if known else torch.zeros(self.layout.n_audio, 0)
         return Logprobs(tuple(self._text_logprobs[:tokens]), codes if self.task.audio else None)
 
     def _say(self, events: list[TextDelta], text: str) -> None:

@@ -53,11 +53,8 @@ class Timings:
     """Seconds from the question to each milestone. The time for which a consumer keeps an event is left out.
 
     Attributes:
-        encode: the spoken question's features are there.
-        prefill: the question is in the cache.
-        first_text, first_audio: the first text and the first samples were handed over; None where there was
-            none.
-        total: the answer is complete.
+        encode: the spoken question's features are there; prefill: the question is in the cache.
+        first_text, first_audio: the first text and the first samples were handed over; None where there was none.
         steps: number of time steps written.
         audio: length of the answer's sound, in seconds.
     """
@@ -78,12 +75,9 @@ class Timings:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of the answer's text; the pieces, joined, are the text.
-
-    Attributes:
-        start, end: when it is spoken, in seconds of the answer's sound, estimated by the model's speaking time: text is written
-            ahead of its sound. None where the answer is not spoken.
-    """
+    """A piece of the answer's text; the pieces, joined, are the text. `start`, `end`: when it is spoken, in seconds of the
+    answer's sound, estimated by the model's speaking time: text is written ahead of its sound. None where the answer is not
+    spoken."""
 
     text: str
     start: float | None = None
@@ -92,28 +86,20 @@ class TextDelta:
 
 @dataclass(frozen=True, eq=False)
 class AudioChunk:
-    """The next samples [S] of the answer, exact: no later frame changes them.
-
-    Attributes:
-        start, end: where they are in the answer's sound, in seconds.
-    """
+    """The next samples [S] of the answer, exact: no later frame changes them. `start`, `end`: where they are in the answer's
+    sound, in seconds."""
 
     samples: Tensor
     start: float = 0.0
     end: float = 0.0
 
-    def __repr__(self) -> str:
-        return brief(self)
+    __repr__ = brief
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The last event of an answer.
-
-    Attributes:
-        error: what happened and what to do, where the reason is `error`; what was handed over before is then no answer, and
-            the conversation continues as if the question had not been asked.
-    """
+    """The last event of an answer. `error`: what happened and what to do, where the reason is `error`; what was handed over
+    before is then no answer, and the conversation continues as if the question had not been asked."""
 
     reason: Reason
     timings: Timings
@@ -167,20 +153,10 @@ class Answer:
         return f"Answer(text={quoted(self.text)}, audio={sound}, ended={self.ended!r})"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the sound as WAV, FLAC, OGG or MP3, by the path's suffix; the file appears when it is whole.
-
-        Returns:
-            the path.
-
-        Raises:
-            UserError: there is no sound, or it cannot be written there.
-        """
+        """Write the sound as WAV, FLAC, OGG or MP3, by the path's suffix; the file appears when it is whole. Returns the
+        path. UserError: there is no sound, or it cannot be written there."""
         if self.audio is None:
-            why = (
-                "its task only writes"
-                if self.codes is None
-                else "no codec made sound of its codes (its weights, or its package, are missing)"
-            )
+            why = "its task only writes" if self.codes is None else "no codec made sound of its codes (it is missing)"
             raise UserError(f"this answer has no sound to save in {os.fspath(path)!r}: {why}; its text is in .text")
         if not len(self.audio):
             raise UserError(f"this answer's sound has no samples to save in {os.fspath(path)!r}: nothing was spoken")

@@ -30,13 +30,11 @@ class Start:
     """Start of a row's answer.
 
     Attributes:
-        text, audio: the streams it answers on.
         position: of the prompt's last column in the cache.
         settings: sampling settings of each stream.
         key: key of its random numbers (`seed_key`).
         partner: slot of the row that writes its text (text assist), None where it writes itself.
         selection: the adapter and the edits that act on the row, None for the model's active ones.
-        logprobs: return the log-probabilities of what is sampled.
     """
 
     text: bool
@@ -59,9 +57,7 @@ class RunnerRow:
             row that is done).
         needs_text, needs_audio: whether it still needs each head.
         partner: slot of the row whose text it takes.
-        selection: adapter and edits that act on it, as in `Start`; `logprobs` likewise.
-        live: whether it has not left yet.
-        done: whether its answer is complete.
+        live: whether it has not left yet; done: whether its answer is complete.
     """
 
     slot: int
@@ -88,11 +84,6 @@ class StepOutput(NamedTuple):
     logprobs: tuple[float, ...] | None = None
 
 
-def span(slots: Sequence[int]) -> tuple[int, int] | None:
-    """First slot and the one after the last; None for no slots."""
-    return (min(slots), max(slots) + 1) if slots else None
-
-
 Array = np.ndarray[Any, Any]
 
 
@@ -102,14 +93,11 @@ class StepPlan(NamedTuple):
     Attributes:
         slots: the slots that are fed, in their order; neighbours unless they are few of many.
         text, audio: places in `slots` for which the head of the kind is computed.
-        coupled: some rows take their text from another row.
-        resting: some of the slots rest.
+        coupled: some rows take their text from another row; resting: some of the slots rest.
         visible: number of slots of the cache that are read.
         selection: adapters and edits of all rows, in the order of their numbers; one alone, without numbers, where every row
             has it.
-        mixed: rows differ in their selections.
-        everywhere: edits that act on every row besides.
-        logprobs: some row wants the log-probabilities of its ids.
+        mixed: rows differ in their selections; everywhere: edits that act on every row besides.
     """
 
     slots: tuple[int, ...]
@@ -167,11 +155,7 @@ class RowState:
     # --- rows come and go ---------------------------------------------------------------------------------------------
 
     def begin(self, slots: Sequence[int], starts: Sequence[Start], numbers: Sequence[int]) -> None:
-        """Write the starts of answers into rows.
-
-        Args:
-            numbers: of their adapters and edits.
-        """
+        """Write the starts of answers into rows. `numbers`: of their adapters and edits."""
         fresh = Cursor.start(self.layout, [s.text for s in starts], [s.audio for s in starts])
         partners = [slot if s.partner is None else s.partner for slot, s in zip(slots, starts, strict=True)]
         drawn = self.sampler.prepare(slots, [s.settings for s in starts], [s.key for s in starts])

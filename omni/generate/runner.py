@@ -16,7 +16,7 @@ Dimensions: B rows, K streams, A audio streams, W width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from itertools import product
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -36,38 +36,25 @@ REHEARSALS = 3
 """Runs before a capture, in which libraries make their workspaces and choose their kernels."""
 
 
-class Graphs:
+class Graphs(dict[Any, torch.cuda.CUDAGraph]):
     """The captured steps of one runner, by what determines their shape.
 
     All share one pool of memory, so they are replayed one after another, on one stream. Rehearsals and captures have a
     stream of their own, of the device that is current: PyTorch's default one belongs to the device that captured first.
     """
 
-    def __init__(self) -> None:
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._pool: Any = None
-        self._stream: Any = None
-
-    def __len__(self) -> int:
-        return len(self._graphs)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._graphs)
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._graphs
-
-    def replay(self, key: Hashable) -> None:
-        self._graphs[key].replay()
+    _pool: Any = None
+    _stream: Any = None
 
     def keep(self, wanted: Callable[[Any], bool]) -> None:
         """Drop the graphs whose keys are not wanted. With the last one its pool goes: PyTorch cannot capture into a pool that
         no graph uses any more, but in which a workspace lives on."""
-        self._graphs = {key: graph for key, graph in self._graphs.items() if wanted(key)}
-        if not self._graphs:
+        for key in [key for key in self if not wanted(key)]:
+            del self[key]
+        if not self:
             self._pool = None
 
-    def capture(self, key: Hashable, work: Callable[[], None], state: Sequence[Tensor], idle: Callable[[], None]) -> None:
+    def capture(self, key: Any, work: Callable[[], None], state: Sequence[Tensor], idle: Callable[[], None]) -> None:
         """Capture `work`, which must do nothing but launch kernels.
 
         Args:
@@ -93,7 +80,7 @@ class Graphs:
                 torch.cuda.current_stream().wait_stream(self._stream)
                 for tensor, value in zip(state, saved, strict=True):
                     tensor.copy_(value)
-        self._graphs[key], self._pool = graph, pool
+        self[key], self._pool = graph, pool
 
 
 def powers(most: int) -> list[int]:
@@ -196,14 +183,11 @@ class Runner:
             hidden: hidden state of each prompt's last column, [B, 1, W].
             starts: one per slot.
         """
-        rows = [
-            RunnerRow(n, s.position, s.text, s.audio, s.partner, s.selection, logprobs=s.logprobs)
-            for n, s in zip(slots, starts, strict=True)
-        ]
-        numbers = []
-        for row in rows:
-            numbers.append(self._numbered(row.selection))
-            self.rows[row.slot] = row
+        rows, numbers = [], []
+        for n, s in zip(slots, starts, strict=True):
+            rows.append(RunnerRow(n, s.position, s.text, s.audio, s.partner, s.selection, logprobs=s.logprobs))
+            numbers.append(self._numbered(s.selection))
+            self.rows[n] = rows[-1]
         self.state.begin(slots, starts, numbers)
         plan = self._plan(rows, tuple(slots))
         self.state.write(plan, hidden, self.model.decoder)
@@ -245,17 +229,13 @@ class Runner:
 
     @_on_device
     @torch.inference_mode()
-    def warm_up(self, starts: Sequence[Start], positions: int | None = None) -> int:
+    def warm_up(self, starts: Sequence[Start]) -> int:
         """Capture the steps of answers like these before anybody waits for one, and return how many: of every width up to
-        theirs, with both heads and with each alone. One takes 0.1 to 0.3 s (estimated). Nothing where steps are not captured.
-
-        Args:
-            starts: from slot 0 on; their positions do not count.
-            positions: the largest position that will be read; the cache's length by default.
-        """
+        theirs, with both heads and with each alone. One takes 0.1 to 0.3 s (estimated). Nothing where steps are not
+        captured. `starts`: from slot 0 on; their positions do not count."""
         if any(self.rows):
             raise RuntimeError("warm_up is for a runner without answers under way")
-        before, most = len(self._graphs), min(positions or self.length, self.length)
+        before, most = len(self._graphs), self.length
         self.state.sampler.prepare(range(len(starts)), [s.settings for s in starts], [s.key for s in starts])
         [self._numbered(start.selection) for start in starts]
         for rows in coming(starts, sorted({self._visible(n) for n in (*powers(most), most)})) if self._graph else ():
@@ -282,7 +262,7 @@ class Runner:
         self._view(plan).clean(plan.visible or None)
         if self._graph:
             self._prepare(plan)
-            self._graphs.replay(plan)
+            self._graphs[plan].replay()
         else:
             self._forward(plan)
         self._record(plan, chosen)

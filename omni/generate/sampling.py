@@ -27,22 +27,16 @@ from omni.utils.hardware import to_device
 
 
 class Staging:
-    """Writes rows of several tensors together.
-
-    Args:
-        targets: tensors [rows, ...] on one device, of whole numbers, truth values or fp32 numbers.
-    """
+    """Writes rows of several tensors together. `targets`: tensors [rows, ...] on one device, of whole numbers, truth values
+    or fp32 numbers."""
 
     def __init__(self, targets: Sequence[Tensor]) -> None:
         self.targets = tuple(targets)
 
     @torch.inference_mode()
     def write(self, rows: Sequence[int], values: Sequence[Tensor]) -> None:
-        """Write the rows `rows`, in any order, of every target.
-
-        Args:
-            values: for each target the numbers of its rows, [len(rows), ...], on the host.
-        """
+        """Write the rows `rows`, in any order, of every target. `values`: for each target the numbers of its rows,
+        [len(rows), ...], on the host."""
         if self.targets[0].device.type == "cpu":
             for target, value in zip(self.targets, values, strict=True):
                 target.numpy()[list(rows)] = value.numpy().reshape(len(value), *target.shape[1:])
@@ -163,15 +157,12 @@ def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
 
 
 def candidates(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """Ids that the filters leave of logits [B, N, V], likeliest first.
+    """Ids that the filters leave of logits [B, N, V], likeliest first. Returns weights [B, N, R] in the `finest` format, in
+    proportion to the probabilities and 0 where an id is filtered out, and ids [B, N, R].
 
     Args:
         temperature, top_k, top_p: [B, N] each; `top_k` 0 keeps all.
         ranks: R, at least the largest `top_k`, or V where one is 0.
-
-    Returns:
-        weights [B, N, R] in the `finest` format, in proportion to the probabilities and 0 where an id is filtered out, and
-        ids [B, N, R].
     """
     if ranks < logits.shape[-1]:
         values, ids = logits.topk(ranks, dim=-1)

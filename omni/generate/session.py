@@ -54,14 +54,10 @@ class Session(Conversation[Running]):
     One answer at a time: `ask` gives its events as they come, also in a loop of asyncio; `cancel` stops it from any thread.
 
     Args:
-        engine: answers its questions.
         context: positions that the conversation may fill.
-        past: the conversation before.
         release: called when the session ends.
         edits: the name under which its edits are attached to the model (`omni.edit.deltas`).
-        time: speaking time of the model's voice.
-        pace, when_full: how its listener takes sound, and what becomes of a question where there is no room
-            (`omni.engine.client`).
+        pace, when_full: see `omni.engine.client`.
         sound: decode the answers' codes, where there is a codec.
     """
 
@@ -74,10 +70,10 @@ class Session(Conversation[Running]):
         options: AnswerOptions,
         *,
         context: int,
-        past: Past,
-        release: Callable[[], None],
-        edits: str | None,
         time: SpeechTime,
+        past: Past = Past(),  # noqa: B008 (frozen)
+        release: Callable[[], None] = lambda: None,
+        edits: str | None = None,
         pace: Pace = "read",
         when_full: WhenFull = "wait",
         sound: bool = True,
@@ -136,7 +132,7 @@ class Session(Conversation[Running]):
     def lay_out(self, asked: Asked, seed: int | None = None, clock: Clock | None = None) -> Running:
         with ExitStack() as held:
             held.enter_context(kept(self.model, [self._selection]))
-            active = selection_of(self.model, [self._selection])  # its adapter may have been removed, or merged, since
+            active = selection_of(self.model, [self._selection])  # its adapter may have been removed since
             layout, options, kind = self.model.layout, self.options, asked.task
             frames, most = options.limits(kind, self.codec, layout.max_delay)
             codec = self.codec if self._sound else None
@@ -259,10 +255,7 @@ class Session(Conversation[Running]):
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the history as one file, from which `SpeechLM.session(history=path)` continues, without an answer under way.
-
-        Raises:
-            UserError: the place cannot be written.
-        """
+        UserError: the place cannot be written."""
         with self._lock:
             past, asked = list(self._past), self._asked - (self._last is not None and not self._last.settled)
         return save_conversation(path, past, asked, self.model, self.tokenizer)

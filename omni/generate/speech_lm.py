@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
@@ -34,9 +34,8 @@ from omni.engine.engine import Engine
 from omni.errors import UserError
 from omni.generate.batch import answer_all, check_lengths, read_batch
 from omni.generate.conversation import Sessions
-from omni.generate.history import Past
 from omni.generate.messages import History, read_history
-from omni.generate.options import AnswerOptions, check_number, check_switch, make_options
+from omni.generate.options import AnswerOptions, check_number, make_options
 from omni.generate.question import SAMPLE_RATE
 from omni.generate.results import Answer
 from omni.generate.session import Session
@@ -117,7 +116,8 @@ def load_beside(
 class SpeechLM(Sessions[Session]):
     """A speech language model with its tokenizer and codec, which answers questions.
 
-    Weights are shared by any number of sessions and never changed; all of them are answered by one engine.
+    Weights are shared by any number of sessions and never changed; all of them are answered by one engine. UserError: the
+    tokenizer has more ids than the text stream, or the codec's codebooks are not the layout's.
 
     Args:
         model, tokenizer: they must fit each other.
@@ -125,10 +125,6 @@ class SpeechLM(Sessions[Session]):
         graph: capture decoding steps as CUDA graphs; by default on CUDA.
         compile: run decoding steps through `torch.compile`.
         speech_time: speaking time of the model's voice; by default English at about 15 characters a second.
-
-    Raises:
-        UserError: the tokenizer has more ids than the text stream, or the codec's codebooks are not the
-            layout's.
     """
 
     def __init__(
@@ -174,7 +170,8 @@ class SpeechLM(Sessions[Session]):
         compile: bool = False,
         chunk_ms: int | None = None,
     ) -> SpeechLM:
-        """Read a model folder (see `omni.checkpoint.folder`).
+        """Read a model folder (see `omni.checkpoint.folder`). UserError: anything is wrong with the folder, or there is no such
+        device or number format.
 
         Args:
             folder: its path, or its address (`s3://`, `gs://`, `hf://`, `https://`), from which it is brought into the cache;
@@ -185,9 +182,6 @@ class SpeechLM(Sessions[Session]):
             codec_folder: the codec's weights, where they are not in the folder.
             kernels: `measured` takes what `omni.cpu.kernels` found faster on this CPU, bfloat16 included; `reference` does not.
             chunk_ms: how much of a question a chunked encoder hears at once, 0 for all of it; None for what is stored.
-
-        Raises:
-            UserError: anything is wrong with the folder, or there is no such device or number format.
         """
         start = time.perf_counter()
         folder = find_model(folder)
@@ -226,18 +220,13 @@ class SpeechLM(Sessions[Session]):
         return 0.0 if self.codec is None else self.codec.frame_rate
 
     def load_adapter(self, folder: str | os.PathLike[str], name: str | None = None) -> str:
-        """Load a LoRA adapter (a folder in PEFT's format), to be selected by name: `session(adapter=name)`.
+        """Load a LoRA adapter (a folder in PEFT's format), to be selected by name: `session(adapter=name)`. Returns the name.
+        UserError: an adapter of another model, one with parameters that were trained whole (merge it by `omni-train convert`),
+        or a name that is taken.
 
         Args:
             folder: its path, or, where nothing is there, the name of one in the model's folder (`adapters/NAME`).
             name: by default the folder's own.
-
-        Returns:
-            the name.
-
-        Raises:
-            UserError: an adapter of another model, one with parameters that were trained whole (merge it by `omni-train
-                convert`), or a name that is taken.
         """
         return load_beside(self.model, folder, name, self._folder)
 
@@ -247,23 +236,13 @@ class SpeechLM(Sessions[Session]):
         return tuple(sorted(adapter_names(self.model)))
 
     def remove_adapter(self, name: str) -> None:
-        """Remove a loaded adapter; questions of sessions that use it are refused from then on.
-
-        Raises:
-            UserError: there is none of that name (it lists those there are), it is merged into the weights, or an answer under
-                way uses it.
-        """
+        """Remove a loaded adapter; questions of sessions that use it are refused from then on. UserError: there is none of
+        that name (it lists those there are), it is merged into the weights, or an answer under way uses it."""
         remove_adapter(self.model, name)
         LOG.info("adapter %r was removed", name)
 
     def _session_of(
-        self,
-        values: Any,
-        *,
-        context: int | None = None,
-        history: History | None = None,
-        pace: Pace = "read",
-        when_full: WhenFull = "wait",
+        self, values: Any, context: int | None, history: History | None, pace: Pace, when_full: WhenFull
     ) -> Session:
         options = make_options(values)
         if context is not None:
@@ -277,39 +256,16 @@ class SpeechLM(Sessions[Session]):
             if options.edits is not None:
                 name = attach_edits(self.model, options.edits)
                 stack.callback(detach, self.model, name)
-            session = self._open(options, length, past, stack.close, name, pace=pace, when_full=when_full)
+            own: dict[str, Any] = {"release": stack.close, "edits": name, "pace": pace, "when_full": when_full}
+            session = self._open(options, context=length, past=past, **own)
         except BaseException:
             stack.close()
             raise
         LOG.debug("a session of %d positions starts, with %d earlier turns", length, len(past.turns))
         return session
 
-    def _open(
-        self,
-        options: AnswerOptions,
-        context: int,
-        past: Past,
-        release: Callable[[], None],
-        edits: str | None,
-        sound: bool = True,
-        pace: Pace = "read",
-        when_full: WhenFull = "wait",
-    ) -> Session:
-        return Session(
-            self.model,
-            self.tokenizer,
-            self.codec,
-            self.engine,
-            options,
-            context=context,
-            past=past,
-            release=release,
-            edits=edits,
-            time=self.speech_time,
-            sound=sound,
-            pace=pace,
-            when_full=when_full,
-        )
+    def _open(self, options: AnswerOptions, **own: Any) -> Session:
+        return Session(self.model, self.tokenizer, self.codec, self.engine, options, time=self.speech_time, **own)
 
     def _answer_all(
         self,
@@ -327,7 +283,6 @@ class SpeechLM(Sessions[Session]):
     ) -> list[Answer]:
         """`generate` of a list, `batch_size` rows at a time."""
         check_number("batch_size", batch_size)
-        check_switch("sound", sound)
         if "overflow" in values:
             raise UserError("overflow has no effect on independent questions, which have no turns to forget; leave it out")
         batch = read_batch(self.model, self.tokenizer, questions, task, sample_rate, seed, adapter, edits, system)
@@ -345,7 +300,7 @@ class SpeechLM(Sessions[Session]):
             selection_of(self.model, batch.adapters)  # checks every name before any question is answered
 
             def session_of(number: int) -> tuple[Session, Running]:
-                session = self._open(batch.options(number, options), room, Past(), lambda: None, names[number], sound)
+                session = self._open(batch.options(number, options), context=room, edits=names[number], sound=sound)
                 return session, session.lay_out(batch.asked[number])
 
             order = sorted(range(len(lengths)), key=lengths.__getitem__)
@@ -356,11 +311,8 @@ class SpeechLM(Sessions[Session]):
 
     @contextmanager
     def edited(self, edits: Edits) -> Iterator[SpeechLM]:
-        """Apply corrections to every answer of all sessions while the block runs; they are detached afterwards.
-
-        Raises:
-            UserError: edits of another model.
-        """
+        """Apply corrections to every answer of all sessions while the block runs; they are detached afterwards. UserError:
+        edits of another model."""
         self._bases.check(self.model, edits)
         with edited_everywhere(self.model, edits):
             yield self
@@ -376,11 +328,8 @@ class SpeechLM(Sessions[Session]):
             return self._engine
 
     def start_engine(self, **options: Any) -> Engine:
-        """Answer by an engine with these options (`omni.engine.engine.Engine`), such as a fixed number of slots, from now on.
-
-        Raises:
-            UserError: sessions of the engine before are open.
-        """
+        """Answer by an engine with these options (`omni.engine.engine.Engine`), such as a fixed number of slots, from now
+        on. UserError: sessions of the engine before are open."""
         with self._lock:
             before = self._engine
             if before is not None and before.stats().sessions:

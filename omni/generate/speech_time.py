@@ -105,11 +105,8 @@ class SpeechTime:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], place: str) -> SpeechTime:
-        """Read the estimate in a model folder's `extra`, or the default where there is none.
-
-        Raises:
-            UserError: the entry is not what `plain` writes; `place` is named.
-        """
+        """Read the estimate in a model folder's `extra`, or the default where there is none. UserError: the entry is not
+        what `plain` writes; `place` is named."""
         if EXTRA not in extra:
             return cls()
         stored = extra[EXTRA]

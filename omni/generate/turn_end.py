@@ -1,8 +1,8 @@
 """Hears where a question ends: a model's encoder and turn head, over sound that is still coming.
 
     listener = TurnListener.from_folder(folder)       # None for a model without a turn head
-    stream = listener.stream()
-    probabilities = stream.push(samples)              # [T, 2] of voice and of end, for each encoder frame
+    frames = listener.encoder.stream().push(samples)
+    probabilities = listener.probabilities(frames)    # [T, 2] of voice and of end, for each encoder frame
     ended(probabilities, RULES["medium"])             # [T] bool: the turn may be answered
 
 S samples of 16 kHz sound, T encoder frames.
@@ -84,35 +84,12 @@ class TurnListener:
         be rounded otherwise."""
         return torch.cat([self.head(frame).float().sigmoid() for frame in frames.split(1)])
 
-    def stream(self) -> TurnStream:
-        """Follows a sound that is still coming."""
-        return TurnStream(self)
-
-
-class TurnStream:
-    """Follows one sound: the probabilities of all `push` and `finish`, joined, do not depend on how it comes in pieces."""
-
-    def __init__(self, listener: TurnListener) -> None:
-        self.listener, self.frames = listener, listener.encoder.stream()
-
-    def push(self, audio: Tensor) -> Tensor:
-        """Takes the next samples [S]; returns the probabilities [T, 2] of the frames that they complete. UserError as of
-        `EncoderStream.push`."""
-        return self.listener.probabilities(self.frames.push(audio))
-
-    def finish(self) -> Tensor:
-        """Returns the probabilities [T, 2] of what is left when the sound has ended."""
-        return self.listener.probabilities(self.frames.finish())
-
 
 class TurnFrames:
     """Probabilities [T, 2] of voice and of end, of the first frames of a sound that is encoded elsewhere while it comes.
 
-    They may come late: what a frame says holds for its time in the sound, not for when it is known.
-
-    Args:
-        rate: frames per second of the sound.
-    """
+    They may come late: what a frame says holds for its time in the sound, not for when it is known. `rate`: frames per
+    second of the sound."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate

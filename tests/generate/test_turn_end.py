@@ -40,12 +40,12 @@ def question(pause: float, before: float = 0.2, after: float = 1.0) -> Tensor:
 
 
 def in_pieces(listener: TurnListener, sound: Tensor, most: int, seed: int) -> Tensor:
-    draw, stream, found = random.Random(seed), listener.stream(), []
+    draw, stream, found = random.Random(seed), listener.encoder.stream(), []
     while len(sound):
         size = draw.randrange(most)
-        found.append(stream.push(sound[:size]))
+        found.append(listener.probabilities(stream.push(sound[:size])))
         sound = sound[size:]
-    return torch.cat([*found, stream.finish()])
+    return torch.cat([*found, listener.probabilities(stream.finish())])
 
 
 def test_any_split_gives_the_same_decisions_and_those_of_the_whole() -> None:
