@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from omni.diagnostics import Finding, Guard, report
-from omni.diagnostics.trace.held import tensors_in
+from omni.diagnostics.held import tensors_in
 from omni.edit.mend import Mend
 from omni.edit.transform import GradientTransform
 from omni.encoder.whisper import WhisperEncoder

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from omni.diagnostics.checks.gradients import (
+from omni.diagnostics.findings import Finding, Place, some
+from omni.diagnostics.gradients import (
     CACHE,
     INFERENCE,
     OUTSIDE,
@@ -18,12 +19,11 @@ from omni.diagnostics.checks.gradients import (
     stale,
     written_caches,
 )
-from omni.diagnostics.findings import Finding, Place, some
-from omni.diagnostics.trace.graph import Node, backward_roots, is_inner, is_older, nodes_of
-from omni.diagnostics.trace.held import HeldTensor, held_by, shape_of, storage_of, version_of
-from omni.diagnostics.trace.scene import Scene
-from omni.diagnostics.trace.source import place_of
-from omni.diagnostics.trace.trace import Changed
+from omni.diagnostics.graph import Node, backward_roots, is_inner, is_older, nodes_of
+from omni.diagnostics.held import HeldTensor, held_by, shape_of, storage_of, version_of
+from omni.diagnostics.scene import Scene
+from omni.diagnostics.source import place_of
+from omni.diagnostics.trace import Changed
 
 _VERSION = re.compile(
     r"\[(?:torch\.)?(?:\w+\.)?(?:CPU|CUDA)?(\w+?)(?:Tensor|Type) \[([\d, ]*)\]\].*?is at version (\d+); expected version (\d+)",

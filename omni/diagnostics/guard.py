@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from omni.diagnostics.checks.gradients import at_start, is_zeroed, loose, missing_gradients, owned_by, unowned, written_caches
-from omni.diagnostics.checks.labels import untrained_ends
-from omni.diagnostics.checks.patches import Expectation, foreign_forwards
 from omni.diagnostics.diagnose import diagnose, kind_of, traced_changes
 from omni.diagnostics.findings import Finding, GraphError, report
-from omni.diagnostics.trace.graph import next_number
-from omni.diagnostics.trace.held import held_by, held_in, version_of
-from omni.diagnostics.trace.recompute import watch_checkpoints
-from omni.diagnostics.trace.scene import Scene
-from omni.diagnostics.trace.sharded import alone, end_step, gathered
-from omni.diagnostics.trace.snapshot import Snapshot, restored
-from omni.diagnostics.trace.state import Doubt
-from omni.diagnostics.trace.trace import Trace
+from omni.diagnostics.gradients import at_start, is_zeroed, loose, missing_gradients, owned_by, unowned, written_caches
+from omni.diagnostics.graph import next_number
+from omni.diagnostics.held import held_by, held_in, version_of
+from omni.diagnostics.labels import untrained_ends
+from omni.diagnostics.patches import Expectation, foreign_forwards
+from omni.diagnostics.recompute import watch_checkpoints
+from omni.diagnostics.scene import Scene
+from omni.diagnostics.sharded import alone, end_step, gathered
+from omni.diagnostics.snapshot import Snapshot, restored
+from omni.diagnostics.state import Doubt
+from omni.diagnostics.trace import Trace
 
 PATIENCE = 32
 """Number of steps that a parameter which has received gradients may go without one."""

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, jacrev
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from omni.diagnostics import Guard
-from omni.diagnostics.trace.held import VISITS, tensors_in
+from omni.diagnostics.held import VISITS, tensors_in
 from tests.diagnostics.programs import WIDTH, data
 
 Made = tuple[nn.Module, Any, Callable[[int], Any]]

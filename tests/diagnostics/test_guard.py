@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from omni.diagnostics import GraphError, Guard
 from omni.diagnostics.guard import PATIENCE
-from omni.diagnostics.trace.snapshot import restored
-from omni.diagnostics.trace.trace import Trace
+from omni.diagnostics.snapshot import restored
+from omni.diagnostics.trace import Trace
 from tests.diagnostics import programs
 from tests.diagnostics.programs import WIDTH, data
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from omni.diagnostics import Guard
-from omni.diagnostics.trace.held import held_by, held_in
+from omni.diagnostics.held import held_by, held_in
 from omni.model.kv_cache import FunctionalKVCache
 from omni.model.recompute import Recompute
 from omni.model.speech_model import SpeechModel

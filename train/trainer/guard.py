@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from omni.diagnostics import Finding, GraphError, Guard, report
-from omni.diagnostics.checks.labels import REMEDY_END
 from omni.diagnostics.findings import some
+from omni.diagnostics.labels import REMEDY_END
 from omni.errors import UserError
 from omni.layout import IGNORE, Layout
 from omni.tasks import TASKS, find_task

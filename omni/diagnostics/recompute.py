@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from omni.diagnostics.findings import Finding, Place, some
-from omni.diagnostics.trace.held import modules_of, reached_from, shape_of, storage_of, version_of
-from omni.diagnostics.trace.sharded import is_sharded
-from omni.diagnostics.trace.source import Line, is_ours, left_block, line_of, outer_lines, place_of, user_frame
-from omni.diagnostics.trace.state import Change, Doubt, Part, StateTokens, capture, differences
-from omni.diagnostics.trace.trace import Saved, Trace, digest, same
+from omni.diagnostics.held import modules_of, reached_from, shape_of, storage_of, version_of
+from omni.diagnostics.sharded import is_sharded
+from omni.diagnostics.source import Line, is_ours, left_block, line_of, outer_lines, place_of, user_frame
+from omni.diagnostics.state import Change, Doubt, Part, StateTokens, capture, differences
+from omni.diagnostics.trace import Saved, Trace, digest, same
 
 COMPARE_SECONDS = 0.25
 """Most seconds of a step for comparing the state of its parts without a trace."""

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni.diagnostics.findings import Finding, Place, some
-from omni.diagnostics.trace.held import MODULE_FIELDS, modules_of, shape_of, storage_of, tensors_in
-from omni.diagnostics.trace.source import definition
+from omni.diagnostics.held import MODULE_FIELDS, modules_of, shape_of, storage_of, tensors_in
+from omni.diagnostics.source import definition
 
 _FSDP = "/torch/distributed/fsdp/"
 HOOK = (

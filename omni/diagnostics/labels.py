@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omni.diagnostics.findings import Finding, some
-from omni.diagnostics.trace.held import tensors_in
+from omni.diagnostics.held import tensors_in
 
 TOKENS = ("input_ids", "tokens", "inputs", "ids")
 LABELS = ("labels", "label", "targets", "target")

@@ -18,7 +18,7 @@ import torch
 
 from omni.diagnostics.findings import Place
 
-OWN = str(Path(__file__).parents[1])
+OWN = str(Path(__file__).parent)
 TORCH = str(Path(torch.__file__).parent)
 LIBRARY = str(Path(inspect.__file__).parent)
 """Folders of this package, of torch and of Python's standard library, which contains the folder of installed packages."""

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from omni.diagnostics.trace.graph import Node, is_older, nodes_of
-from omni.diagnostics.trace.held import shape_of, storage_of, version_of
-from omni.diagnostics.trace.source import OWN, TORCH, Line, line_of, user_frame
+from omni.diagnostics.graph import Node, is_older, nodes_of
+from omni.diagnostics.held import shape_of, storage_of, version_of
+from omni.diagnostics.source import OWN, TORCH, Line, line_of, user_frame
 
 SAMPLE = 1024
 """Number of values of a saved tensor that are compared, to find writes that bypass autograd."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omni.diagnostics.trace.held import MODULE_FIELDS, held_by, held_in
+from omni.diagnostics.held import MODULE_FIELDS, held_by, held_in
 
 MOST_BYTES = 1 << 28
 """Most bytes of buffers and caches that are copied at the start of every step; further ones are not restored."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from omni.diagnostics.findings import Finding, Place, some
-from omni.diagnostics.trace.graph import nodes_of
-from omni.diagnostics.trace.held import HeldTensor, held_by, shape_of, storage_of, version_of
-from omni.diagnostics.trace.scene import Scene
-from omni.diagnostics.trace.source import place_of
+from omni.diagnostics.graph import nodes_of
+from omni.diagnostics.held import HeldTensor, held_by, shape_of, storage_of, version_of
+from omni.diagnostics.scene import Scene
+from omni.diagnostics.source import place_of
 
 CACHE = (
     "train without the cache (a whole sequence through plain causal attention), or write it under torch.no_grad() while "

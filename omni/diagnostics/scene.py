@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from omni.diagnostics.findings import Place
-from omni.diagnostics.trace.graph import Node, leaves_of, nodes_of
-from omni.diagnostics.trace.held import HeldTensor, held_by, held_in, reach, storage_of
-from omni.diagnostics.trace.recompute import Region
-from omni.diagnostics.trace.source import is_internal, name_writes, outer_writes, place_of
-from omni.diagnostics.trace.trace import Trace
+from omni.diagnostics.graph import Node, leaves_of, nodes_of
+from omni.diagnostics.held import HeldTensor, held_by, held_in, reach, storage_of
+from omni.diagnostics.recompute import Region
+from omni.diagnostics.source import is_internal, name_writes, outer_writes, place_of
+from omni.diagnostics.trace import Trace
 
 FRAMES = 12
 """Number of the user's frames that are searched for variables."""

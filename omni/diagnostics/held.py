@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from omni.diagnostics.findings import Place
-from omni.diagnostics.trace.source import attribute_writes, code_of, is_internal
+from omni.diagnostics.source import attribute_writes, code_of, is_internal
 
 MOST = 512
 """Most entries of one container that are examined."""

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from omni.diagnostics.findings import Place
-from omni.diagnostics.trace.held import MODULE_FIELDS, HeldTensor, held_by, plain_in, storage_of, tensors_in, version_of
-from omni.diagnostics.trace.source import attribute_writes, definition, place_of
-from omni.diagnostics.trace.trace import Trace
+from omni.diagnostics.held import MODULE_FIELDS, HeldTensor, held_by, plain_in, storage_of, tensors_in, version_of
+from omni.diagnostics.source import attribute_writes, definition, place_of
+from omni.diagnostics.trace import Trace
 
 
 class Entry(NamedTuple):
