@@ -1,35 +1,25 @@
-"""Diagnoses errors of autograd: finds the cause and its line."""
+"""Finds what a step tells of gradients and graphs, and the cause of errors of autograd with its line."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from omni.diagnostics.findings import Finding, Place, some
-from omni.diagnostics.gradients import (
-    CACHE,
-    INFERENCE,
-    OUTSIDE,
-    STATISTIC,
-    inference,
-    is_copy,
-    is_view_of_leaf,
-    stale,
-    written_caches,
-)
-from omni.diagnostics.graph import Node, backward_roots, is_inner, is_older, nodes_of
-from omni.diagnostics.held import HeldTensor, held_by, shape_of, storage_of, version_of
-from omni.diagnostics.scene import Scene
-from omni.diagnostics.source import place_of
-from omni.diagnostics.trace import Changed
+from omni.diagnostics.held import HeldTensor, held_by, held_in, reach, shape_of, storage_of, version_of
+from omni.diagnostics.recompute import Region
+from omni.diagnostics.source import is_internal
+from omni.diagnostics.trace import Changed, Node, Trace, is_inner, is_older, nodes_of
 
-_VERSION = re.compile(
-    r"\[(?:torch\.)?(?:\w+\.)?(?:CPU|CUDA)?(\w+?)(?:Tensor|Type) \[([\d, ]*)\]\].*?is at version (\d+); expected version (\d+)",
-    re.DOTALL,
-)
-"""Matches tensor types in messages: CPUBFloat16Type under autocast, torch.FloatTensor and the like otherwise."""
+FRAMES = 12
+"""Number of the user's frames that are searched for variables."""
+
 _ERRORS = {
     "inplace": ("modified by an inplace operation", "is being used in an in-place operation"),
     "freed": ("through the graph a second time", "second backward through one forward"),
@@ -40,11 +30,131 @@ _ERRORS = {
 INPLACE = (
     "make a new tensor instead (x = x + 1 for x.add_(1), torch.where for a masked write), or change it once backward has run"
 )
+CACHE = (
+    "train without the cache (a whole sequence through plain causal attention), or write it under torch.no_grad() while "
+    "generating; to train through a cache, build a new tensor (torch.cat, index_copy) and pass it on"
+)
+STATISTIC = (
+    "detach what feeds it ({name} = ... x.detach() ...), or compute it under torch.no_grad(): statistics need no gradient"
+)
+OUTSIDE = (
+    "compute it inside the step, in the module's forward, so that every step has a graph of its own; detach it only if what "
+    "made it is not to be trained"
+)
 CARRY = "cut it where a step starts: {name} = {name}.detach(); backward through several steps needs them in one loss"
 ONE_BACKWARD = (
     "add the losses and call backward once; where two parts are to be trained apart, detach what passes between them on the "
     "side that is not to be trained"
 )
+INFERENCE = (
+    "evaluate under torch.no_grad(), not torch.inference_mode(), where what is made there is used in training again; clone() "
+    "outside of inference mode turns one into a normal tensor"
+)
+NO_GRAPH = "call the model with gradients recorded (no no_grad around it) and with trainable parameters; do not detach the loss"
+_LOST = {
+    "detached": "let the graph through: remove the detach (or no_grad) between this part and the loss, and add up all losses "
+    "before one backward",
+    "used": "run this part with gradients recorded; or freeze it with requires_grad_(False) if it is not to be trained",
+    "unused": "use it in forward; if it is not to be trained, freeze it (requires_grad_(False)) or leave it out of the model",
+    "": "look for a detach, .data, .item(), numpy() or a no_grad block between this part and the loss; freeze it with "
+    "requires_grad_(False) if it is not to be trained",
+}
+_COPIES = ("CopySlices", "IndexCopy", "IndexPut", "Copy", "Scatter", "SliceScatter", "SelectScatter", "MaskedScatter")
+
+
+@dataclass
+class Scene:
+    """One step: its start, and the holders of tensors (modules, the batch, variables of functions).
+
+    Attributes:
+        names: path by id of each parameter and module.
+        first: number of the step's first graph node.
+        held: buffers, attributes and tensors of the batch at its beginning, with the graph and version each had then.
+        frame: frame in which the step was started; `function`: the step as a function, where there is one.
+        later: the user's frames in an error's traceback.
+    """
+
+    model: nn.Module | None
+    names: dict[int, str]
+    first: int
+    batch: Any = None
+    frame: FrameType | None = None
+    function: Callable[[], Any] | None = None
+    held: list[tuple[HeldTensor, Node, int]] = field(default_factory=list)
+    trace: Trace | None = None
+    regions: list[Region] = field(default_factory=list)
+    later: list[FrameType] = field(default_factory=list)
+
+    def variables(self) -> Iterator[HeldTensor]:
+        """Tensors in variables of the user's functions: running ones, failed ones, and those that the step reaches."""
+        seen: set[int] = set()
+        start = HeldTensor(torch.empty(0), "", "the step", "")
+        for frame in [*self.later[::-1], *self._callers()]:
+            for name, value in frame.f_locals.items():
+                if not name.startswith("__"):
+                    yield from reach(start._replace(name=name, code=frame.f_code, at=frame.f_lineno), value, seen)
+        if self.function is not None:
+            yield from reach(start, self.function, seen)
+
+    def _callers(self) -> list[FrameType]:
+        found: list[FrameType] = []
+        frame = self.frame
+        while frame is not None and len(found) < FRAMES:
+            if not is_internal(frame.f_code.co_filename) and "-packages" not in frame.f_code.co_filename:
+                found.append(frame)
+            frame = frame.f_back
+        return found
+
+    def remember(self, error: BaseException) -> None:
+        """Stores the user's frames in an error's traceback."""
+        frames = [trace.tb_frame for trace in _traceback(error)]
+        self.later += [frame for frame in frames if not is_internal(frame.f_code.co_filename)]
+
+    def now(self, parameters: bool = False) -> Iterator[HeldTensor]:
+        """Tensors that modules and batch hold at this moment."""
+        yield from held_by(self.model, parameters)
+        yield from held_in(self.batch, "batch")
+
+    def last_write(self, tensor: Tensor) -> Place | None:
+        """The line that last wrote a tensor in a traced step."""
+        writes = [] if self.trace is None else self.trace.writes.get(storage_of(tensor), [])
+        return writes[-1].place if writes else None
+
+    def written(self, held: HeldTensor) -> Place | None:
+        """The line that last wrote a held tensor: traced, or found in the source of its class."""
+        present = [other.tensor for other in self.now() if other.path == held.path and other.tensor.grad_fn is not None]
+        places = [place for place in map(self.last_write, present) if place is not None]
+        return next(iter([*places, *held.written()]), None)
+
+    def trainable_of(self, tensor: Tensor) -> str:
+        """Names of the trainable parameters that a tensor's graph leads to."""
+        leaves = [node.variable for node in nodes_of([tensor]) if not is_inner(node)]
+        return some(sorted(self.names.get(id(leaf), "a parameter outside the model") for leaf in leaves)) or "what made it"
+
+
+def _traceback(error: BaseException) -> Iterator[Any]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _number(variable: HeldTensor) -> int:
+    return variable.tensor.grad_fn._sequence_nr()  # type: ignore[union-attr]
+
+
+def _is_view_of_leaf(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of a parameter: it shows the present values, and its graph keeps nothing alive."""
+    base = tensor._base
+    return base is not None and base.is_leaf and base.requires_grad
+
+
+def _is_copy(node: object) -> bool:
+    """Whether a node comes from writing into a tensor by index or slice."""
+    return type(node).__name__.removeprefix("torch::autograd::").startswith(_COPIES) or "CopySlices" in str(node)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def kind_of(error: BaseException) -> str | None:
@@ -56,181 +166,262 @@ def kind_of(error: BaseException) -> str | None:
 def diagnose(scene: Scene, error: BaseException) -> list[Finding]:
     """Findings for an error of autograd."""
     kind = kind_of(error)
+    nodes = nodes_of(_backward_roots(error))
     traced = traced_changes(scene) + [f for region in scene.regions for f in region.findings(failed=kind == "recompute")]
-    if kind == "inplace":
-        old = from_outside(scene, nodes_of(backward_roots(error)))
-        return [*old, *traced] or [*written_caches(scene), *_guess(scene, str(error))]
     if kind == "freed":
-        nodes = nodes_of(backward_roots(error))
-        return [*(from_outside(scene, nodes) or [_twice(scene, nodes)]), *traced]
+        return [*(_from_outside(scene, nodes) or [_twice(scene, nodes)]), *traced]
     if kind == "inference":
-        return _inference(scene) + traced
-    if kind == "recompute" and not traced:
-        return [_unknown_recompute()]
+        holders = [scene.now(parameters=True), scene.variables()]
+        ours, users = ([held for held in each if held.tensor.is_inference()] for each in holders)
+        return [_inference(scene, held) for held in ours or users[:1]] + traced
     if kind == "nothing":
-        return [*traced, _nothing(scene)]
-    return traced
+        what = "the loss has no graph: no parameter that requires a gradient took part in it, or no gradients were recorded"
+        cuts = [] if scene.trace is None else scene.trace.cuts
+        return [*traced, Finding("no_gradient", what, NO_GRAPH, place=cuts[-1].place if cuts else None)]
+    if kind == "inplace":
+        old, message = _from_outside(scene, nodes), str(error).strip().split("\n")[0]
+        is_known = old or (traced and scene.trace is not None)
+        return [*old, *traced, *([] if is_known else [Finding("inplace", message, INPLACE)])]
+    what = "a checkpointed part is repeated in backward and does not do the same as in forward"
+    remedy = "let its result depend on its arguments alone; guard.rerun(step) names what has changed"
+    return traced or [Finding("recompute", what, remedy)]
+
+
+def _backward_roots(error: BaseException) -> list[Tensor]:
+    """Tensors on which `backward` or `grad` was called when this error was raised; empty where it was not raised there."""
+    found: list[Tensor] = []
+    for trace in _traceback(error):
+        code = trace.tb_frame.f_code
+        if code.co_filename.replace("\\", "/").endswith("torch/autograd/__init__.py") and code.co_name in ("backward", "grad"):
+            value = trace.tb_frame.f_locals.get("tensors" if code.co_name == "backward" else "outputs", ())
+            found = [value] if isinstance(value, Tensor) else [t for t in value if isinstance(t, Tensor)]
+    return found
 
 
 def traced_changes(scene: Scene) -> list[Finding]:
-    """Saved tensors that a traced step changed in place, one finding for each storage."""
-    if scene.trace is None:
-        return []
-    found, seen = [], set[int]()
-    held = {storage_of(h.tensor): h for h in _all_held(scene)}
-    for changed in scene.trace.changed:
-        storage = storage_of(changed.saved.tensor)
-        if storage not in seen:
-            seen.add(storage)
-            found.append(_changed(changed, held.get(storage), scene))
-    for backward in scene.trace.backwards:
-        found += from_outside(scene, backward.nodes)
-    caches = {finding.place for finding in found if finding.kind == "cache"}
-    return found + [finding for finding in written_caches(scene) if finding.place not in caches]
-
-
-def _all_held(scene: Scene) -> Iterable[HeldTensor]:
-    yield from scene.now()
-    yield from held_by(scene.model, parameters=True)
+    """Saved tensors that a step changed in place (traced), one finding for each storage, old graphs that its backward reached
+    (traced), and caches that it wrote."""
+    found: dict[int, Finding] = {}
+    older: list[Finding] = []
+    if scene.trace is not None:
+        held = {storage_of(h.tensor): h for h in scene.now(parameters=True)}
+        for changed in scene.trace.changed:
+            storage = storage_of(changed.saved.tensor)
+            if storage not in found:
+                found[storage] = _changed(changed, held.get(storage), scene)
+        for _, nodes in scene.trace.backwards:
+            older += _from_outside(scene, nodes)
+    caches = {finding.place for finding in found.values() if finding.kind == "cache"}
+    return [*found.values(), *older, *(f for f in written_caches(scene) if f.place is None or f.place not in caches)]
 
 
 def _changed(changed: Changed, held: HeldTensor | None, scene: Scene) -> Finding:
     saved, writes = changed.saved, changed.writes
-    lines = list(dict.fromkeys(write.line for write in writes if write.line is not None))
-    places = [place for place in map(place_of, lines) if place is not None]
+    places = [place for place in dict.fromkeys([*(write.place for write in writes), saved.place]) if place is not None]
     name = held.path if held is not None else next((w.name for w in writes if w.name), "a tensor")
-    tensor = held.describe() if held is not None else f"{name} {shape_of(saved.tensor)}"
     ops = some(list(dict.fromkeys(write.op.removeprefix("aten.") for write in writes)), 3)
     if changed.now != saved.version:
         how = f"changed in place: version {changed.now} instead of {saved.version} ({ops})"
     else:
         how = f"written past autograd, through .data or the like ({ops}); gradients are wrong"
     what = f"{name} was saved for backward and then {how}"
-    at = place_of(saved.line)
-    others = tuple(p for p in [*places[1:], *([at] if at is not None else [])] if p not in places[:1])
     module, remedy, kind = (held.module if held is not None else ""), INPLACE, "inplace"
     if held is not None and scene.names.get(id(held.tensor)):
         remedy = "step the optimizer (or write the weights) only after every backward that needs them has run"
-    elif held is not None and held.tensor.grad_fn is not None and is_copy(held.tensor.grad_fn):
+    elif held is not None and _is_copy(held.tensor.grad_fn):
         remedy, kind = CACHE, "cache"
-    return Finding(kind, what, remedy, tensor, module, places[0] if places else None, others)
+    tensor = f"{name} {shape_of(saved.tensor if held is None else held.tensor)}"
+    known = any(write.place is not None for write in writes)
+    return Finding(kind, what, remedy, tensor, module, places[0] if known else None, tuple(places[known:]))
 
 
-def _guess(scene: Scene, message: str) -> list[Finding]:
-    """Guesses without a trace: tensors of the shape and version in the message, and lines that write them."""
-    match = _VERSION.search(message)
-    if match is None:
-        return [Finding("inplace", message.strip().split("\n")[0], INPLACE)]
-    shape = tuple(int(n) for n in match[2].split(",") if n.strip())
-    version = int(match[3])
-
-    def fits(t: Tensor) -> bool:
-        return tuple(t.shape) == shape and version_of(t) == version and t.type().endswith(f".{kind}")
-
-    kind = f"{match[1]}Tensor"
-    what = f"a {kind} {list(shape)} was saved for backward at version {match[4]} and is at version {version} now"
-    for held in _all_held(scene):
-        if fits(held.tensor):
-            places = _in_place(p for p in held.written() if p.function != "__init__")
-            return [Finding("inplace", what, INPLACE, held.describe(), held.module, places[0] if places else None)]
-    for v in scene.variables():
-        places = _in_place(v.places)
-        if fits(v.tensor) and places:
-            return [Finding("inplace", what, INPLACE, f"{v.name} {shape_of(v.tensor)}", "", places[0])]
-    return [Finding("inplace", what, INPLACE, f"{kind} {list(shape)}")]
-
-
-def _in_place(places: Iterable[Place]) -> list[Place]:
-    """Lines that change a tensor in place, without those that bind a name to another one."""
-    return [p for p in places if re.search(r"\w_\(|\] *[-+*/|&]?= |[-+*/|&]= ", p.code)]
-
-
-def from_outside(scene: Scene, nodes: set[Node]) -> list[Finding]:
+def _from_outside(scene: Scene, nodes: set[Node]) -> list[Finding]:
     """Findings about holders of a part of a graph that is older than the step; none where there is no such part."""
     old = {node for node in nodes if is_older(node, scene.first)}
     if not old:
         return []
-    found = [stale(scene, held, node) for held, node, _ in scene.held if node is not None and node in old]
+    found = [_stale(scene, held, node) for held, node, _ in scene.held if node is not None and node in old]
     if found:
         return found
-    holders = [v for v in scene.variables() if v.tensor.grad_fn in old]
-    holders.sort(key=lambda v: (not v.places, v.tensor.grad_fn._sequence_nr()))  # type: ignore[union-attr]
-    used = [] if scene.trace is None else [use for node, use in scene.trace.old_uses.items() if node in old]
-    others = tuple(place for place in (place_of(line) for _, line in used) if place is not None)
-    if holders:
-        v = holders[0]
-        trained = some(scene.trainable_of(v.tensor)) or "what made it"
-        what = f"the variable {v.name} keeps a graph from before this step, which goes through {trained}"
-        return [
-            Finding("freed", what, OUTSIDE, f"{v.name} {shape_of(v.tensor)}", "", v.places[0] if v.places else None, others)
-        ]
-    around = [(v, p) for v in scene.variables() if v.tensor.grad_fn is not None for p in v.places if _reads_itself(v.name, p)]
-    carried = [pair for pair in around if pair[0].tensor.grad_fn in nodes]
-    # A recurrent layer's state is no part of the loss, but depends on the same old state.
-    carried = carried or [pair for pair in around if nodes_of([pair[0].tensor]) & old]
-    if carried:
-        v, line = min(carried, key=lambda pair: pair[0].tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
-        what = f"the variable {v.name} carries the graph of one step into the next"
-        remedy = CARRY.format(name=v.name)
-        others = tuple(place for place in others if place != line)
-        return [Finding("freed", what, remedy, f"{v.name} {shape_of(v.tensor)}", "", line, others)]
-    place, shape = (others[0], used[0][0]) if others else (None, "")
+    used = [] if scene.trace is None else [place for node, place in scene.trace.old_uses.items() if node in old]
+    others = tuple(place for place in used if place is not None)
+    variables = sorted(
+        (v for v in scene.variables() if v.tensor.grad_fn is not None), key=lambda v: (not v.written(), _number(v))
+    )
+    for v in variables:
+        if v.tensor.grad_fn in old:
+            what = (
+                f"the variable {v.path} keeps a graph from before this step, which goes through {scene.trainable_of(v.tensor)}"
+            )
+            return [Finding("freed", what, OUTSIDE, v.describe(), "", next(iter(v.written()), None), others)]
+    for v in variables:  # a state that was bound again; a recurrent layer's is no part of the loss, but depends on the old one
+        if v.written() and nodes_of([v.tensor]) & old:
+            what = f"the variable {v.path} carries the graph of one step into the next"
+            line, remedy = v.written()[0], CARRY.format(name=v.path)
+            return [Finding("freed", what, remedy, v.describe(), "", line, tuple(place for place in others if place != line))]
     what = f"backward reaches {len(old)} nodes of a graph from before this step; nothing that the guard can reach holds it"
-    return [Finding("freed", what, OUTSIDE, f"a tensor {shape}" if shape else "", "", place, others[1:])]
-
-
-def _reads_itself(name: str, place: Place) -> bool:
-    """Whether a line binds a name (an attribute: of any variable) to a value computed from it."""
-    owner, _, last = name.partition("[")[0].rpartition(".")
-    word = (r"\." if owner else r"(?<!\.)\b") + re.escape(last) + r"\b"
-    for part in place.code.split(";"):
-        left, _, right = part.partition("=")
-        if re.search(word, left) and (re.search(word, right) or left.rstrip()[-1:] in tuple("+-*/@|&")):
-            return True
-    return False
+    return [Finding("freed", what, OUTSIDE, "", "", next(iter(others), None), others[1:])]
 
 
 def _twice(scene: Scene, nodes: set[Node]) -> Finding:
     """The finding for two backward calls of one step that share a graph, through a tensor that a module holds or one loss."""
+    before = {(was.path, node) for was, node, _ in scene.held}
     for held in scene.now():
         node = held.tensor.grad_fn
-        if held.owner is None or node is None or is_view_of_leaf(held.tensor) or not nodes_of([held.tensor]) & nodes:
+        if held.owner is None or node is None or (held.path, node) in before or _is_view_of_leaf(held.tensor):
             continue
-        if any(was.path == held.path and was.tensor.grad_fn is node for was, _, _ in scene.held):
-            continue
-        what = f"{held.path} carries the graph of one backward call of this step into the next, which the first one freed"
-        remedy = CACHE if is_copy(node) else STATISTIC.format(name="self." + held.name)
-        return Finding("freed", what, remedy, held.describe(), held.module, scene.written(held))
+        if nodes_of([held.tensor]) & nodes:
+            what = f"{held.path} carries the graph of one backward call of this step into the next, which the first one freed"
+            remedy = CACHE if _is_copy(node) else STATISTIC.format(name="self." + held.name)
+            return Finding("freed", what, remedy, held.describe(), held.module, scene.written(held))
     what = "two backward calls of this step walk through the same graph, which the first one freed"
-    if scene.trace is not None and scene.trace.backwards:
-        *before, this = scene.trace.backwards
-        shared = [b for b in before if any(is_inner(node) for node in b.nodes & nodes)]
-        first = place_of(shared[0].line) if shared else None
-        return Finding("freed", what, ONE_BACKWARD, place=place_of(this.line), others=(first,) if first is not None else ())
-    return Finding("freed", what, ONE_BACKWARD)
+    *earlier, last = [(None, set())] if scene.trace is None or not scene.trace.backwards else scene.trace.backwards
+    shared = [place for place, walked in earlier if any(is_inner(node) for node in walked & nodes)]
+    return Finding("freed", what, ONE_BACKWARD, place=last[0], others=tuple(place for place in shared[:1] if place is not None))
 
 
-def _inference(scene: Scene) -> list[Finding]:
-    found = [inference(scene, held) for held in _all_held(scene) if held.tensor.is_inference()]
-    if found:
-        return found
-    for v in scene.variables():
-        if v.tensor.is_inference():
-            what = f"the variable {v.name} was made under torch.inference_mode(): autograd cannot save it"
-            place = v.places[0] if v.places else None
-            return [Finding("inference", what, INFERENCE, f"{v.name} {shape_of(v.tensor)}", "", place)]
-    return [Finding("inference", "a tensor made under torch.inference_mode() takes part in training", INFERENCE)]
+# --- what a step holds ------------------------------------------------------------------------------------------------
 
 
-def _nothing(scene: Scene) -> Finding:
-    what = "the loss has no graph: no parameter that requires a gradient took part in it, or no gradients were recorded"
-    cut = None if scene.trace is None or not scene.trace.cuts else scene.trace.cuts[-1]
+def _stale(scene: Scene, held: HeldTensor, node: object) -> Finding:
+    """The finding for a held tensor that carries a graph from before the step."""
+    if held.owner is None:
+        what = f"{held.path} was computed before the step and carries a graph: it goes through "
+        nodes = nodes_of([held.tensor])
+        origins = [v for v in scene.variables() if v.tensor.grad_fn in nodes and v.written()]
+        place = min(origins, key=_number).written()[0] if origins else None  # the variable at which the graph starts
+        return Finding("stale", f"{what}{scene.trainable_of(held.tensor)} only once", OUTSIDE, held.describe(), place=place)
+    place = scene.written(held)
+    others = tuple(p for p in held.written() if p != place and p.function != "__init__")[:2]
+    if _is_copy(node):
+        what = f"{held.path} is a cache that was written while gradients recorded, and keeps the graph of an earlier step"
+        return Finding("cache", what, CACHE, held.describe(), held.module, place, others)
+    what = f"{held.path} keeps the graph of an earlier step: a backward that comes to it fails"
+    remedy = STATISTIC.format(name="self." + held.name)
+    return Finding("stale", what, remedy, held.describe(), held.module, place, others)
+
+
+def at_start(scene: Scene) -> list[Finding]:
+    """Findings about graphs from before the step, and about inference tensors.
+
+    Checked when the step is over: a tensor that a module has computed again, not from its old value, is no finding.
+    """
+    found = []
+    old = any(node is not None and held.owner is not None for held, node, _ in scene.held)
+    now = {held.path: held.tensor for held in held_by(scene.model)} if old else {}
+    reached = nodes_of(now.values(), since=scene.first) if old else set()
+    for held, node, _ in scene.held:
+        if node is not None and not _is_view_of_leaf(held.tensor):
+            current = now.get(held.path)
+            kept = current is not None and current.grad_fn is node
+            if held.owner is None or kept or node in reached:
+                found.append(_stale(scene, held, node))
+        elif held.tensor.is_inference():
+            found.append(_inference(scene, held))
+    return found
+
+
+def _inference(scene: Scene, held: HeldTensor) -> Finding:
+    same = [held] if held.owner is not None else [v for v in scene.variables() if v.tensor is held.tensor]
+    what = f"{held.path} was made under torch.inference_mode(): autograd cannot save it"
+    place = next((place for v in same for place in v.written()), None)
+    return Finding("inference", what, INFERENCE, held.describe(), held.module, place)
+
+
+def written_caches(scene: Scene) -> list[Finding]:
+    """Tensors that had no graph when the step started and have one now: written in place while gradients are recorded."""
+    found = []
+    for held, node, version in scene.held:
+        tensor = held.tensor
+        if node is None and version >= 0 and tensor.grad_fn is not None and tensor._version != version:
+            what = f"{held.path} was written in place while gradients record: it now carries the graph of this step"
+            place = scene.last_write(tensor) or next((p for p in held.written() if p.function != "__init__"), None)
+            remedy = CACHE if _is_copy(tensor.grad_fn) else STATISTIC.format(name=held.path)
+            found.append(Finding("cache", what, remedy, held.describe(), held.module, place))
+    return found
+
+
+# --- gradients that do not arrive, or that nobody uses ----------------------------------------------------------------
+
+
+def missing_gradients(
+    scene: Scene, named: Iterable[tuple[str, nn.Parameter]], arrived: set[int], explained: set[str]
+) -> list[Finding]:
+    """Trainable parameters to which no gradient came, one finding for each cause."""
+    groups: dict[tuple[str, Place | None], list[tuple[str, nn.Parameter]]] = {}
+    for name, p in named:
+        if p.requires_grad and id(p) not in arrived and name not in explained:
+            groups.setdefault(_cause(scene, name, p), []).append((name, p))
+    found = []
+    for (why, place), members in groups.items():
+        names = [name for name, _ in members]
+        what = f"{len(names)} trainable parameters received no gradient: {why}"
+        module = names[0].rpartition(".")[0] if len(names) == 1 else ""
+        tensor = some(names) if len(names) > 1 else f"{names[0]} {shape_of(members[0][1])}"
+        found.append(Finding("no_gradient", what, _LOST.get(why.split(" ")[0], _LOST[""]), tensor, module, place))
+    return found
+
+
+def _cause(scene: Scene, name: str, p: nn.Parameter) -> tuple[str, Place | None]:
+    trace = scene.trace
+    if trace is None:
+        return "a full trace (guard.rerun) says where it was lost", None
+    if isinstance(p, DTensor):
+        return "FSDP2 gathers it, so that a trace does not see where it was lost", None
+    if (name, True) not in trace.uses:
+        silent = trace.uses.get((name, False))
+        return (
+            ("used only where gradients are not recorded", silent)
+            if (name, False) in trace.uses
+            else ("unused in forward", None)
+        )
+    for cut in trace.cuts:
+        if any(getattr(node, "variable", None) is p for node in nodes_of([cut.source])):
+            return f"detached from the loss by {cut.op.removeprefix('aten.')}", cut.place
+    return "its results do not reach the loss", trace.uses[name, True]
+
+
+def is_zeroed(p: nn.Parameter, arrived: set[int]) -> bool:
+    """Whether a gradient is only the zeros of `zero_grad(set_to_none=False)`, while other parameters received theirs."""
+    return bool(arrived) and p.grad is not None and type(p) is nn.Parameter and not bool(p.grad.any())
+
+
+def owned_by(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+class Unowned(NamedTuple):
+    """A parameter that no optimizer owns, and its version and first values at the start of the step.
+
+    It may be written by other means (a copy in a wider type is an optimizer's), through `data` too, which no version counts.
+    """
+
+    name: str
+    p: nn.Parameter
+    version: int
+    values: Tensor
+
+    def is_unchanged(self) -> bool:
+        return self.version == version_of(self.p) and torch.equal(self.values, _first_values(self.p))
+
+
+def _first_values(p: Tensor) -> Tensor:
+    return (p.to_local() if isinstance(p, DTensor) else p).detach().reshape(-1)[:64].clone()
+
+
+def without_owner(named: Iterable[tuple[str, nn.Parameter]], optimizers: list[torch.optim.Optimizer]) -> list[Unowned]:
+    """Trainable parameters that no optimizer owns; none where there is no optimizer."""
+    owned = owned_by(optimizers)
+    loose = [(name, p) for name, p in named if optimizers and id(p) not in owned]
+    return [Unowned(name, p, version_of(p), _first_values(p)) for name, p in loose]
+
+
+def unowned(loose: Iterable[Unowned], arrived: set[int], stepped: bool) -> list[Finding]:
+    """Parameters that receive a gradient but are not updated in a step in which optimizers step."""
+    names = [one.name for one in loose if id(one.p) in arrived and (not stepped or one.is_unchanged())]
+    what = f"{len(names)} parameters receive a gradient, but no optimizer owns them: they never change"
     remedy = (
-        "call the model with gradients recorded (no no_grad around it) and with trainable parameters; do not detach the loss"
+        "give them to the optimizer (build it after the last change of the model: to(), added adapters, copies), or freeze "
+        "them with requires_grad_(False)"
     )
-    return Finding("no_gradient", what, remedy, place=None if cut is None else place_of(cut.line))
-
-
-def _unknown_recompute() -> Finding:
-    what = "a checkpointed part is repeated in backward and does not do the same as in forward"
-    return Finding("recompute", what, "let its result depend on its arguments alone; guard.rerun(step) names what has changed")
+    return [Finding("not_owned", what, remedy, some(names))] if names else []

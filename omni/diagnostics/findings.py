@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 KINDS = {
     "inplace": "a tensor that backward needs was changed in place",
@@ -30,26 +30,25 @@ _ADVICE = re.compile(r"\s*Specify retain_graph=True if [^.]*\.")
 """Torch's own advice for a graph that backward walks twice: it hides the mistake, or turns it into another error."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """A line of source: path (relative below the working folder), line number from 1, the code itself and its function."""
+class Place(NamedTuple):
+    """A line of source; its code is read when it is asked for."""
 
-    file: str
+    path: str
     line: int
-    code: str
     function: str
 
-    @classmethod
-    def at(cls, file: str, line: int, function: str) -> Place:
-        code = linecache.getline(file, line).strip()
-        try:
-            inside = Path(file).resolve().relative_to(Path.cwd())
-        except (ValueError, OSError):
-            return cls(file, line, code, function)
-        return cls(str(inside).replace(os.sep, "/"), line, code, function)
+    @property
+    def code(self) -> str:
+        return linecache.getline(self.path, self.line).strip()
+
+    @property
+    def file(self) -> str:
+        """The path, relative below the working folder."""
+        full, here = os.path.realpath(self.path), os.path.realpath(".") + os.sep
+        return full.removeprefix(here).replace(os.sep, "/") if full.startswith(here) else self.path
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}: {self.code}" if self.code else f"{self.file}:{self.line}"
+        return f"{self.file}:{self.line} in {self.function}: {self.code}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Key by which two findings are the same mistake."""
+        """Equal for two findings of one mistake."""
         return self.kind, self.module, self.tensor, self.place
 
 

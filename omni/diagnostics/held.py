@@ -1,8 +1,9 @@
-"""Finds tensors that a model holds between steps: parameters, buffers, plain attributes, and contents of containers in them."""
+"""Finds tensors that a model holds between steps (buffers, attributes, contents of containers in them), and variables'."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from omni.diagnostics.findings import Place
-from omni.diagnostics.source import attribute_writes, code_of, is_internal
+from omni.diagnostics.source import attribute_writes, code_of, is_internal, name_writes
 
 MOST = 512
 """Most entries of one container that are examined."""
@@ -21,30 +22,47 @@ VISITS = 500
 DEPTH = 4
 """Most levels of nested containers and objects that are searched."""
 
-_PLAIN = (str, bytes, int, float, bool, complex, type(None), type, torch.dtype, torch.device, torch.Size)
+VALUES = (bool, int, float, str)
+_PLAIN = (*VALUES, bytes, complex, type(None), type, torch.dtype, torch.device, torch.Size)
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, types.CodeType)
+_OPAQUE = ("torch", "lightning_fabric", "numpy", "omni.diagnostics")
 MODULE_FIELDS = frozenset(vars(nn.Module())) - {"training"}
 
 
 class HeldTensor(NamedTuple):
-    """A tensor and the path to it: module path, attribute, rest of the path (`['k'][0]`), and the class of its owner."""
+    """A tensor and the path to it.
+
+    Attributes:
+        module: path of the module or object that holds it.
+        name, rest: its attribute or variable, and the rest of the path (`['k'][0]`).
+        owner: class whose attribute it is; None for a variable.
+        code, at: the function that names the variable, and its running line.
+    """
 
     tensor: Tensor
     module: str
     name: str
     rest: str
-    owner: type | None
+    owner: type | None = None
+    code: types.CodeType | None = None
+    at: int = 0
 
     @property
     def path(self) -> str:
-        return f"{self.module}.{self.name}{self.rest}" if self.module else f"{self.name}{self.rest}"
+        return join(self.module, self.name) + self.rest
 
     def written(self) -> tuple[Place, ...]:
-        """Lines of the owner's class that write the attribute."""
-        return () if self.owner is None else attribute_writes(self.owner, self.name)
+        """Lines that write the attribute or the variable, the likeliest first."""
+        if self.owner is not None:
+            return attribute_writes(self.owner, self.name)
+        return () if self.code is None else name_writes(self.code, self.name, self.at)
 
     def describe(self) -> str:
         return f"{self.path} {shape_of(self.tensor)}"
+
+
+def join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -64,9 +82,7 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def tensors_in(
-    value: Any, seen: set[int] | None = None, depth: int = DEPTH, rest: str = "", end: int | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(value: Any, seen: set[int] | None = None, depth: int = DEPTH) -> Iterator[tuple[str, Tensor]]:
     """Tensors in a value of any kind, with the path to each; modules and torch's own objects are not searched.
 
     The values of a read-only mapping are not read either: it may load each of them from a file (accelerate's
@@ -74,51 +90,42 @@ def tensors_in(
 
     Args:
         seen: ids of objects that were searched before.
-        end: stop when `seen` has this size; by default after `VISITS` objects of this value.
     """
-    if isinstance(value, Tensor):
-        yield rest, value
-        return
-    if isinstance(value, (*_PLAIN, *_CODE, nn.Module)) or depth == 0:
-        return
     seen = set() if seen is None else seen
-    end = len(seen) + VISITS if end is None else end
-    if id(value) in seen or len(seen) >= end:
+    return ((path, leaf) for path, leaf in leaves_in(value, seen, depth, "", len(seen) + VISITS) if isinstance(leaf, Tensor))
+
+
+def leaves_in(value: Any, seen: set[int], depth: int, path: str, end: int, plain: bool = False) -> Iterator[tuple[str, Any]]:
+    """Tensors in a value, and on request numbers and strings, until `seen` holds `end` containers and objects."""
+    if isinstance(value, Tensor) or (plain and isinstance(value, VALUES)):
+        yield path, value
+        return
+    if isinstance(value, (*_PLAIN, *_CODE, nn.Module)) or depth == 0 or id(value) in seen or len(seen) >= end:
         return
     seen.add(id(value))
-    entries: Iterable[tuple[str, Any]]
+    for step, inner in _entries(value):
+        if plain or not isinstance(inner, _PLAIN):
+            yield from leaves_in(inner, seen, depth - 1, path + step, end, plain)
+
+
+def _entries(value: Any) -> Iterable[tuple[str, Any]]:
+    """What a container or an object holds, with the step of the path to each."""
     if isinstance(value, MutableMapping):
-        entries = [(f"[{k!r}]", v) for k, v in _first(value.items())]
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        entries = [(f".{k}", v) for k, v in zip(value._fields, value, strict=True)]
-    elif isinstance(value, Iterable) and hasattr(value, "__len__") and type(value).__module__ in ("builtins", "collections"):
-        entries = [(f"[{i}]", v) for i, v in enumerate(_first(value))]
-    elif hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch", "lightning_fabric", "numpy")):
-        entries = [(f".{k}", v) for k, v in _first(vars(value).items())]
-    else:
-        return
-    for step, inner in entries:
-        if not isinstance(inner, _PLAIN):
-            yield from tensors_in(inner, seen, depth - 1, rest + step, end)
+        return [(f"[{k!r}]", v) for k, v in _first(value.items())]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f".{k}", v) for k, v in zip(value._fields, value, strict=True)]
+    if isinstance(value, Iterable) and hasattr(value, "__len__") and type(value).__module__ in ("builtins", "collections"):
+        return [(f"[{i}]", v) for i, v in enumerate(_first(value))]
+    return [(f".{k}", v) for k, v in _attributes(value)]
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """Attributes of an object that is not of a library."""
+    return [] if type(value).__module__.startswith(_OPAQUE) else _first(getattr(value, "__dict__", {}).items())
 
 
 def _first(values: Iterable[Any]) -> list[Any]:
     return [value for _, value in zip(range(MOST), values, strict=False)]
-
-
-def plain_in(value: Any, most: int = 64) -> Iterator[tuple[str, Any]]:
-    """Numbers, bools and strings in a container or an object, with the path to each; at most `most` of each container."""
-    if isinstance(value, (list, tuple)):
-        entries: Iterable[tuple[str, Any]] = ((f"[{i}]", v) for i, v in enumerate(value))
-    elif isinstance(value, dict):
-        entries = ((f"[{k!r}]", v) for k, v in value.items())
-    elif hasattr(value, "__dict__") and not isinstance(value, (*_CODE, type, nn.Module, Tensor)):
-        entries = ((f".{k}", v) for k, v in vars(value).items())
-    else:
-        return
-    for _, (step, inner) in zip(range(most), entries, strict=False):
-        if isinstance(inner, (bool, int, float, str)):
-            yield step, inner
 
 
 def held_by(model: nn.Module | None, parameters: bool = False) -> Iterator[HeldTensor]:
@@ -126,18 +133,12 @@ def held_by(model: nn.Module | None, parameters: bool = False) -> Iterator[HeldT
 
     Weights that torch's old `weight_norm` and `spectral_norm` compute again before each forward are left out.
     """
-    if model is None:
-        return
     seen: set[int] = set()
-    for path, module in model.named_modules():
+    for path, module in () if model is None else model.named_modules():
         kind = type(module)
-        if parameters:
-            for name, p in module._parameters.items():
-                if p is not None and not is_lazy(p):
-                    yield HeldTensor(p, path, name, "", kind)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not is_lazy(buffer):
-                yield HeldTensor(buffer, path, name, "", kind)
+        for name, tensor in [*(module._parameters.items() if parameters else ()), *module._buffers.items()]:
+            if tensor is not None and not is_lazy(tensor):
+                yield HeldTensor(tensor, path, name, "", kind)
         computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
         for name, value in vars(module).items():
             if name in MODULE_FIELDS or isinstance(value, _PLAIN) or name in computed:
@@ -149,13 +150,13 @@ def held_by(model: nn.Module | None, parameters: bool = False) -> Iterator[HeldT
 
 def held_in(value: Any, name: str) -> list[HeldTensor]:
     """Tensors in a batch or in a variable called `name`."""
-    return [HeldTensor(tensor, "", name, rest, None) for rest, tensor in tensors_in(value)]
+    return [HeldTensor(tensor, "", name, rest) for rest, tensor in tensors_in(value)]
 
 
-def reached_from(function: Any) -> dict[str, tuple[Any, Any]]:
+def reached_from(function: Any) -> dict[str, tuple[Any, types.CodeType | None]]:
     """Values that a function reaches by closure, default, partial or `self`, and those globals it names: by name, each with the
     code that names it (None where it is an argument)."""
-    found: dict[str, tuple[Any, Any]] = {}
+    found: dict[str, tuple[Any, types.CodeType | None]] = {}
     while isinstance(function, functools.partial):
         found.update({name: (value, None) for name, value in function.keywords.items()})
         found.update({f"argument {i}": (value, None) for i, value in enumerate(function.args)})
@@ -165,47 +166,35 @@ def reached_from(function: Any) -> dict[str, tuple[Any, Any]]:
     if getattr(function, "__self__", None) is not None:
         found["self"] = (function.__self__, None)
     function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None)
-    if code is None:
+    try:
+        around = inspect.getclosurevars(function)
+    except (TypeError, ValueError):  # of C, or a variable is not filled yet
         return found
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found[name] = (cell.cell_contents, code)
-        except ValueError:  # not filled yet
-            continue
-    for name in code.co_names:
-        value = getattr(function, "__globals__", {}).get(name)
+    for name, value in {**around.nonlocals, **around.globals}.items():
         if value is not None and not isinstance(value, (type, types.ModuleType)):
-            found[name] = (value, code)
-    for i, value in enumerate(getattr(function, "__defaults__", None) or ()):
-        found[f"default {i}"] = (value, None)
+            found[name] = (value, function.__code__)
+    found.update({f"default {i}": (value, None) for i, value in enumerate(function.__defaults__ or ())})
     return found
 
 
-def reach(name: str, value: Any, code: Any, seen: set[int], depth: int = 6) -> Iterator[tuple[str, HeldTensor, Any]]:
-    """Tensors that a value leads to, through containers, functions, objects and modules, each with the variable's name and the
-    code that names it. Objects of torch and of the guard are not searched."""
+def reach(variable: HeldTensor, value: Any, seen: set[int], depth: int = 6) -> Iterator[HeldTensor]:
+    """Tensors that a variable's value leads to, through containers, functions, objects and modules; objects of torch and of the
+    guard are not searched."""
     if depth == 0 or id(value) in seen or isinstance(value, (*_PLAIN, types.ModuleType)) or len(seen) > 5000:
         return
     seen.add(id(value))
     if isinstance(value, nn.Module):
-        yield from ((f"{name}.{held.path}", held, None) for held in held_by(value))
+        yield from (held._replace(module=join(variable.path, held.module)) for held in held_by(value))
     elif isinstance(value, Tensor) or type(value) in (list, tuple, dict, set):
-        yield from (
-            (name + rest, HeldTensor(tensor, "", name, rest, None), code) for rest, tensor in tensors_in(value, depth=2)
-        )
+        yield from (variable._replace(tensor=tensor, rest=rest) for rest, tensor in tensors_in(value, depth=2))
     elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         if not is_internal(getattr(code_of(value), "co_filename", "")):
-            for inner, (reached, names) in reached_from(value).items():
-                yield from reach(inner, reached, names, seen, depth - 1)
-    elif hasattr(value, "__dict__") and not type(value).__module__.startswith(
-        ("torch", "lightning_fabric", "omni.diagnostics")
-    ):
-        for inner, attribute in _first(vars(value).items()):
-            for full, held, named in reach(f"{name}.{inner}", attribute, None, seen, depth - 1):
-                if held.owner is None and named is None:  # a tensor of the object itself, not one that a function in it reaches
-                    held = HeldTensor(held.tensor, "", inner, full.removeprefix(f"{name}.{inner}"), type(value))
-                yield full, held, named
+            for name, (reached, code) in reached_from(value).items():
+                yield from reach(HeldTensor(variable.tensor, "", name, "", code=code), reached, seen, depth - 1)
+    else:
+        for name, inner in _attributes(value):
+            attribute = HeldTensor(variable.tensor, variable.path, name, "", type(value))
+            yield from reach(attribute, inner, seen, depth - 1)
 
 
 def modules_of(function: Any, depth: int = 2) -> list[nn.Module]:

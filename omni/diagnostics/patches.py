@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni.diagnostics.findings import Finding, Place, some
-from omni.diagnostics.held import MODULE_FIELDS, modules_of, shape_of, storage_of, tensors_in
+from omni.diagnostics.held import join, modules_of, reached_from, shape_of, storage_of, tensors_in
 from omni.diagnostics.source import definition
 
 _FSDP = "/torch/distributed/fsdp/"
@@ -98,47 +97,29 @@ class Expectation:
         return definition(forward) if forward is not None else definition(hooks[0]) if hooks else None
 
 
-def foreign_forwards(model: nn.Module | None, names: dict[int, str]) -> list[Finding]:
+def foreign_forwards(model: nn.Module | None, names: Mapping[int, str]) -> list[Finding]:
     """Finds copies of patched modules: an instance's `forward` runs another module of their kind instead, with none of their
     own parameters. Modules with the same `forward` give one finding."""
     found: dict[Place | None, list[nn.Module]] = {}
     for module in () if model is None else model.modules():
         forward = vars(module).get("forward")
         others = [] if forward is None else _bound(forward)
-        if not any(_is_twin(other, module) for other in others) or any(other is module for other in others):
+        if not any(type(other) is type(module) for other in others) or any(other is module for other in others):
             continue
         ids = {id(p) for p in module.parameters()}
-        used = {*_cells(forward), *(id(p) for other in others for p in other.parameters())}
-        if ids and not ids & used and not any(_leads_to(other, module) for other in others):
+        used = {*(id(value) for value, _ in reached_from(forward).values()), *(id(p) for o in others for p in o.parameters())}
+        if ids and not ids & used:
             found.setdefault(definition(forward), []).append(module)
     findings = []
     for place, modules in found.items():
         paths = [names.get(id(module), type(module).__name__) for module in modules]
-        own = zip(paths, (module.named_parameters() for module in modules), strict=True)
-        weights = [f"{path}.{name}".lstrip(".") for path, parameters in own for name, _ in parameters]
+        weights = [
+            join(path, name) for path, module in zip(paths, modules, strict=True) for name, _ in module.named_parameters()
+        ]
         what = f"{some(weights)} take no part in forward: the instance has a `forward` of its own, {TWIN}"
         remedy = HOOK if any(map(_is_sharded, modules)) else FUNCTIONAL
         findings.append(Finding("patch", what, remedy, some(weights), paths[0], place))
     return findings
-
-
-def _is_twin(other: nn.Module, module: nn.Module) -> bool:
-    """Whether both have one class; or one's is derived from the other's, with all of its parameters by name and shape."""
-    if type(other) is type(module):
-        return True
-    if not isinstance(module, type(other)):
-        other, module = module, other
-    base, derived = ({(name, p.shape) for name, p in m.named_parameters()} for m in (other, module))
-    return isinstance(module, type(other)) and bool(base) and base <= derived
-
-
-def _leads_to(other: nn.Module, module: nn.Module) -> bool:
-    """Whether an attribute of `other`, or an entry of a list there, is the module or a function that reaches it."""
-    values: list[Any] = []
-    for name, value in vars(other).items():
-        if name not in MODULE_FIELDS:
-            values += value if isinstance(value, (list, tuple)) else [value]
-    return any(m is module for value in values if callable(value) for m in modules_of(value))
 
 
 def _bound(forward: Any) -> list[nn.Module]:
@@ -150,15 +131,6 @@ def _bound(forward: Any) -> list[nn.Module]:
     held = [a if isinstance(a, nn.Module) else getattr(a, "__self__", None) for a in given]
     owner = getattr(forward, "__self__", None)
     return [m for m in held if isinstance(m, nn.Module)] + ([owner] if isinstance(owner, nn.Module) else modules_of(forward))
-
-
-def _cells(forward: Any) -> set[int]:
-    """Ids of the objects in a function's closure."""
-    found = set()
-    for cell in getattr(forward, "__closure__", None) or ():
-        with suppress(ValueError):  # a cell that is empty yet
-            found.add(id(cell.cell_contents))
-    return found
 
 
 def _local(tensor: Tensor) -> Tensor:

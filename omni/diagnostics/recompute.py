@@ -10,20 +10,33 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint as library
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from omni.diagnostics.findings import Finding, Place, some
-from omni.diagnostics.held import modules_of, reached_from, shape_of, storage_of, version_of
-from omni.diagnostics.sharded import is_sharded
-from omni.diagnostics.source import Line, is_ours, left_block, line_of, outer_lines, place_of, user_frame
-from omni.diagnostics.state import Change, Doubt, Part, StateTokens, capture, differences
-from omni.diagnostics.trace import Saved, Trace, digest, same
+from omni.diagnostics.held import (
+    DEPTH,
+    MODULE_FIELDS,
+    VALUES,
+    VISITS,
+    HeldTensor,
+    held_by,
+    join,
+    leaves_in,
+    modules_of,
+    reached_from,
+    shape_of,
+    storage_of,
+    version_of,
+)
+from omni.diagnostics.source import attribute_writes, definition, place_of, user_frame
+from omni.diagnostics.trace import Saved, Trace, digest, replaced, same
 
 COMPARE_SECONDS = 0.25
 """Most seconds of a step for comparing the state of its parts without a trace."""
@@ -35,7 +48,6 @@ _CASTS = frozenset({"aten._to_copy", "aten.clone", "aten.detach"})
 """Operations that may be absent in one of the runs: autocast caches casts of the weights, and drops them before backward."""
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
 """Generators that set up non-reentrant checkpointing, in torch 2.14 and before; their first argument is the function."""
-
 
 REMEDIES = {
     "state": "hand the state in as an argument and return the new one, so that nothing is kept between forward and backward; "
@@ -53,13 +65,139 @@ REMEDY_REENTRANT = (
 )
 
 
+class Part(NamedTuple):
+    """Everything that a checkpointed part may depend on.
+
+    Attributes:
+        modules: modules that its function reaches.
+        names: paths of modules by id.
+        values: its arguments and the values that its function takes from outside, by name; tensors that are arguments
+            themselves are left out: autograd checks them.
+    """
+
+    modules: Sequence[nn.Module]
+    names: dict[int, str]
+    values: dict[str, Any]
+
+
+class Entry(NamedTuple):
+    """One piece of a part's state.
+
+    Attributes:
+        kind: code (a hook or a forward), value (a number or a text) or tensor.
+        token: compared between two moments: the id of the function, the value, or a tensor's storage and version.
+        value: the function, the value, or the tensor as `HeldTensor`.
+        module, name: path of its module and its name there; `owner` is the module's class.
+    """
+
+    kind: str
+    token: Any
+    value: Any
+    module: str
+    name: str
+    owner: type = object
+
+
+class Change(NamedTuple):
+    """A difference at the second run of a part.
+
+    Attributes:
+        kind: code (a hook or a forward), bound (other modules), weight (a parameter), given (a tensor that the part takes
+            from outside, changed in place) or state (all else).
+        name, module: its name, and the path of its module.
+        place: the line that wrote it.
+        tensor, storage: a tensor's name and shape, and its storage.
+    """
+
+    kind: str
+    name: str
+    module: str
+    place: Place | None
+    tensor: str = ""
+    storage: int = 0
+
+
+State = dict[str, Entry]
+Doubt = tuple[str, str]
+"""Module and name of a piece of state."""
+
+
+def capture(part: Part) -> State:
+    """Captures the state of a part, by path."""
+    state: State = {}
+    for name, value in part.values.items():
+        for rest, leaf in leaves_in(value, set(), DEPTH, "", VISITS, plain=True):
+            if isinstance(leaf, Tensor):
+                _add_tensor(state, HeldTensor(leaf, "", name, rest))
+            else:
+                state[name + rest] = Entry("value", leaf, leaf, "", name + rest)
+    for top in part.modules:
+        prefix = part.names.get(id(top), "")
+        for path, module in top.named_modules(prefix=prefix):
+            _add_module(state, path, module)
+        sharded = any(isinstance(p, DTensor) for p in top.parameters())  # FSDP2's weights change their storage
+        for held in held_by(top, parameters=not sharded):
+            _add_tensor(state, held._replace(module=join(prefix, held.module)))
+    return state
+
+
+def _add_tensor(state: State, held: HeldTensor) -> None:
+    token = storage_of(held.tensor), version_of(held.tensor)
+    state[held.path] = Entry("tensor", token, held, held.module, held.name + ("" if held.owner else held.rest))
+
+
+def _add_module(state: State, path: str, module: nn.Module) -> None:
+    """Adds a module's hooks, its `forward`, and its numbers and strings."""
+    owner = type(module)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            state[f"{path} hook {key}"] = Entry("code", id(hook), hook, path, "hook")
+    forward = vars(module).get("forward", owner.forward)
+    state[f"{path} forward"] = Entry("code", id(forward), forward, path, "replaced forward", owner)
+    for name, value in vars(module).items():
+        if isinstance(value, VALUES) and name not in MODULE_FIELDS:
+            state[join(path, name)] = Entry("value", value, value, path, name, owner)
+
+
+def differences(before: State, after: State, trace: Trace, end: int) -> list[Change]:
+    """Changes between two moments. `end`: the trace's clock when the first run was over."""
+    changes = []
+    for key in dict.fromkeys([*before, *after]):
+        old, new = before.get(key), after.get(key)
+        entry = new or old
+        if entry is None or (old is not None and new is not None and old.token == new.token):
+            continue
+        if entry.kind == "code":
+            gone = old is not None and (new is None or old.value is not getattr(old.owner, "forward", None))
+            code = old if gone and old is not None else entry
+            when = "was there in forward and is gone" if gone else "was not there in forward"
+            changes.append(Change("code", f"a {code.name} {when}", code.module, definition(code.value)))
+        elif entry.kind == "value":
+            was, now = ("nothing" if one is None else repr(one.value) for one in (old, new))
+            place = next(iter(attribute_writes(entry.owner, entry.name)), None)
+            changes.append(Change("state", f"{key} was {was} and is {now}", entry.module, place))
+        else:
+            rebound = old is None or new is None or old.token[0] != new.token[0]
+            changes.append(_of_tensor(entry.value, rebound, trace, end))
+    return changes
+
+
+def _of_tensor(held: HeldTensor, rebound: bool, trace: Trace, end: int) -> Change:
+    """The change of a tensor; its line is from the source of its class where the attribute was rebound, else from the trace."""
+    storage, places = storage_of(held.tensor), held.written()
+    writes = [] if rebound and places else trace.since(storage, end) or trace.since(storage, 0)
+    place = writes[0].place if writes else next(iter(places), None)
+    weight, outside = isinstance(held.tensor, nn.Parameter), held.owner is None and not rebound
+    kind = "weight" if weight else "given" if outside else "state"
+    return Change(kind, held.path, held.module, place, held.describe(), storage)
+
+
 class RecomputeStep(NamedTuple):
     """An operation of a checkpointed part, and sum and norm of its result."""
 
     op: str
     digest: tuple[float, ...]
-    line: Line | None
-    clock: int
+    place: Place | None
     inputs: list[int]
 
 
@@ -67,12 +205,10 @@ class Region:
     """One checkpointed part: its first run and, when backward comes to it, the second."""
 
     def __init__(self, part: Part, inputs: Iterable[Any], trace: Trace) -> None:
-        self.trace = trace
-        self.line = line_of(user_frame())
-        self.callers, self.later = outer_lines(), list[Line]()
-        self.saved = [Saved(t, version_of(t), trace.clock, self.line) for t in inputs if isinstance(t, Tensor)]
+        self.trace, self.part = trace, part
+        self.place = place_of(user_frame())
+        self.saved = [Saved(t, version_of(t), trace.clock, self.place) for t in inputs if isinstance(t, Tensor)]
         self.before = capture(part)
-        self.modules = part.modules
         self.selective = False
         self.steps: list[RecomputeStep] = []
         self.at: int | None = None
@@ -82,40 +218,38 @@ class Region:
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        self.trace.listeners.append(self)
+        self.trace.listeners.append(self.note)
         try:
             yield
         finally:
-            self.trace.listeners.remove(self)
+            self.trace.listeners.remove(self.note)
             self.end = self.trace.clock
 
     @contextmanager
     def second(self, part: Part) -> Iterator[None]:
-        trace = self.trace
         for saved in self.saved:
-            trace.check(saved)
-        self.later = outer_lines()
-        if [id(m) for m in self.modules] != [id(m) for m in part.modules]:
-            self.changes = [self._bound(part)]
+            self.trace.check(saved)
+        was, now = (", ".join(p.names.get(id(m), type(m).__name__) for m in p.modules) for p in (self.part, part))
+        if [id(m) for m in self.part.modules] != [id(m) for m in part.modules]:
+            what = f"it ran through {was or 'no module'} in forward and runs through {now or 'none'} now"
+            self.changes = [Change("bound", what, "", self.place)]
         else:
-            self.changes = differences(self.before, capture(part), trace, self.end)
+            self.changes = differences(self.before, capture(part), self.trace, self.end)
         self.selective = any(type(mode).__name__ == _CACHED for mode in _get_current_dispatch_mode_stack())
         self.at = 0
-        self.trace.listeners.append(self)
+        self.trace.listeners.append(self.note)
         try:
-            yield
-        except Exception:
-            raise  # torch stops early by an exception: a first run may be longer than the second
-        else:
+            yield  # torch stops early by an exception: a first run may be longer than the second
             if self.at < len(self.steps) and self.different is None and not self.selective:
                 self.different = (self.steps[self.at], None)
         finally:
-            self.trace.listeners.remove(self)
+            self.trace.listeners.remove(self.note)
 
-    def note(self, op: str, args: list[Tensor], out: Any, line: Line | None, clock: int) -> None:
+    def note(self, op: str, args: list[Tensor], out: Any, place: Place | None) -> None:
+        """Records an operation of the first run, and compares one of the second."""
         if op in _CASTS or "empty" in op or self.different is not None or not any(t.requires_grad for t in args):
             return
-        step = RecomputeStep(op, digest(out), line, clock, [storage_of(t) for t in args])
+        step = RecomputeStep(op, digest(out), place, [storage_of(t) for t in args])
         if self.at is None:
             self.steps.append(step)
             return
@@ -134,40 +268,21 @@ class Region:
         if any(saved.reported for saved in self.saved) or (self.different is None and not (failed and self.changes)):
             return []
         old, new = self.different or (None, None)
-        step = new or old
-        places = [place_of(None if step is None else step.line), place_of(self.line)]
+        step, wrong = new or old, "" if failed else "; its gradients are wrong"
+        places = [self.place] if step is None else [step.place, self.place]
         read = set(() if step is None else step.inputs)
         self.changes.sort(key=lambda c: (c.kind != "code", c.storage not in read, not c.tensor, c.kind == "weight"))
-        wrong = "" if failed else "; its gradients are wrong"
         if not self.changes:
             what = f"a checkpointed part gives another result when backward repeats it, through none of its arguments{wrong}"
-            first, others = places[0] or places[1], tuple(p for p in places[1:] if p is not None)
-            return [Finding("recompute", what, REMEDIES["state"], place=first, others=others if places[0] is not None else ())]
+            known = [place for place in places if place is not None]
+            return [Finding("recompute", what, REMEDIES["state"], place=next(iter(known), None), others=tuple(known[1:]))]
         cause, *more = self.changes
         code = cause.kind in ("code", "bound")
         beside = f" (and {some([change.name for change in more], 3)})" if more and not code else ""
         how = "differently" if code else "with another state than in forward"
         what = f"a checkpointed part is repeated {how}: {cause.name}{beside}{wrong}"
-        place, remedy = cause.place, REMEDIES[cause.kind]
-        if place is not None and is_ours(place.file):
-            place, remedy = self._left(place, remedy)
-        others = tuple(p for p in dict.fromkeys([*places, cause.place]) if p is not None and p != place)
-        return [Finding("recompute", what, remedy, cause.tensor, cause.module, place, others)]
-
-    def _bound(self, part: Part) -> Change:
-        """The change for a function that runs through other modules than before."""
-        was, now = (
-            ", ".join(part.names.get(id(m), type(m).__name__) for m in modules) for modules in (self.modules, part.modules)
-        )
-        what = f"it ran through {was or 'no module'} in forward and runs through {now or 'none'} now"
-        return Change("bound", what, "", place_of(self.line))
-
-    def _left(self, place: Place, remedy: str) -> tuple[Place, str]:
-        """Replaces a line of this repository's packages by the user's: the block that ended before backward, or the call."""
-        block = left_block(self.callers, self.later)
-        if block is not None:
-            return place_of(block) or place, REMEDIES["code"]
-        return place_of(self.callers[0] if self.callers else None) or place, remedy
+        others = [p for p in dict.fromkeys(places) if p is not None and p != cause.place]
+        return [Finding("recompute", what, REMEDIES[cause.kind], cause.tensor, cause.module, cause.place, tuple(others))]
 
 
 def _values(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -181,121 +296,98 @@ def _values(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[
     return {name: v for name, v in {**taken, **given}.items() if id(v) not in direct and not isinstance(v, nn.Module)}
 
 
-@contextmanager
-def watch_checkpoints(
-    report: Callable[[Finding], None],
-    trace: Trace | None,
-    model: nn.Module | None,
-    names: dict[int, str],
-    doubt: Callable[[set[Doubt]], None] | None = None,
-) -> Iterator[list[Region]]:
-    """Report reentrant checkpoints without input gradient; with a trace, yield the regions as they come.
+class CheckpointWatch:
+    """Reports reentrant checkpoints without input gradient; with a trace, collects other checkpointed parts as `regions`.
 
     Args:
         names: paths by id of parameters and modules.
         doubt: without a trace, called with state that differs when a part is repeated; graphs that outlive the step keep it.
     """
-    function_class, regions, weights = library.CheckpointFunction, list[Region](), not is_sharded(model)
-    left = COMPARE_SECONDS
-    original, outer = function_class.apply, vars(function_class).get("apply")  # the latter is another guard's around this
 
-    def apply(function: Any, preserve: bool, *args: Any) -> Any:
-        if torch.is_grad_enabled() and not any(isinstance(a, Tensor) and a.requires_grad for a in args):
-            finding = _without_gradient(function, args, names)
-            if finding is not None:
-                report(finding)
-        if not torch.is_grad_enabled() or (trace is None and doubt is None):
-            return original(function, preserve, *args)
-        if trace is None:
-            return original(compared(function, args, {}, repeats=False), preserve, *args)
-        region = Region(part(function, args), args, trace)
-        regions.append(region)
+    def __init__(
+        self,
+        report: Callable[[Finding], None],
+        trace: Trace | None,
+        model: nn.Module | None,
+        names: dict[int, str],
+        doubt: Callable[[Iterable[Doubt]], None] | None,
+    ) -> None:
+        self.report, self.trace, self.model, self.names, self.doubt = report, trace, model, names, doubt
+        self.regions: list[Region] = []
+        self.left = COMPARE_SECONDS
 
-        def run(*inputs: Any) -> Any:
-            if not region.steps:
-                with _quiet(trace):
-                    out = function(*inputs)
-                region.steps = [RecomputeStep("the result", digest(out), region.line, trace.clock, [])]
-                region.end = trace.clock
-                return out
-            with region.second(part(function, inputs)), _quiet(trace):
-                out = function(*inputs)
-            region.different = None if same(region.steps[0].digest, digest(out), out) else (region.steps[0], None)
-            return out
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        name = next(n for n in _GENERATORS if hasattr(library, n))
+        reentrant = staticmethod(self._reentrant(library.CheckpointFunction.apply))
+        generate = self._generate(getattr(library, name))
+        with replaced(library.CheckpointFunction, "apply", reentrant), replaced(library, name, generate):
+            yield
 
-        return original(run, preserve, *args)
+    def _reentrant(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(function: Any, preserve: bool, *args: Any) -> Any:
+            if torch.is_grad_enabled() and not any(isinstance(a, Tensor) and a.requires_grad for a in args):
+                for finding in _without_gradient(function, args, self.names):
+                    self.report(finding)
+            return apply(function, preserve, *args)
 
-    def part(function: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Part:
-        modules = modules_of(function) or ([model] if model is not None else [])
-        return Part(modules, names, _values(function, args, kwargs or {}), weights)
+        return watched
 
-    def compared(function: Any, args: Sequence[Any], kwargs: dict[str, Any], repeats: bool) -> Any:
-        """Wraps the function of a part to report doubts when it is called again, or at the first call where it `repeats`.
+    def _generate(self, generator: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+        def watched(function: Any, *rest: Any, **kwargs: Any) -> Iterator[None]:
+            first: AbstractContextManager[None] = nullcontext()
+            if torch.is_grad_enabled() and (self.trace is not None or self.doubt is not None):
+                args, named = _given(rest, kwargs)
+                if self.trace is None:
+                    function = self._compared(function, args, named)
+                else:
+                    function, first = self._traced(function, args, named, self.trace)
+            with first:
+                yield from generator(function, *rest, **kwargs)
+
+        return watched
+
+    def _part(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Part:
+        modules = modules_of(function) or ([self.model] if self.model is not None else [])
+        return Part(modules, self.names, _values(function, args, kwargs))
+
+    def _traced(self, function: Any, args: Any, kwargs: Any, trace: Trace) -> tuple[Any, AbstractContextManager[None]]:
+        """A part's function as it is called the second time, and what its first run is to happen in."""
+        region = Region(self._part(function, args, kwargs), args, trace)
+        self.regions.append(region)
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            with region.second(self._part(function, args, kwargs)):
+                return function(*args, **kwargs)
+
+        return again, region.first()
+
+    def _compared(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """A part's function that reports doubts when it is called the second time; it keeps no tensor and no function alive.
 
         The time that a step spends on this is bounded, because a part may reach all of a model.
         """
-        nonlocal left
-        if left <= 0:
+        if self.left <= 0:
             return function
-        started, calls = time.perf_counter(), [repeats]
-        glance = StateTokens(part(function, args, kwargs))
-        left -= time.perf_counter() - started
+        before = self._tokens(function, args, kwargs)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            if calls[0] and doubt is not None and left > 0:
-                started = time.perf_counter()
-                doubt(glance.doubts(part(function, args, kwargs)))
-                left -= time.perf_counter() - started
-            calls[0] = True
+        def again(*args: Any, **kwargs: Any) -> Any:
+            if self.doubt is not None and self.left > 0:
+                now = self._tokens(function, args, kwargs)
+                self.doubt({doubt for doubt, _ in before.items() ^ now.items()})
             return function(*args, **kwargs)
 
-        return run
+        return again
 
-    name = next((n for n in _GENERATORS if hasattr(library, n)), None)
-    generator = None if name is None or (trace is None and doubt is None) else getattr(library, name)
-
-    def generate(function: Any, *rest: Any, **kwargs: Any) -> Iterator[None]:
-        assert generator is not None
-        if not torch.is_grad_enabled():
-            yield from generator(function, *rest, **kwargs)
-            return
-        given, named = _given(rest, kwargs)
-        if trace is None:
-            yield from generator(compared(function, given, named, repeats=True), *rest, **kwargs)
-            return
-        region = Region(part(function, given, named), given, trace)
-        regions.append(region)
-
-        def again(*args: Any, **kw: Any) -> Any:
-            with region.second(part(function, args, kw)):
-                return function(*args, **kw)
-
-        with region.first():
-            yield from generator(again, *rest, **kwargs)
-
-    function_class.apply = staticmethod(apply)  # type: ignore[method-assign, assignment]
-    if generator is not None and name is not None:
-        setattr(library, name, generate)
-    try:
-        yield regions
-    finally:
-        if outer is None:
-            del function_class.apply
-        else:
-            function_class.apply = outer  # type: ignore[method-assign]
-        if generator is not None and name is not None:
-            setattr(library, name, generator)
-
-
-@contextmanager
-def _quiet(trace: Trace) -> Iterator[None]:
-    """Switches the comparison of single operations off: a reentrant part is first run without gradients."""
-    held, trace.listeners = trace.listeners, []
-    try:
-        yield
-    finally:
-        trace.listeners = held
+    def _tokens(self, function: Any, args: Any, kwargs: Any) -> dict[Doubt, Any]:
+        """The state of a part at this moment, reduced to what can be compared."""
+        started = time.perf_counter()
+        tokens: dict[Doubt, Any] = {}
+        for entry in capture(self._part(function, args, kwargs)).values():
+            key = entry.module, entry.name
+            tokens[key] = (*tokens.get(key, ()), entry.token)
+        self.left -= time.perf_counter() - started
+        return tokens
 
 
 def _given(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -305,12 +397,12 @@ def _given(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
     return rest[5:], kwargs
 
 
-def _without_gradient(function: Any, args: tuple[Any, ...], names: dict[int, str]) -> Finding | None:
+def _without_gradient(function: Any, args: tuple[Any, ...], names: dict[int, str]) -> list[Finding]:
     modules = modules_of(function)
     inside = {id(p): p for m in modules for p in m.parameters() if p.requires_grad}
     if modules and not inside:
-        return None
+        return []
     lost = [names.get(i, "parameter") for i in inside]
     shapes = ", ".join(shape_of(a) for a in args if isinstance(a, Tensor))
     what = f"reentrant checkpoint: no input ({shapes}) requires a gradient, so {len(lost) or 'all'} parameters inside get none"
-    return Finding("reentrant", what, REMEDY_REENTRANT, tensor=some(lost), place=place_of(line_of(user_frame())))
+    return [Finding("reentrant", what, REMEDY_REENTRANT, tensor=some(lost), place=place_of(user_frame()))]

@@ -1,4 +1,4 @@
-"""Saves the state at the start of a step, so that a failing step can be repeated under the same conditions."""
+"""Saves the state at the start of a step, so that it can be repeated under the same conditions, and puts all back after it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from omni.diagnostics.held import MODULE_FIELDS, held_by, held_in
+from omni.diagnostics.trace import replaced
 
 MOST_BYTES = 1 << 28
 """Most bytes of buffers and caches that are copied at the start of every step; further ones are not restored."""
@@ -61,7 +63,7 @@ class Snapshot:
                 self.values.append((tensor, tensor.detach().clone(), tensor.grad_fn))
 
     def forget(self) -> None:
-        """Release all tensors; the random state remains."""
+        """Releases all tensors; the random state remains."""
         self.modules.clear()
         self.values.clear()
 
@@ -84,31 +86,6 @@ class Snapshot:
             tensor.data.copy_(value)
 
 
-class _State:
-    """Settings and state of an optimizer, to the bit: its own `load_state_dict` rounds state to the parameters' type."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.state = {p: {name: (value, _copy(value)) for name, value in of.items()} for p, of in optimizer.state.items()}
-        self.groups = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        kept = self.optimizer.state
-        kept.clear()
-        for p, of in self.state.items():
-            kept[p] = {}
-            for name, (value, content) in of.items():
-                if isinstance(value, Tensor) and value.shape == content.shape and value.dtype == content.dtype:
-                    kept[p][name] = value.copy_(content)  # the same tensor: others may hold it too
-                else:
-                    kept[p][name] = content
-        for group, settings in zip(self.optimizer.param_groups, self.groups, strict=True):
-            for name in group.keys() - settings.keys() - {"params"}:
-                del group[name]
-            group.update(settings)
-
-
 def _containers(own: dict[str, Any]) -> list[tuple[Any, Any]]:
     """The containers in attributes, at any depth, with a copy of their contents; the first `MOST_ITEMS` values are searched."""
     found: dict[int, tuple[Any, Any]] = {}
@@ -125,29 +102,88 @@ def _containers(own: dict[str, Any]) -> list[tuple[Any, Any]]:
     return list(found.values())
 
 
+class _OptimizerState:
+    """Settings and state of an optimizer, to the bit: its own `load_state_dict` rounds state to the parameters' type."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.state = [(p, name, value, _copy(value)) for p, of in optimizer.state.items() for name, value in of.items()]
+        self.groups = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        self.optimizer.state.clear()
+        for p, name, value, content in self.state:
+            is_tensor = isinstance(value, Tensor)  # the same one is kept: others may hold it too
+            self.optimizer.state[p][name] = value.copy_(content) if is_tensor else content
+        for group, settings in zip(self.optimizer.param_groups, self.groups, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update({"params": params, **settings})
+
+
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 @contextmanager
 def restored(model: nn.Module | None, batch: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Restore weights, gradients, buffers, optimizer state and random state when the block ends."""
+    """Restores weights, gradients, buffers, optimizer state and random state when the block ends."""
     owned = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     params = {id(p): p for p in [*owned, *(model.parameters() if model is not None else ())]}.values()
     weights = [(p, p.detach().clone(), p.grad, None if p.grad is None else p.grad.detach().clone()) for p in params]
-    states = [_State(optimizer) for optimizer in optimizers]
+    states = [_OptimizerState(optimizer) for optimizer in optimizers]
     now = Snapshot(model, batch)
     try:
         for p in params:
             p.grad = None
         yield
     finally:
-        with torch.no_grad():
-            for p, value, grad, content in weights:
-                p.data.copy_(value)
-                p.grad = grad
-                if grad is not None and content is not None:
-                    grad.data.copy_(content)
+        for p, value, grad, content in weights:
+            p.data.copy_(value)
+            p.grad = grad
+            if grad is not None and content is not None:
+                grad.data.copy_(content)
         for state in states:
             state.restore()
         now.restore()
+
+
+# --- FSDP2 and DDP ----------------------------------------------------------------------------------------------------
+
+
+def reshard(model: nn.Module | None, failed: bool = False) -> None:
+    """Has FSDP2 free what it has gathered (a root stays gathered after a forward without gradients), so that the model's
+    parameters are those that an optimizer owns; after a step that failed half-way, no hook waits for its backward either."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    modules: list[Any] = [module for module in model.modules() if isinstance(module, kind)] if model is not None else []
+    for module in modules if failed else ():
+        with suppress(
+            RuntimeError, AttributeError
+        ):  # not of the root; nothing is there before the first forward, or torch 2.14
+            module.reset_iter_state()
+    for module in modules:
+        module.reshard()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Runs DDP's forwards locally while a block runs: gradients and buffers are not exchanged, and an exchange that a failed
+    backward had started is dropped."""
+    plain = DistributedDataParallel.forward
+    ready = set[DistributedDataParallel]()
+
+    def forward(module: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if module not in ready:
+            ready.add(module)
+            module.reducer._reset_state()
+        module.require_forward_param_sync = False  # stays False after forwards without an exchange
+        with module.no_sync():
+            return plain(module, *inputs, **kwargs)
+
+    try:
+        with replaced(DistributedDataParallel, "forward", forward):
+            yield
+    finally:
+        for module in ready:
+            module.require_forward_param_sync = True

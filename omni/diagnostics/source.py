@@ -6,9 +6,7 @@ import ast
 import functools
 import inspect
 import linecache
-import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -23,12 +21,6 @@ TORCH = str(Path(torch.__file__).parent)
 LIBRARY = str(Path(inspect.__file__).parent)
 """Folders of this package, of torch and of Python's standard library, which contains the folder of installed packages."""
 
-OURS = tuple(str(Path(OWN).parent.parent / name) + os.sep for name in ("omni", "train", "infer"))
-"""Folders of this repository's packages, whose lines are not the user's."""
-
-Line = tuple[str, int, str]
-"""File, line number and function; the code of the line is not read yet."""
-
 
 @functools.lru_cache(maxsize=4096)
 def is_internal(file: str) -> bool:
@@ -38,64 +30,16 @@ def is_internal(file: str) -> bool:
     return file.startswith("<frozen") or (file.startswith(LIBRARY) and "-packages" not in file)
 
 
-def user_frame(frame: FrameType | None = None) -> FrameType | None:
+def user_frame() -> FrameType | None:
     """The innermost frame outside of libraries."""
-    frame = frame or sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_internal(frame.f_code.co_filename):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frame
 
 
-def outer_lines() -> list[Line]:
-    """Current lines of the running functions outside of libraries and of this repository's packages, innermost first."""
-    found: list[Line] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file, line = frame.f_code.co_filename, line_of(frame)
-        if line is not None and not is_internal(file) and not is_ours(file) and "-packages" not in file:
-            found.append(line)
-        frame = frame.f_back
-    return found
-
-
-def is_ours(file: str) -> bool:
-    return file.startswith(OURS) or str(Path(file).absolute()).startswith(OURS)
-
-
-def left_block(then: list[Line], now: list[Line]) -> Line | None:
-    """The `with` statement around a line of `then` and around none of `now`; of several the innermost, functions that run at
-    both times first. Torch's own (autocast) are skipped: they hold nothing that is used later."""
-    inside = {(file, name): number for file, number, name in now}
-    both = [line for line in then if (line[0], line[2]) in inside]
-    for file, number, name in [*both, *(line for line in then if line not in both)]:
-        later = inside.get((file, name), 0)
-        blocks = [b for b in _blocks(file) if b.lineno <= number <= (b.end_lineno or 0)]
-        left = [b for b in blocks if not b.lineno <= later <= (b.end_lineno or 0)]
-        if left:
-            return file, max(b.lineno for b in left), name
-    return None
-
-
-@functools.lru_cache(maxsize=64)
-def _blocks(file: str) -> tuple[ast.With, ...]:
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return ()
-    return tuple(n for n in ast.walk(tree) if isinstance(n, ast.With) and not all(map(_is_torchs, n.items)))
-
-
-def _is_torchs(item: ast.withitem) -> bool:
-    text = ast.unparse(item.context_expr)
-    return text.startswith("torch.") or "autocast(" in text
-
-
-def line_of(frame: FrameType | None) -> Line | None:
-    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-
-
-def place_of(line: Line | None) -> Place | None:
-    return None if line is None else Place.at(*line)
+def place_of(frame: FrameType | None) -> Place | None:
+    return None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def definition(function: Any) -> Place | None:
@@ -106,7 +50,7 @@ def definition(function: Any) -> Place | None:
     line = code.co_firstlineno
     while linecache.getline(code.co_filename, line).lstrip().startswith("@"):
         line += 1
-    return Place.at(code.co_filename, line, code.co_name)
+    return Place(code.co_filename, line, code.co_name)
 
 
 def code_of(function: Any) -> CodeType | None:
@@ -146,63 +90,50 @@ def _writes(tree: ast.AST, wanted: Callable[[ast.expr], bool]) -> Iterator[int]:
 def attribute_writes(kind: type, name: str) -> tuple[Place, ...]:
     """Lines of a class, and of those it inherits from, that write `self.name`; those of `__init__` last."""
     found: list[Place] = []
-    first: list[Place] = []
     for owner in kind.__mro__:
-        if is_internal(getattr(inspect.getmodule(owner), "__file__", None) or "<frozen>"):
-            continue
         for method in vars(owner).values():
-            function = inspect.unwrap(method) if inspect.isfunction(method) else None
-            tree = None if function is None else _tree(function.__code__)
-            if tree is None or function is None:
-                continue
-
-            def wanted(node: ast.expr) -> bool:
-                return isinstance(node, ast.Attribute) and node.attr == name
-
-            begin = function.__code__.co_firstlineno - 1
-            lines = [Place.at(function.__code__.co_filename, begin + n, method.__name__) for n in _writes(tree, wanted)]
-            (first if method.__name__ == "__init__" else found).extend(lines)
-    return (*found, *first)
-
-
-def name_writes(code: CodeType, name: str, at: int) -> tuple[Place, ...]:
-    """Lines of a function that write a local name, ordered by how likely line `at` read their value.
-
-    First come lines below it in the same loop (written by the iteration before), then lines above, the nearest first.
-    """
-    tree = _tree(code)
-    if tree is None:
-        return ()
-    begin = 0 if code.co_name == "<module>" else code.co_firstlineno - 1
-    lines = {begin + n for n in _writes(tree, lambda node: isinstance(node, ast.Name) and node.id == name)}
-    loops = [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While))]
-    ends = [begin + (n.end_lineno or n.lineno) for n in loops if begin + n.lineno <= at <= begin + (n.end_lineno or n.lineno)]
-    below = [n for n in lines if at <= n <= max(ends, default=0)]
-    order = sorted(below, reverse=True) + sorted((n for n in lines if n < at), reverse=True)
-    order += sorted(lines.difference(order))
-    return tuple(Place.at(code.co_filename, n, code.co_name) for n in order)
+            code = inspect.unwrap(method).__code__ if inspect.isfunction(method) else None
+            scopes = () if code is None or is_internal(code.co_filename) else _scopes(code)
+            if code is not None and len(scopes) > 1:
+                lines = _writes(scopes[0], lambda node: isinstance(node, ast.Attribute) and node.attr == name)
+                found += [Place(code.co_filename, n, code.co_name) for n in lines]
+    return tuple(sorted(found, key=lambda place: place.function == "__init__"))
 
 
 @functools.lru_cache(maxsize=256)
-def outer_writes(code: CodeType, name: str) -> tuple[Place, ...]:
-    """Lines that write a name which a function takes from outside: in the nearest function around it, or in the file."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
-    except SyntaxError:
-        return ()
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    around = [n for n in ast.walk(tree) if isinstance(n, kinds) and n.lineno < code.co_firstlineno <= (n.end_lineno or 0)]
-    for scope in [*sorted(around, key=lambda n: -n.lineno), tree]:
-        lines = sorted(set(_writes(scope, lambda node: isinstance(node, ast.Name) and node.id == name)))
+def name_writes(code: CodeType, name: str, at: int = 0) -> tuple[Place, ...]:
+    """Lines that write a name in a function, or where it does not in the nearest one around it, or in the file.
+
+    With the running line `at` they are ordered by how likely it read their value: first lines below it in the same loop
+    (written by the iteration before), then lines above, the nearest first.
+    """
+    for scope in _scopes(code):
+        lines = set(_writes(scope, lambda node: isinstance(node, ast.Name) and node.id == name))
         if lines:
-            return tuple(Place.at(code.co_filename, n, getattr(scope, "name", "<module>")) for n in lines)
+            loops = [n for n in ast.walk(scope) if isinstance(n, (ast.For, ast.While))]
+            end = max((n.end_lineno or 0 for n in loops if n.lineno <= at <= (n.end_lineno or 0)), default=0)
+            order = sorted(lines, key=lambda n: (0, -n) if at <= n <= end else (1, -n) if n < at else (2, n))
+            return tuple(Place(code.co_filename, n, getattr(scope, "name", code.co_name)) for n in order)
     return ()
 
 
 @functools.lru_cache(maxsize=256)
-def _tree(code: CodeType) -> ast.AST | None:
+def _scopes(code: CodeType) -> tuple[ast.AST, ...]:
+    """The functions that hold a piece of code, its own the first, from inside to outside; then the file."""
+    tree = _tree(code.co_filename)
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    first = 0 if code.co_name == "<module>" else code.co_firstlineno  # a decorator's line, where there is one
+    around = [n for n in ast.walk(tree) if isinstance(n, kinds) and _first_line(n) <= first <= (n.end_lineno or 0)]
+    return (*sorted(around, key=lambda n: -n.lineno), tree)
+
+
+def _first_line(node: Any) -> int:
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+
+
+@functools.lru_cache(maxsize=64)
+def _tree(file: str) -> ast.AST:
     try:
-        lines = linecache.getlines(code.co_filename) if code.co_name == "<module>" else inspect.getsourcelines(code)[0]
-        return ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, SyntaxError, TypeError, IndexError):
-        return None
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ast.Module([], [])

@@ -6,21 +6,22 @@ off; the trace makes that check itself, without stopping, so that one repetition
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from omni.diagnostics.graph import Node, is_older, nodes_of
-from omni.diagnostics.held import shape_of, storage_of, version_of
-from omni.diagnostics.source import OWN, TORCH, Line, line_of, user_frame
+from omni.diagnostics.findings import Place
+from omni.diagnostics.held import storage_of, version_of
+from omni.diagnostics.source import OWN, TORCH, place_of, user_frame
 
 SAMPLE = 1024
 """Number of values of a saved tensor that are compared, to find writes that bypass autograd."""
@@ -28,12 +29,62 @@ SAMPLE = 1024
 _HARMLESS = frozenset({"aten._local_scalar_dense", "aten.detach", "aten.alias"})
 """Operations that do not count as a use of a tensor with an older graph, because no gradient is asked for through them."""
 
+Node = Any  # torch.autograd.graph.Node, whose C++ attributes have no types
+
+
+def next_number() -> int:
+    """The number that autograd will give to the next node of this thread; nodes with a smaller one are older."""
+    with torch.enable_grad(), torch.inference_mode(False):
+        node: Node = torch.zeros((), requires_grad=True).clone().grad_fn
+    return node._sequence_nr()
+
+
+def is_older(node: Node, first: int) -> bool:
+    return is_inner(node) and node._sequence_nr() < first
+
+
+def is_inner(node: Node) -> bool:
+    """Whether a node computes something (one that hands a gradient to a parameter is shared by all graphs)."""
+    return not hasattr(node, "variable")
+
+
+def nodes_of(tensors: Iterable[Any], since: int = 0) -> set[Node]:
+    """Every node of the graphs that tensors (others are passed over) are the result of.
+
+    Args:
+        since: do not go beyond nodes that are older than this number; tensors whose own node is older are passed over.
+    """
+    nodes = [t.grad_fn for t in tensors if isinstance(t, Tensor) and t.grad_fn is not None]
+    todo = [node for node in nodes if not is_older(node, since)]
+    seen: set[Node] = set(todo)
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                if not is_older(node, since):
+                    todo.append(node)
+    return seen
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an attribute another value while a block runs; an inherited one is inherited again after it."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
 
 class Write(NamedTuple):
     """One write to a storage, its creation included. `name`: the variable in the user's function, if there is one."""
 
     clock: int
-    line: Line | None
+    place: Place | None
     op: str
     name: str
 
@@ -45,7 +96,7 @@ class Saved:
     tensor: Tensor
     version: int
     clock: int
-    line: Line | None
+    place: Place | None
     digest: tuple[float, ...] = ()
     reported: bool = False
 
@@ -58,153 +109,121 @@ class Changed(NamedTuple):
     writes: list[Write]
 
 
-@dataclass
-class Use:
-    """Lines that use a parameter: with gradients recorded, and without."""
-
-    recorded: Line | None = None
-    silent: Line | None = None
-
-
 class Cut(NamedTuple):
     """A line that leaves the graph (`detach`, or work under no_grad), and its input tensor."""
 
-    line: Line
+    place: Place
     op: str
     source: Tensor
 
 
-class Backward(NamedTuple):
-    """One call of backward: its line and the nodes it walks."""
-
-    line: Line | None
-    nodes: set[Node]
-
-
-class Listener(Protocol):
-    """Receives every operation inside a checkpointed part."""
-
-    def note(self, op: str, args: list[Tensor], out: Any, line: Line | None, clock: int) -> None: ...
-
-
-@dataclass
-class _Schema:
-    writes: list[tuple[int, str]]
-    view: bool
-
-
 @dataclass
 class Trace:
-    """Record of a traced step. `names`: path by id of each parameter; `first`: number of the step's first graph node."""
+    """Record of a traced step.
+
+    Attributes:
+        names: path by id of each parameter.
+        first: number of the step's first graph node.
+        uses: by parameter and whether gradients were recorded, the first line that uses it.
+        backwards: of each call of backward its line and the nodes it walks.
+        listeners: called with each operation, its inputs, result and line; the last one alone.
+        busy: the trace's own operations run.
+    """
 
     names: dict[int, str]
     first: int
     clock: int = 0
     writes: dict[int, list[Write]] = field(default_factory=dict)
     changed: list[Changed] = field(default_factory=list)
-    uses: dict[str, Use] = field(default_factory=dict)
+    uses: dict[tuple[str, bool], Place | None] = field(default_factory=dict)
     cuts: list[Cut] = field(default_factory=list)
-    backwards: list[Backward] = field(default_factory=list)
-    old_uses: dict[Node, tuple[str, Line | None]] = field(default_factory=dict)
-    listeners: list[Listener] = field(default_factory=list)
+    backwards: list[tuple[Place | None, set[Node]]] = field(default_factory=list)
+    old_uses: dict[Node, Place | None] = field(default_factory=dict)
+    listeners: list[Callable[[str, list[Tensor], Any, Place | None], None]] = field(default_factory=list)
     busy: bool = False
 
     def since(self, storage: int, clock: int) -> list[Write]:
         """Writes to a storage after the time `clock`."""
         return [write for write in self.writes.get(storage, []) if write.clock > clock]
 
-    def last(self, storage: int) -> Line | None:
-        writes = self.writes.get(storage)
-        return writes[-1].line if writes else None
-
     def forget(self) -> None:
-        """Release all tensors: a graph that backward has not run through holds this trace, and must not be held by it."""
+        """Releases all tensors: a graph that backward has not run through holds this trace, and must not be held by it."""
         for kept in (self.writes, self.changed, self.uses, self.cuts, self.backwards, self.old_uses):
             kept.clear()
 
-    # --- what autograd saves ------------------------------------------------------------------------------------------
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Marks the operations of a block as the trace's own."""
+        before, self.busy = self.busy, True
+        try:
+            yield
+        finally:
+            self.busy = before
 
     def pack(self, tensor: Tensor) -> Saved:
-        self.busy = True
-        try:
+        """Stores a tensor that autograd saves for backward."""
+        with self.own():
             content = digest(_sample(tensor)) if type(tensor) in (Tensor, nn.Parameter) and _is_dense(tensor) else ()
-            return Saved(tensor.detach(), version_of(tensor), self.clock, line_of(user_frame()), content)
-        finally:
-            self.busy = False
+            return Saved(tensor.detach(), version_of(tensor), self.clock, place_of(user_frame()), content)
 
     def unpack(self, saved: Saved) -> Tensor:
         self.check(saved)
         return saved.tensor
 
     def check(self, saved: Saved) -> None:
-        """Record a saved tensor if it has changed since it was saved."""
+        """Records a saved tensor if it has changed since it was saved.
+
+        A write through `data` counts in no version: it shows in the values (FSDP2 writes the same ones when it gathers).
+        """
         if saved.reported:
             return
         now, writes = version_of(saved.tensor), self.since(storage_of(saved.tensor), saved.clock)
-        if now != saved.version or (writes and saved.digest and self._differs(saved)):
+        with self.own():
+            changed = now != saved.version or (
+                bool(writes and saved.digest) and not same(saved.digest, digest(_sample(saved.tensor)), saved.tensor)
+            )
+        if changed:
             saved.reported = True
             self.changed.append(Changed(saved, now, writes))
 
-    def _differs(self, saved: Saved) -> bool:
-        """Whether a tensor was written through `data`, which no version counts, with other values than it held (FSDP2 writes
-        the same ones when it gathers weights)."""
-        self.busy = True
-        try:
-            return not same(saved.digest, digest(_sample(saved.tensor)), saved.tensor)
-        finally:
-            self.busy = False
-
     @contextmanager
-    def running(self) -> Iterator[Trace]:
-        """Trace the operations of a block; backward calls are recorded before they run."""
-        original = torch.autograd.backward
+    def running(self) -> Iterator[None]:
+        """Traces a block. Compiled functions run eagerly: they show no operations, and a compiler may refuse tracing."""
+        original, graph = torch.autograd.backward, torch.autograd.graph
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             roots = tuple(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor) else (tensors,)
-            self.backwards.append(Backward(line_of(user_frame()), nodes_of(roots)))
+            self.backwards.append((place_of(user_frame()), nodes_of(roots)))
             original(roots, *args, **kwargs)
 
-        torch.autograd.backward = backward
-        try:
-            with (
-                torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack),
-                self._transforms(),
-                _uncompiled(),
-                _Mode(self),
-            ):
-                yield self
-        finally:
-            torch.autograd.backward = original
+        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+        with (
+            replaced(torch.autograd, "backward", backward),
+            graph.saved_tensors_hooks(self.pack, self.unpack),
+            replaced(graph, "disable_saved_tensors_hooks", self._without_hooks(graph.disable_saved_tensors_hooks)),
+            eager,
+            _Mode(self),
+        ):
+            yield
 
-    @contextmanager
-    def _transforms(self) -> Iterator[None]:
-        """Remove the hooks while a function of `torch.func` runs, because it refuses any."""
-        graph, hooks = torch.autograd.graph, torch._C._autograd
-        original = graph.disable_saved_tensors_hooks
+    def _without_hooks(self, disable: Callable[[str], Any]) -> Callable[[str], Any]:
+        """Wraps torch's way to forbid hooks, which functions of `torch.func` use, so that it removes this trace's first."""
+        hooks = torch._C._autograd
 
         @contextmanager
-        def disable(error_message: str) -> Iterator[None]:
+        def without(message: str) -> Iterator[None]:
             top = hooks._top_saved_tensors_default_hooks(False)
             ours = top is not None and top[0] == self.pack
             if ours:
                 hooks._pop_saved_tensors_default_hooks()
             try:
-                with original(error_message):
+                with disable(message):
                     yield
             finally:
                 if ours:
                     hooks._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
-        graph.disable_saved_tensors_hooks = disable
-        try:
-            yield
-        finally:
-            graph.disable_saved_tensors_hooks = original
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    """Run compiled functions eagerly: compiled code shows no operations, and a compiler may refuse tracing."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+        return without
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -217,8 +236,7 @@ def _sample(tensor: Tensor) -> Tensor:
     """Some of the values of a tensor, evenly spread; all where it is not contiguous."""
     tensor = tensor.detach()
     lying = tensor.mT if tensor.ndim > 1 and not tensor.is_contiguous() else tensor
-    step = lying.numel() // SAMPLE
-    return lying.view(-1)[::step] if step > 1 and lying.is_contiguous() else tensor
+    return lying.view(-1)[:: max(lying.numel() // SAMPLE, 1)] if lying.is_contiguous() else tensor
 
 
 def digest(out: Any) -> tuple[float, ...]:
@@ -246,71 +264,59 @@ class _Mode(TorchDispatchMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
-        self.schemas: dict[Any, _Schema] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         trace, kwargs = self.trace, kwargs or {}
         if trace.busy or isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)
         trace.clock += 1
-        frame = user_frame()
-        line, op = line_of(frame), str(func).rsplit(".", 1)[0]
+        frame, op = user_frame(), str(func).rsplit(".", 1)[0]
         inputs = list(_tensors([*args, *kwargs.values()]))
         with torch._C.DisableTorchFunctionSubclass():  # reading an attribute of a subclass may come here again
-            self._look(inputs, op, line)
+            self._look(inputs, op, place_of(frame))
         out = func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            self._note(func, frame, inputs, args, kwargs, out)
+            writes, is_view = _effects(func)
+            written = _tensors([args[index] if index < len(args) else kwargs.get(name) for index, name in writes])
+            self._note(op, frame, inputs, written, out)
+            if trace.listeners and not is_view:
+                with trace.own():
+                    trace.listeners[-1](op, inputs, out, place_of(frame))
         return out
 
-    def _note(self, func: Any, frame: FrameType | None, inputs: list[Tensor], args: Any, kwargs: Any, out: Any) -> None:
-        """Record the tensors that an operation has written and created."""
-        trace, line, op = self.trace, line_of(frame), str(func).rsplit(".", 1)[0]
+    def _note(self, op: str, frame: FrameType | None, inputs: list[Tensor], written: Iterable[Tensor], out: Any) -> None:
+        """Records the tensors that an operation has written and created."""
+        trace, place = self.trace, place_of(frame)
         known = {storage_of(t) for t in inputs}
-        schema = self._schema(func)
-        for index, name in schema.writes:
-            for t in _tensors([args[index] if index < len(args) else kwargs.get(name)]):
-                storage = storage_of(t)
-                trace.writes.setdefault(storage, []).append(Write(trace.clock, line, op, _variable(frame, storage)))
-        for t in _tensors([out]):
+        for t in written:
             storage = storage_of(t)
-            if storage not in known:
-                trace.writes[storage] = [Write(trace.clock, line, op, "")]
-        if trace.listeners and not schema.view:
-            trace.busy = True
-            try:
-                trace.listeners[-1].note(op, inputs, out, line, trace.clock)
-            finally:
-                trace.busy = False
+            trace.writes.setdefault(storage, []).append(Write(trace.clock, place, op, _variable(frame, storage)))
+        for storage in {storage_of(t) for t in _tensors([out])} - known:
+            trace.writes[storage] = [Write(trace.clock, place, op, "")]
 
-    def _look(self, inputs: list[Tensor], op: str, line: Line | None) -> None:
-        """Record uses of parameters, cuts of the graph, and tensors whose graph is older than the step."""
+    def _look(self, inputs: list[Tensor], op: str, place: Place | None) -> None:
+        """Records uses of parameters, cuts of the graph, and tensors whose graph is older than the step."""
         trace, recording = self.trace, torch.is_grad_enabled()
         if torch._C._current_graph_task_id() != -1:  # inside backward
             return
         for t in inputs:
             if not t.requires_grad or t.is_nested:  # reading a jagged tensor's graph here does not return
                 continue
-            name = trace.names.get(id(t))
-            if name is not None:
-                use = trace.uses.setdefault(name, Use())
-                if recording:
-                    use.recorded = use.recorded or line
-                else:
-                    use.silent = use.silent or line
-            if line is not None and (op == "aten.detach" or not recording) and _is_direct():
-                if sum(cut.line == line for cut in trace.cuts) < 8:
-                    trace.cuts.append(Cut(line, op if recording else "no_grad", t))
+            if id(t) in trace.names:
+                trace.uses.setdefault((trace.names[id(t)], recording), place)
+            if place is not None and (op == "aten.detach" or not recording) and _is_direct():
+                if sum(cut.place == place for cut in trace.cuts) < 8:
+                    trace.cuts.append(Cut(place, op if recording else "no_grad", t))
             elif recording and op not in _HARMLESS and t.grad_fn is not None and is_older(t.grad_fn, trace.first):
-                trace.old_uses.setdefault(t.grad_fn, (shape_of(t), line))
+                trace.old_uses.setdefault(t.grad_fn, place)
 
-    def _schema(self, func: Any) -> _Schema:
-        if func not in self.schemas:
-            aliases = [(i, a.name, a.alias_info) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None]
-            writes = [(i, name) for i, name, alias in aliases if alias.is_write]
-            returns = any(r.alias_info is not None for r in func._schema.returns)
-            self.schemas[func] = _Schema(writes, returns and not writes)
-        return self.schemas[func]
+
+@functools.lru_cache(maxsize=4096)
+def _effects(func: Any) -> tuple[list[tuple[int, str]], bool]:
+    """The arguments that an operation writes, by position and name, and whether it returns a view of one and writes none."""
+    aliases = [(i, a.name, a.alias_info) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None]
+    writes = [(i, name) for i, name, alias in aliases if alias.is_write]
+    return writes, not writes and any(r.alias_info is not None for r in func._schema.returns)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -321,22 +327,19 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _variable(frame: Any, storage: int) -> str:
+def _variable(frame: FrameType | None, storage: int) -> str:
     """Name of the local variable whose storage is written."""
     if frame is None or frame.f_code.co_name == "<module>":
         return ""
-    names = [k for k, v in frame.f_locals.items() if isinstance(v, Tensor) and storage_of(v) == storage]
-    return names[0] if names else ""
+    return next((k for k, v in frame.f_locals.items() if isinstance(v, Tensor) and storage_of(v) == storage), "")
 
 
 def _is_direct() -> bool:
     """Whether the operation was called by the user's own line, and not by a function of torch that it called."""
-
     frame: Any = sys._getframe(1)
     while frame is not None:
         file: str = frame.f_code.co_filename
-        machinery = "_python_dispatch" in file or "_dynamo" in file or "_compile.py" in file or file.startswith(OWN)
-        if not machinery:
+        if not ("_python_dispatch" in file or "_dynamo" in file or "_compile.py" in file or file.startswith(OWN)):
             return not file.startswith(TORCH)
         frame = frame.f_back
     return False

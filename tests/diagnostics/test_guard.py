@@ -248,25 +248,12 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return traces
 
 
-def hook_gone_reentrant() -> programs.Program:
-    model = nn.Linear(WIDTH, WIDTH)
-
-    def loss(i: int) -> torch.Tensor:
-        handle = model.register_forward_hook(programs.double)
-        out = library.checkpoint(model, data(i).requires_grad_(), use_reentrant=True)
-        handle.remove()
-        return out.square().mean()
-
-    return programs.train(model, loss)
-
-
 @pytest.mark.parametrize("run", [True, False])
 @pytest.mark.parametrize(
     ("make", "line"),
     [
         (programs.checkpointed_state, "self.seen = 0.5 * self.seen.detach() + key.detach()"),
         (lambda: programs.hook_gone(False), "def double(module: nn.Module, args: Any, out: Tensor) -> Tensor:"),
-        (hook_gone_reentrant, "def double(module: nn.Module, args: Any, out: Tensor) -> Tensor:"),
     ],
 )
 def test_a_part_that_is_repeated_otherwise_shows_in_the_next_step(make, line, run, traced):

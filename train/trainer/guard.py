@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from omni.diagnostics import Finding, GraphError, Guard, report
 from omni.diagnostics.findings import some
 from omni.diagnostics.labels import REMEDY_END
+from omni.diagnostics.snapshot import reshard
 from omni.errors import UserError
 from omni.layout import IGNORE, Layout
 from omni.tasks import TASKS, find_task
@@ -66,6 +67,7 @@ class StepGuard:
             UserError: autograd failed; with the diagnosis.
         """
         guard = self.guard
+        reshard(guard.model)
         guard.idle = {id(p): p for p in self.idle(progress)}
         known = {finding.key for finding in guard.findings}
         try:
