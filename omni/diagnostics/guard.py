@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -27,7 +27,7 @@ from omni.diagnostics.diagnose import (
 from omni.diagnostics.findings import Finding, GraphError, report
 from omni.diagnostics.held import held_by, version_of
 from omni.diagnostics.labels import untrained_ends
-from omni.diagnostics.patches import Expectation, foreign_forwards
+from omni.diagnostics.patches import expectation, foreign_forwards
 from omni.diagnostics.recompute import CheckpointWatch, Doubt
 from omni.diagnostics.snapshot import Snapshot, alone, reshard, restored
 from omni.diagnostics.trace import Trace, next_number
@@ -166,14 +166,14 @@ class Guard:
             self.rerun(step, batch)
         return out
 
-    def expect_changed(self, module: nn.Module, tensors: Any = None) -> Expectation:
+    def expect_changed(self, module: nn.Module, tensors: Any = None) -> AbstractContextManager[None]:
         """Context manager around one forward that checks that a patch of this module takes part in it.
 
         Args:
             tensors: tensors that the patch put in; the module's own parameters by default. Where the module has hooks or a
                 replaced `forward`, it is also expected to be called.
         """
-        return Expectation(self, module, tensors)
+        return expectation(self.add, self.names(), module, tensors)
 
     def report(self) -> str:
         return report(self.findings)

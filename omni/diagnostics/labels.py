@@ -21,8 +21,8 @@ REMEDY_END = (
     "own"
 )
 
-_LAST = re.compile(r"(.*)(?:\['(\w+)'\]|\.(\w+))")
-"""Splits the path of a tensor in a batch into the part before the last name, and that name."""
+_TOKENS = re.compile(rf"(?<=[.'])({'|'.join(TOKENS)})(?='\]$|$)")
+"""Matches the name of ids at the end of a path in a batch."""
 
 
 def check_labels(tokens: Tensor, labels: Tensor, eos: int, pad: int, ignore: int = -100) -> list[Finding]:
@@ -51,47 +51,29 @@ def check_labels(tokens: Tensor, labels: Tensor, eos: int, pad: int, ignore: int
     wrong = (inside & (follows == eos) & (taught != eos)).nonzero()[:, 0].tolist()
     if not wrong:
         return []
-    why = (
-        f"pad and eos are both {eos}, and padding is masked by its id"
-        if pad == eos
-        else f"eos {eos} follows, with label {ignore}"
-    )
-    return [
-        Finding(
-            "label_end",
-            f"{len(wrong)} of {len(tokens)} rows train no end ({why}): the model will not stop",
-            REMEDY_END,
-            tensor=f"labels of rows {some([str(row) for row in wrong])}; row {wrong[0]}, column {int(end[wrong[0]]) - shift}",
-        )
-    ]
+    masked = f"pad and eos are both {eos}, and padding is masked by its id"
+    why = masked if pad == eos else f"eos {eos} follows, with label {ignore}"
+    what = f"{len(wrong)} of {len(tokens)} rows train no end ({why}): the model will not stop"
+    where = f"labels of rows {some([str(row) for row in wrong])}; row {wrong[0]}, column {int(end[wrong[0]]) - shift}"
+    return [Finding("label_end", what, REMEDY_END, tensor=where)]
 
 
-def check_targets(counts: Tensor, names: Sequence[str] | tuple[Sequence[str], Sequence[str]]) -> list[Finding]:
+def check_targets(counts: Tensor, names: Sequence[str]) -> list[Finding]:
     """Finds streams or tasks without any target.
 
     Args:
-        counts: targets of each stream (or task) [N], or of each task and stream [M, N].
-        names: their names; for [M, N] two lists.
+        counts: targets of each stream (or task) [N].
 
     Raises:
-        ValueError: as many names as counts are needed.
+        ValueError: there are not as many names as counts.
     """
-    if counts.ndim == 2:
-        rows, columns = names
-        return check_targets(counts.sum(1), list(rows)) + check_targets(counts.sum(0), list(columns))
-    if counts.ndim != 1 or len(names) != len(counts):
-        raise ValueError(f"counts have shape {tuple(counts.shape)}, names are {len(names)}: one name for each count is needed")
-    empty = [str(name) for name, count in zip(names, counts.tolist(), strict=True) if not count]
+    numbers = counts.tolist()
+    empty = [str(name) for name, count in zip(names, numbers, strict=True) if not count]
     if not empty:
         return []
-    return [
-        Finding(
-            "no_target",
-            f"{some(empty)} got no target: a mean over nothing is nan",
-            "sum the losses and divide by a count of at least 1, counted over the whole step; look at the data if it stays so",
-            tensor=f"counts {counts.tolist()} of {some([str(n) for n in names], 12)}",
-        )
-    ]
+    what = f"{some(empty)} got no target: a mean over nothing is nan"
+    remedy = "sum the losses and divide by a count of at least 1, counted over the whole step; look at the data if it stays so"
+    return [Finding("no_target", what, remedy, tensor=f"counts {numbers} of {some([str(n) for n in names], 12)}")]
 
 
 def untrained_ends(batch: Any, end: int) -> tuple[list[Finding], bool]:
@@ -112,13 +94,9 @@ def untrained_ends(batch: Any, end: int) -> tuple[list[Finding], bool]:
 
 def _pairs(batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of ids and labels of one shape [B, T] in the same container."""
-    beside: dict[str, dict[str, Tensor]] = {}
-    for path, tensor in tensors_in(batch):
-        match = _LAST.fullmatch(path)
-        if match is not None and tensor.ndim == 2 and tensor.dtype in (torch.int64, torch.int32):
-            beside.setdefault(match[1], {})[match[2] or match[3]] = tensor
-    for named in beside.values():
-        tokens = next((named[name] for name in TOKENS if name in named), None)
-        labels = next((named[name] for name in LABELS if name in named), None)
-        if tokens is not None and labels is not None and tokens.shape == labels.shape and tokens.device == labels.device:
-            yield tokens, labels
+    found = {path: t for path, t in tensors_in(batch) if t.ndim == 2 and t.dtype in (torch.int64, torch.int32)}
+    for path, tokens in found.items():
+        beside = [found.get(_TOKENS.sub(name, path)) for name in LABELS if _TOKENS.search(path)]
+        for labels in [t for t in beside if t is not None][:1]:
+            if tokens.shape == labels.shape and tokens.device == labels.device:
+                yield tokens, labels

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Mapping
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from omni.diagnostics.findings import Finding, Place, some
 from omni.diagnostics.held import join, modules_of, reached_from, shape_of, storage_of, tensors_in
 from omni.diagnostics.source import definition
 
-_FSDP = "/torch/distributed/fsdp/"
 HOOK = (
     "add the edit to the module's output in a forward hook (out + scale * (x @ A.T) @ B): it runs wherever the module is called"
 )
@@ -25,76 +24,48 @@ TWIN = "bound to another module, whose weights are used"
 FUNCTIONAL = "call torch.func.functional_call(model, weights, inputs) on the original instead of patching a copy, or " + HOOK
 
 
-class FindingSink(Protocol):
-    """Receives findings, and has the names of modules by their ids; `omni.diagnostics.guard.Guard` is one."""
+@contextmanager
+def expectation(add: Callable[[list[Finding]], Any], names: Mapping[int, str], module: nn.Module, given: Any) -> Iterator[None]:
+    """Watches one forward, and adds findings about a patch that took no part in it; see `Guard.expect_changed`."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    # Offloaded weights are empty between forwards; a hook on such a module is a patch that works.
+    own = [(name, p) for name, p in module.named_parameters() if not (hooks and p.is_meta)]
+    tensors = own if given is None else [(name or "tensor", t) for name, t in tensors_in(given)]
+    forward = vars(module).get("forward")
+    wants_call, calls = bool(hooks) or forward is not None, list[int]()
+    seen = _Seen(module)
+    handle = module.register_forward_pre_hook(lambda module, args: calls.append(1))
+    try:
+        with seen:
+            yield
+    finally:
+        handle.remove()
+    unused = [(name, t) for name, t in tensors if not seen.has_used(t)]
+    lost = some([name for name, _ in unused])
+    if unused:
+        what, remedy = _why(module, forward, bool(calls), seen, [t for _, t in tensors])
+        what = f"{lost} takes no part in forward{what}"
+        lost = f"{lost} {shape_of(unused[0][1])}" if len(unused) == 1 else lost
+    elif wants_call and not calls:
+        what = "the module is never called, only its weights are read: its hooks and its replaced forward do not run"
+        remedy = "call the module itself (module(x), not module.forward(x) or F.linear(x, w))"
+    else:
+        return
+    patch = forward if forward is not None else next(iter(hooks), None)
+    place = definition(patch) if unused else None
+    add([Finding("patch", what, remedy, lost, names.get(id(module), type(module).__name__), place)])
 
-    def add(self, findings: Iterable[Finding]) -> list[Finding]: ...
-    def names(self) -> Mapping[int, str]: ...
 
-
-class Expectation:
-    """Context manager around one forward; see `Guard.expect_changed`."""
-
-    def __init__(self, guard: FindingSink, module: nn.Module, tensors: Any) -> None:
-        self.guard, self.module = guard, module
-        given = list(tensors_in(tensors)) if tensors is not None else []
-        hooked = bool(module._forward_hooks or module._forward_pre_hooks)
-        # Offloaded weights are empty between forwards; a hook on such a module is a patch that works.
-        own = [(name, p) for name, p in module.named_parameters() if not (hooked and p.is_meta)]
-        self.tensors: list[tuple[str, Tensor]] = (
-            [(name or "tensor", t) for name, t in given] if tensors is not None else list(own)
-        )
-        self.wants_call = hooked or "forward" in vars(module)
-        self.called = False
-        self.sharded = _is_sharded(module)
-        self.mode = _Seen(module if self.sharded else None)
-        self.found: list[Finding] = []
-
-    def __enter__(self) -> Expectation:
-        self.hook = self.module.register_forward_pre_hook(self._note)
-        self.mode.__enter__()
-        return self
-
-    def _note(self, module: nn.Module, args: Any) -> None:
-        self.called = True
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.mode.__exit__(kind, error, trace)
-        self.hook.remove()
-        if error is None:
-            self.found = self.guard.add(self._findings())
-
-    def _findings(self) -> list[Finding]:
-        path = self.guard.names().get(id(self.module), type(self.module).__name__)
-        forward = vars(self.module).get("forward")
-        unused = [(name, t) for name, t in self.tensors if not self.mode.has_used(t)]
-        if unused:
-            names = some([name for name, _ in unused])
-            tensor = f"{unused[0][0]} {shape_of(unused[0][1])}" if len(unused) == 1 else names
-            return [Finding("patch", *self._why(names, forward), tensor, path, self._place(forward))]
-        if self.wants_call and not self.called:
-            what = "the module is never called, only its weights are read: its hooks and its replaced forward do not run"
-            return [
-                Finding("patch", what, "call the module itself (module(x), not module.forward(x) or F.linear(x, w))", "", path)
-            ]
-        return []
-
-    def _why(self, names: str, forward: Any) -> tuple[str, str]:
-        elsewhere = HOOK if self.sharded else FUNCTIONAL
-        if forward is not None and not any(m is self.module for m in _bound(forward)):
-            return (
-                f"{names} takes no part in forward: the instance has a `forward` of its own, {TWIN}",
-                elsewhere,
-            )
-        if not self.called:
-            return f"{names} takes no part in forward: the module is not called", elsewhere
-        if self.sharded and any(id(t) not in self.mode.names for _, t in self.tensors):
-            return f"{names} takes no part in forward: FSDP2 gathers its own shards, whatever functional_call was given", HOOK
-        return f"{names} takes no part in forward", HOOK
-
-    def _place(self, forward: Any) -> Place | None:
-        hooks = [*self.module._forward_hooks.values(), *self.module._forward_pre_hooks.values()]
-        return definition(forward) if forward is not None else definition(hooks[0]) if hooks else None
+def _why(module: nn.Module, forward: Any, is_called: bool, seen: _Seen, tensors: list[Tensor]) -> tuple[str, str]:
+    """Why tensors take no part in a forward, and the remedy."""
+    elsewhere = HOOK if seen.sharded is not None else FUNCTIONAL
+    if forward is not None and not any(m is module for m in _bound(forward)):
+        return f": the instance has a `forward` of its own, {TWIN}", elsewhere
+    if not is_called:
+        return ": the module is not called", elsewhere
+    if seen.sharded is not None and any(id(t) not in seen.names for t in tensors):
+        return ": FSDP2 gathers its own shards, whatever functional_call was given", HOOK
+    return "", HOOK
 
 
 def foreign_forwards(model: nn.Module | None, names: Mapping[int, str]) -> list[Finding]:
@@ -144,27 +115,24 @@ def _is_sharded(module: nn.Module) -> bool:
 def _in_fsdp() -> bool:
     """Whether FSDP2 itself runs the operation."""
     frame: Any = sys._getframe(2)
-    while frame is not None:
-        if _FSDP in frame.f_code.co_filename.replace("\\", "/"):
-            return True
+    while frame is not None and "/torch/distributed/fsdp/" not in frame.f_code.co_filename:
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 class _Seen(TorchDispatchMode):
     """Records the storages that operations read.
 
-    Args:
-        sharded: a module that FSDP2 wraps. Shards of its parameters are gathered whether anything uses them or not: such a
-            shard counts as used where the gathered parameter is read.
+    FSDP2 gathers shards of parameters whether anything uses them or not: such a shard counts as used where the gathered
+    parameter is read.
     """
 
-    def __init__(self, sharded: nn.Module | None = None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.sharded = sharded
+        self.sharded = module if _is_sharded(module) else None
+        self.names = {id(p): name for name, p in module.named_parameters()}
         self.storages: set[int] = set()
         self.gathered: set[int] = set()
-        self.names = {} if sharded is None else {id(p): name for name, p in sharded.named_parameters()}
         self.whole: dict[int, tuple[str, torch.Size]] | None = None
         self.read: set[tuple[str, torch.Size]] = set()
 
@@ -181,12 +149,11 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note_whole(self, read: set[int]) -> None:
-        """Record which of the module's parameters, gathered at this moment, an operation reads."""
-        if self.sharded is None:
-            return
-        if self.whole is None:  # FSDP2 has done something since
-            self.whole = {storage_of(_local(p)): (name, p.shape) for name, p in self.sharded.named_parameters()}
-        self.read |= {self.whole[storage] for storage in read if storage in self.whole}
+        """Records which of a sharded module's parameters, gathered at this moment, an operation reads."""
+        if self.sharded is not None:
+            if self.whole is None:  # FSDP2 has done something since
+                self.whole = {storage_of(_local(p)): (name, p.shape) for name, p in self.sharded.named_parameters()}
+            self.read |= {self.whole[storage] for storage in read if storage in self.whole}
 
     def has_used(self, tensor: Tensor) -> bool:
         """Whether a tensor was read; for a gathered one, whether its parameter was (if it is not one yet, one of its shape)."""

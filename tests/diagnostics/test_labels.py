@@ -53,14 +53,8 @@ def test_streams_without_a_target():
     assert check_targets(torch.tensor([4, 1, 3]), ["audio0", "audio1", "text"]) == []
 
 
-def test_tasks_and_streams_without_a_target():
-    counts = torch.tensor([[4, 0], [0, 0]])
-    tasks, streams = check_targets(counts, (["A1A2", "T1T2"], ["audio0", "text"]))
-    assert tasks.what.startswith("T1T2 got") and streams.what.startswith("text got")
-
-
 def test_names_must_fit():
-    with pytest.raises(ValueError, match="one name for each count"):
+    with pytest.raises(ValueError, match="shorter"):
         check_targets(torch.ones(3), ["a"])
 
 
