@@ -1,9 +1,4 @@
-"""`omni-train doctor CONFIG`: run a few steps of a run under the graph guard's full trace.
-
-Reports what is wrong with graphs and gradients, with line, cause and remedy (docs/gradients.md), which streams and tasks got no
-target although these steps had them or the mixture should have drawn them, and whose ends are masked (train/trainer/guard.py).
-Nothing of the run itself is written.
-"""
+"""`omni-train doctor CONFIG`: runs a few steps of a run under the graph guard's full trace (docs/gradients.md)."""
 
 from __future__ import annotations
 
@@ -63,7 +58,7 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
     with importing():
         from train.distributed.fabric import build_fabric
         from train.trainer.build import prepare, with_alignment
-        from train.trainer.guard import StepGuard, targets_of
+        from train.trainer.guard import StepGuard
         from train.trainer.preflight import check_start
         from train.trainer.signals import Stop
         from train.trainer.step import GuardedStep
@@ -81,8 +76,7 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
         )
         check_start(with_alignment(alone))
         loop = prepare(alone, build_fabric(alone.fabric), Path(folder))
-        guard = StepGuard(loop.objective, loop.optimizer, loop.parts.idle, config.data)
-        guard.targets = targets_of(loop.objective, config.data, seen=1)
+        guard = StepGuard(loop.objective, loop.optimizer, loop.parts.idle, config.data, seen=1)
         take = GuardedStep(loop.step, guard, trace=True)
         try:
             with Stop() as stop:

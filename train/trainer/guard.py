@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from omni.diagnostics.labels import REMEDY_END
 from omni.diagnostics.snapshot import reshard
 from omni.errors import UserError
 from omni.layout import IGNORE, Layout
-from omni.tasks import TASKS, find_task
+from omni.tasks import TASKS
 from train.data.batching.batch import Batch
 from train.data.config import DataConfig, tasks_of
 from train.data.sources.shares import least_shares
@@ -26,6 +27,11 @@ SEEN = 30
 DRAWS = 16.0
 """Expected examples of a task after which its targets count as missing: none by chance has then a probability of e^-16."""
 
+REMEDY = (
+    "look at the rows that the mixture draws (a row that names its own task keeps it, broken and too long ones are left out: "
+    "rows_broken and rows_skipped of the log), or leave the task out of the mixture"
+)
+
 
 class StepGuard:
     """Runs steps under a guard.
@@ -33,6 +39,7 @@ class StepGuard:
     Args:
         idle: parameters that are not trained at that share of the budget.
         data: the mixture, so that tasks that no batch has are found, too.
+        seen: as of `Targets`.
     """
 
     def __init__(
@@ -41,10 +48,13 @@ class StepGuard:
         optimizer: torch.optim.Optimizer,
         idle: Callable[[float], Iterable[nn.Parameter]],
         data: DataConfig | None = None,
+        seen: int = SEEN,
     ) -> None:
         self.guard, self.idle = Guard(objective, optimizer), idle
-        self.targets = targets_of(objective, data)
-        self.ends = ends_of(objective)
+        layout = getattr(getattr(objective, "model", None), "layout", None)
+        weights = getattr(objective, "stream_weights", None)
+        has_streams = isinstance(layout, Layout)
+        self.checks: list[Targets | Ends] = [Targets(layout, weights, data, seen), Ends(layout, weights)] if has_streams else []
 
     def step(
         self,
@@ -74,10 +84,8 @@ class StepGuard:
             guard.run(lambda: train(step), step.batches, trace=trace)
         except GraphError as error:
             raise UserError(f"step {number}: {error}") from error
-        if self.targets is not None:
-            guard.add(self.targets.look(step.batches))
-        if self.ends is not None:
-            guard.add(self.ends.look(step.batches))
+        for check in self.checks:
+            guard.add(check.look(step.batches))
         new = [finding for finding in guard.findings if finding.key not in known]
         if new:
             say(f"guard, step {number}:\n{report(new)}")
@@ -125,18 +133,15 @@ class Targets:
 
     def _missed(self) -> list[Finding]:
         with_tasks, with_streams = (self.counts * self.trained).sum(1) > 0, self.counts.sum(0) > 0
-        has_unlisted = bool(
-            (self.drawn[self.unlisted] > 0).any()
-        )  # rows name their own tasks: the mixture's shares do not hold
+        has_unlisted = bool((self.drawn[self.unlisted] > 0).any())  # tasks of rows' own: the mixture's shares do not hold
         due = torch.zeros_like(self.shares) if has_unlisted else self.shares * self.examples
         late = (self.drawn >= self.seen) | (due >= DRAWS)
         trained = self.trained.float()
         late_streams = (self.drawn @ trained >= self.seen) | (due @ trained >= DRAWS)
         wanted = (self.shares > 0) & self.trained.any(1)
         self.done = bool(wanted.any() and with_tasks[wanted].all() and with_streams[self.trained[wanted].any(0)].all())
-        tasks = _names(self.tasks, late & self.trained.any(1) & ~with_tasks)
-        streams = _names(self.streams, late_streams & ~with_streams)
-        names = [name for name in [*tasks, *streams] if name not in self.said]
+        missing = torch.cat([late & self.trained.any(1) & ~with_tasks, late_streams & ~with_streams])
+        names = [name for name in compress([*self.tasks, *self.streams], missing.tolist()) if name not in self.said]
         if not names:
             return []
         self.said.update(names)
@@ -188,50 +193,20 @@ def masked_ends(batch: Batch, stream: int, end: int) -> list[list[int]]:
     tokens, targets, segments = batch.tokens[:, stream], batch.targets[:, stream], batch.segments
     trained, masked = targets[:, :-2] != IGNORE, targets[:, 1:-1] == IGNORE
     found = trained & masked & (tokens[:, 2:] == end) & (segments[:, 2:] == segments[:, :-2])
-    rows, columns = found.nonzero(as_tuple=True)
-    return torch.stack([rows, columns + 1], dim=1).tolist()
-
-
-REMEDY = (
-    "look at the rows that the mixture draws (a row that names its own task keeps it, broken and too long ones are left out: "
-    "rows_broken and rows_skipped of the log), or leave the task out of the mixture"
-)
-
-
-def _names(names: Sequence[str], chosen: Tensor) -> list[str]:
-    return [name for name, is_chosen in zip(names, chosen.tolist(), strict=True) if is_chosen]
+    return [[row, column + 1] for row, column in found.nonzero().tolist()]
 
 
 def shares_of(data: DataConfig | None) -> Tensor:
     """The lowest share of the draws that each task has at any time, [T]; zeros without a mixture, and of sources that end."""
     shares = torch.zeros(len(TASKS))
     for source, share in zip(data.sources, least_shares(data.weights), strict=True) if data is not None else ():
-        if source.max_epochs is not None or source.max_rows is not None:
-            continue
-        stages = [_shares(weights) for weights in (source.tasks, *(stage.tasks for stage in source.stages))]
-        own_tasks = source.made.own_tasks
-        mixed = 1 - sum(own_tasks.values())
-        shares += share * mixed * torch.stack(stages).amin(0)
-        for name, own in own_tasks.items():
-            shares[list(TASKS).index(name)] += share * own
+        if source.max_epochs is None and source.max_rows is None:
+            stages = [_vector(weights) for weights in (source.tasks, *(stage.tasks for stage in source.stages))]
+            own = _vector(source.made.own_tasks)
+            shares += share * ((1 - own.sum()) * torch.stack([stage / stage.sum() for stage in stages]).amin(0) + own)
     return shares
 
 
-def _shares(weights: dict[str, float]) -> Tensor:
-    out = torch.zeros(len(TASKS))
-    for name, weight in weights.items():
-        out[list(TASKS).index(find_task(name).name)] += weight
-    return out / out.sum()
-
-
-def targets_of(objective: nn.Module, data: DataConfig | None = None, seen: int = SEEN) -> Targets | None:
-    """The `Targets` of an objective whose model has streams; None for others."""
-    layout = getattr(getattr(objective, "model", None), "layout", None)
-    weights = getattr(objective, "stream_weights", None)
-    return Targets(layout, weights, data, seen) if isinstance(layout, Layout) else None
-
-
-def ends_of(objective: nn.Module) -> Ends | None:
-    """The `Ends` of an objective, as `targets_of`."""
-    layout = getattr(getattr(objective, "model", None), "layout", None)
-    return Ends(layout, getattr(objective, "stream_weights", None)) if isinstance(layout, Layout) else None
+def _vector(weights: Mapping[str, float]) -> Tensor:
+    """Weights of tasks by name as [T]."""
+    return torch.tensor([float(weights.get(name, 0)) for name in TASKS])
