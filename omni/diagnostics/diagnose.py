@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from traceback import walk_stack, walk_tb
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from omni.diagnostics.findings import Finding, Place, some
 from omni.diagnostics.held import HeldTensor, held_by, held_in, reach, shape_of, storage_of, version_of
 from omni.diagnostics.recompute import Region
 from omni.diagnostics.source import is_internal
-from omni.diagnostics.trace import Changed, Node, Trace, is_inner, is_older, nodes_of
+from omni.diagnostics.trace import Node, Saved, Trace, is_inner, is_older, nodes_of
 
 FRAMES = 12
 """Number of the user's frames that are searched for variables."""
@@ -97,17 +98,12 @@ class Scene:
             yield from reach(start, self.function, seen)
 
     def _callers(self) -> list[FrameType]:
-        found: list[FrameType] = []
-        frame = self.frame
-        while frame is not None and len(found) < FRAMES:
-            if not is_internal(frame.f_code.co_filename) and "-packages" not in frame.f_code.co_filename:
-                found.append(frame)
-            frame = frame.f_back
-        return found
+        files = ((frame, frame.f_code.co_filename) for frame, _ in walk_stack(self.frame))
+        return [frame for frame, file in files if not is_internal(file) and "-packages" not in file][:FRAMES]
 
     def remember(self, error: BaseException) -> None:
         """Stores the user's frames in an error's traceback."""
-        frames = [trace.tb_frame for trace in _traceback(error)]
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
         self.later += [frame for frame in frames if not is_internal(frame.f_code.co_filename)]
 
     def now(self, parameters: bool = False) -> Iterator[HeldTensor]:
@@ -130,13 +126,6 @@ class Scene:
         """Names of the trainable parameters that a tensor's graph leads to."""
         leaves = [node.variable for node in nodes_of([tensor]) if not is_inner(node)]
         return some(sorted(self.names.get(id(leaf), "a parameter outside the model") for leaf in leaves)) or "what made it"
-
-
-def _traceback(error: BaseException) -> Iterator[Any]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
 
 
 def _number(variable: HeldTensor) -> int:
@@ -190,10 +179,10 @@ def diagnose(scene: Scene, error: BaseException) -> list[Finding]:
 def _backward_roots(error: BaseException) -> list[Tensor]:
     """Tensors on which `backward` or `grad` was called when this error was raised; empty where it was not raised there."""
     found: list[Tensor] = []
-    for trace in _traceback(error):
-        code = trace.tb_frame.f_code
-        if code.co_filename.replace("\\", "/").endswith("torch/autograd/__init__.py") and code.co_name in ("backward", "grad"):
-            value = trace.tb_frame.f_locals.get("tensors" if code.co_name == "backward" else "outputs", ())
+    for frame, _ in walk_tb(error.__traceback__):
+        name = frame.f_code.co_name
+        if frame.f_code.co_filename == torch.autograd.__file__ and name in ("backward", "grad"):
+            value = frame.f_locals.get("tensors" if name == "backward" else "outputs", ())
             found = [value] if isinstance(value, Tensor) else [t for t in value if isinstance(t, Tensor)]
     return found
 
@@ -205,23 +194,23 @@ def traced_changes(scene: Scene) -> list[Finding]:
     older: list[Finding] = []
     if scene.trace is not None:
         held = {storage_of(h.tensor): h for h in scene.now(parameters=True)}
-        for changed in scene.trace.changed:
-            storage = storage_of(changed.saved.tensor)
+        for saved in scene.trace.changed:
+            storage = storage_of(saved.tensor)
             if storage not in found:
-                found[storage] = _changed(changed, held.get(storage), scene)
+                found[storage] = _changed(saved, held.get(storage), scene)
         for _, nodes in scene.trace.backwards:
             older += _from_outside(scene, nodes)
     caches = {finding.place for finding in found.values() if finding.kind == "cache"}
     return [*found.values(), *older, *(f for f in written_caches(scene) if f.place is None or f.place not in caches)]
 
 
-def _changed(changed: Changed, held: HeldTensor | None, scene: Scene) -> Finding:
-    saved, writes = changed.saved, changed.writes
+def _changed(saved: Saved, held: HeldTensor | None, scene: Scene) -> Finding:
+    writes = saved.writes
     places = [place for place in dict.fromkeys([*(write.place for write in writes), saved.place]) if place is not None]
     name = held.path if held is not None else next((w.name for w in writes if w.name), "a tensor")
     ops = some(list(dict.fromkeys(write.op.removeprefix("aten.") for write in writes)), 3)
-    if changed.now != saved.version:
-        how = f"changed in place: version {changed.now} instead of {saved.version} ({ops})"
+    if saved.now != saved.version:
+        how = f"changed in place: version {saved.now} instead of {saved.version} ({ops})"
     else:
         how = f"written past autograd, through .data or the like ({ops}); gradients are wrong"
     what = f"{name} was saved for backward and then {how}"
@@ -390,35 +379,20 @@ def owned_by(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
-class Unowned(NamedTuple):
-    """A parameter that no optimizer owns, and its version and first values at the start of the step.
+def fingerprint(p: nn.Parameter) -> tuple[float, ...]:
+    """Version and first values of a parameter: a write through `data` counts in no version."""
+    local = p.to_local() if isinstance(p, DTensor) else p
+    return version_of(p), *local.detach().flatten()[:64].tolist()
 
-    It may be written by other means (a copy in a wider type is an optimizer's), through `data` too, which no version counts.
+
+def unowned(starts: Iterable[tuple[str, nn.Parameter, tuple[float, ...]]], arrived: set[int], stepped: bool) -> list[Finding]:
+    """Parameters that receive a gradient but are not updated in a step in which optimizers step.
+
+    Args:
+        starts: those that no optimizer owns, with their `fingerprint` when the step started: they may be written by other
+            means (a copy in a wider type is an optimizer's).
     """
-
-    name: str
-    p: nn.Parameter
-    version: int
-    values: Tensor
-
-    def is_unchanged(self) -> bool:
-        return self.version == version_of(self.p) and torch.equal(self.values, _first_values(self.p))
-
-
-def _first_values(p: Tensor) -> Tensor:
-    return (p.to_local() if isinstance(p, DTensor) else p).detach().reshape(-1)[:64].clone()
-
-
-def without_owner(named: Iterable[tuple[str, nn.Parameter]], optimizers: list[torch.optim.Optimizer]) -> list[Unowned]:
-    """Trainable parameters that no optimizer owns; none where there is no optimizer."""
-    owned = owned_by(optimizers)
-    loose = [(name, p) for name, p in named if optimizers and id(p) not in owned]
-    return [Unowned(name, p, version_of(p), _first_values(p)) for name, p in loose]
-
-
-def unowned(loose: Iterable[Unowned], arrived: set[int], stepped: bool) -> list[Finding]:
-    """Parameters that receive a gradient but are not updated in a step in which optimizers step."""
-    names = [one.name for one in loose if id(one.p) in arrived and (not stepped or one.is_unchanged())]
+    names = [name for name, p, was in starts if id(p) in arrived and (not stepped or fingerprint(p) == was)]
     what = f"{len(names)} parameters receive a gradient, but no optimizer owns them: they never change"
     remedy = (
         "give them to the optimizer (build it after the last change of the model: to(), added adapters, copies), or freeze "

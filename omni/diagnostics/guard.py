@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -16,13 +17,13 @@ from omni.diagnostics.diagnose import (
     Scene,
     at_start,
     diagnose,
+    fingerprint,
     is_zeroed,
     kind_of,
     missing_gradients,
     owned_by,
     traced_changes,
     unowned,
-    without_owner,
 )
 from omni.diagnostics.findings import Finding, GraphError, report
 from omni.diagnostics.held import held_by, version_of
@@ -103,7 +104,7 @@ class Guard:
         Raises:
             GraphError: autograd failed inside; with the original message and the diagnosis.
         """
-        return _Step(self, batch, sys._getframe(1), last=last, trace=trace)
+        return _Step(self, batch, sys._getframe(1), last=last, traced=trace)
 
     def rerun(self, step: Callable[[], Any], batch: Any = None) -> list[Finding]:
         """Repeats the last step under a full trace; returns its findings, which are also added to `findings`.
@@ -118,7 +119,7 @@ class Guard:
         batch = self.batch if batch is None else batch
         start, failed, recent = self.start, self.failed, {f.key for f in self.recent}
         before, self.findings = self.findings, [f for f in self.findings if f.key not in recent]
-        watched = _Step(self, batch, sys._getframe(1), step, trace=True, failed=failed)
+        watched = _Step(self, batch, sys._getframe(1), step, traced=True, failed=failed)
         try:
             self._repeat(watched, step, start)
         except BaseException:
@@ -203,35 +204,32 @@ class Guard:
         return [(name, p) for name, p in named if p.requires_grad and not is_lazy(p) and p.numel()]
 
 
+@dataclass(eq=False)
 class _Step:
     """One step of a guard, as a context manager.
 
     Attributes:
+        function: the step as a function, where there is one.
+        keep: keep its start for a repetition that is asked for.
+        failed: it repeats one that failed.
         found: findings; `beside`: those that hold only if the step does not fail.
         stepped: optimizers that stepped in it.
         inner: it is within another step of its guard, as where a step that is repeated has its own `guard.step`.
     """
 
-    def __init__(
-        self,
-        guard: Guard,
-        batch: Any,
-        frame: FrameType,
-        function: Callable[[], Any] | None = None,
-        *,
-        last: bool = True,
-        trace: bool = False,
-        keep: bool = False,
-        failed: bool = False,
-    ) -> None:
-        self.guard, self.batch, self.function = guard, batch, function
-        self.frame: FrameType | None = frame
-        self.last, self.traced, self.keep, self.failed = last, trace, keep, failed
-        self.stack = ExitStack()
-        self.found: list[Finding] = []
-        self.beside: list[Finding] = []
-        self.stepped: list[torch.optim.Optimizer] = []
-        self.inner = False
+    guard: Guard
+    batch: Any
+    frame: FrameType | None
+    function: Callable[[], Any] | None = None
+    last: bool = True
+    traced: bool = False
+    keep: bool = False
+    failed: bool = False
+    found: list[Finding] = field(default_factory=list)
+    beside: list[Finding] = field(default_factory=list)
+    stepped: list[torch.optim.Optimizer] = field(default_factory=list)
+    stack: ExitStack = field(default_factory=ExitStack)
+    inner: bool = False
 
     def __enter__(self) -> _Step:
         guard = self.guard
@@ -252,7 +250,9 @@ class _Step:
             self.beside, taught = untrained_ends(self.batch, guard.end_id)
             guard.end_id = None if taught else guard.end_id
         self.beside += foreign_forwards(guard.model, names)
-        self.unowned = without_owner([pair for pair in self.named if id(pair[1]) not in guard.idle], guard.optimizers)
+        owned = owned_by(guard.optimizers) | guard.idle.keys()
+        loose = [(name, p) for name, p in self.named if guard.optimizers and id(p) not in owned]
+        self.unowned = [(name, p, fingerprint(p)) for name, p in loose]
         if self.traced:
             scene.trace = Trace({id(p): name for name, p in self.named}, scene.first)
         self._watch(names)

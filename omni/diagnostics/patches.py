@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -114,10 +115,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 def _in_fsdp() -> bool:
     """Whether FSDP2 itself runs the operation."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and "/torch/distributed/fsdp/" not in frame.f_code.co_filename:
-        frame = frame.f_back
-    return frame is not None
+    return any("/torch/distributed/fsdp/" in frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(2)))
 
 
 class _Seen(TorchDispatchMode):

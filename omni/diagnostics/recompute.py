@@ -11,6 +11,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -65,21 +66,6 @@ REMEDY_REENTRANT = (
 )
 
 
-class Part(NamedTuple):
-    """Everything that a checkpointed part may depend on.
-
-    Attributes:
-        modules: modules that its function reaches.
-        names: paths of modules by id.
-        values: its arguments and the values that its function takes from outside, by name; tensors that are arguments
-            themselves are left out: autograd checks them.
-    """
-
-    modules: Sequence[nn.Module]
-    names: dict[int, str]
-    values: dict[str, Any]
-
-
 class Entry(NamedTuple):
     """One piece of a part's state.
 
@@ -122,17 +108,22 @@ Doubt = tuple[str, str]
 """Module and name of a piece of state."""
 
 
-def capture(part: Part) -> State:
-    """Captures the state of a part, by path."""
+def capture(modules: Sequence[nn.Module], names: dict[int, str], values: dict[str, Any]) -> State:
+    """Captures the state that a part may depend on, by path.
+
+    Args:
+        modules: modules that its function reaches; `names` has their paths by id.
+        values: its arguments and the values that its function takes from outside, by name.
+    """
     state: State = {}
-    for name, value in part.values.items():
+    for name, value in values.items():
         for rest, leaf in leaves_in(value, set(), DEPTH, "", VISITS, plain=True):
             if isinstance(leaf, Tensor):
                 _add_tensor(state, HeldTensor(leaf, "", name, rest))
             else:
                 state[name + rest] = Entry("value", leaf, leaf, "", name + rest)
-    for top in part.modules:
-        prefix = part.names.get(id(top), "")
+    for top in modules:
+        prefix = names.get(id(top), "")
         for path, module in top.named_modules(prefix=prefix):
             _add_module(state, path, module)
         sharded = any(isinstance(p, DTensor) for p in top.parameters())  # FSDP2's weights change their storage
@@ -202,13 +193,17 @@ class RecomputeStep(NamedTuple):
 
 
 class Region:
-    """One checkpointed part: its first run and, when backward comes to it, the second."""
+    """One checkpointed part: its first run and, when backward comes to it, the second.
 
-    def __init__(self, part: Part, inputs: Iterable[Any], trace: Trace) -> None:
-        self.trace, self.part = trace, part
+    Args:
+        names: of the modules that its function reaches; `before` is their state.
+        inputs: its arguments.
+    """
+
+    def __init__(self, trace: Trace, names: list[str], before: State, inputs: Iterable[Any]) -> None:
+        self.trace, self.names, self.before = trace, names, before
         self.place = place_of(user_frame())
         self.saved = [Saved(t, version_of(t), trace.clock, self.place) for t in inputs if isinstance(t, Tensor)]
-        self.before = capture(part)
         self.selective = False
         self.steps: list[RecomputeStep] = []
         self.at: int | None = None
@@ -226,15 +221,14 @@ class Region:
             self.end = self.trace.clock
 
     @contextmanager
-    def second(self, part: Part) -> Iterator[None]:
+    def second(self, names: list[str], after: State) -> Iterator[None]:
         for saved in self.saved:
             self.trace.check(saved)
-        was, now = (", ".join(p.names.get(id(m), type(m).__name__) for m in p.modules) for p in (self.part, part))
-        if [id(m) for m in self.part.modules] != [id(m) for m in part.modules]:
-            what = f"it ran through {was or 'no module'} in forward and runs through {now or 'none'} now"
-            self.changes = [Change("bound", what, "", self.place)]
+        if names != self.names:
+            was, now = (", ".join(one) or "no module" for one in (self.names, names))
+            self.changes = [Change("bound", f"it ran through {was} in forward and runs through {now} now", "", self.place)]
         else:
-            self.changes = differences(self.before, capture(part), self.trace, self.end)
+            self.changes = differences(self.before, after, self.trace, self.end)
         self.selective = any(type(mode).__name__ == _CACHED for mode in _get_current_dispatch_mode_stack())
         self.at = 0
         self.trace.listeners.append(self.note)
@@ -255,7 +249,7 @@ class Region:
             return
         left = range(self.at, len(self.steps) if self.selective else min(self.at + 1, len(self.steps)))
         for i in left:  # under selective checkpointing only recomputed operations arrive here
-            if self.steps[i].op == step.op and same(self.steps[i].digest, step.digest, out):
+            if self.steps[i].op == step.op and same(self.steps[i].digest, step.digest):
                 self.at = i + 1
                 return
         self.different = (next((self.steps[i] for i in left), None), step)
@@ -265,7 +259,7 @@ class Region:
 
         A saved argument that was changed in place is reported by the trace instead.
         """
-        if any(saved.reported for saved in self.saved) or (self.different is None and not (failed and self.changes)):
+        if any(saved.now is not None for saved in self.saved) or (self.different is None and not (failed and self.changes)):
             return []
         old, new = self.different or (None, None)
         step, wrong = new or old, "" if failed else "; its gradients are wrong"
@@ -296,25 +290,23 @@ def _values(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[
     return {name: v for name, v in {**taken, **given}.items() if id(v) not in direct and not isinstance(v, nn.Module)}
 
 
+@dataclass
 class CheckpointWatch:
     """Reports reentrant checkpoints without input gradient; with a trace, collects other checkpointed parts as `regions`.
 
-    Args:
+    Attributes:
         names: paths by id of parameters and modules.
         doubt: without a trace, called with state that differs when a part is repeated; graphs that outlive the step keep it.
+        left: seconds that may still be spent on it.
     """
 
-    def __init__(
-        self,
-        report: Callable[[Finding], None],
-        trace: Trace | None,
-        model: nn.Module | None,
-        names: dict[int, str],
-        doubt: Callable[[Iterable[Doubt]], None] | None,
-    ) -> None:
-        self.report, self.trace, self.model, self.names, self.doubt = report, trace, model, names, doubt
-        self.regions: list[Region] = []
-        self.left = COMPARE_SECONDS
+    report: Callable[[Finding], None]
+    trace: Trace | None
+    model: nn.Module | None
+    names: dict[int, str]
+    doubt: Callable[[Iterable[Doubt]], None] | None
+    regions: list[Region] = field(default_factory=list)
+    left: float = COMPARE_SECONDS
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -347,17 +339,19 @@ class CheckpointWatch:
 
         return watched
 
-    def _part(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Part:
+    def _state(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[str], State]:
+        """Names of the modules that a part's function reaches, and its state at this moment."""
         modules = modules_of(function) or ([self.model] if self.model is not None else [])
-        return Part(modules, self.names, _values(function, args, kwargs))
+        names = [self.names.get(id(module), type(module).__name__) for module in modules]
+        return names, capture(modules, self.names, _values(function, args, kwargs))
 
     def _traced(self, function: Any, args: Any, kwargs: Any, trace: Trace) -> tuple[Any, AbstractContextManager[None]]:
         """A part's function as it is called the second time, and what its first run is to happen in."""
-        region = Region(self._part(function, args, kwargs), args, trace)
+        region = Region(trace, *self._state(function, args, kwargs), args)
         self.regions.append(region)
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            with region.second(self._part(function, args, kwargs)):
+            with region.second(*self._state(function, args, kwargs)):
                 return function(*args, **kwargs)
 
         return again, region.first()
@@ -383,7 +377,7 @@ class CheckpointWatch:
         """The state of a part at this moment, reduced to what can be compared."""
         started = time.perf_counter()
         tokens: dict[Doubt, Any] = {}
-        for entry in capture(self._part(function, args, kwargs)).values():
+        for entry in self._state(function, args, kwargs)[1].values():
             key = entry.module, entry.name
             tokens[key] = (*tokens.get(key, ()), entry.token)
         self.left -= time.perf_counter() - started

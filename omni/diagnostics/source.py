@@ -9,6 +9,7 @@ import linecache
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import Any
 
@@ -32,10 +33,7 @@ def is_internal(file: str) -> bool:
 
 def user_frame() -> FrameType | None:
     """The innermost frame outside of libraries."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_internal(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
+    return next((frame for frame, _ in walk_stack(sys._getframe(1)) if not is_internal(frame.f_code.co_filename)), None)
 
 
 def place_of(frame: FrameType | None) -> Place | None:

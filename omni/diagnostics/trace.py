@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -91,22 +92,20 @@ class Write(NamedTuple):
 
 @dataclass
 class Saved:
-    """A tensor saved for backward. `digest`: of its values then, compared where its version does not show a write."""
+    """A tensor saved for backward.
+
+    Attributes:
+        digest: of its values then, compared where its version does not show a write.
+        now: its version, where it was changed before backward used it; `writes` are the changes.
+    """
 
     tensor: Tensor
     version: int
     clock: int
     place: Place | None
     digest: tuple[float, ...] = ()
-    reported: bool = False
-
-
-class Changed(NamedTuple):
-    """A saved tensor that was changed before backward used it, and the changes."""
-
-    saved: Saved
-    now: int
-    writes: list[Write]
+    now: int | None = None
+    writes: list[Write] = field(default_factory=list)
 
 
 class Cut(NamedTuple):
@@ -134,7 +133,7 @@ class Trace:
     first: int
     clock: int = 0
     writes: dict[int, list[Write]] = field(default_factory=dict)
-    changed: list[Changed] = field(default_factory=list)
+    changed: list[Saved] = field(default_factory=list)
     uses: dict[tuple[str, bool], Place | None] = field(default_factory=dict)
     cuts: list[Cut] = field(default_factory=list)
     backwards: list[tuple[Place | None, set[Node]]] = field(default_factory=list)
@@ -175,16 +174,14 @@ class Trace:
 
         A write through `data` counts in no version: it shows in the values (FSDP2 writes the same ones when it gathers).
         """
-        if saved.reported:
+        if saved.now is not None:
             return
         now, writes = version_of(saved.tensor), self.since(storage_of(saved.tensor), saved.clock)
         with self.own():
-            changed = now != saved.version or (
-                bool(writes and saved.digest) and not same(saved.digest, digest(_sample(saved.tensor)), saved.tensor)
-            )
-        if changed:
-            saved.reported = True
-            self.changed.append(Changed(saved, now, writes))
+            past = bool(writes and saved.digest) and not same(saved.digest, digest(_sample(saved.tensor)))
+        if past or now != saved.version:
+            saved.now, saved.writes = now, writes
+            self.changed.append(saved)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -240,20 +237,18 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def digest(out: Any) -> tuple[float, ...]:
-    """Sum and norm of the first tensor among an operation's results that has them."""
+    """Sum and norm of the first tensor among an operation's results that has them, its size and whether it is on the CPU."""
     for t in out if isinstance(out, (list, tuple)) else [out]:
         if isinstance(t, Tensor) and _is_dense(t):
             t, wide = t.detach(), torch.float64
-            return float(t.sum(dtype=wide)), float(torch.linalg.vector_norm(t, dtype=wide)), float(t.numel())
+            norm = float(torch.linalg.vector_norm(t, dtype=wide))
+            return float(t.sum(dtype=wide)), norm, float(t.numel()), float(t.device.type == "cpu")
     return ()
 
 
-def same(old: tuple[float, ...], new: tuple[float, ...], out: Any) -> bool:
+def same(old: tuple[float, ...], new: tuple[float, ...]) -> bool:
     """Whether two digests are equal: exactly on the CPU; within 1e-4 of the norm on a GPU, where sums may change order."""
-    if len(old) != len(new) or not old or old[2] != new[2]:
-        return len(old) == len(new) == 0
-    first = out[0] if isinstance(out, (list, tuple)) else out
-    if first.device.type == "cpu" or not all(x == x for x in (*old, *new)):
+    if repr(old) == repr(new) or not old or not new or old[2:] != new[2:] or old[3]:  # repr: nan is equal to nan
         return repr(old) == repr(new)
     return abs(old[1] - new[1]) <= 1e-4 * old[1] and abs(old[0] - new[0]) <= 1e-4 * old[1] * max(old[2], 1) ** 0.5
 
@@ -336,10 +331,6 @@ def _variable(frame: FrameType | None, storage: int) -> str:
 
 def _is_direct() -> bool:
     """Whether the operation was called by the user's own line, and not by a function of torch that it called."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file: str = frame.f_code.co_filename
-        if not ("_python_dispatch" in file or "_dynamo" in file or "_compile.py" in file or file.startswith(OWN)):
-            return not file.startswith(TORCH)
-        frame = frame.f_back
-    return False
+    files = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1)))
+    machinery = ("_python_dispatch", "_dynamo", "_compile.py", OWN)
+    return not next((file for file in files if not any(part in file for part in machinery)), TORCH).startswith(TORCH)
