@@ -53,16 +53,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake.
+    """One mistake, of a kind in `KINDS`.
 
     Attributes:
-        kind: a key of `KINDS`.
-        what: the mistake, in a sentence.
         tensor: name and shape of the tensor, or names of the parameters.
         module: path of the module that holds it, empty where none does.
-        place: the line that is to be changed, where it is known.
-        remedy: advice on what to write instead.
-        others: further lines that take part.
+        place: the line that is to be changed, where it is known; `others` take part.
+        remedy: what to write instead.
     """
 
     kind: str

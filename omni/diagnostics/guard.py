@@ -50,18 +50,16 @@ class Guard:
                 optimizer.step()
         print(guard.report())
 
-    The checks of every step are cheap. The full trace, which knows the line of each write, records every operation: it
-    repeats one step (`rerun`, or `run`, which does so when the step fails). Nothing is kept between steps. In steps 1, 2,
-    4, 8 and so on, state of checkpointed parts is compared when backward repeats them; where it differs, which may be harmless,
-    the next step runs under the trace, once for each piece of state.
+    The checks of every step are cheap. The full trace, which knows the line of each write, repeats one step (`rerun`, or `run`,
+    which does so when the step fails). Nothing is kept between steps. In steps 1, 2, 4, 8 and so on, state of checkpointed
+    parts is compared when backward repeats them; where it differs, which may be harmless, the next step is traced.
 
     Args:
         model: the model whose state and parameters are checked; several in one `nn.ModuleList`.
-        optimizer: one or several; their steps mark complete gradients, and their parameters count as owned. A wrapper's inner
-            one (its attribute `optimizer`) is taken.
+        optimizer: one or several (of a wrapper its attribute `optimizer`); their steps mark complete gradients, and their
+            parameters count as owned.
         idle: parameters that need no gradient although they are trainable.
-        end_id: the token that ends a sequence, where it is to be trained. Batches are then checked for labels that mask every
-            end, until one is seen in which an end is trained (`untrained_ends`).
+        end_id: the token that ends a sequence: batches are checked for labels that mask every end, until one trains an end.
 
     Attributes:
         findings: all findings so far, each mistake once.
@@ -109,9 +107,9 @@ class Guard:
     def rerun(self, step: Callable[[], Any], batch: Any = None) -> list[Finding]:
         """Repeats the last step under a full trace; returns its findings, which are also added to `findings`.
 
-        It starts from the random state, buffers and attributes that the last step started from. Weights, gradients and
-        optimizer are the present ones (a step that failed in backward has not changed them), and afterwards all is restored.
-        A failed step is repeated without DDP's exchange of gradients; under FSDP2 all processes must repeat it together.
+        It starts from the random state, buffers and attributes that the last step started from, with the present weights and
+        optimizer; afterwards all is restored. A failed step is repeated without DDP's exchange of gradients; under FSDP2 all
+        processes must repeat it together.
 
         Args:
             step: does what the last step did; it may enter `guard.step` itself.
@@ -209,11 +207,9 @@ class _Step:
     """One step of a guard, as a context manager.
 
     Attributes:
-        function: the step as a function, where there is one.
         keep: keep its start for a repetition that is asked for.
-        failed: it repeats one that failed.
-        found: findings; `beside`: those that hold only if the step does not fail.
-        stepped: optimizers that stepped in it.
+        failed: it repeats a step that failed.
+        beside: findings that hold only if the step does not fail.
         inner: it is within another step of its guard, as where a step that is repeated has its own `guard.step`.
     """
 

@@ -30,13 +30,9 @@ MODULE_FIELDS = frozenset(vars(nn.Module())) - {"training"}
 
 
 class HeldTensor(NamedTuple):
-    """A tensor and the path to it.
+    """A tensor and the path to it: of its module or object, its attribute or variable, and the rest (`['k'][0]`).
 
-    Attributes:
-        module: path of the module or object that holds it.
-        name, rest: its attribute or variable, and the rest of the path (`['k'][0]`).
-        owner: class whose attribute it is; None for a variable.
-        code, at: the function that names the variable, and its running line.
+    `owner` is the class whose attribute it is; `code` the function that names a variable, at its running line.
     """
 
     tensor: Tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -60,7 +59,7 @@ def expectation(add: Callable[[list[Finding]], Any], names: Mapping[int, str], m
 def _why(module: nn.Module, forward: Any, is_called: bool, seen: _Seen, tensors: list[Tensor]) -> tuple[str, str]:
     """Why tensors take no part in a forward, and the remedy."""
     elsewhere = HOOK if seen.sharded is not None else FUNCTIONAL
-    if forward is not None and not any(m is module for m in _bound(forward)):
+    if forward is not None and not any(m is module for m in modules_of(forward)):
         return f": the instance has a `forward` of its own, {TWIN}", elsewhere
     if not is_called:
         return ": the module is not called", elsewhere
@@ -75,7 +74,7 @@ def foreign_forwards(model: nn.Module | None, names: Mapping[int, str]) -> list[
     found: dict[Place | None, list[nn.Module]] = {}
     for module in () if model is None else model.modules():
         forward = vars(module).get("forward")
-        others = [] if forward is None else _bound(forward)
+        others = [] if forward is None else modules_of(forward)
         if not any(type(other) is type(module) for other in others) or any(other is module for other in others):
             continue
         ids = {id(p) for p in module.parameters()}
@@ -92,17 +91,6 @@ def foreign_forwards(model: nn.Module | None, names: Mapping[int, str]) -> list[
         remedy = HOOK if any(map(_is_sharded, modules)) else FUNCTIONAL
         findings.append(Finding("patch", what, remedy, some(weights), paths[0], place))
     return findings
-
-
-def _bound(forward: Any) -> list[nn.Module]:
-    """Modules that a replaced `forward` is bound to or holds."""
-    given: list[Any] = []
-    while isinstance(forward, functools.partial):
-        given += [*forward.args, *forward.keywords.values()]
-        forward = forward.func
-    held = [a if isinstance(a, nn.Module) else getattr(a, "__self__", None) for a in given]
-    owner = getattr(forward, "__self__", None)
-    return [m for m in held if isinstance(m, nn.Module)] + ([owner] if isinstance(owner, nn.Module) else modules_of(forward))
 
 
 def _local(tensor: Tensor) -> Tensor:

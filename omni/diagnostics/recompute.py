@@ -59,7 +59,8 @@ REMEDIES = {
     "argument: a loop has gone on when backward runs",
     "code": "keep the hook, edit or patched forward in place until backward has run: call backward inside its scope",
 }
-"""Remedies by kind of change."""
+"""Remedies by kind of change: of a module's own state, a tensor that a part takes from outside, a parameter, the modules that
+its function reaches, a hook or a forward."""
 REMEDY_REENTRANT = (
     "call checkpoint with use_reentrant=False; if it must stay reentrant, let the input require a gradient "
     "(model.enable_input_require_grads() in transformers, x.requires_grad_() here)"
@@ -67,13 +68,9 @@ REMEDY_REENTRANT = (
 
 
 class Entry(NamedTuple):
-    """One piece of a part's state.
+    """One piece of a part's state: a hook or a forward (`code`), a number or a text (`value`), or a `tensor` (`HeldTensor`).
 
-    Attributes:
-        kind: code (a hook or a forward), value (a number or a text) or tensor.
-        token: compared between two moments: the id of the function, the value, or a tensor's storage and version.
-        value: the function, the value, or the tensor as `HeldTensor`.
-        module, name: path of its module and its name there; `owner` is the module's class.
+    `token` is compared between two moments: the id of the function, the value, or a tensor's storage and version.
     """
 
     kind: str
@@ -85,15 +82,7 @@ class Entry(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A difference at the second run of a part.
-
-    Attributes:
-        kind: code (a hook or a forward), bound (other modules), weight (a parameter), given (a tensor that the part takes
-            from outside, changed in place) or state (all else).
-        name, module: its name, and the path of its module.
-        place: the line that wrote it.
-        tensor, storage: a tensor's name and shape, and its storage.
-    """
+    """A difference at the second run of a part, of a kind in `REMEDIES`, and the line that wrote it."""
 
     kind: str
     name: str
@@ -112,7 +101,6 @@ def capture(modules: Sequence[nn.Module], names: dict[int, str], values: dict[st
     """Captures the state that a part may depend on, by path.
 
     Args:
-        modules: modules that its function reaches; `names` has their paths by id.
         values: its arguments and the values that its function takes from outside, by name.
     """
     state: State = {}
@@ -196,8 +184,7 @@ class Region:
     """One checkpointed part: its first run and, when backward comes to it, the second.
 
     Args:
-        names: of the modules that its function reaches; `before` is their state.
-        inputs: its arguments.
+        names: of the modules that its function reaches.
     """
 
     def __init__(self, trace: Trace, names: list[str], before: State, inputs: Iterable[Any]) -> None:

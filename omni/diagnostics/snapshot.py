@@ -6,7 +6,7 @@ import copy
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -26,30 +26,21 @@ MOST_ITEMS = 1000
 _CONTAINERS = (list, dict, set, deque)
 
 
-class Random:
-    """States of all generators: torch's on the CPU and the GPUs, Python's and numpy's."""
-
-    def __init__(self) -> None:
-        self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-        self.python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self.numpy = None if numpy is None else numpy.random.get_state()
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state_all(self.cuda)
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+def _random_states() -> list[tuple[Callable[[Any], Any], Any]]:
+    """States of all generators (torch's on the CPU and the GPUs, Python's and numpy's), with the function that sets each."""
+    states: list[tuple[Callable[[Any], Any], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
+    states.append((random.setstate, random.getstate()))
+    if torch.cuda.is_initialized():
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    numpy = sys.modules.get("numpy")
+    return states if numpy is None else [*states, (numpy.random.set_state, numpy.random.get_state())]
 
 
 class Snapshot:
     """Random state, and contents and graphs of a model's buffers and attributes and of a batch's tensors."""
 
     def __init__(self, model: nn.Module | None, batch: Any = None) -> None:
-        self.random = Random()
+        self.random = _random_states()
         self.modules: list[tuple[nn.Module, dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]] = []
         self.values: list[tuple[Tensor, Tensor, Any]] = []
         for module in model.modules() if model is not None else ():
@@ -69,7 +60,8 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        self.random.restore()
+        for put, state in self.random:
+            put(state)
         for module, own, buffers, inside in self.modules:
             for name in [k for k in vars(module) if k not in MODULE_FIELDS and k not in own]:
                 del vars(module)[name]
@@ -102,24 +94,22 @@ def _containers(own: dict[str, Any]) -> list[tuple[Any, Any]]:
     return list(found.values())
 
 
-class _OptimizerState:
-    """Settings and state of an optimizer, to the bit: its own `load_state_dict` rounds state to the parameters' type."""
+def _restorer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Keeps settings and state of an optimizer, and returns what puts them back to the bit: its own `load_state_dict` rounds
+    state to the parameters' type."""
+    kept = [(p, name, value, _copy(value)) for p, of in optimizer.state.items() for name, value in of.items()]
+    groups = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.state = [(p, name, value, _copy(value)) for p, of in optimizer.state.items() for name, value in of.items()]
-        self.groups = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        self.optimizer.state.clear()
-        for p, name, value, content in self.state:
-            is_tensor = isinstance(value, Tensor)  # the same one is kept: others may hold it too
-            self.optimizer.state[p][name] = value.copy_(content) if is_tensor else content
-        for group, settings in zip(self.optimizer.param_groups, self.groups, strict=True):
+    def restore() -> None:
+        optimizer.state.clear()
+        for p, name, value, content in kept:  # the same tensor is kept: others may hold it too
+            optimizer.state[p][name] = value.copy_(content) if isinstance(value, Tensor) else content
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
             params = group["params"]
             group.clear()
             group.update({"params": params, **settings})
+
+    return restore
 
 
 def _copy(value: Any) -> Any:
@@ -132,20 +122,21 @@ def restored(model: nn.Module | None, batch: Any, optimizers: Sequence[torch.opt
     owned = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     params = {id(p): p for p in [*owned, *(model.parameters() if model is not None else ())]}.values()
     weights = [(p, p.detach().clone(), p.grad, None if p.grad is None else p.grad.detach().clone()) for p in params]
-    states = [_OptimizerState(optimizer) for optimizer in optimizers]
+    restorers = [_restorer(optimizer) for optimizer in optimizers]
     now = Snapshot(model, batch)
     try:
         for p in params:
             p.grad = None
         yield
     finally:
-        for p, value, grad, content in weights:
-            p.data.copy_(value)
-            p.grad = grad
-            if grad is not None and content is not None:
-                grad.data.copy_(content)
-        for state in states:
-            state.restore()
+        with torch.no_grad():
+            for p, value, grad, content in weights:
+                p.data.copy_(value)
+                p.grad = grad
+                if grad is not None and content is not None:
+                    grad.data.copy_(content)
+            for restore in restorers:
+                restore()
         now.restore()
 
 

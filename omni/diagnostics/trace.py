@@ -92,12 +92,7 @@ class Write(NamedTuple):
 
 @dataclass
 class Saved:
-    """A tensor saved for backward.
-
-    Attributes:
-        digest: of its values then, compared where its version does not show a write.
-        now: its version, where it was changed before backward used it; `writes` are the changes.
-    """
+    """A tensor saved for backward, and where it was changed before it was used its version `now` and the changes."""
 
     tensor: Tensor
     version: int
@@ -125,8 +120,7 @@ class Trace:
         first: number of the step's first graph node.
         uses: by parameter and whether gradients were recorded, the first line that uses it.
         backwards: of each call of backward its line and the nodes it walks.
-        listeners: called with each operation, its inputs, result and line; the last one alone.
-        busy: the trace's own operations run.
+        listeners: the last one is called with each operation, its inputs, result and line.
     """
 
     names: dict[int, str]

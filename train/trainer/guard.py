@@ -65,13 +65,10 @@ class StepGuard:
         say: Callable[[str], None] = lambda text: None,
         trace: bool = False,
     ) -> list[Finding]:
-        """Takes a step; reports and returns the guard's new findings.
+        """Takes the step of this number (from 1) by `train`; reports and returns the guard's new findings.
 
         Args:
-            number: of the step, from 1.
             progress: share of the budget that is used.
-            train: takes the step.
-            trace: record every operation.
 
         Raises:
             UserError: autograd failed; with the diagnosis.
