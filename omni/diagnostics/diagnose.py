@@ -234,14 +234,12 @@ def _from_outside(scene: Scene, nodes: set[Node]) -> list[Finding]:
         return found
     used = [] if scene.trace is None else [place for node, place in scene.trace.old_uses.items() if node in old]
     others = tuple(place for place in used if place is not None)
-    variables = sorted(
-        (v for v in scene.variables() if v.tensor.grad_fn is not None), key=lambda v: (not v.written(), _number(v))
-    )
+    variables = [v for v in scene.variables() if v.tensor.grad_fn is not None]
+    variables.sort(key=lambda v: (not v.written(), _number(v)))
     for v in variables:
         if v.tensor.grad_fn in old:
-            what = (
-                f"the variable {v.path} keeps a graph from before this step, which goes through {scene.trainable_of(v.tensor)}"
-            )
+            trained = scene.trainable_of(v.tensor)
+            what = f"the variable {v.path} keeps a graph from before this step, which goes through {trained}"
             return [Finding("freed", what, OUTSIDE, v.describe(), "", next(iter(v.written()), None), others)]
     for v in variables:  # a state that was bound again; a recurrent layer's is no part of the loss, but depends on the old one
         if v.written() and nodes_of([v.tensor]) & old:
@@ -264,9 +262,9 @@ def _twice(scene: Scene, nodes: set[Node]) -> Finding:
             remedy = CACHE if _is_copy(node) else STATISTIC.format(name="self." + held.name)
             return Finding("freed", what, remedy, held.describe(), held.module, scene.written(held))
     what = "two backward calls of this step walk through the same graph, which the first one freed"
-    *earlier, last = [(None, set())] if scene.trace is None or not scene.trace.backwards else scene.trace.backwards
-    shared = [place for place, walked in earlier if any(is_inner(node) for node in walked & nodes)]
-    return Finding("freed", what, ONE_BACKWARD, place=last[0], others=tuple(place for place in shared[:1] if place is not None))
+    backwards = [] if scene.trace is None else scene.trace.backwards
+    shared = [place for place, walked in backwards[:-1] if place and any(is_inner(node) for node in walked & nodes)]
+    return Finding("freed", what, ONE_BACKWARD, place=backwards[-1][0] if backwards else None, others=tuple(shared[:1]))
 
 
 # --- what a step holds ------------------------------------------------------------------------------------------------
@@ -358,12 +356,8 @@ def _cause(scene: Scene, name: str, p: nn.Parameter) -> tuple[str, Place | None]
     if isinstance(p, DTensor):
         return "FSDP2 gathers it, so that a trace does not see where it was lost", None
     if (name, True) not in trace.uses:
-        silent = trace.uses.get((name, False))
-        return (
-            ("used only where gradients are not recorded", silent)
-            if (name, False) in trace.uses
-            else ("unused in forward", None)
-        )
+        why = "used only where gradients are not recorded" if (name, False) in trace.uses else "unused in forward"
+        return why, trace.uses.get((name, False))
     for cut in trace.cuts:
         if any(getattr(node, "variable", None) is p for node in nodes_of([cut.source])):
             return f"detached from the loss by {cut.op.removeprefix('aten.')}", cut.place

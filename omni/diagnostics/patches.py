@@ -29,7 +29,7 @@ def expectation(add: Callable[[list[Finding]], Any], names: Mapping[int, str], m
     """Watches one forward, and adds findings about a patch that took no part in it; see `Guard.expect_changed`."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     # Offloaded weights are empty between forwards; a hook on such a module is a patch that works.
-    own = [(name, p) for name, p in module.named_parameters() if not (hooks and p.is_meta)]
+    own: list[tuple[str, Tensor]] = [(name, p) for name, p in module.named_parameters() if not (hooks and p.is_meta)]
     tensors = own if given is None else [(name or "tensor", t) for name, t in tensors_in(given)]
     forward = vars(module).get("forward")
     wants_call, calls = bool(hooks) or forward is not None, list[int]()

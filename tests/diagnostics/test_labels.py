@@ -54,7 +54,7 @@ def test_streams_without_a_target():
 
 
 def test_names_must_fit():
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="longer"):
         check_targets(torch.ones(3), ["a"])
 
 
