@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint as library
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from omni.diagnostics.findings import Finding, Place, some
@@ -36,6 +35,7 @@ from omni.diagnostics.held import (
     storage_of,
     version_of,
 )
+from omni.diagnostics.snapshot import fsdp_modules
 from omni.diagnostics.source import attribute_writes, definition, place_of, user_frame
 from omni.diagnostics.trace import Saved, Trace, digest, replaced, same
 
@@ -97,11 +97,12 @@ Doubt = tuple[str, str]
 """Module and name of a piece of state."""
 
 
-def capture(modules: Sequence[nn.Module], names: dict[int, str], values: dict[str, Any]) -> State:
+def capture(modules: Sequence[nn.Module], names: dict[int, str], values: dict[str, Any], weights: bool) -> State:
     """Captures the state that a part may depend on, by path.
 
     Args:
         values: its arguments and the values that its function takes from outside, by name.
+        weights: whether parameters keep their storage between forward and backward.
     """
     state: State = {}
     for name, value in values.items():
@@ -114,8 +115,7 @@ def capture(modules: Sequence[nn.Module], names: dict[int, str], values: dict[st
         prefix = names.get(id(top), "")
         for path, module in top.named_modules(prefix=prefix):
             _add_module(state, path, module)
-        sharded = any(isinstance(p, DTensor) for p in top.parameters())  # FSDP2's weights change their storage
-        for held in held_by(top, parameters=not sharded):
+        for held in held_by(top, parameters=weights):
             _add_tensor(state, held._replace(module=join(prefix, held.module)))
     return state
 
@@ -330,7 +330,7 @@ class CheckpointWatch:
         """Names of the modules that a part's function reaches, and its state at this moment."""
         modules = modules_of(function) or ([self.model] if self.model is not None else [])
         names = [self.names.get(id(module), type(module).__name__) for module in modules]
-        return names, capture(modules, self.names, _values(function, args, kwargs))
+        return names, capture(modules, self.names, _values(function, args, kwargs), weights=not fsdp_modules(self.model))
 
     def _traced(self, function: Any, args: Any, kwargs: Any, trace: Trace) -> tuple[Any, AbstractContextManager[None]]:
         """A part's function as it is called the second time, and what its first run is to happen in."""

@@ -143,15 +143,18 @@ def restored(model: nn.Module | None, batch: Any, optimizers: Sequence[torch.opt
 # --- FSDP2 and DDP ----------------------------------------------------------------------------------------------------
 
 
+def fsdp_modules(model: nn.Module | None) -> list[Any]:
+    """Modules that FSDP2 wraps, the root before its parts; none where it was never imported."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return [] if model is None else [module for module in model.modules() if isinstance(module, kind)]
+
+
 def reshard(model: nn.Module | None, failed: bool = False) -> None:
     """Has FSDP2 free what it has gathered (a root stays gathered after a forward without gradients), so that the model's
     parameters are those that an optimizer owns; after a step that failed half-way, no hook waits for its backward either."""
-    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    modules: list[Any] = [module for module in model.modules() if isinstance(module, kind)] if model is not None else []
+    modules = fsdp_modules(model)
     for module in modules if failed else ():
-        with suppress(
-            RuntimeError, AttributeError
-        ):  # not of the root; nothing is there before the first forward, or torch 2.14
+        with suppress(RuntimeError, AttributeError):  # not of the root; not there before the first forward
             module.reset_iter_state()
     for module in modules:
         module.reshard()
