@@ -40,19 +40,10 @@ HINT = "For the line of each culprit, repeat the step: guard.rerun(step), where 
 
 
 class Guard:
-    """Watches steps and collects findings.
+    """Watches steps and collects findings (docs/gradients.md); nothing is kept between steps.
 
-        guard = Guard(model, optimizer)
-        for batch in batches:
-            with guard.step(batch):
-                loss = model(batch)
-                loss.backward()
-                optimizer.step()
-        print(guard.report())
-
-    The checks of every step are cheap. The full trace, which knows the line of each write, repeats one step (`rerun`, or `run`,
-    which does so when the step fails). Nothing is kept between steps. In steps 1, 2, 4, 8 and so on, state of checkpointed
-    parts is compared when backward repeats them; where it differs, which may be harmless, the next step is traced.
+    In steps 1, 2, 4, 8 and so on, state of checkpointed parts is compared when backward repeats them; where it differs, which
+    may be harmless, the next step is traced.
 
     Args:
         model: the model whose state and parameters are checked; several in one `nn.ModuleList`.

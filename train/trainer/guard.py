@@ -94,13 +94,11 @@ class Targets:
 
     A task counts as missing where `seen` micro-batches had it, or where the mixture should have drawn it `DRAWS` times (at the
     lowest weight that any stage gives it; not where rows name tasks of their own that the mixture lacks); a stream where that
-    holds of the tasks that train it together. Streams whose loss has no weight are left alone.
-
-    Dimensions: T tasks, K streams.
+    holds of the tasks that train it together.
 
     Args:
-        weights: of the streams' losses [K]; all 1 by default.
-        data: the mixture; without it only tasks that batches have can be missing.
+        weights: of the K streams' losses [K]; all 1 by default. Streams without weight are left alone.
+        data: the mixture of the T tasks; without it only tasks that batches have can be missing.
     """
 
     def __init__(self, layout: Layout, weights: Tensor | None = None, data: DataConfig | None = None, seen: int = SEEN) -> None:
