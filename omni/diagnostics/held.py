@@ -6,24 +6,20 @@ import functools
 import inspect
 import types
 from collections.abc import Iterable, Iterator, MutableMapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from omni.diagnostics.findings import Place
-from omni.diagnostics.source import attribute_writes, code_of, is_internal, name_writes
+from omni.diagnostics.findings import Place, attribute_writes, code_of, is_internal, name_writes
 
-MOST = 512
-"""Most entries of one container that are examined."""
-VISITS = 500
-"""Most containers and objects of one value that are searched."""
-DEPTH = 4
-"""Most levels of nested containers and objects that are searched."""
+MOST = 512  # entries of one container that are examined
+VISITS = 500  # containers and objects of one value that are searched
+DEPTH = 4  # levels of nested containers and objects that are searched
 
-VALUES = (bool, int, float, str)
-_PLAIN = (*VALUES, bytes, complex, type(None), type, torch.dtype, torch.device, torch.Size)
+_PLAIN = (bool, int, float, str, bytes, complex, type(None), type, torch.dtype, torch.device, torch.Size)
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, types.CodeType)
 _OPAQUE = ("torch", "lightning_fabric", "numpy", "omni.diagnostics")
 MODULE_FIELDS = frozenset(vars(nn.Module())) - {"training"}
@@ -38,7 +34,7 @@ class HeldTensor(NamedTuple):
     tensor: Tensor
     module: str
     name: str
-    rest: str
+    rest: str = ""
     owner: type | None = None
     code: types.CodeType | None = None
     at: int = 0
@@ -78,7 +74,9 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def tensors_in(value: Any, seen: set[int] | None = None, depth: int = DEPTH) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(
+    value: Any, seen: set[int] | None = None, depth: int = DEPTH, path: str = "", end: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Tensors in a value of any kind, with the path to each; modules and torch's own objects are not searched.
 
     The values of a read-only mapping are not read either: it may load each of them from a file (accelerate's
@@ -86,42 +84,36 @@ def tensors_in(value: Any, seen: set[int] | None = None, depth: int = DEPTH) -> 
 
     Args:
         seen: ids of objects that were searched before.
+        end: the size of `seen` that ends the search; by default `VISITS` more.
     """
-    seen = set() if seen is None else seen
-    return ((path, leaf) for path, leaf in leaves_in(value, seen, depth, "", len(seen) + VISITS) if isinstance(leaf, Tensor))
-
-
-def leaves_in(value: Any, seen: set[int], depth: int, path: str, end: int, plain: bool = False) -> Iterator[tuple[str, Any]]:
-    """Tensors in a value, and on request numbers and strings, until `seen` holds `end` containers and objects."""
-    if isinstance(value, Tensor) or (plain and isinstance(value, VALUES)):
+    if isinstance(value, Tensor):
         yield path, value
         return
+    seen = set() if seen is None else seen
+    end = len(seen) + VISITS if end is None else end
     if isinstance(value, (*_PLAIN, *_CODE, nn.Module)) or depth == 0 or id(value) in seen or len(seen) >= end:
         return
     seen.add(id(value))
     for step, inner in _entries(value):
-        if plain or not isinstance(inner, _PLAIN):
-            yield from leaves_in(inner, seen, depth - 1, path + step, end, plain)
+        if not isinstance(inner, _PLAIN):
+            yield from tensors_in(inner, seen, depth - 1, path + step, end)
 
 
 def _entries(value: Any) -> Iterable[tuple[str, Any]]:
     """What a container or an object holds, with the step of the path to each."""
     if isinstance(value, MutableMapping):
-        return [(f"[{k!r}]", v) for k, v in _first(value.items())]
+        return [(f"[{k!r}]", v) for k, v in islice(value.items(), MOST)]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return [(f".{k}", v) for k, v in zip(value._fields, value, strict=True)]
     if isinstance(value, Iterable) and hasattr(value, "__len__") and type(value).__module__ in ("builtins", "collections"):
-        return [(f"[{i}]", v) for i, v in enumerate(_first(value))]
+        return [(f"[{i}]", v) for i, v in enumerate(islice(value, MOST))]
     return [(f".{k}", v) for k, v in _attributes(value)]
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
     """Attributes of an object that is not of a library."""
-    return [] if type(value).__module__.startswith(_OPAQUE) else _first(getattr(value, "__dict__", {}).items())
-
-
-def _first(values: Iterable[Any]) -> list[Any]:
-    return [value for _, value in zip(range(MOST), values, strict=False)]
+    opaque = type(value).__module__.startswith(_OPAQUE)
+    return [] if opaque else list(islice(getattr(value, "__dict__", {}).items(), MOST))
 
 
 def held_by(model: nn.Module | None, parameters: bool = False) -> Iterator[HeldTensor]:
@@ -137,11 +129,9 @@ def held_by(model: nn.Module | None, parameters: bool = False) -> Iterator[HeldT
                 yield HeldTensor(tensor, path, name, "", kind)
         computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
         for name, value in vars(module).items():
-            if name in MODULE_FIELDS or isinstance(value, _PLAIN) or name in computed:
-                continue
-            for rest, tensor in tensors_in(value, seen):
-                if not isinstance(tensor, nn.Parameter):
-                    yield HeldTensor(tensor, path, name, rest, kind)
+            if name not in MODULE_FIELDS and name not in computed and not isinstance(value, _PLAIN):
+                inside = tensors_in(value, seen)
+                yield from (HeldTensor(t, path, name, rest, kind) for rest, t in inside if not isinstance(t, nn.Parameter))
 
 
 def held_in(value: Any, name: str) -> list[HeldTensor]:
@@ -186,21 +176,16 @@ def reach(variable: HeldTensor, value: Any, seen: set[int], depth: int = 6) -> I
     elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         if not is_internal(getattr(code_of(value), "co_filename", "")):
             for name, (reached, code) in reached_from(value).items():
-                yield from reach(HeldTensor(variable.tensor, "", name, "", code=code), reached, seen, depth - 1)
+                yield from reach(HeldTensor(variable.tensor, "", name, code=code), reached, seen, depth - 1)
     else:
         for name, inner in _attributes(value):
-            attribute = HeldTensor(variable.tensor, variable.path, name, "", type(value))
-            yield from reach(attribute, inner, seen, depth - 1)
+            yield from reach(HeldTensor(variable.tensor, variable.path, name, "", type(value)), inner, seen, depth - 1)
 
 
 def modules_of(function: Any, depth: int = 2) -> list[nn.Module]:
     """Modules that a function reaches, directly or through functions of its closure."""
     if isinstance(function, nn.Module):
         return [function]
-    found: list[nn.Module] = []
-    for value, _ in reached_from(function).values():
-        if isinstance(value, nn.Module):
-            found.append(value)
-        elif depth and callable(value):
-            found += modules_of(value, depth - 1)
-    return found
+    values = [value for value, _ in reached_from(function).values()]
+    deeper = [value for value in values if isinstance(value, nn.Module) or (depth and callable(value))]
+    return [module for value in deeper for module in modules_of(value, depth - 1)]

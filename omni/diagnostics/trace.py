@@ -16,16 +16,12 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from omni.diagnostics.findings import Place
+from omni.diagnostics.findings import OWN, TORCH, Place, place_of, user_frame
 from omni.diagnostics.held import storage_of, version_of
-from omni.diagnostics.source import OWN, TORCH, place_of, user_frame
-
-SAMPLE = 1024
-"""Number of values of a saved tensor that are compared, to find writes that bypass autograd."""
 
 _HARMLESS = frozenset({"aten._local_scalar_dense", "aten.detach", "aten.alias"})
 """Operations that do not count as a use of a tensor with an older graph, because no gradient is asked for through them."""
@@ -59,11 +55,9 @@ def nodes_of(tensors: Iterable[Any], since: int = 0) -> set[Node]:
     todo = [node for node in nodes if not is_older(node, since)]
     seen: set[Node] = set(todo)
     while todo:
-        for node, _ in todo.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                if not is_older(node, since):
-                    todo.append(node)
+        after = {node for node, _ in todo.pop().next_functions if node is not None} - seen
+        seen |= after
+        todo += [node for node in after if not is_older(node, since)]
     return seen
 
 
@@ -75,10 +69,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
+        delattr(owner, name) if own is None else setattr(owner, name, own)
 
 
 class Write(NamedTuple):
@@ -98,29 +89,22 @@ class Saved:
     version: int
     clock: int
     place: Place | None
-    digest: tuple[float, ...] = ()
     now: int | None = None
     writes: list[Write] = field(default_factory=list)
 
 
-class Cut(NamedTuple):
-    """A line that leaves the graph (`detach`, or work under no_grad), and its input tensor."""
-
-    place: Place
-    op: str
-    source: Tensor
-
-
-@dataclass
-class Trace:
-    """Record of a traced step.
+@dataclass(eq=False)
+class Trace(TorchDispatchMode):
+    """Record of a traced step, whose every operation comes here.
 
     Attributes:
         names: path by id of each parameter.
         first: number of the step's first graph node.
         uses: by parameter and whether gradients were recorded, the first line that uses it.
+        cuts: lines that leave the graph (`detach`, or work under no_grad), the operation, and its input.
         backwards: of each call of backward its line and the nodes it walks.
-        listeners: the last one is called with each operation, its inputs, result and line.
+        listener: is called with each operation, its inputs, its result and the user's frame.
+        busy: operations are the trace's own.
     """
 
     names: dict[int, str]
@@ -129,53 +113,37 @@ class Trace:
     writes: dict[int, list[Write]] = field(default_factory=dict)
     changed: list[Saved] = field(default_factory=list)
     uses: dict[tuple[str, bool], Place | None] = field(default_factory=dict)
-    cuts: list[Cut] = field(default_factory=list)
+    cuts: list[tuple[Place, str, Tensor]] = field(default_factory=list)
     backwards: list[tuple[Place | None, set[Node]]] = field(default_factory=list)
     old_uses: dict[Node, Place | None] = field(default_factory=dict)
-    listeners: list[Callable[[str, list[Tensor], Any, Place | None], None]] = field(default_factory=list)
+    listener: Callable[[str, list[Tensor], Any, FrameType | None], None] | None = None
     busy: bool = False
+    supports_higher_order_operators = True
 
-    def since(self, storage: int, clock: int) -> list[Write]:
-        """Writes to a storage after the time `clock`."""
-        return [write for write in self.writes.get(storage, []) if write.clock > clock]
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def last_write(self, tensor: Tensor) -> Write | None:
+        return (self.writes.get(storage_of(tensor)) or [None])[-1]
 
     def forget(self) -> None:
         """Releases all tensors: a graph that backward has not run through holds this trace, and must not be held by it."""
         for kept in (self.writes, self.changed, self.uses, self.cuts, self.backwards, self.old_uses):
             kept.clear()
 
-    @contextmanager
-    def own(self) -> Iterator[None]:
-        """Marks the operations of a block as the trace's own."""
-        before, self.busy = self.busy, True
-        try:
-            yield
-        finally:
-            self.busy = before
-
     def pack(self, tensor: Tensor) -> Saved:
         """Stores a tensor that autograd saves for backward."""
-        with self.own():
-            content = digest(_sample(tensor)) if type(tensor) in (Tensor, nn.Parameter) and _is_dense(tensor) else ()
-            return Saved(tensor.detach(), version_of(tensor), self.clock, place_of(user_frame()), content)
+        with replaced(self, "busy", True):
+            return Saved(tensor.detach(), version_of(tensor), self.clock, place_of(user_frame()))
 
     def unpack(self, saved: Saved) -> Tensor:
-        self.check(saved)
-        return saved.tensor
-
-    def check(self, saved: Saved) -> None:
-        """Records a saved tensor if it has changed since it was saved.
-
-        A write through `data` counts in no version: it shows in the values (FSDP2 writes the same ones when it gathers).
-        """
-        if saved.now is not None:
-            return
-        now, writes = version_of(saved.tensor), self.since(storage_of(saved.tensor), saved.clock)
-        with self.own():
-            past = bool(writes and saved.digest) and not same(saved.digest, digest(_sample(saved.tensor)))
-        if past or now != saved.version:
-            saved.now, saved.writes = now, writes
+        """Gives a saved tensor, and records it if it has changed since it was saved."""
+        now = version_of(saved.tensor)
+        if saved.now is None and now != saved.version:
+            writes = self.writes.get(storage_of(saved.tensor), [])
+            saved.now, saved.writes = now, [write for write in writes if write.clock > saved.clock]
             self.changed.append(saved)
+        return saved.tensor
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -187,13 +155,12 @@ class Trace:
             self.backwards.append((place_of(user_frame()), nodes_of(roots)))
             original(roots, *args, **kwargs)
 
-        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         with (
             replaced(torch.autograd, "backward", backward),
             graph.saved_tensors_hooks(self.pack, self.unpack),
             replaced(graph, "disable_saved_tensors_hooks", self._without_hooks(graph.disable_saved_tensors_hooks)),
-            eager,
-            _Mode(self),
+            torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext(),
+            self,
         ):
             yield
 
@@ -216,18 +183,53 @@ class Trace:
 
         return without
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.busy or isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)
+        self.clock += 1
+        frame, op = user_frame(), str(func).rsplit(".", 1)[0]
+        inputs = list(_tensors([*args, *kwargs.values()]))
+        with torch._C.DisableTorchFunctionSubclass():  # reading an attribute of a subclass may come here again
+            if torch._C._current_graph_task_id() == -1:  # not inside backward
+                self._look(inputs, op, place_of(frame))
+        out = func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            writes, is_view = _effects(func)
+            written = _tensors([args[index] if index < len(args) else kwargs.get(name) for index, name in writes])
+            self._note(op, frame, inputs, written, out)
+            if self.listener is not None and not is_view:
+                with replaced(self, "busy", True):
+                    self.listener(op, inputs, out, frame)
+        return out
+
+    def _note(self, op: str, frame: FrameType | None, inputs: list[Tensor], written: Iterable[Tensor], out: Any) -> None:
+        """Records the tensors that an operation has written and created."""
+        place = place_of(frame)
+        for t in written:
+            self.writes.setdefault(storage_of(t), []).append(Write(self.clock, place, op, variable(frame, t)))
+        for storage in {storage_of(t) for t in _tensors([out])} - {storage_of(t) for t in inputs}:
+            self.writes[storage] = [Write(self.clock, place, op, "")]
+
+    def _look(self, inputs: list[Tensor], op: str, place: Place | None) -> None:
+        """Records uses of parameters, cuts of the graph, and tensors whose graph is older than the step."""
+        recording = torch.is_grad_enabled()
+        for t in inputs:
+            if not t.requires_grad or t.is_nested:  # reading a jagged tensor's graph here does not return
+                continue
+            if id(t) in self.names:
+                self.uses.setdefault((self.names[id(t)], recording), place)
+            if place is not None and (op == "aten.detach" or not recording) and _is_direct():
+                if sum(cut[0] == place for cut in self.cuts) < 8:
+                    self.cuts.append((place, op if recording else "no_grad", t))
+            elif recording and op not in _HARMLESS and t.grad_fn is not None and is_older(t.grad_fn, self.first):
+                self.old_uses.setdefault(t.grad_fn, place)
+
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether a tensor can be summed on every device; sparse, nested and 8-bit ones cannot."""
     strided = tensor.layout is torch.strided and not tensor.is_nested
     return strided and tensor.is_floating_point() and tensor.itemsize > 1 and tensor.device.type != "meta"
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Some of the values of a tensor, evenly spread; all where it is not contiguous."""
-    tensor = tensor.detach()
-    lying = tensor.mT if tensor.ndim > 1 and not tensor.is_contiguous() else tensor
-    return lying.view(-1)[:: max(lying.numel() // SAMPLE, 1)] if lying.is_contiguous() else tensor
 
 
 def digest(out: Any) -> tuple[float, ...]:
@@ -247,59 +249,6 @@ def same(old: tuple[float, ...], new: tuple[float, ...]) -> bool:
     return abs(old[1] - new[1]) <= 1e-4 * old[1] and abs(old[0] - new[0]) <= 1e-4 * old[1] * max(old[2], 1) ** 0.5
 
 
-class _Mode(TorchDispatchMode):
-    supports_higher_order_operators = True
-
-    def __init__(self, trace: Trace) -> None:
-        super().__init__()
-        self.trace = trace
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        trace, kwargs = self.trace, kwargs or {}
-        if trace.busy or isinstance(func, HigherOrderOperator):
-            return func(*args, **kwargs)
-        trace.clock += 1
-        frame, op = user_frame(), str(func).rsplit(".", 1)[0]
-        inputs = list(_tensors([*args, *kwargs.values()]))
-        with torch._C.DisableTorchFunctionSubclass():  # reading an attribute of a subclass may come here again
-            self._look(inputs, op, place_of(frame))
-        out = func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            writes, is_view = _effects(func)
-            written = _tensors([args[index] if index < len(args) else kwargs.get(name) for index, name in writes])
-            self._note(op, frame, inputs, written, out)
-            if trace.listeners and not is_view:
-                with trace.own():
-                    trace.listeners[-1](op, inputs, out, place_of(frame))
-        return out
-
-    def _note(self, op: str, frame: FrameType | None, inputs: list[Tensor], written: Iterable[Tensor], out: Any) -> None:
-        """Records the tensors that an operation has written and created."""
-        trace, place = self.trace, place_of(frame)
-        known = {storage_of(t) for t in inputs}
-        for t in written:
-            storage = storage_of(t)
-            trace.writes.setdefault(storage, []).append(Write(trace.clock, place, op, _variable(frame, storage)))
-        for storage in {storage_of(t) for t in _tensors([out])} - known:
-            trace.writes[storage] = [Write(trace.clock, place, op, "")]
-
-    def _look(self, inputs: list[Tensor], op: str, place: Place | None) -> None:
-        """Records uses of parameters, cuts of the graph, and tensors whose graph is older than the step."""
-        trace, recording = self.trace, torch.is_grad_enabled()
-        if torch._C._current_graph_task_id() != -1:  # inside backward
-            return
-        for t in inputs:
-            if not t.requires_grad or t.is_nested:  # reading a jagged tensor's graph here does not return
-                continue
-            if id(t) in trace.names:
-                trace.uses.setdefault((trace.names[id(t)], recording), place)
-            if place is not None and (op == "aten.detach" or not recording) and _is_direct():
-                if sum(cut.place == place for cut in trace.cuts) < 8:
-                    trace.cuts.append(Cut(place, op if recording else "no_grad", t))
-            elif recording and op not in _HARMLESS and t.grad_fn is not None and is_older(t.grad_fn, trace.first):
-                trace.old_uses.setdefault(t.grad_fn, place)
-
-
 @functools.lru_cache(maxsize=4096)
 def _effects(func: Any) -> tuple[list[tuple[int, str]], bool]:
     """The arguments that an operation writes, by position and name, and whether it returns a view of one and writes none."""
@@ -316,11 +265,12 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _variable(frame: FrameType | None, storage: int) -> str:
-    """Name of the local variable whose storage is written."""
+def variable(frame: FrameType | None, tensor: Tensor) -> str:
+    """Name of the local variable of the user's function that holds a tensor."""
     if frame is None or frame.f_code.co_name == "<module>":
         return ""
-    return next((k for k, v in frame.f_locals.items() if isinstance(v, Tensor) and storage_of(v) == storage), "")
+    storage, values = storage_of(tensor), frame.f_locals.items()
+    return next((name for name, value in values if isinstance(value, Tensor) and storage_of(value) == storage), "")
 
 
 def _is_direct() -> bool:

@@ -93,7 +93,7 @@ def test_our_own_steps_give_no_findings(name, trainable, checkpointing, dtype, t
     for i in range(2):
         with guard.step(run.batches, trace=trace):
             run.step(i)
-    assert guard.report() == "" and not guard.doubts
+    assert guard.report() == ""
     assert run.model.decoder.blocks[0].mlp.up.weight.requires_grad
 
 
