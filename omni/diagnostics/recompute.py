@@ -73,7 +73,8 @@ class Region:
 
     def note(self, name: str, inputs: list[Tensor], out: Any, frame: FrameType | None) -> None:
         """Records an operation of the first run, and compares one of the second."""
-        if name in _CASTS or "empty" in name or self.difference is not None or not any(t.requires_grad for t in inputs):
+        is_skipped = name in _CASTS or name.endswith("_like") or "empty" in name  # casts, and tensors made in the shape of one
+        if is_skipped or self.difference is not None or not any(t.requires_grad for t in inputs):
             return
         sources = [t for t in inputs if not t.requires_grad or not self._is_own(t)]
         operation = Operation(name, digest(out), place_of(frame), [(storage_of(t), digest(t)) for t in sources])

@@ -124,7 +124,8 @@ class Trace(TorchDispatchMode):
         super().__init__()
 
     def last_write(self, tensor: Tensor) -> Write | None:
-        return (self.writes.get(storage_of(tensor)) or [None])[-1]
+        writes = self.writes.get(storage_of(tensor))
+        return writes[-1] if writes else None
 
     def forget(self) -> None:
         """Releases all tensors: a graph that backward has not run through holds this trace, and must not be held by it."""

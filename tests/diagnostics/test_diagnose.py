@@ -230,7 +230,7 @@ def test_an_edit_that_ends_before_backward(adapters):
         Guard(model).run(step)
     finding = next(f for f in caught.value.findings if f.kind == "recompute")
     assert "call backward inside its scope" in finding.remedy
-    assert finding.place is not None and finding.place.file == "omni/lora/attach.py"
+    assert finding.place is not None and finding.place.file == "omni/edit/deltas.py"
 
 
 def test_a_state_that_is_carried_over_from_step_to_step():
