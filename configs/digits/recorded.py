@@ -24,8 +24,8 @@ from omni.audio.io import read_audio, resample
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from train.console.progress import Kind
-from train.data.augment.audio import coloured_noise
-from train.data.number_words import NUMBERS
+from train.data.augment import coloured_noise
+from train.data.readers.templates.sentences import NUMBERS
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 from train.data.seeding import seeded_rng
 from train.data.tts.cache import keep_words, say_word

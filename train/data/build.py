@@ -1,26 +1,25 @@
-"""Builds the data pipeline of a run from its configuration, and its held-out rows."""
+"""Builds the data pipeline of a run from its configuration, its held-out rows, and the speaking time of its answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.errors import UserError
+from omni.generate.speech_time import SpeechTime, estimate
 from omni.text import Tokenizer
 from train.console.progress import Kind
-from train.data.batching.examples import ExampleMaker
-from train.data.batching.pipeline import Pipeline
-from train.data.batching.transcripts import Alignment
+from train.data.batching.examples import Alignment, ExampleMaker
+from train.data.batching.packer import Pipeline
 from train.data.config import DataConfig, SourceConfig
-from train.data.rows.parquet import StoredRows
-from train.data.rows.parts import Needed
+from train.data.rows.parquet import Needed, StoredRows
 from train.data.rows.row import Row
 from train.data.seeding import key
-from train.data.sources.base import Source, StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
-from train.data.sources.stream_source import StreamSource
+from train.data.sources.stored import Source, StoredSource, drawn_row
+from train.data.sources.streams import StreamSource
 
 
 def build_alignment(config: DataConfig, tokenizer: Tokenizer) -> Alignment:
@@ -174,3 +173,33 @@ def prepare_sources(config: DataConfig, progress: Kind) -> None:
     """Makes now what training would otherwise wait for."""
     for source in config.sources:
         source.made.prepare(progress)
+
+
+DRAWS = 128
+"""Number of a run's first draws that are measured: the same ones at every start, and with any number of processes."""
+
+
+def estimate_speech_time(mixture: Mixture, codec: AudioCodec) -> SpeechTime | None:
+    """Estimate the speaking time of a run's answers by their texts and the lengths of their sound; None where none has both."""
+    return estimate(_spoken(mixture, codec))
+
+
+def _spoken(mixture: Mixture, codec: AudioCodec) -> Iterator[tuple[str, float]]:
+    """Iterate over text and seconds of each answer of these draws; unreadable rows are skipped: training reports them."""
+    seen = set()
+    sources = [source.whole() if isinstance(source, StoredSource) else source for source in mixture.sources]
+    for number in range(DRAWS if mixture.total is None else min(DRAWS, mixture.total)):
+        draw = mixture.draw(number)
+        source = sources[draw.source]
+        where = (draw.source, source.identity(draw.index))
+        if where in seen:
+            continue
+        seen.add(where)
+        try:
+            for turn in drawn_row(source, draw.index, draw.place).turns:
+                if turn.answer_codes is not None and turn.answer_codes.codec == codec.name:
+                    yield turn.answer_text, turn.answer_codes.frames.shape[-1] / codec.frame_rate
+                elif turn.answer_audio is not None and turn.answer_text.strip():
+                    yield turn.answer_text, len(turn.answer_audio.load(codec.sample_rate)) / codec.sample_rate
+        except UserError:
+            continue

@@ -16,7 +16,7 @@ from omni.layout import IGNORE, Layout
 from omni.tasks import TASKS, find_task
 from train.data.batching.batch import Batch
 from train.data.config import DataConfig, tasks_of
-from train.data.sources.shares import least_shares
+from train.data.sources.mixture import least_shares
 from train.objective.objective import cells
 from train.trainer.feed import StepBatches
 

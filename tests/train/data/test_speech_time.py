@@ -13,9 +13,9 @@ from omni.generate.heard import Loudness, heard_characters
 from omni.generate.speech_time import SpeechTime
 from tests.train.data.spoken_answers import LEARNT, MEASURED, Said, answers, say
 from tests.train.data.toys import ToyCodec
+from train.data.build import estimate_speech_time
 from train.data.rows.row import Codes, Row, RowTurn
 from train.data.sources.mixture import Mixture
-from train.data.speech_time import estimate_speech_time
 from train.data.tts import espeak as voice
 
 CODEC = ToyCodec((8, 8))

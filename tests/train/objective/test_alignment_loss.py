@@ -12,7 +12,7 @@ from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from tests.train.data.toys import TOKENIZER
 from tests.train.objective.test_objective import MODELS, gradients, make_examples, pack
-from train.data.batching.transcripts import Alignment
+from train.data.batching.examples import Alignment
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, targets
 

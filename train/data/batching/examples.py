@@ -5,10 +5,11 @@ Dimensions: M values of a feature frame, F feature frames, C columns, A audio st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,16 +22,108 @@ from omni.generate.question import read_system
 from omni.model.multitask_projector import SHARING
 from omni.tasks import TASKS, Columns, Turn, find_task, join
 from omni.text import Tokenizer
-from train.data.augment.audio import augment_audio, augment_mel, augment_turn
-from train.data.augment.config import AugmentConfig
-from train.data.augment.pauses import speech
-from train.data.batching.columns import question_columns, turn_columns
-from train.data.batching.interrupt import interrupted
-from train.data.batching.transcripts import Alignment
-from train.data.batching.turn_labels import turn_labels
+from train.data.augment import augment_audio, augment_mel, augment_turn, speech
+from train.data.batching.columns import interrupted, question_columns, turn_columns
 from train.data.batching.unused import TOO_LONG, Unusable
+from train.data.config import AlignmentKind, AugmentConfig
 from train.data.rows.row import Row, RowTurn, Sound
 from train.data.seeding import seeded_generator, seeded_rng
+from train.data.tts.espeak import check_voice, phonemes
+
+_LETTERS = " 'abcdefghijklmnopqrstuvwxyz"
+
+_TWO_SIGNS = ("tʃ", "dʒ", "eɪ", "aɪ", "oʊ", "aʊ", "ɔɪ")  # noqa: RUF001
+_SOUNDS = {sound: i for i, sound in enumerate((*_TWO_SIGNS, *"pbtdkɡfvθðszʃʒhmnŋlɹjwiɪɛæɑɔʊuʌəɚɜɐᵻɾʔ"), 1)}  # noqa: RUF001
+"""Ids of the phonemes of American English in espeak-ng's IPA. A vowel before r is two phonemes."""
+_SOUND = re.compile("|".join(_SOUNDS))
+
+
+class Alignment:
+    """Spells transcripts as ids.
+
+    Args:
+        kind: `none`: no transcript. `letters`: a to z, space and apostrophe. `words`: the given words. `tokens`: the text
+            stream's own.
+        words: the vocabulary of `words`; a text with another word has no transcript.
+        tokenizer: of the text stream, for `tokens`.
+        sounds: spell by the phonemes of English as well, each word as espeak-ng reads it alone. Their ids follow the others',
+            in the same list: the objective distinguishes them by their values, which start at `size`.
+
+    Attributes:
+        size: number of ids of the first spelling, the blank included: what `model.ctc` must be.
+        sound_size: number of ids of the second, its blank included: what `model.ctc_sounds` must be; 0 without it.
+    """
+
+    def __init__(
+        self, kind: AlignmentKind, words: Iterable[str] = (), tokenizer: Tokenizer | None = None, sounds: bool = False
+    ) -> None:
+        if kind not in get_args(AlignmentKind):
+            raise UserError(f"alignment {kind!r} is unknown; known: {', '.join(get_args(AlignmentKind))}")
+        self.kind = kind
+        self.tokenizer = tokenizer
+        symbols = sorted(set(words)) if kind == "words" else _LETTERS if kind == "letters" else ""
+        self._ids = {symbol: i for i, symbol in enumerate(symbols, 1)}
+        if kind == "words" and not self._ids:
+            raise UserError("alignment 'words' needs the words that questions are made of; name them, or use 'letters'")
+        if kind == "tokens":
+            if tokenizer is None:
+                raise UserError("alignment 'tokens' needs the text stream's tokenizer")
+            self.size = 1 + len(tokenizer)
+        else:
+            self.size = 1 + len(self._ids) if self._ids else 0
+        if sounds and kind == "none":
+            raise UserError("data.sounds is a second spelling, but data.alignment is none: choose words or letters with it")
+        if sounds:
+            check_voice("en-us")  # raises where espeak-ng is not installed
+        self.sound_size = 1 + len(_SOUNDS) if sounds else 0
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of a text in every spelling, without blanks; empty where it cannot be spelt."""
+        return [*self._spelt(text), *(self.size + _SOUNDS[sound] for sound in self._heard(text))]
+
+    def _heard(self, text: str) -> list[str]:
+        """Phonemes of a text; those that English does not have are left out."""
+        if not self.sound_size:
+            return []
+        words = re.findall(r"[\w']+", text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
+        return [sound for word in words for sound in _SOUND.findall(" ".join(phonemes(word)))]
+
+    def _spelt(self, text: str) -> list[int]:
+        if self.kind == "tokens" and self.tokenizer is not None:
+            return [i + 1 for i in self.tokenizer.encode(text)]
+        text = text.lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
+        if self.kind == "words":
+            found = [self._ids.get(word, 0) for word in re.findall(r"[\w']+", text)]
+            return found if all(found) else []
+        if self.kind == "letters":
+            return [self._ids[letter] for letter in " ".join(text.split()) if letter in self._ids]
+        return []
+
+
+UNSURE = 2
+"""Frames after the last with speech that have no label of the end: whether they belong to it is a matter of the threshold."""
+
+
+def turn_labels(voice: Tensor, frames: int) -> Tensor:
+    """Labels (voice, end) of a clip, [frames, 2] int8; 1, 0, or -1 for none.
+
+    A frame has a voice where one of its feature frames has. All frames after the last voice are the end, but for the first
+    `UNSURE`, which have no such label; a clip without a voice has none of the end.
+
+    Args:
+        voice: feature frames with speech, [F] bool, as many to each encoder frame; the last may lack some.
+    """
+    ratio = -(-len(voice) // frames)
+    heard = torch.nn.functional.pad(voice, (0, ratio * frames - len(voice))).view(frames, ratio).any(1)
+    labels = torch.stack([heard, torch.zeros_like(heard)], dim=1).to(torch.int8)
+    spoken = heard.nonzero().flatten()
+    if not len(spoken):
+        labels[:, 1] = -1
+        return labels
+    last = int(spoken[-1]) + 1
+    labels[last : last + UNSURE, 1] = -1
+    labels[last + UNSURE :, 1] = 1
+    return labels
 
 
 @dataclass(frozen=True)
@@ -119,7 +212,7 @@ class ExampleMaker:
         augment_cached_audio: augment the sound of a cached row again on every draw; otherwise only its features.
         seed: of the augmentation.
         system: rows' system messages come before their first questions; otherwise they are left out.
-        cut: share of the answers, other than a conversation's last, that are cut; see `train.data.batching.interrupt`.
+        cut: share of the answers, other than a conversation's last, that are cut; see `train.data.batching.columns`.
         heard_only: nothing but the encoder is trained: examples end with their questions, of which rows need the sound alone.
 
     Raises:

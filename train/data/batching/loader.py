@@ -24,9 +24,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from omni.errors import UserError
 from omni.utils.process import ENDING
 from train.data.batching.batch import Batch
-from train.data.batching.packer import PackerShard, States, shard_key, update_states
-from train.data.batching.pipeline import Pipeline
-from train.data.sources.shares import UsedUp
+from train.data.batching.packer import PackerShard, Pipeline, States, shard_key, update_states
+from train.data.sources.mixture import UsedUp
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reads the rows of Parquet files in their order, a few at a time, and goes on after damaged parts.
+"""Reads the rows of Parquet files in their order, a few at a time, in any number of processes, and goes on after damaged parts.
 
 `train.data.rows.parquet.StoredRows` refuses damaged files, as training must; a scan reports them.
 """
@@ -10,20 +10,23 @@ import copy
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from train.console.progress import Display, Kind
-from train.data.readers.records import plain_rows
+from train.data.executor import Processes, Result, imap
+from train.data.readers.containers import plain_rows
 from train.data.rows.parquet_files import one_line
 from train.data.rows.places import DataFile, find_files, opened, parallel_map, reading
 from train.data.rows.row import OPTIONAL, ROW_VERSION, Row, features, from_plain
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
+
 
 MANY = 500
 """Number of files that are opened without a word."""
@@ -240,3 +243,26 @@ class Scan:
             return FoundRow(index, where, plain, from_plain(plain, self.folder, where))
         except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:  # the last is torch's
             return FoundRow(index, where, plain, None, one_line(error).removeprefix(where).lstrip(": "))
+
+
+class RowDisplay(Display):
+    """Shows rows done, rows a second and the time left."""
+
+    def pace(self) -> str:
+        return ", ".join(part for part in super().pace().split(", ") if "real time" not in part)
+
+
+def over(
+    scan: Scan, start: Callable[[], Callable[[range], Result]], processes: Processes, display: Display, most: int = sys.maxsize
+) -> Generator[Result, None, None]:
+    """Apply work (see `train.data.executor`) to pieces of a scan, of `most` rows at most; counts their rows on the display."""
+    pieces = scan.pieces(most)
+    with closing(imap(start, pieces, processes)) as results:
+        for piece, result in zip(pieces, results, strict=True):
+            yield result
+            display.tick(len(piece), 0.0)
+
+
+def display_of(kind: Kind, *scans: Scan) -> RowDisplay:
+    """Make a display for all rows of some scans."""
+    return RowDisplay(sum(map(len, scans)), kind=kind)

@@ -11,10 +11,9 @@ from omni.tasks import Task
 from omni.utils.remote import spelled
 from train.console.progress import Kind
 from train.data.executor import HERE, Processes
-from train.data.inspect.display import display_of, over
-from train.data.inspect.scan import Scan, UnreadableRows
-from train.data.inspect.target import Target
-from train.data.prepare.codecs import Codecs
+from train.data.inspect.measures import Codecs
+from train.data.inspect.options import Target
+from train.data.inspect.scan import Scan, UnreadableRows, display_of, over
 
 if TYPE_CHECKING:
     from train.data.inspect.collect import Collected

@@ -2,26 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.utils.remote import spelled
 from train.console.progress import Kind
 from train.data.executor import HERE, Processes
-from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Checked, check_row
-from train.data.inspect.digests import Digests
-from train.data.inspect.display import display_of, over
-from train.data.inspect.findings import Findings
-from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, measure, text_digest
-from train.data.inspect.scan import FoundRow, Scan, UnreadableRows
-from train.data.prepare.codecs import Codecs
-from train.data.prepare.report import REPORT
-from train.data.prepare.shards import checksum
+from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Checked, Findings, check_row
+from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, Codecs, measure, text_digest
+from train.data.inspect.scan import FoundRow, Scan, UnreadableRows, display_of, over
+from train.data.prepare.shards import REPORT, checksum
 from train.data.rows.row import ROW_VERSION
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Digests:
+    """64-bit digests, each with the number of its row, in the order of the rows."""
+
+    def __init__(self) -> None:
+        self._values, self._rows = array("Q"), array("Q")
+
+    def add(self, value: int, row: int) -> None:
+        """Add a digest; rows must come in ascending order."""
+        self._values.append(value)
+        self._rows.append(row)
+
+    def extend(self, other: Digests) -> None:
+        """Add the digests of later rows."""
+        self._values.extend(other._values)
+        self._rows.extend(other._rows)
+
+    def repeats(self) -> Iterator[tuple[int, int]]:
+        """Iterate over rows with a digest of an earlier row, with the first such row, in order."""
+        import numpy as np
+
+        values, rows = self._arrays()
+        _, first, which = np.unique(values, return_index=True, return_inverse=True)
+        firsts = rows[first][which]
+        again = rows != firsts
+        yield from zip(rows[again].tolist(), firsts[again].tolist(), strict=True)
+
+    def shared(self, other: Digests) -> Iterator[tuple[int, int]]:
+        """Iterate over rows with a digest that `other` has too, with the first such row there, in order."""
+        import numpy as np
+
+        (values, rows), (known, firsts) = self._arrays(), other._arrays()
+        if not len(known):
+            return
+        known, first = np.unique(known, return_index=True)
+        at = np.minimum(np.searchsorted(known, values), len(known) - 1)
+        there = known[at] == values
+        yield from zip(rows[there].tolist(), firsts[first][at[there]].tolist(), strict=True)
+
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Digests and their rows, uint64 [n] each."""
+        import numpy as np
+
+        return np.array(self._values, np.uint64), np.array(self._rows, np.uint64)
 
 
 @dataclass

@@ -16,20 +16,15 @@ from omni.errors import UserError
 from omni.plugins import Registry
 from omni.stores.reading import local_path
 from omni.utils.remote import check_there
-from train.data.readers.assistant import SLAM_OMNI, VOICE_ASSISTANT
 from train.data.readers.codes import PACKINGS, codes_kinds
 from train.data.readers.contract import Broken, OpenedSource, Reader, ReaderOptions
+from train.data.readers.conversations import ALPACA, CHAT, LLAMA_OMNI, LUCY, SLAM_OMNI, VOICE_ASSISTANT
 from train.data.readers.cuts import CUTS
 from train.data.readers.files import AUDIO
 from train.data.readers.folders import CommonVoice, LibriSpeech, Recordings
-from train.data.readers.instructions import ALPACA, CHAT
-from train.data.readers.layout import unknown
-from train.data.readers.llama_omni import LLAMA_OMNI
-from train.data.readers.lucy import LUCY
 from train.data.readers.moshi import MOSHI
-from train.data.readers.rows import ROWS
 from train.data.readers.source import RecordReader
-from train.data.readers.table import TableReader
+from train.data.readers.table import ROWS, TableReader, unknown
 from train.data.readers.templates.source import PARTS, DialoguesReader
 
 __all__ = [

@@ -17,11 +17,9 @@ from typing import Any
 from omni.audio.sniff import SUFFIXES
 from omni.errors import UserError
 from train.data.readers.contract import OpenedSource, ReaderOptions
-from train.data.readers.files import Files
-from train.data.readers.listing import entries, is_file, sorted_walk, walk
-from train.data.readers.record import Record, Records
+from train.data.readers.files import Files, entries, is_file, sorted_walk, walk
+from train.data.readers.records import JsonLines, Record, Records, TableRecords
 from train.data.readers.source import RecordSource, RowMapper, make_row, text
-from train.data.readers.text_records import JsonLines, TableRecords
 from train.data.rows.row import Row, RowTurn
 
 

@@ -17,14 +17,12 @@ from typing import Any, TypeVar
 from omni.errors import UserError
 from omni.stores.pointers import check_pointers, has_pointers
 from omni.stores.tries import StoreError
+from train.data.readers.codes import ROWS, check_order
+from train.data.readers.containers import TAR, open_records
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
-from train.data.readers.files import Files
-from train.data.readers.listing import entries, is_file, is_folder, sorted_walk
+from train.data.readers.files import Files, entries, is_file, is_folder, sorted_walk
 from train.data.readers.media import TAG, recording_fields, refuse_pictures, tags, without_tags
-from train.data.readers.order import ROWS, check_order
-from train.data.readers.record import Record, Records
-from train.data.readers.records import open_records
-from train.data.readers.shards import TAR
+from train.data.readers.records import Record, Records
 from train.data.rows.row import Row, RowTurn
 
 THREADS = 8

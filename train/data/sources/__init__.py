@@ -21,7 +21,7 @@ from omni.plugins import Registry, load_plugins
 if TYPE_CHECKING:
     from omni.codec.base import AudioCodec
     from train.console.progress import Kind
-    from train.data.sources.base import MadeSource
+    from train.data.sources.stored import MadeSource
 
 
 @dataclass(frozen=True)

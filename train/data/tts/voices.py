@@ -1,5 +1,8 @@
 """TTS for rows that have text only, by espeak-ng, flite, a program, a plug-in's voice, a Python callable, or several of these.
 
+flite (Black and Lenzo 2001) is a program that is started for every text; it and its voices are free (a BSD-like licence of
+Carnegie Mellon University): `apt install flite`. English only.
+
 Dimensions: S samples.
 """
 
@@ -10,24 +13,121 @@ import importlib
 import inspect
 import random
 import shlex
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from omni.audio.io import audio_info, read_audio
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.plugins import Registry
+from omni.utils.ranges import check_fields, ranged
 from train.data.rows.row import Sound
 from train.data.seeding import seeded_rng
 from train.data.sources.mixture import check_weights
-from train.data.tts import flite
-from train.data.tts.contract import Voice
-from train.data.tts.speaking import SpeakingConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Voice(Protocol):
+    """Turns text into sound: a pure function of its arguments, if the program or callable behind it is one."""
+
+    def say(self, text: str, language: str, seed: int) -> Sound:
+        """Speak the text in a language (BCP 47); `seed` chooses among voices. UserError where it cannot be spoken."""
+
+    def speaker(self, language: str, seed: int) -> str:
+        """Name of the voice that `say` speaks by for that seed; "" where it is not known."""
+
+
+@dataclass(frozen=True)
+class SpeakingConfig:
+    """How questions are spoken. A range is lowest and highest, drawn evenly: rate and pitch for a row, all else for a question.
+
+    Attributes:
+        rate: words per minute, of espeak and flite; null for 130 to 200 where a voice is drawn, and else the voice's own.
+        pitch: 0 to 100, 50 is the voice's own, of espeak and flite; null for 25 to 75 where a voice is drawn, else its own.
+        silence: seconds before and after a question.
+        pause: share of the questions that pause once, after a random word.
+        hesitant: share of the questions that are spoken in two parts, each with an intonation of its own.
+        hesitation: seconds of silence between these.
+    """
+
+    rate: tuple[int, int] | None = ranged(None, 80, 450)
+    pitch: tuple[int, int] | None = ranged(None, 0, 100)
+    silence: tuple[float, float] = ranged((0.0, 0.0), 0, 10)
+    pause: float = ranged(0.0, 0, 1)
+    hesitant: float = ranged(0.0, 0, 1)
+    hesitation: tuple[float, float] = ranged((0.2, 1.0), 0, 10)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "speaking")
+
+
+class SpeakingVoice:
+    """A voice with silence around what it says and pauses inside: these depend on the text and the seed alone."""
+
+    def __init__(self, voice: Voice, config: SpeakingConfig) -> None:
+        self.voice, self.config = voice, config
+
+    def speaker(self, language: str, seed: int) -> str:
+        """See `Voice.speaker`."""
+        return self.voice.speaker(language, seed)
+
+    def say(self, text: str, language: str, seed: int) -> Sound:
+        """Speak the text, see `Voice.say`; a pause is a comma, which every program knows."""
+        import torch
+
+        rng, halting = seeded_rng(seed, "speaking", text), seeded_rng(seed, "hesitant", text)
+        words = text.split()
+        if len(words) > 1 and rng.random() < self.config.pause:
+            place = rng.randrange(len(words) - 1)
+            words[place] += "," * words[place][-1].isalnum()
+        parts = [words]
+        if len(words) > 1 and halting.random() < self.config.hesitant:
+            place = halting.randrange(1, len(words))
+            parts = [words[:place], words[place:]]
+        sounds = [self.voice.say(" ".join(part), language, seed) for part in parts]
+        rate = sounds[0].sample_rate
+        before, after = (round(rng.uniform(*self.config.silence) * rate) for _ in range(2))
+        between = round(halting.uniform(*self.config.hesitation) * rate)
+        padding = [(before if i == 0 else between, after if i == len(sounds) - 1 else 0) for i in range(len(sounds))]
+        pieces = [torch.nn.functional.pad(sound.load(rate), pad) for sound, pad in zip(sounds, padding, strict=True)]
+        return Sound(torch.cat(pieces), rate)
+
+
+FLITE_VOICES = ("kal", "kal16", "awb", "rms", "slt")
+"""Voices of flite 2.2 that read any text: `kal` is of 8 kHz, and rms keeps its pitch whatever is asked."""
+
+_RATE = 175
+"""Words per minute that count as a voice's own, as for espeak-ng."""
+
+
+def check_flite_voice(voice: str) -> None:
+    """Refuse a voice that flite does not have: it would speak by another one, without a word."""
+    if voice not in FLITE_VOICES:
+        raise UserError(f"voice flite:{voice}: flite has no such voice; {closest(voice, FLITE_VOICES)}")
+
+
+def check_program() -> None:
+    """Refuse to go on without the program (UserError)."""
+    if shutil.which("flite") is None:
+        raise UserError("voice flite: there is no program flite on the PATH: apt install flite, or take another voice")
+
+
+def flite_command(voice: str, rate: int = _RATE, pitch: int = 50) -> str:
+    """The command line that speaks `{text}` to `{out}`.
+
+    Args:
+        rate: words per minute, by stretching all durations.
+        pitch: 0 to 100: half an octave down to half an octave up, 50 is the voice's own.
+    """
+    features = (("duration_stretch", _RATE / rate), ("f0_shift", 2 ** ((pitch - 50) / 100)))
+    return " ".join(["flite -voice", voice, *(f"--setf {name}={value:.4f}" for name, value in features), "-t {text} -o {out}"])
+
 
 RATES = (1000, 384000)
 """Lowest and highest sample rate of a voice, in Hz."""
@@ -83,7 +183,7 @@ def check_spec(spec: str | Mapping[str, float]) -> None:
     kind, colon, rest = spec.partition(":")
     if kind in ("espeak", "flite") and (rest or not colon):
         if kind == "flite" and rest:
-            flite.check_voice(rest)
+            check_flite_voice(rest)
         return
     if kind == "command":
         CommandVoice(rest)
@@ -165,14 +265,14 @@ class FliteVoice:
     """Speaks by flite: the voice `name`, or, for "", a different voice per seed. UserError where there is no flite."""
 
     def __init__(self, name: str = "", speaking: SpeakingConfig | None = None) -> None:
-        flite.check_program()
-        self.voices, self.speaking = [name] if name else flite.VOICES, speaking or SpeakingConfig()
+        check_program()
+        self.voices, self.speaking = [name] if name else FLITE_VOICES, speaking or SpeakingConfig()
 
     def say(self, text: str, language: str, seed: int) -> Sound:
         if (language or "en").lower().replace("_", "-").partition("-")[0] != "en":
             raise UserError(f"flite speaks English, not {language!r}: give another voice, or the rows another language")
         drawn = self._settings(seed)
-        return CommandVoice(flite.command(drawn.voice, drawn.rate, drawn.pitch)).say(text, language, seed)
+        return CommandVoice(flite_command(drawn.voice, drawn.rate, drawn.pitch)).say(text, language, seed)
 
     def speaker(self, language: str, seed: int) -> str:
         return f"flite:{self._settings(seed).voice}"

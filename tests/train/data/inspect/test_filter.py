@@ -21,10 +21,9 @@ from tests.train.data.inspect.toys import BAD_PARTS, beeping, noise, only_snac, 
 from train.commands.data_filter import main
 from train.console.progress import percent
 from train.data.inspect.checks import Bounds, check_row
-from train.data.inspect.filter import DROPPED, RowFilter, filter_rows
-from train.data.inspect.rules import Range, Rules, WerRule, broken_rules, read_rules
+from train.data.inspect.filter import DROPPED, Range, RowFilter, Rules, WerRule, broken_rules, filter_rows, read_rules
+from train.data.inspect.measures import Codecs
 from train.data.inspect.scan import FoundRow, Scan
-from train.data.prepare.codecs import Codecs
 from train.data.prepare.shards import checksum
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Codes, Sound, to_plain

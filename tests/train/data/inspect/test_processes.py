@@ -16,10 +16,10 @@ from tests.train.data.prepare.test_prepare import files_of
 from train.cli import main
 from train.data.inspect import scan as module
 from train.data.inspect.checks import Bounds
+from train.data.inspect.measures import Codecs
 from train.data.inspect.scan import Scan, UnreadableRows
 from train.data.inspect.validate import open_scans, row_checks
-from train.data.prepare.codecs import Codecs
-from train.data.prepare.report import REPORT
+from train.data.prepare.shards import REPORT
 from train.data.rows.places import DataFiles
 from train.data.rows.row import Sound
 

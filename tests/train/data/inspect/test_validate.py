@@ -15,12 +15,10 @@ from omni.codec.codec2 import Codec2Codec
 from omni.errors import UserError
 from tests.train.data.inspect.toys import BAD_PARTS, RATE, noise, only_snac, row, spoilt, stored, wav
 from train.commands.data_validate import main
-from train.data.inspect.checks import Bounds
-from train.data.inspect.findings import KINDS, Findings
-from train.data.inspect.measures import BadSound, clipped_share, head, load, measure, silence_share, stored_bytes
+from train.data.inspect.checks import KINDS, Bounds, Findings
+from train.data.inspect.measures import BadSound, Codecs, clipped_share, head, load, measure, silence_share, stored_bytes
 from train.data.inspect.scan import FoundRow, Scan, UnreadableRows
 from train.data.inspect.validate import validate
-from train.data.prepare.codecs import Codecs
 from train.data.readers.codes import codes_kinds
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word
 

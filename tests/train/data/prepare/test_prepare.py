@@ -18,8 +18,8 @@ from omni.errors import UserError
 from omni.files import locked
 from tests.processes import Program
 from tests.train.data.prepare.toys import Deadly, ToySource, Unfit
+from train.data.prepare import rows as blocks
 from train.data.prepare import shards
-from train.data.prepare import worker as blocks
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
 from train.data.prepare.rows import PrepareTally

@@ -13,10 +13,9 @@ import pytest
 import yaml
 
 from omni.errors import UserError
-from train.data.number_words import NUMBERS, spoken_number
 from train.data.readers import ReaderOptions, open_source
+from train.data.readers.templates.sentences import NUMBERS, Wordings, spoken_number
 from train.data.readers.templates.source import DialogueSource
-from train.data.readers.templates.wordings import Wordings
 from train.data.rows.row import Row
 
 LIVE = Path(__file__).parents[4] / "configs/nano-live/dialogues.yaml"

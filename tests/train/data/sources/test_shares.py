@@ -20,8 +20,7 @@ from train.data.batching.packer import PackerShard, merge
 from train.data.batching.unused import Counts, Trained
 from train.data.build import build_mixture
 from train.data.config import DataConfig, PackingConfig, SourceConfig
-from train.data.sources.mixture import Mixture
-from train.data.sources.shares import BLOCK, Shares, UsedUp, Weight, weight_at
+from train.data.sources.mixture import BLOCK, Mixture, Shares, UsedUp, Weight, weight_at
 from train.trainer.guard import shares_of
 
 CODEC = codec_of(MODELS["codec2"])

@@ -15,7 +15,7 @@ from digits.recorded import RecordedDigits, speak_ahead
 from omni.audio.io import resample
 from omni.errors import UserError
 from tests.train.data.toys import ToyCodec
-from train.data.number_words import NUMBERS
+from train.data.readers.templates.sentences import NUMBERS
 from train.data.tts.cache import keep_words, say_word
 from train.data.tts.voices import make_voice
 

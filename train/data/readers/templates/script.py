@@ -36,8 +36,18 @@ from typing import Any
 
 from omni.errors import UserError, closest
 from train.console.command import Spelled, read_yaml
-from train.data.readers.templates.values import FUNCTIONS, Argument, Cell, Computed, Numbers, Table, TableEntry, Value
-from train.data.readers.templates.wordings import SLOT, Wordings
+from train.data.readers.templates.sentences import (
+    FUNCTIONS,
+    SLOT,
+    Argument,
+    Cell,
+    Computed,
+    Numbers,
+    Table,
+    TableEntry,
+    Value,
+    Wordings,
+)
 
 _KEYS = ("held_out", "joined", "numbers", "tables", "wordings", "dialogues")
 _DIALOGUE = ("skill", "weight", "begins", "slots", "values", "turns", "question", "answer")
