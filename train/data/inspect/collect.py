@@ -73,25 +73,17 @@ OTHERS = "(others)"
 MOST_CODES = 1 << 20
 """Largest number of codes of a stream that are counted where the codebook's size is not known."""
 PERCENTS = (1, 5, 25, 50, 75, 95, 99)
-BILLION = 10**9
-
-
-def billionths(value: float) -> int:
-    """A value as a whole number of billionths, of which sums are exact."""
-    return round(value * BILLION)
 
 
 class Sample:
-    """Values of a measure, kept in single precision."""
+    """Values of a measure, kept in single precision, and their sum."""
 
     def __init__(self) -> None:
-        self.total = 0  # in billionths: a sum that does not depend on the order
-        self.least, self.most = math.inf, -math.inf
+        self.total, self.least, self.most = 0.0, math.inf, -math.inf
         self._values = array("f")
 
     def add(self, value: float) -> None:
-        """Add a value."""
-        self.total += billionths(value)
+        self.total += value
         self.least, self.most = min(self.least, value), max(self.most, value)
         self._values.append(value)
 
@@ -103,7 +95,6 @@ class Sample:
 
     @property
     def count(self) -> int:
-        """Number of values."""
         return len(self._values)
 
     @property
@@ -113,8 +104,7 @@ class Sample:
 
     @property
     def mean(self) -> float:
-        """The mean of all values."""
-        return self.total / self.count / BILLION
+        return self.total / self.count
 
     def summary(self) -> dict[str, float]:
         """Compute count, mean, extremes and percentiles."""
@@ -129,27 +119,16 @@ class Group:
 
     rows: int = 0
     turns: int = 0
-    question_nanoseconds: int = 0
-    answer_nanoseconds: int = 0
+    question_seconds: float = 0.0
+    answer_seconds: float = 0.0
 
     def add(self, other: Group) -> None:
-        self.rows += other.rows
-        self.turns += other.turns
-        self.question_nanoseconds += other.question_nanoseconds
-        self.answer_nanoseconds += other.answer_nanoseconds
-
-    @property
-    def question_seconds(self) -> float:
-        return self.question_nanoseconds / BILLION
-
-    @property
-    def answer_seconds(self) -> float:
-        return self.answer_nanoseconds / BILLION
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
     def plain(self) -> dict[str, int | float]:
         """Convert to plain data, for a report."""
-        seconds = {"question_seconds": self.question_seconds, "answer_seconds": self.answer_seconds}
-        return {"rows": self.rows, "turns": self.turns, **seconds}
+        return dict(vars(self))
 
 
 @dataclass
@@ -261,8 +240,8 @@ class Collector:
             if spoken is None and turn.answer_codes is not None:
                 spoken = self.codecs.seconds(turn.answer_codes)
             lengths.append((asked, spoken))
-            mine.question_nanoseconds += billionths(asked or 0.0)
-            mine.answer_nanoseconds += billionths(spoken or 0.0)
+            mine.question_seconds += asked or 0.0
+            mine.answer_seconds += spoken or 0.0
             for side, text, seconds in (("question", turn.question_text, asked), ("answer", turn.answer_text, spoken)):
                 self._side(side, text, seconds)
             if turn.answer_codes is not None:

@@ -12,14 +12,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni.audio.io import AudioInfo, audio_info, read_audio
+from omni.audio.io import AudioInfo
 from omni.codec.registry import CODECS, code_orders, load_codec
 from omni.errors import UserError
 from omni.stores.tries import StoreError
-from omni.utils.remote import refuse_remote
 from train.data.readers.codes import CodesKind, codes_kinds
 from train.data.rows.reference import UnfitReference
-from train.data.rows.row import Codes, Sound, inside
+from train.data.rows.row import Codes, Sound
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,12 +34,8 @@ CLIPPED_LEVEL, CLIPPED_RUN = 0.995, 3
 """Share of full scale, and the number of consecutive samples beyond it, on one side, that are clipping; fewer are a peak."""
 
 
-class BadSound(UserError):
-    """A recording that cannot be read; `kind` is one of `findings.KINDS`: `missing_reference`, `broken_sound`, ..."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
+class BadSound(UnfitReference):
+    """A recording that cannot be read; `kind` is one of `checks.KINDS`: `missing_reference`, `broken_sound`, ..."""
 
 
 @dataclass(frozen=True)
@@ -76,82 +71,32 @@ def measure(sound: Sound) -> Measured:
 
 def load(sound: Sound, sample_rate: int = 0) -> tuple[Tensor, int]:
     """Load samples [S] and their rate: `sample_rate`, or the recording's own for 0; `BadSound` where it cannot be read."""
-    if sound.samples is not None:
-        return sound.load(sample_rate or sound.sample_rate), sample_rate or sound.sample_rate
-    if (named := sound.reference) is not None:
-        with _unfit():
-            rate = sample_rate or named.info().sample_rate
-            return named.load(rate), rate
-    source = _source(sound)
-    try:
-        rate = sample_rate or audio_info(source).sample_rate
-        return read_audio(source, rate), rate
-    except UserError as error:
-        raise BadSound("broken_sound", str(error)) from error
+    with _unfit():
+        rate = sample_rate or sound.info().sample_rate
+        return sound.load(rate), rate
 
 
 def head(sound: Sound) -> AudioInfo:
     """Read the recording's header, without decoding the sound; `BadSound` where it cannot be read."""
-    if sound.samples is not None:
-        return AudioInfo(sound.sample_rate, len(sound.samples), 1, "samples")
-    if (named := sound.reference) is not None:
-        with _unfit():
-            return named.info()
-    try:
-        info = audio_info(_source(sound))
-    except BadSound:
-        raise
-    except UserError as error:
-        raise BadSound("broken_sound", str(error)) from error
-    return info
+    with _unfit():
+        return sound.info()
 
 
 def stored_bytes(sound: Sound) -> bytes:
     """Read the recording's file as bytes; `BadSound` where a reference does not resolve."""
-    source = _source(sound)
-    if isinstance(source, bytes):
-        return source
-    try:
-        with open(source, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise BadSound("broken_sound", f"{source} cannot be read: {error.strerror}") from error
+    with _unfit():
+        return sound.data or sound.file().read_bytes()
 
 
 @contextmanager
 def _unfit() -> Iterator[None]:
-    """A context in which errors of a recording elsewhere are `BadSound`; a store that cannot be read is none of these."""
+    """A context in which errors of a recording are `BadSound`; a store that cannot be read is none of these."""
     try:
         yield
     except StoreError:
         raise
-    except UserError as error:
+    except (UserError, OSError) as error:
         raise BadSound(error.kind if isinstance(error, UnfitReference) else "broken_sound", str(error)) from error
-
-
-def _source(sound: Sound) -> bytes | str:
-    if sound.data:
-        return sound.data
-    name = sound.path or ""
-    shown = repr(name if len(name) <= 200 else name[:197] + "...")
-    if "\0" in name:
-        raise BadSound("missing_reference", f"audio {shown} is no path, it holds NUL: name a file in the data's folder")
-    try:
-        refuse_remote(name, "audio", sound.folder or ".")
-    except UserError as error:
-        raise BadSound("missing_reference", str(error)) from error
-    try:
-        path = inside(sound.folder, name)
-        there = path.is_file()
-    except UserError as error:
-        raise BadSound("escaping_reference", str(error)) from error
-    except (OSError, RuntimeError) as error:  # too long, no access, links in a circle
-        why = (error.strerror if isinstance(error, OSError) else None) or "links in a circle"
-        text = f"audio {shown} is no path here ({why}): name a file in the data's folder"
-        raise BadSound("missing_reference", text) from error
-    if not there:
-        raise BadSound("missing_reference", f"audio {shown} is not in the data's folder {sound.folder}: copy it there")
-    return str(path)
 
 
 def silence_share(samples: Tensor, rate: int) -> float:

@@ -20,9 +20,9 @@ from omni.errors import UserError
 from train.console.progress import Display, Kind
 from train.data.executor import Processes, Result, imap
 from train.data.readers.containers import plain_rows
-from train.data.rows.parquet_files import one_line
+from train.data.rows.parquet_files import check_columns, footer, one_line
 from train.data.rows.places import DataFile, find_files, opened, parallel_map, reading
-from train.data.rows.row import OPTIONAL, ROW_VERSION, Row, features, from_plain
+from train.data.rows.row import Row, features, from_plain
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -181,24 +181,12 @@ class Scan:
 
     def _head(self, file: DataFile) -> tuple[pq.FileMetaData | None, str]:
         """Metadata of a file, None of one that is not whole, and the error of the file as a whole, or ""."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
+        metadata = None
         try:
-            metadata = pq.read_metadata(opened(file))
-            schema = metadata.schema.to_arrow_schema()
-        except (pa.ArrowException, OSError) as error:
-            return None, f"is not a whole Parquet file ({one_line(error)}): prepare it again"
-        for field in self.schema:
-            if field.name not in schema.names and field.name in OPTIONAL:
-                continue
-            if field.name not in schema.names:
-                return metadata, f"has no column {field.name!r}: its rows are of another format, convert them first"
-            if schema.field(field.name).type != field.type:
-                return metadata, (
-                    f"has a column {field.name!r} of another type than rows of version {ROW_VERSION}: "
-                    "prepare the data again, or convert its rows"
-                )
+            metadata, schema = footer(file)
+            check_columns(file, schema)
+        except UserError as error:
+            return metadata, str(error).removeprefix(f"data file {file}").lstrip(": ")
         return metadata, ""
 
     def _file(self, number: int, only: int | None = None) -> Iterator[FoundRow | UnreadableRows]:

@@ -150,7 +150,7 @@ def stored(sound: Sound, rate: int) -> tuple[Sound, float]:
     if kind in _KEPT_FORMATS and (rate == 0 or (rate == own and kind == "FLAC" and channels == 1)):
         named = sound.reference
         if named is None:
-            return Sound(data=sound.data or inside(sound.folder, sound.path or "").read_bytes()), length
+            return Sound(data=sound.data or sound.file().read_bytes()), length
         if named.part is None:
             return Sound(data=named.content()), length
     return Sound(samples, rate or own), length

@@ -14,7 +14,7 @@ import fnmatch
 import itertools
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,13 +28,10 @@ from train.data.readers.records import (
     JsonArray,
     JsonLines,
     Record,
-    RecordReading,
     Records,
     TableRecords,
     finite,
-    keep,
     open_binary,
-    take,
 )
 from train.data.rows.places import DataFile
 
@@ -184,29 +181,11 @@ class TarRecords(Records):
             self._count = sum(1 for _ in read_shard(self.path))
         return self._count
 
-    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
-        """Iterate over records `start` to `stop`; a range that starts where the last one ended goes on there."""
-        reading = take(self, start) or _TarReading(self.path)
-        yield from reading.read(start, stop)
-        if stop is not None:
-            keep(self, reading)
+    def _raw(self, start: int) -> tuple[int, Iterator[Record]]:
+        return 0, read_shard(self.path)
 
-
-class _TarReading(RecordReading):
-    """Reads a shard's records from its start on."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(0)
-        self._records = read_shard(path)
-
-    def read(self, start: int, stop: int | None) -> Iterator[Record]:
-        while stop is None or self.at < stop:
-            record = next(self._records, None)
-            if record is None:
-                return
-            self.at += 1
-            if self.at > start:
-                yield record
+    def _record(self, raw: Record) -> Record:
+        return raw
 
 
 class ParquetRecords(Records):
@@ -258,91 +237,52 @@ class ParquetRecords(Records):
         except (pa.ArrowException, OSError):
             return []
 
-    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
-        """Iterate over rows `start` to `stop`; rows of the same group before `start` are decoded and skipped.
+    def _raw(self, start: int) -> tuple[int, Iterator[_StoredRow]]:
+        ends = self._groups()
+        group = bisect.bisect_right(ends, start)
+        return ends[group - 1] if group else 0, self._rows(group)
 
-        A range that starts where the last one ended goes on there.
-        """
-        stop = len(self) if stop is None else min(stop, len(self))
-        if start >= stop:
-            return
-        if self._problem:
-            yield Record(str(self.path), {}, self._problem)
-            return
-        reading = take(self, start) or _Rows(self._open(), self.path, self._groups())
-        yield from reading.read(start, stop)
-        if stop < len(self):
-            keep(self, reading)
-
-
-class _Batch(NamedTuple):
-    """Rows `first` to `stop` of a file: as they are stored, or why they cannot be read."""
-
-    first: int
-    stop: int
-    stored: Any
-    problem: str = ""
-
-    def records(self, path: Path, start: int, stop: int) -> Iterator[Record]:
-        """Records of rows `start` to `stop`."""
-        if self.problem:
-            found: Iterable[tuple[dict[str, Any], str]] = itertools.repeat(({}, self.problem), stop - start)
-        else:
-            found = plain_rows(self.stored.slice(start - self.first, stop - start))
-        for row, (data, problem) in enumerate(found, start):
-            yield Record(f"{path} row {row}", finite(data), problem)
-
-
-class _Rows(RecordReading):
-    """Reads the rows of an open Parquet file, decoded a few at a time from the start of a row group on.
-
-    Args:
-        ends: row numbers at which the row groups end.
-    """
-
-    def __init__(self, file: Any, path: Path, ends: Sequence[int]) -> None:
-        super().__init__(0)
-        self._file, self._path, self._ends = file, path, ends
-        self._group = -1
-        self._batches: Iterator[_Batch] = iter(())
-        self._batch = _Batch(0, 0, None)
-
-    def read(self, start: int, stop: int | None) -> Iterator[Record]:
-        end = self._ends[-1] if stop is None else stop
-        while start < end:
-            if start >= self._batch.stop:
-                self._batch = self._with(start)
-            upto = min(end, self._batch.stop)
-            yield from self._batch.records(self._path, start, upto)
-            start = self.at = upto
-
-    def _with(self, row: int) -> _Batch:
-        """The next batch that holds a row."""
-        group = bisect.bisect_right(self._ends, row)
-        if group != self._group:
-            self._group, self._batches = group, self._decoded(group)
-        return next(batch for batch in self._batches if row < batch.stop)
-
-    def _decoded(self, group: int) -> Iterator[_Batch]:
-        """Decode all rows of one group; a damaged part is a batch too, up to the group's end."""
+    def _rows(self, group: int) -> Iterator[_StoredRow]:
+        """Decode the rows from a group's first on, a few at a time; of a damaged part, the rows up to its group's end have the
+        problem."""
         import pyarrow as pa
 
-        at, end = self._ends[group - 1] if group else 0, self._ends[group]
-        try:
-            for stored in self._file.iter_batches(batch_size=_BATCH, row_groups=[group]):
-                upto = min(at + stored.num_rows, end)
-                yield _Batch(at, upto, stored)
-                at = upto
-        except (pa.ArrowException, OSError) as error:
-            problem = f"lies in or behind a damaged page of row group {group} ({_one_line(error)}): download the file again"
-        else:
-            problem = f"is missing from row group {group}, which promises more rows than it holds: download the file again"
-        yield _Batch(at, end, None, problem)
+        if self._problem:
+            yield from [_StoredRow(0, self._problem)][group:]
+            return
+        with self._open() as file:
+            for number in range(group, len(self._groups())):
+                row, end = ([0, *self._groups()][number + i] for i in range(2))
+                try:
+                    for batch in file.iter_batches(batch_size=_BATCH, row_groups=[number]):
+                        for place in range(min(len(batch), end - row)):
+                            yield _StoredRow(row, batch=batch.slice(place, 1))
+                            row += 1
+                except (pa.ArrowException, OSError) as error:
+                    why = f"lies in or behind a damaged page of row group {number} ({_one_line(error)})"
+                else:
+                    why = f"is missing from row group {number}, which promises more rows than it holds"
+                yield from (_StoredRow(i, f"{why}: download the file again") for i in range(row, end))
+
+    def _record(self, raw: _StoredRow) -> Record:
+        where = str(self.path) if self._problem else f"{self.path} row {raw.number}"
+        data, problem = ({}, raw.problem) if raw.batch is None else plain_rows(raw.batch)[0]
+        return Record(where, finite(data), problem)
+
+
+class _StoredRow(NamedTuple):
+    """A row of a Parquet file: its number, and a batch of it alone, or why it cannot be read."""
+
+    number: int
+    problem: str = ""
+    batch: Any = None
 
 
 def plain_rows(batch: Any) -> list[tuple[dict[str, Any], str]]:
     """Rows of a batch as plain data, each with an error or "": a value that Python cannot represent breaks its own row only."""
-    unfit = _unfit()
+    import pyarrow as pa
+
+    unfit = (pa.ArrowException, ValueError, TypeError, LookupError, ArithmeticError)  # no UTF-8, times out of range ...
     try:
         return [(data, "") for data in batch.to_pylist()]
     except unfit:
@@ -359,13 +299,6 @@ def _plain_row(batch: Any, unfit: tuple[type[Exception], ...]) -> tuple[dict[str
             what = "holds a text that is not UTF-8" if isinstance(error, UnicodeDecodeError) else "cannot be read"
             return {}, f"its column {name!r} {what} ({_one_line(error)}): fix or drop it"
     return data, ""
-
-
-def _unfit() -> tuple[type[Exception], ...]:
-    """Exceptions of stored values that Python cannot represent: no UTF-8, times out of range, unknown time zones."""
-    import pyarrow as pa
-
-    return (pa.ArrowException, ValueError, TypeError, LookupError, ArithmeticError)
 
 
 def _one_line(error: BaseException) -> str:

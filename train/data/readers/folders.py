@@ -81,7 +81,7 @@ class LibriSpeech:
 class Transcript(JsonLines):
     """Reads the lines of a `.trans.txt` as records of `id`, `text`, and `folder`, the file's own."""
 
-    def _record(self, raw: bytes, number: int) -> Record:
+    def _parsed(self, number: int, raw: bytes) -> Record:
         where = f"{self.path} line {number + 1}"
         try:
             name, _, said = raw.decode("utf-8").strip().partition(" ")
@@ -130,9 +130,11 @@ class SoundFiles(Records):
     def __len__(self) -> int:
         return len(self._names)
 
-    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
-        for file in (self.path / name for name in self._names[start:stop]):
-            yield Record(str(file), {"path": str(file.absolute())})
+    def _raw(self, start: int) -> tuple[int, Iterator[Path]]:
+        return start, (self.path / name for name in self._names[start:])
+
+    def _record(self, raw: Path) -> Record:
+        return Record(str(raw), {"path": str(raw.absolute())})
 
 
 def recording_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:

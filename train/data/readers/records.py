@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -65,46 +66,37 @@ class Records(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]: ...
+    def _raw(self, start: int) -> tuple[int, Iterator[Any]]:
+        """Raw records from the nearest place at or before `start` that can be entered, and the number of the first."""
+
+    @abstractmethod
+    def _record(self, raw: Any) -> Record:
+        """Parse a raw record."""
+
+    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
+        """Iterate over records `start` to `stop`; a range that starts where the last one ended goes on there."""
+        at, raw = max(take(self, start) or (-1, iter(())), self._raw(start), key=itemgetter(0))
+        last = None if stop is None else max(start, stop)
+        yield from map(self._record, itertools.islice(raw, start - at, None if last is None else last - at))
+        if last is not None:
+            _kept[:] = [(os.getpid(), self, last, raw)]
 
     def first(self) -> Mapping[str, Any]:
         """Fields of the first record; empty where it cannot be read, or there is none."""
         return next((record.data for record in self.iterate(0, 1)), {})
 
 
-class RecordReading(ABC):
-    """An open reading of one file's records, which only goes forwards.
-
-    Attributes:
-        at: number of the first record that can still be read.
-    """
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    @abstractmethod
-    def read(self, start: int, stop: int | None) -> Iterator[Record]:
-        """Read records `start`, which is not before `at`, to `stop`."""
-
-
-_kept: list[tuple[int, Records, RecordReading]] = []
-"""At most one reading, with its process: a forked process shares the place in an open file, and must not read on there."""
+_kept: list[tuple[int, Records, int, Iterator[Any]]] = []
+"""At most one reading, with its process (a forked one shares the place in an open file, and must not read on there), and the
+number of its next record."""
 
 atexit.register(_kept.clear)  # before the modules that close its file are torn down
 
 
-def take(records: Records, start: int) -> RecordReading | None:
+def take(records: Records, start: int) -> tuple[int, Iterator[Any]] | None:
     """Take the kept reading of these records, where it has not gone past `start`; any other is dropped."""
-    try:
-        process, owner, reading = _kept.pop()
-    except IndexError:
-        return None
-    return reading if process == os.getpid() and owner is records and reading.at <= start else None
-
-
-def keep(records: Records, reading: RecordReading) -> None:
-    """Keep this reading in place of the last."""
-    _kept[:] = [(os.getpid(), records, reading)]
+    process, owner, at, raw = _kept.pop() if _kept else (0, None, 0, iter(()))
+    return (at, raw) if process == os.getpid() and owner is records and at <= start else None
 
 
 _CHUNK = 1 << 20
@@ -123,71 +115,51 @@ def open_binary(path: Path) -> IO[bytes]:
 
 
 class TextRecords(Records):
-    """Records of a text file."""
+    """Records of a text file: a raw one is the number of its line, or of its element, and that itself."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._count = -1
 
     @abstractmethod
-    def _raw(self, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
-        """Yield number (of the line, or of the element) and raw form of each record."""
+    def _parts(self, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
+        """Yield the raw records of an open file."""
 
     @abstractmethod
-    def _record(self, raw: Any, number: int) -> Record:
-        """Parse a raw form into a record."""
+    def _parsed(self, number: int, part: Any) -> Record:
+        """Parse a raw record."""
+
+    def _raw(self, start: int) -> tuple[int, Iterator[Any]]:
+        return 0, self._all()
 
     def _all(self) -> Iterator[tuple[int, Any]]:
-        """Open the file and iterate as `_raw`; where the file is truncated, the last record is the error."""
+        """Open the file and iterate as `_parts`; where the file is truncated, the last record is the error."""
         number = 0
         try:
             with open_binary(self.path) as file:
-                for number, raw in self._raw(file):
-                    yield number, raw
+                for number, part in self._parts(file):
+                    yield number, part
         except (OSError, EOFError, zlib.error) as error:
             yield number, UserError(f"the file cannot be read from here on ({error}): download or copy it again")
+
+    def _record(self, raw: tuple[int, Any]) -> Record:
+        if isinstance(raw[1], UserError):
+            return Record(f"{self.path} after line {raw[0]}", {}, str(raw[1]))
+        return self._parsed(*raw)
 
     def __len__(self) -> int:
         if self._count < 0:
             self._count = sum(1 for _ in self._all())
         return self._count
 
-    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
-        """Iterate over records `start` to `stop`; all before `start` are skipped, unless the last range ended before it."""
-        reading = take(self, start) or _TextReading(self)
-        yield from reading.read(start, stop)
-        if stop is not None and not 0 <= self._count <= stop:
-            keep(self, reading)
-
-    def _made(self, raw: Any, number: int) -> Record:
-        """Make the record of a raw form, or of the error in its place."""
-        if isinstance(raw, UserError):
-            return Record(f"{self.path} after line {number}", {}, str(raw))
-        return self._record(raw, number)
-
-
-class _TextReading(RecordReading):
-    """Reads raw records one after another; skipped ones are not parsed."""
-
-    def __init__(self, records: TextRecords) -> None:
-        super().__init__(0)
-        self._records, self._raw = records, records._all()
-
-    def read(self, start: int, stop: int | None) -> Iterator[Record]:
-        skip = start - self.at
-        wanted = None if stop is None else skip + max(0, stop - start)
-        self.at = start if stop is None else max(start, stop)
-        for number, raw in itertools.islice(self._raw, skip, wanted):
-            yield self._records._made(raw, number)
-
 
 class JsonLines(TextRecords):
     """Records of JSON lines, an object each, also with a comma after it; empty lines are skipped."""
 
-    def _raw(self, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    def _parts(self, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         return ((number, line) for number, line in enumerate(file) if line.strip())
 
-    def _record(self, raw: bytes, number: int) -> Record:
+    def _parsed(self, number: int, raw: bytes) -> Record:
         where = f"{self.path} line {number + 1}"
         try:
             data = json.loads(raw.removeprefix(codecs.BOM_UTF8).decode().rstrip(", \t\r\n"))
@@ -208,7 +180,7 @@ def _object(where: str, data: Any) -> Record:
 class JsonArray(TextRecords):
     """Records of one JSON array, read element by element. An element that is no JSON is an error, and the last record."""
 
-    def _raw(self, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
+    def _parts(self, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
         decoder, utf8 = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
         opened, ended = False, False
         text, at, number = "", 0, 0
@@ -243,7 +215,7 @@ class JsonArray(TextRecords):
                 yield number, error
                 return
 
-    def _record(self, raw: Any, number: int) -> Record:
+    def _parsed(self, number: int, raw: Any) -> Record:
         where = f"{self.path} row {number}"
         if isinstance(raw, ValueError):
             return Record(where, {}, f"is no JSON, and what follows cannot be read either ({raw}): fix the file")
@@ -309,7 +281,7 @@ class TableRecords(TextRecords):
             raise UserError(f"{self.path} line 1: its names of columns are no row of a table ({names}): fix the line")
         return layout._replace(names=[name.strip() for name in names], lines=number)
 
-    def _raw(self, file: IO[bytes]) -> Iterator[tuple[int, str | csv.Error]]:
+    def _parts(self, file: IO[bytes]) -> Iterator[tuple[int, str | csv.Error]]:
         ahead = deque[tuple[int, str]]()
         lines = itertools.islice(enumerate(_lines(file)), self.layout.lines, None)
         while (found := ahead.popleft() if ahead else next(lines, None)) is not None:
@@ -347,7 +319,7 @@ class TableRecords(TextRecords):
         whole = line.count('"') % 2 == 0 or (last and line.find('"') == len(line) - 1)
         return whole and not any(value[:1].isspace() for value in values[1:])
 
-    def _record(self, raw: str | csv.Error, number: int) -> Record:
+    def _parsed(self, number: int, raw: str | csv.Error) -> Record:
         where = f"{self.path} line {number + 1}"
         if isinstance(raw, csv.Error):
             return Record(where, {}, str(raw))

@@ -24,13 +24,18 @@ JUDGED_GROUPS = 4
 """Number of groups, the first of a file, by which it is judged whether its groups are large."""
 
 
-def look(file: DataFile) -> tuple[pq.FileMetaData, pa.Schema]:
-    """Read the metadata and the schema of a file, and check its columns."""
+def footer(file: DataFile) -> tuple[pq.FileMetaData, pa.Schema]:
+    """Read the metadata and the schema of a file."""
     import pyarrow.parquet as pq
 
     with whole(file):
         metadata = pq.read_metadata(opened(file))
-        schema = metadata.schema.to_arrow_schema()
+        return metadata, metadata.schema.to_arrow_schema()
+
+
+def look(file: DataFile) -> tuple[pq.FileMetaData, pa.Schema]:
+    """Read the metadata and the schema of a file, and check its columns."""
+    metadata, schema = footer(file)
     check_columns(file, schema)
     return metadata, schema
 

@@ -44,7 +44,7 @@ from omni.errors import UserError
 from omni.stores.pointers import has_pointers
 from omni.tasks import Task
 from omni.utils.remote import refuse_remote
-from train.data.rows.reference import PointedRecording, Reference, SoundPart
+from train.data.rows.reference import PointedRecording, Reference, SoundPart, UnfitReference
 
 if TYPE_CHECKING:
     import datasets
@@ -89,7 +89,7 @@ class Sound:
             return AudioInfo(self.sample_rate, len(self.samples), 1, "samples")
         if (named := self.reference) is not None:
             return named.info()
-        return audio_info(self.data or inside(self.folder, self.path or ""))
+        return audio_info(self.data or self.file())
 
     def load(self, sample_rate: int) -> Tensor:
         """Load mono samples [S] (float32) at `sample_rate`; UserError where the file is no sound, or is outside its folder."""
@@ -99,7 +99,15 @@ class Sound:
             return read_audio(self.data, sample_rate)
         if (named := self.reference) is not None:
             return named.load(sample_rate)
-        return read_audio(inside(self.folder, self.path or ""), sample_rate)
+        return read_audio(self.file(), sample_rate)
+
+    def file(self) -> Path:
+        """The file of a path below the folder; UnfitReference where there is none."""
+        path = inside(self.folder, self.path or "")
+        if not os.path.isfile(path):
+            where = f"the data's folder {self.folder}"
+            raise UnfitReference("missing_reference", f"audio {self.path!r:.200} is not in {where}: copy it there")
+        return path
 
     def plain(self) -> dict[str, Any]:
         """Convert to the stored form `{bytes, path}`: samples become FLAC of 16 bits."""
@@ -126,16 +134,18 @@ def checked(samples: Tensor) -> Tensor:
 
 
 def inside(folder: Path | None, path: str) -> Path:
-    """The file at a relative `path`, which must lie in `folder` (UserError otherwise).
+    """The file at a relative `path`, which must lie in `folder` (UnfitReference otherwise).
 
     So must the target of a link; but files of a snapshot in a Hugging Face cache are links to the `blobs` of their repository.
     """
-    if folder is None:
-        raise UserError(
-            f"audio {path!r} is a reference, but there is no folder here that it belongs to (rows of a store hold their sound)"
-        )
-    refuse_remote(path, "audio", folder)
-    real = os.path.realpath(folder)
+    if folder is None or "\0" in path:
+        why = "no path, it holds NUL" if folder else "a reference, but there is no folder here that it belongs to"
+        raise UnfitReference("missing_reference", f"audio {path!r:.200} is {why}: name a file in the data's folder")
+    try:
+        refuse_remote(path, "audio", folder)
+    except UserError as error:
+        raise UnfitReference("missing_reference", str(error)) from error
+    real, advice = os.path.realpath(folder), "name a file inside it, by its relative path"
     full = os.path.realpath(os.path.join(real, path))
     if not os.path.isabs(path):
         if full == real or full.startswith(os.path.join(real, "")):
@@ -146,11 +156,9 @@ def inside(folder: Path | None, path: str) -> Path:
         for count in range(1, len(parts) + 1):
             place = root.joinpath(*parts[:count])
             if not place.resolve().is_relative_to(root) and place.is_symlink():
-                raise UserError(
-                    f"audio {path!r} leaves the data's folder {folder}: {'/'.join(parts[:count])!r} in it is a link to "
-                    f"{place.resolve()}; put there what the link leads to (cp -rL, or mount --bind)"
-                )
-    raise UserError(f"audio {path!r} leaves the data's folder {folder}: name a file inside it, by its relative path")
+                advice = f"{'/'.join(parts[:count])!r} in it is a link to {place.resolve()}; put its files there (cp -rL)"
+                break
+    raise UnfitReference("escaping_reference", f"audio {path!r} leaves the data's folder {folder}: {advice}")
 
 
 def _blobs(folder: Path) -> Path | None:

@@ -269,8 +269,8 @@ def changed(**changes: Any) -> dict[str, Any]:
             changed(wordings__what_is="[and] <what is>"),
             r"wordings.what is: wordings name each other in a circle \(<what is> in",
         ),
-        (changed(intents___=[]), r"intents: is no key here; .*known: held_out, joined, numbers, tables, wordings, dialogues"),
-        ("{}", r"dialogues: holds nothing: give a list"),
+        (changed(intents___=[]), r"unknown key 'intents'; known: dialogues, held_out, joined, numbers, tables, wordings"),
+        ("{}", r"key 'dialogues' is missing"),
     ],
 )
 def test_mistakes_are_named_by_file_and_key(tmp_path, data, message):
