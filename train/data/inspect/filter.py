@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from omni.audio.io import SAMPLE_RATE, resample
 from omni.config import from_dict
 from omni.errors import UserError
 from omni.files import LOCK, locked, write_json
-from omni.utils.remote import refuse_remote
 from train.console.command import read_yaml
 from train.console.progress import Kind, percent
 from train.data.executor import HERE, Processes
@@ -28,8 +26,9 @@ from train.data.inspect.measures import BadCodes, BadSound, Codecs, load, stored
 from train.data.inspect.options import make_folder
 from train.data.inspect.scan import FoundRow, Scan, UnreadableRows, display_of, over
 from train.data.prepare.config import BLOCK
+from train.data.prepare.prepare import occupied, place_for
 from train.data.prepare.rows import PreparedBlock, PrepareTally
-from train.data.prepare.shards import REPORT, ShardWriter, notes
+from train.data.prepare.shards import REPORT, ShardWriter, listed
 from train.data.rows.row import Row, RowTurn, Sound
 
 if TYPE_CHECKING:
@@ -46,8 +45,6 @@ class Range:
     max: float | None = None
 
     def __post_init__(self) -> None:
-        if any(value is not None and math.isnan(value) for value in (self.min, self.max)):
-            raise UserError("a rule asks for nan, which no value is at least or at most: give a number, or null for none")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise UserError(f"a rule asks for at least {self.min:g} and at most {self.max:g}: nothing is both")
 
@@ -111,12 +108,7 @@ def read_rules(file: Path) -> Rules:
     """Read rules from a YAML file; UserError for an unknown key (naming the closest), or a value of another type."""
     if not file.exists():
         raise UserError(f"rules {file} do not exist: name a YAML file, such as one with 'question_seconds: {{max: 30}}'")
-    data = read_yaml(file, "rules")
-    try:
-        return from_dict(Rules, data or {}, str(file))
-    except UserError as error:
-        text = str(error)
-        raise UserError(text if text.startswith(str(file)) else f"{file}: {text}") from error
+    return from_dict(Rules, read_yaml(file, "rules") or {}, str(file))
 
 
 _FIELDS = {"languages": "language", "sources": "source", "speakers": "speaker", "tasks": "task"}
@@ -166,9 +158,6 @@ UNREADABLE = "unreadable"
 
 Reason = tuple[str, str]
 
-RowDigests = dict[str, list[int]]
-"""Digests of a row by rule of `drop_duplicates`."""
-
 
 @dataclass(frozen=True)
 class JudgedRow:
@@ -177,14 +166,14 @@ class JudgedRow:
     Attributes:
         item: its number as `row`, `where`, and its `id`, or the `count` of rows that cannot be read: for the log.
         reasons: of the rules that need no other row, but `max_wer`: it is dropped.
-        digests: by which it is a duplicate.
+        digests: by rule of `drop_duplicates`, by which it is a duplicate.
         heard: reasons of the rule `max_wer`.
         tally: its counts, where it is kept.
     """
 
     item: dict[str, Any]
     reasons: list[Reason]
-    digests: RowDigests = field(default_factory=dict)
+    digests: dict[str, list[int]] = field(default_factory=dict)
     heard: list[Reason] = field(default_factory=list)
     tally: PrepareTally = field(default_factory=PrepareTally)
 
@@ -216,11 +205,7 @@ class KeptDigests:
 
 
 class RowFilter:
-    """Judges rows singly.
-
-    Args:
-        asr: for the rule `max_wer`.
-    """
+    """Judges rows singly; `asr` hears for the rule `max_wer`."""
 
     def __init__(self, rules: Rules, codecs: Codecs | None = None, asr: WhisperTranscriber | None = None) -> None:
         self.rules, self.codecs, self.asr = rules, codecs or Codecs(), asr
@@ -233,35 +218,20 @@ class RowFilter:
         of["id"] = item.plain.get("id", "")
         if item.row is None:
             return JudgedRow(of, [(UNREADABLE, item.why)])
-        reasons, checked = self.own_reasons(item.row)
+        checked = check_row(item.row, Bounds(), self.codecs)
+        reasons = [problem for problem in checked.problems if self.rules.drop_errors and KINDS[problem[0]].severity == "error"]
+        reasons += broken_rules(self.rules, item.row, checked)
         heard = [] if reasons else self.heard(item.row)
         reasons = reasons or ([] if heard else _embed(item, item.row))
-        return JudgedRow(of, reasons, self.digests(checked), heard, _tally(checked))
-
-    def own_reasons(self, row: Row) -> tuple[list[Reason], Checked]:
-        """Reasons of the rules that need no other row, but `max_wer`."""
-        checked = check_row(row, Bounds(), self.codecs)
-        reasons = [problem for problem in checked.problems if self.rules.drop_errors and KINDS[problem[0]].severity == "error"]
-        return [*reasons, *broken_rules(self.rules, row, checked)], checked
-
-    def digests(self, checked: Checked) -> RowDigests:
-        """Digests of a row for the rule `drop_duplicates`."""
-        every: dict[str, Sequence[int | None]] = {
-            "row": [checked.whole],
-            "question_audio": checked.audio,
-            "text": checked.pairs,
-        }
-        return {name: [value for value in every[name] if value is not None] for name in self.rules.drop_duplicates}
+        whole = [] if checked.whole is None else [checked.whole]
+        digests = {"row": whole, "question_audio": checked.audio, "text": checked.pairs}
+        return JudgedRow(of, reasons, {name: digests[name] for name in self.rules.drop_duplicates}, heard, _tally(checked))
 
     def heard(self, row: Row) -> list[Reason]:
         """Reasons of the rule `max_wer`. UserError where an answer cannot be decoded."""
-        return [] if self.rules.max_wer is None else self._heard(row, self.rules.max_wer)
-
-    def _heard(self, row: Row, rule: WerRule) -> list[Reason]:
         from train.scoring.asr import error_rate
 
-        assert self.asr is not None
-        out = []
+        rule, out = self.rules.max_wer or WerRule(), list[Reason]()
         for number, turn in enumerate(row.turns):
             for side, most in (("question", rule.question), ("answer", rule.answer)):
                 text = getattr(turn, f"{side}_text")
@@ -277,6 +247,7 @@ class RowFilter:
                     raise UserError(f"{row.where}: {error}") from error
                 if audio is None:
                     continue
+                assert self.asr is not None
                 heard = self.asr.transcribe(audio, row.language)
                 rate = error_rate(text, heard, row.language)
                 if rate > most:
@@ -336,19 +307,14 @@ def filter_rows(
 ) -> dict[str, Any]:
     """Write the rows that rules allow, in their order, to Parquet shards in the folder `out`; returns the report.
 
-    Recordings in the folder of the rows are embedded; those elsewhere (`reference.Reference`) stay there.
-
-    Args:
-        whisper: loads what hears for the rule `max_wer`, in each process.
-
-    Raises:
-        UserError: no such data, `out` is there already, the working folder, or being made by another process, no row is kept,
-            no space left; see also `executor.imap`.
+    Recordings in the folder of the rows are embedded; those elsewhere (`Reference`) stay there. `whisper` loads what hears for
+    the rule `max_wer`, in each process. UserError: no such data, `out` is there already or made by another process, no row is
+    kept, no space left; see also `imap`.
     """
     scan = Scan(data, progress)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if occupied(out):
         raise UserError(f"output {out} exists: choose another, or remove it")
-    out = _place(out)
+    out = place_for(out)
     make_folder(out.parent)
     work = out.with_name(f"{out.name}.filtering")
     with locked(work):
@@ -371,15 +337,6 @@ def filter_rows(
     return report
 
 
-def _place(out: Path) -> Path:
-    """Path of the finished folder, links resolved; UserError where it would replace the working folder."""
-    refuse_remote(out, "output", write=True)
-    place = Path(os.path.realpath(out))
-    if place == Path.cwd():
-        raise UserError(f"output {out} is the folder that this runs in, which a new one would replace: name another")
-    return place
-
-
 def _fill(scan: Scan, work: Path, blocks: Iterable[JudgedBlock], rules: Rules, shard_mb: int) -> dict[str, Any]:
     import pyarrow as pa
 
@@ -400,7 +357,8 @@ def _fill(scan: Scan, work: Path, blocks: Iterable[JudgedBlock], rules: Rules, s
                         lost.append(f"{one.item['where']} {reasons[0][1]}")
                     counts.update({name: rows for name in dict(reasons)})
                     dropped += rows
-                    _log(log, one.item, reasons)
+                    line = {**one.item, "reasons": [{"rule": name, "text": text} for name, text in reasons]}
+                    log.write(json.dumps(line, ensure_ascii=False) + "\n")
                 rows_kept = block.rows.filter(pa.array(taken, pa.bool_()))
                 shards.add(PreparedBlock(shards.last, shards.last + tally.items, rows_kept, tally))
         shards.finish()
@@ -423,9 +381,7 @@ def _fill(scan: Scan, work: Path, blocks: Iterable[JudgedBlock], rules: Rules, s
         "rules": dict(counts.most_common()),
         **({"unreadable_files": lost} if lost else {}),
         "asked": asdict(rules),
-        "shards": [
-            {name: note[name] for name in ("file", "rows", "bytes", "crc32", "items")} for note in notes(work) if note["file"]
-        ],
+        "shards": listed(work),
     }
     write_json(work / REPORT, report)
     return report
@@ -449,8 +405,3 @@ def _tally(checked: Checked) -> PrepareTally:
     asked = sum(turn.question.seconds for turn in checked.turns if turn.question)
     spoken = sum(turn.spoken or 0.0 for turn in checked.turns)
     return PrepareTally(rows=1, turns=len(checked.turns), question_seconds=asked, answer_seconds=spoken)
-
-
-def _log(log: TextIO, item: dict[str, Any], reasons: list[Reason]) -> None:
-    line = {**item, "reasons": [{"rule": name, "text": text} for name, text in reasons]}
-    log.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import errno
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,10 +19,11 @@ from omni.stores.drivers import join
 from omni.stores.pointers import check_cache
 from omni.stores.tries import StoreError
 from omni.utils.remote import shown
-from train.data.inspect.measures import Codecs
 from train.data.prepare.config import PrepareConfig
 from train.data.readers import Broken, OpenedSource, data_path
+from train.data.readers.codes import codes_seconds
 from train.data.readers.files import Files
+from train.data.readers.source import one_line
 from train.data.rows.reference import Reference, SoundPart
 from train.data.rows.row import Codes, Row, RowTurn, Sound, checked, inside, to_plain
 from train.data.seeding import key
@@ -46,21 +48,14 @@ class RowMaker:
     """
 
     def __init__(
-        self,
-        config: PrepareConfig,
-        codec: AudioCodec | None,
-        voices: dict[str, Voice],
-        origin: tuple[Path, str] | None = None,
-    ) -> None:
-        self.config, self.origin = config, origin
-        self.codec = codec
-        self.voices = voices
+        self, config: PrepareConfig, codec: AudioCodec | None, voices: dict[str, Voice], origin: tuple[Path, str] | None = None
+    ) -> None:  # fmt: skip
+        self.config, self.codec, self.voices, self.origin = config, codec, voices, origin
 
     def make(self, row: Row, name: str) -> tuple[dict[str, Any], PrepareTally]:
         """Make the plain data to store, and count the work for it; `name` is the row's id where it has none.
 
-        Raises:
-            UserError: sound that cannot be read or is not finite, codes that do not fit, a text that cannot be spoken.
+        UserError: sound that cannot be read or is not finite, codes that do not fit, a text that cannot be spoken.
         """
         done = PrepareTally(items=1, rows=1, turns=len(row.turns))
         row = replace(row, id=row.id or name)
@@ -72,7 +67,9 @@ class RowMaker:
                 raise
             except UserError as error:
                 raise UserError(f"turn {number}: {error}" if len(row.turns) > 1 else str(error)) from error
-        speaker = row.speaker or (self._speaker(row) if done.spoken_questions else "")
+        speaker = row.speaker
+        if done.spoken_questions and not speaker:
+            speaker = self.voices["question"].speaker(row.language, key(self.config.seed, "question", row.id))
         return to_plain(replace(row, turns=tuple(turns), speaker=speaker)), done
 
     def _turn(self, row: Row, number: int, turn: RowTurn, done: PrepareTally) -> RowTurn:
@@ -103,7 +100,7 @@ class RowMaker:
                 audio, seconds = self._stored(audio, self.config.answer_rate)
                 done.answer_seconds += seconds
             elif codes is not None:
-                done.answer_seconds += Codecs().seconds(codes) or 0.0
+                done.answer_seconds += codes_seconds(codes) or 0.0
             return audio, codes
         if codes is not None and fitting:
             frames = codes.for_codec(self.codec)
@@ -131,10 +128,6 @@ class RowMaker:
     def _say(self, side: str, text: str, row: Row, number: int) -> Sound:
         """Speak a side in its voice. A row's voice depends on its id and the seed alone, so all its turns have the same."""
         return self.voices[side].say(text, row.language, key(self.config.seed, side, row.id))
-
-    def _speaker(self, row: Row) -> str:
-        """Name of the voice that asks a row's questions; "" where it is not known."""
-        return self.voices["question"].speaker(row.language, key(self.config.seed, "question", row.id))
 
 
 def stored(sound: Sound, rate: int) -> tuple[Sound, float]:
@@ -185,12 +178,8 @@ class PrepareTally:
     """Counts of a preparation or a part of it.
 
     Attributes:
-        items: items taken from the source.
-        rows: rows stored.
         broken: items that made no row.
         turns: turns in the stored rows.
-        spoken_questions, spoken_answers: sides spoken by a voice.
-        encoded: answers encoded from sound.
         codes_taken: answers whose codes the source had.
         left_out: recordings that the source names and rows came without (`--read.audio optional`).
         question_seconds, answer_seconds: seconds of sound in the stored rows (of an answer with codes only: of its frames).
@@ -222,10 +211,6 @@ class PrepareTally:
         """Convert to plain data, for a report."""
         return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
-    @classmethod
-    def from_plain(cls, data: Mapping[str, Any]) -> PrepareTally:
-        return cls(**data)
-
 
 _BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)  # a UserError is a ValueError
 _FATAL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -238,11 +223,6 @@ class BrokenItem:
     item: int
     where: str
     why: str
-
-    @classmethod
-    def of(cls, item: int, where: str, why: str) -> BrokenItem:
-        """Make one whose texts can be stored: characters that cannot, such as half a surrogate pair, become Python escapes."""
-        return cls(item, *(part.encode("utf-8", "backslashreplace").decode() for part in (where, why)))
 
 
 class _Made(NamedTuple):
@@ -280,55 +260,57 @@ class BlockMaker:
         self.maker = RowMaker(config, codec_of(config), voices, source.origin)
         self.schema = schema
 
-    def _broken(self, item: int, where: str, why: str) -> BrokenItem:
-        return BrokenItem.of(item, self.source.named(where), self.source.named(why))
-
     def make(self, items: range) -> PreparedBlock:
         """Make the block of some items; UserError where the source cannot be read at all."""
         block, made, before = PreparedBlock(items.start, items.stop, self.schema.empty_table()), list[_Made](), Files.left_out
         for index, item in zip(items, self._items(items.start, items.stop), strict=True):
             if isinstance(item, Broken):
-                block.broken.append(self._broken(index, item.where, item.why))
-            else:
-                try:
-                    plain, done = self.maker.make(item, f"{item.source or self.source.format}-{index:08d}")
-                except StoreError:
-                    raise
-                except _BAD as error:
-                    if isinstance(error, OSError) and error.errno in _FATAL:
-                        raise
-                    block.broken.append(self._broken(index, item.where, _one_line(error)))
-                else:
-                    made.append(_Made(index, item.where, plain, done))
-        self._store(block, made)
-        block.tally.left_out = Files.left_out - before
-        return block
-
-    def _store(self, block: PreparedBlock, made: list[_Made]) -> None:
-        """Put rows into a block; rows with a value that a column cannot hold become broken items."""
+                self._add_broken(block, index, item.where, item.why)
+                continue
+            with self._breaking(block, index, item.where):
+                plain, done = self.maker.make(item, f"{item.source or self.source.format}-{index:08d}")
+                made.append(_Made(index, item.where, plain, done))
         try:
             block.rows = self._table(made)
-        except _BAD:
-            made = [one for one in made if self._fits(one, block)]
+        except _BAD:  # a row has a value that a column cannot hold
+            made = [one for one in made if self._fits(block, one)]
             block.broken.sort(key=lambda broken: broken.item)
             block.rows = self._table(made)
         for one in made:
             block.tally.add(one.done)
-        block.tally.items = block.stop - block.start
-        block.tally.broken = len(block.broken)
+        block.tally.items, block.tally.broken = len(items), len(block.broken)
+        block.tally.left_out = Files.left_out - before
+        return block
+
+    @contextmanager
+    def _breaking(self, block: PreparedBlock, item: int, where: str) -> Iterator[None]:
+        """A context whose error makes an item broken; one of the machine or a store is raised."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except _BAD as error:
+            if isinstance(error, OSError) and error.errno in _FATAL:
+                raise
+            self._add_broken(block, item, where, one_line(error))
+
+    def _add_broken(self, block: PreparedBlock, item: int, where: str, why: str) -> None:
+        """Add an item; characters that cannot be stored, such as half a surrogate pair, become Python escapes."""
+        texts = (self.source.named(text).encode("utf-8", "backslashreplace").decode() for text in (where, why))
+        block.broken.append(BrokenItem(item, *texts))
 
     def _table(self, made: Iterable[_Made]) -> pa.Table:
         import pyarrow as pa
 
         return pa.Table.from_pylist([one.plain for one in made], schema=self.schema)
 
-    def _fits(self, one: _Made, block: PreparedBlock) -> bool:
+    def _fits(self, block: PreparedBlock, one: _Made) -> bool:
         """True where the columns can hold a row; otherwise it is added to the broken items."""
         try:
             self._table([one])
         except _BAD as error:
-            why = f"holds a value that cannot be stored ({_one_line(error)}): fix or drop it"
-            block.broken.append(self._broken(one.item, one.where, why))
+            why = f"holds a value that cannot be stored ({one_line(error)}): fix or drop it"
+            self._add_broken(block, one.item, one.where, why)
             return False
         return True
 
@@ -336,8 +318,6 @@ class BlockMaker:
         count = 0
         try:
             for count, item in enumerate(self.source.iterate(start, stop), 1):  # noqa: B007  (used after the loop)
-                if not isinstance(item, (Row, Broken)):
-                    raise TypeError(f"it gave {item!r:.80}, and items are Row or Broken")
                 yield item
         except (UserError, OSError, MemoryError):
             raise
@@ -376,8 +356,3 @@ def voice_of(config: PrepareConfig, side: str) -> Voice:
         return make_voice(config.answering)
     voice, speaking = make_voice(config.voice, config.speaking), config.speaking
     return SpeakingVoice(voice, speaking) if speaking.pause or speaking.hesitant or speaking.silence[1] else voice
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"

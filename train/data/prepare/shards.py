@@ -11,7 +11,6 @@ notes without a gap, and writes the shards after it again.
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 from collections import Counter
@@ -137,7 +136,7 @@ class ShardWriter:
         self._begin()
 
     def _covered(self, note: dict[str, Any]) -> None:
-        self.done.add(PrepareTally.from_plain(note["tally"]))
+        self.done.add(PrepareTally(**note["tally"]))
         self.next_item = note["items"][1]
         self.number += 1
 
@@ -163,10 +162,7 @@ def finished(folder: Path, first: int) -> Iterator[dict[str, Any]]:
             path = folder / f"rows-{number:05d}.parquet"
             size = path.stat().st_size if path.is_file() else None
             if size != note["bytes"]:
-                raise UserError(
-                    f"{path} has {size} bytes and its note says {note['bytes']}: something else has changed it; "
-                    f"remove {folder} and prepare the data again"
-                )
+                raise UserError(f"{path} has {size} bytes and its note says {note['bytes']}: it was changed; {AGAIN}")
         expected = note["items"][1]
         yield note
 
@@ -178,29 +174,28 @@ MISSING = "recording (or another file that the row names) is missing"
 _MISSING = re.compile(r"' is not there: |No such file or directory|is not in the data's folder|' is not on this machine")
 
 
-def reason_of(why: str) -> str:
-    """Kind of a fault, for counts: missing files are of one kind, whatever their names."""
-    return MISSING if _MISSING.search(why) else why
+def listed(folder: Path) -> list[dict[str, Any]]:
+    """What a report says of each file of rows."""
+    return [
+        {name: note[name] for name in ("file", "rows", "bytes", "crc32", "items")} for note in notes(folder) if note["file"]
+    ]
 
 
 def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
     """Write both files, from the notes of the shards; the report is written last.
 
-    The report holds no times, so that it depends on the source and the settings alone.
+    It holds no times, so that it depends on the source and the settings alone.
     """
-    total, shards = PrepareTally(), []
-    kinds: Counter[str] = Counter()
-    missing: list[str] = []
+    total, kinds, missing = PrepareTally(), Counter[str](), list[str]()
     with writing(folder / BROKEN):
         with open(part_of(folder / BROKEN), "w", encoding="utf-8", newline="") as file:
             table = csv.writer(file, lineterminator="\n")
             table.writerow(["item", "where", "why"])
             for shard in notes(folder):
-                total.add(PrepareTally.from_plain(shard["tally"]))
-                shards.append({name: shard[name] for name in ("file", "rows", "bytes", "crc32", "items")})
+                total.add(PrepareTally(**shard["tally"]))
                 for item in shard["broken"]:
                     table.writerow([item["item"], item["where"], item["why"]])
-                    reason = reason_of(item["why"])
+                    reason = MISSING if _MISSING.search(item["why"]) else item["why"]
                     if reason in kinds or len(kinds) < 10_000:
                         kinds[reason] += 1
                     if reason == MISSING and len(missing) < _SHOWN:
@@ -213,7 +208,7 @@ def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
         **total.plain(),
         "reasons": dict(kinds.most_common(_KINDS)),
         "missing": missing,
-        "shards": [shard for shard in shards if shard["file"]],
+        "shards": listed(folder),
     }
     write_json(folder / REPORT, report)
 
@@ -221,34 +216,31 @@ def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
 def read_report(folder: Path) -> PrepareTally:
     """Read the counts of a finished output."""
     data = read_json(folder / REPORT, AGAIN)
-    return PrepareTally.from_plain({one.name: data[one.name] for one in fields(PrepareTally) if one.name in data})
+    return PrepareTally(**{one.name: data[one.name] for one in fields(PrepareTally) if one.name in data})
 
 
 def summary(tally: PrepareTally, folder: Path) -> str:
     """Summarise a preparation in a few lines, for the terminal."""
-    out = io.StringIO()
-    print(f"{counted(tally.rows, 'row')} of {counted(tally.items, 'item')} in {folder}", file=out)
     made = [
         (tally.spoken_questions, "questions spoken"),
         (tally.spoken_answers, "answers spoken"),
         (tally.encoded, "answers encoded"),
         (tally.codes_taken, "answers with codes of the source"),
     ]
-    print(", ".join(f"{count} {what}" for count, what in made if count) or "nothing was to be spoken or encoded", file=out)
-    print(
-        f"{duration(tally.question_seconds)} of spoken questions, {duration(tally.answer_seconds)} of spoken answers", file=out
-    )
+    out = [
+        f"{counted(tally.rows, 'row')} of {counted(tally.items, 'item')} in {folder}",
+        ", ".join(f"{count} {what}" for count, what in made if count) or "nothing was to be spoken or encoded",
+        f"{duration(tally.question_seconds)} of spoken questions, {duration(tally.answer_seconds)} of spoken answers",
+    ]
     if tally.left_out:
-        print(f"{counted(tally.left_out, 'recording')} missing or damaged, and left out (--read.audio optional)", file=out)
+        out.append(f"{counted(tally.left_out, 'recording')} missing or damaged, and left out (--read.audio optional)")
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     if tally.broken:
-        print(f"{counted(tally.broken, 'item')} made no row: see {folder / BROKEN}", file=out)
+        out.append(f"{counted(tally.broken, 'item')} made no row: see {folder / BROKEN}")
         for why, count in list(report["reasons"].items())[:5]:
-            print(f"  {count:>6}  {why}", file=out)
-            for one in report.get("missing", ()) if why == MISSING else ():
-                print(f"          {one}", file=out)
-    print(untaken(report), file=out)
-    return out.getvalue().rstrip()
+            out.append(f"  {count:>6}  {why}")
+            out += [f"          {one}" for one in report["missing"] if why == MISSING]
+    return "\n".join([*out, untaken(report)]).rstrip()
 
 
 def untaken(report: Mapping[str, Any]) -> str:

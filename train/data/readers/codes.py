@@ -76,15 +76,6 @@ each 4096), `mini-omni-joint` those of its joint table, `orpheus` the vocabulary
 SHOWN = {"streams": "c0 c1 c2 c2 c1 c2 c2", "levels": "c0 | c1 c1 | c2 c2 c2 c2"}
 """SNAC's orders, for messages."""
 
-_LEVELS = {"streams": (0, 1, 2, 2, 1, 2, 2), "levels": (0, 1, 1, 2, 2, 2, 2)}
-"""SNAC's level at each place of a frame, by order."""
-
-_STREAMS = {
-    "streams": tuple(range(7)),
-    **{name: tuple(sorted(range(7), key=places.__getitem__)) for name, places in CODECS.find("snac").orders.items()},
-}
-"""The model's stream at each place of a frame, by order."""
-
 
 def read_codes(value: Any, codec: str, order: str, options: ReaderOptions) -> Codes | None:
     """Read the codes of one answer; None where there are none (null, no number).
@@ -92,11 +83,9 @@ def read_codes(value: Any, codec: str, order: str, options: ReaderOptions) -> Co
     Args:
         value: text of integers (frames may be separated by `#` or lines), a flat list frame by frame, or an array: [F] for a
             codec of one stream, [K, F] for more.
-        codec: one of `codes_kinds`, as the format documents it; `options.codec` comes first.
-        order: as the format documents it; `options.order` comes first.
+        codec, order: as the format documents them; those of the options come first.
 
-    Raises:
-        UserError: broken frames, a code out of range (with the packing that would explain it), no codec named at all.
+    UserError: broken frames, a code out of range (with the packing that would explain it), no codec named at all.
     """
     import numpy as np
     import torch
@@ -121,19 +110,22 @@ def read_codes(value: Any, codec: str, order: str, options: ReaderOptions) -> Co
         shown = "" if options.packing == "plain" else f" as packing {options.packing!r} has it"
         raise UserError(
             f"code {found} at place {place} of frame {frame} is not in {codec}'s 0 to {sizes[place] - 1}{shown}: "
-            + _explain(frames, kind, options.packing, options.order or order)
+            + _explain(frames, kind, options.packing)
         )
     stored = torch.from_numpy(np.ascontiguousarray(codes.T).astype(np.int32))
     return Codes(codec, stored, (options.order or order) if code_orders(codec) else "streams")
 
 
+def codes_seconds(codes: Codes) -> float | None:
+    """Duration of codes in seconds; None where their codec's rate is not known."""
+    kind = codes_kinds().get(codes.codec)
+    return None if kind is None or kind.frame_rate is None else codes.frames.shape[-1] / kind.frame_rate
+
+
 def check_duration(codes: Codes | None, seconds: float | None) -> None:
     """Refuse codes whose duration differs from their recording's by more than half a second and a tenth of it (UserError)."""
-    rate = codes_kinds()[codes.codec].frame_rate if codes else None
-    if codes is None or rate is None or seconds is None:
-        return
-    lasting = codes.frames.shape[1] / rate
-    if abs(lasting - seconds) > max(0.5, 0.1 * seconds):
+    lasting = codes_seconds(codes) if codes else None
+    if codes and lasting is not None and seconds is not None and abs(lasting - seconds) > max(0.5, 0.1 * seconds):
         raise UserError(
             f"its {codes.codec} codes last {lasting:.2f} s and the recording they belong to {seconds:.2f} s: they are "
             "of another recording, or of another codec; fix the paths"
@@ -203,37 +195,21 @@ def _from_array(array: np.ndarray, codec: str, streams: int) -> np.ndarray:
     return squeezed.astype(np.int64)
 
 
-def _explain(frames: np.ndarray, kind: CodesKind, packing: str, order: str) -> str:
-    """Name the packing or order that fits codes out of range, for a message."""
+def _explain(frames: np.ndarray, kind: CodesKind, packing: str) -> str:
+    """Name the packing that fits codes out of range, for a message."""
     import numpy as np
 
     streams, sizes = len(kind.sizes), np.array(kind.sizes)
-    places = np.arange(streams)
-    fitting = []
+    fitting = {}
     for name, (base, step) in PACKINGS.items():
-        rest = frames - (base + step * places)
+        rest = frames - (base + step * np.arange(streams))
         if name != packing and ((rest >= 0) & (rest < sizes)).all() and (streams > 1 or step == 0):
-            fitting.append(name)
+            fitting[repr(name)] = f"{base} + {step} x place"
     if fitting:
-        one = " or ".join(repr(name) for name in fitting)
-        offset = " or ".join(f"{base} + {step} x place" for base, step in (PACKINGS[name] for name in fitting))
-        said = f"--read.packing {fitting[0]}"
-        return f"all of them fit packing {one} ({offset} added); say so with {said} if that is how they were made"
-    size = int(sizes.max())
-    if streams == 7:
-        for name, levels in _LEVELS.items():
-            rest = frames - size * np.array(levels)
-            if ((rest >= 0) & (rest < size)).all():
-                other = "" if name == order else f", another order than {order!r}"
-                return f"{size} x level is added, with the levels in the order {name!r}{other}: take it off first"
-        for base, step in PACKINGS.values():
-            held = (frames - base) // max(step, 1)  # the stream of each code, by its number
-            if step and (held == held[0]).all() and sorted(held[0]) == list(range(7)) and ((frames - base) % step < size).all():
-                numbered = tuple(int(stream) for stream in held[0])
-                known = next((f", the order {name!r}" for name, streams in _STREAMS.items() if streams == numbered), "")
-                shown = " ".join(map(str, numbered))
-                return f"{base} + {step} x stream is added, and the streams are as {shown}{known}: put them right first"
-    low, high = int(frames.min()), int(frames.max())
+        one, offset = " or ".join(fitting), " or ".join(fitting.values())
+        how = f"say so with --read.packing {next(iter(fitting))[1:-1]} if that is how they were made"
+        return f"all of them fit packing {one} ({offset} added); {how}"
+    low, high, size = int(frames.min()), int(frames.max()), int(sizes.max())
     if size <= high < size + 64 and low >= 0:
         return "from there on they are special ids (end, pad, ...) of a model's stream: strip them first"
     return f"they reach from {low} to {high}: they are of another codec, or packed in a way unknown here"
