@@ -144,27 +144,15 @@ class Bounds:
         return SPEECH_RATES.get(language.replace("_", "-").split("-")[0].casefold(), OTHER_RATES)
 
 
-@dataclass(frozen=True)
-class TurnMeasures:
-    """Measures of a turn's recordings, None for a recording that is absent or unreadable; and its answer's seconds, by
-    recording or codes."""
-
-    question: Measured | None
-    answer: Measured | None
-    spoken: float | None
-
-
 @dataclass
 class Checked:
     """Results of the checks of a row.
 
     Attributes:
-        problems: kind of finding and text.
         audio, texts: digests of the questions' recordings, and of the questions' words.
         pairs: digests of each question and answer in words, where both are there.
         said: the same digests, with the speaker where the question is a recording, or else with that recording.
         whole: digest of all texts, sounds and codes; None where a part of it cannot be read.
-        turns: measures of each turn.
     """
 
     problems: list[tuple[str, str]] = field(default_factory=list)
@@ -173,7 +161,7 @@ class Checked:
     pairs: list[int] = field(default_factory=list)
     said: list[int] = field(default_factory=list)
     whole: int | None = None
-    turns: list[TurnMeasures] = field(default_factory=list)
+    turns: list[CheckedTurn] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -195,10 +183,10 @@ def check_row(row: Row, bounds: Bounds, codecs: Codecs) -> Checked:
         except UserError as error:
             checked.problems.append(("unknown_task", str(error)))
     for number, turn in enumerate(row.turns):
-        found = _Turn(row, turn, bounds, codecs)
+        found = CheckedTurn(row, turn, bounds, codecs)
         prefix = f"turn {number}: " if len(row.turns) > 1 else ""
         checked.problems += [(kind, prefix + text) for kind, text in found.problems()]
-        checked.turns.append(TurnMeasures(found.question, found.answer, found.spoken))
+        checked.turns.append(found)
         if found.question is not None:
             checked.audio.append(found.question.digest)
         if turn.question_text.strip():
@@ -206,21 +194,20 @@ def check_row(row: Row, bounds: Bounds, codecs: Codecs) -> Checked:
             if turn.answer_text.strip():
                 checked.pairs.append(text_digest(turn.question_text, turn.answer_text))
                 checked.said.append(digest(checked.pairs[-1].to_bytes(8, "little"), found.who()))
-        readable &= found.readable
+        readable &= not found.broken
         parts += found.parts()
     checked.whole = digest(*parts) if readable else None
     return checked
 
 
-class _Turn:
-    """A turn with its measures."""
+class CheckedTurn:
+    """A turn with the measures of its recordings, None for one that is absent or unreadable, and its answer's seconds."""
 
     def __init__(self, row: Row, turn: RowTurn, bounds: Bounds, codecs: Codecs) -> None:
         self.row, self.turn, self.bounds, self.codecs = row, turn, bounds, codecs
         self.broken: list[tuple[str, str]] = []
         self.question = self._measure("question_audio", turn.question_audio)
         self.answer = self._measure("answer_audio", turn.answer_audio)
-        self.readable = not self.broken
         codes = turn.answer_codes
         self.spoken = self.answer.seconds if self.answer else codecs.seconds(codes) if codes else None
 
@@ -234,10 +221,8 @@ class _Turn:
             return None
 
     def who(self) -> bytes:
-        """Speaker as part of a digest: the same words by several speakers are usual in speech data, and no duplicates.
-
-        Where no speaker is named, the recording stands for it, so that each counts as another speaker; empty without one.
-        """
+        """Speaker as part of a digest: the same words by several speakers are usual in speech data, and no duplicates. Where no
+        speaker is named, the recording stands for it, so that each counts as another speaker; empty without one."""
         sound = self.question or self.answer
         if sound is None:
             return b""

@@ -159,9 +159,6 @@ class Collected:
     """Statistics of rows.
 
     Attributes:
-        groups: counts of rows by field, by value.
-        samples: values of measures by name.
-        texts: counts of words and texts by side.
         codes: by codec, counts [codes] of each stream in the model's order.
         noted: numbers of rows or turns that could not be measured, by reason.
         damaged: files and parts of files that cannot be read, with the reason.
@@ -292,23 +289,20 @@ class Collector:
         self.done.add_codes(codes.codec, [np.bincount(row, minlength=n) for row, n in zip(frames.numpy(), sizes, strict=True)])
 
     def _columns(self, row: Row, task: Task, lengths: list[tuple[float | None, float | None]]) -> None:
+        assert self.target is not None
         if any(turn.lacks(task) for turn in row.turns):
             self.done.noted[f"rows that lack what {task.name} needs"] += 1
             return
         try:
-            count = self._system_columns(row)
+            system = read_system(row.system, self.target.tokenizer)
+            count = len(system_message(self.target.config.layout, system))
             count += sum(self._turn_columns(turn, task, *times) for turn, times in zip(row.turns, lengths, strict=True))
         except _NotCounted as why:
             self.done.noted[f"rows not counted for {task.name}: {why}"] += 1
             return
         self._note(f"columns {task.name}", count)
-        assert self.target is not None
         if count > self.target.config.decoder.context:
             self.done.noted[f"rows of more columns than the decoder's context as {task.name}"] += 1
-
-    def _system_columns(self, row: Row) -> int:
-        assert self.target is not None
-        return len(system_message(self.target.config.layout, read_system(row.system, self.target.tokenizer)))
 
     def _turn_columns(self, turn: RowTurn, task: Task, asked: float | None, spoken: float | None) -> int:
         """Number of columns that `train.data.batching.examples` would make of a turn."""

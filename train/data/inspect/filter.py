@@ -21,10 +21,10 @@ from omni.files import LOCK, locked, write_json
 from train.console.command import read_yaml
 from train.console.progress import Kind, percent
 from train.data.executor import HERE, Processes
-from train.data.inspect.checks import KINDS, Bounds, Checked, TurnMeasures, characters, check_row
+from train.data.inspect.checks import KINDS, Bounds, Checked, CheckedTurn, characters, check_row
 from train.data.inspect.measures import BadCodes, BadSound, Codecs, load, stored_bytes
 from train.data.inspect.options import make_folder
-from train.data.inspect.scan import FoundRow, Scan, UnreadableRows, display_of, over
+from train.data.inspect.scan import FoundRow, Scan, display_of, over
 from train.data.prepare.config import BLOCK
 from train.data.prepare.prepare import occupied, place_for
 from train.data.prepare.rows import PreparedBlock, PrepareTally
@@ -140,7 +140,7 @@ def _has(turn: RowTurn, name: str) -> bool:
     return bool(value.strip()) if isinstance(value, str) else value is not None
 
 
-def _values(turn: RowTurn, heard: TurnMeasures) -> Iterator[tuple[str, str, float | None]]:
+def _values(turn: RowTurn, heard: CheckedTurn) -> Iterator[tuple[str, str, float | None]]:
     """Iterate over rule, name and value of every measure of a turn; the value is None where the turn has none."""
     asked = heard.question.seconds if heard.question else None
     for side, text, seconds in (("question", turn.question_text, asked), ("answer", turn.answer_text, heard.spoken)):
@@ -167,7 +167,6 @@ class JudgedRow:
         item: its number as `row`, `where`, and its `id`, or the `count` of rows that cannot be read: for the log.
         reasons: of the rules that need no other row, but `max_wer`: it is dropped.
         digests: by rule of `drop_duplicates`, by which it is a duplicate.
-        heard: reasons of the rule `max_wer`.
         tally: its counts, where it is kept.
     """
 
@@ -210,10 +209,10 @@ class RowFilter:
     def __init__(self, rules: Rules, codecs: Codecs | None = None, asr: WhisperTranscriber | None = None) -> None:
         self.rules, self.codecs, self.asr = rules, codecs or Codecs(), asr
 
-    def judge(self, item: FoundRow | UnreadableRows) -> JudgedRow:
+    def judge(self, item: FoundRow) -> JudgedRow:
         """Judge an item by itself, and embed its sound; UserError where an answer cannot be decoded."""
         of: dict[str, Any] = {"row": item.index, "where": item.where}
-        if isinstance(item, UnreadableRows):
+        if item.plain is None:
             return JudgedRow({**of, "count": item.count}, [(UNREADABLE, item.why)])
         of["id"] = item.plain.get("id", "")
         if item.row is None:
@@ -229,9 +228,11 @@ class RowFilter:
 
     def heard(self, row: Row) -> list[Reason]:
         """Reasons of the rule `max_wer`. UserError where an answer cannot be decoded."""
+        if (rule := self.rules.max_wer) is None:
+            return []
         from train.scoring.asr import error_rate
 
-        rule, out = self.rules.max_wer or WerRule(), list[Reason]()
+        out = list[Reason]()
         for number, turn in enumerate(row.turns):
             for side, most in (("question", rule.question), ("answer", rule.answer)):
                 text = getattr(turn, f"{side}_text")
@@ -279,13 +280,9 @@ def row_judge(
 
     judge = RowFilter(rules, codecs, whisper() if whisper else None).judge
 
-    def block(items: list[FoundRow | UnreadableRows]) -> JudgedBlock:
+    def block(items: list[FoundRow]) -> JudgedBlock:
         judged = [judge(item) for item in items]
-        plain = [
-            item.plain
-            for item, one in zip(items, judged, strict=True)
-            if isinstance(item, FoundRow) and not (one.reasons or one.heard)
-        ]
+        plain = [item.plain for item, one in zip(items, judged, strict=True) if not (one.reasons or one.heard)]
         return JudgedBlock(judged, pa.Table.from_pylist(plain, schema=scan.schema))
 
     def judge_all(rows: range) -> list[JudgedBlock]:
@@ -305,12 +302,10 @@ def filter_rows(
     progress: Kind = "off",
     processes: Processes = HERE,
 ) -> dict[str, Any]:
-    """Write the rows that rules allow, in their order, to Parquet shards in the folder `out`; returns the report.
-
-    Recordings in the folder of the rows are embedded; those elsewhere (`Reference`) stay there. `whisper` loads what hears for
-    the rule `max_wer`, in each process. UserError: no such data, `out` is there already or made by another process, no row is
-    kept, no space left; see also `imap`.
-    """
+    """Write the rows that rules allow, in their order, to Parquet shards in the folder `out`; returns the report. Recordings in
+    the folder of the rows are embedded; those elsewhere (`Reference`) stay there. `whisper` loads what hears for the rule
+    `max_wer`, in each process. UserError: no such data, `out` is there already or made by another process, no row is kept, no
+    space left; see also `imap`."""
     scan = Scan(data, progress)
     if occupied(out):
         raise UserError(f"output {out} exists: choose another, or remove it")
@@ -390,7 +385,7 @@ def _fill(scan: Scan, work: Path, blocks: Iterable[JudgedBlock], rules: Rules, s
 def _embed(item: FoundRow, row: Row) -> list[Reason]:
     """Replace paths in the rows' folder by the files' bytes, as from another they would not resolve; or why that cannot be."""
     try:
-        for stored, turn in zip(item.plain["turns"], row.turns, strict=True):
+        for stored, turn in zip((item.plain or {})["turns"], row.turns, strict=True):
             for name in ("question_audio", "answer_audio"):
                 sound = getattr(turn, name)
                 if sound is not None and not sound.data and sound.reference is None:

@@ -14,7 +14,7 @@ from omni.errors import UserError
 from omni.tasks import TASKS, Task, find_task
 from train.data.inspect.measures import BadCodes, BadSound, Codecs, load, measure
 from train.data.inspect.options import Target, make_folder
-from train.data.inspect.scan import Scan, UnreadableRows
+from train.data.inspect.scan import Scan
 from train.data.rows.parquet_files import one_line
 from train.data.rows.row import Row, Sound
 
@@ -43,7 +43,7 @@ def find_row(scan: Scan, name: str) -> Row:
         index = scan.index(Path(file).name, int(number))
     else:
         for item in scan:
-            if not isinstance(item, UnreadableRows) and item.row is not None and item.row.id == name:
+            if item.row is not None and item.row.id == name:
                 return item.row
         raise UserError(f"data {scan.path} has no row with the id {name!r}; a number from 0 to {len(scan) - 1} names one too")
     found = scan.at(index)
@@ -53,14 +53,9 @@ def find_row(scan: Scan, name: str) -> Row:
 
 
 def sounds(row: Row, folder: Path, codecs: Codecs, overwrite: bool = False) -> list[str]:
-    """Write the sounds of every turn as `question-0.wav`, `answer-0.wav` and, decoded, `answer-0-codes.wav`.
-
-    Returns:
-        A line for each text, and for each sound that the row has, written or not.
-
-    Raises:
-        UserError: a file of another sound is there, and it is not to be replaced.
-    """
+    """Write the sounds of every turn as `question-0.wav`, `answer-0.wav` and, decoded, `answer-0-codes.wav`. Returns a line for
+    each text, and for each sound that the row has, written or not. UserError: a file of another sound is there, and it is not
+    to be replaced."""
     lines = []
     for number, turn in enumerate(row.turns):
         for side, text, sound in (

@@ -6,7 +6,7 @@ Dimensions: S samples, A audio streams, F frames.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -43,7 +43,6 @@ class Measured:
     """Measures of a recording.
 
     Attributes:
-        seconds: its length.
         silence: share of the windows that are silent.
         clipping: share of the samples that are clipped.
         digest: of its samples and rate: equal for a WAV and the FLAC made of it.
@@ -152,11 +151,8 @@ class BadCodes(ValueError):
 
 
 class Codecs:
-    """Looks up codecs' sizes and rates, and loads the codecs themselves where their weights are given.
-
-    Args:
-        folder: weights of the data's codec; None to use `codes_kinds`, which is also used for all other codecs.
-    """
+    """Looks up codecs' sizes and rates, and loads the codecs themselves where their weights are given. `folder`: weights of the
+    data's codec; None to use `codes_kinds`, which is also used for all other codecs."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
@@ -179,20 +175,16 @@ class Codecs:
     def foreign(self, name: str) -> bool:
         """True where a codec can never be loaded here: there is none of that name, or the weights are another codec's."""
         if name not in self._foreign:
-            self._foreign[name] = name not in sorted(CODECS) or self._of_another(name)
+            own = self.folder is not None and name in sorted(CODECS) and _has_weights(name)
+            others = (other for other in sorted(CODECS) if other != name and _has_weights(other))
+            unfit = own and not self._fits(name) and any(map(self._fits, others))
+            self._foreign[name] = name not in sorted(CODECS) or unfit
         return self._foreign[name]
 
-    def _of_another(self, name: str) -> bool:
-        if self.folder is None or not _has_weights(name) or self._fits(name):
-            return False
-        return any(self._fits(other) for other in sorted(CODECS) if other != name and _has_weights(other))
-
     def _fits(self, name: str) -> bool:
-        try:
+        with suppress(UserError):
             self.load(name)
-        except UserError:
-            return False
-        return True
+        return name in self._loaded
 
     def seconds(self, codes: Codes) -> float | None:
         """Duration of codes in seconds; None where the codec's rate is not known."""

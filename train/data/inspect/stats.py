@@ -13,7 +13,7 @@ from train.console.progress import Kind
 from train.data.executor import HERE, Processes
 from train.data.inspect.measures import Codecs
 from train.data.inspect.options import Target
-from train.data.inspect.scan import Scan, UnreadableRows, display_of, over
+from train.data.inspect.scan import Scan, display_of, over
 
 if TYPE_CHECKING:
     from train.data.inspect.collect import Collected
@@ -59,7 +59,7 @@ def row_counts(
     def count(rows: range) -> Collected:
         collector = Collector(codecs, target, tasks)
         for item in scan.part(rows):
-            if isinstance(item, UnreadableRows):
+            if item.plain is None:
                 collector.done.noted["rows that cannot be read"] += item.count
                 collector.done.noted["files or row groups that are damaged"] += 1
                 collector.done.damaged.append(f"{item.where}: {item.why}")

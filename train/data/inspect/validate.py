@@ -15,7 +15,7 @@ from train.console.progress import Kind
 from train.data.executor import HERE, Processes
 from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Checked, Findings, check_row
 from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, Codecs, measure, text_digest
-from train.data.inspect.scan import FoundRow, Scan, UnreadableRows, display_of, over
+from train.data.inspect.scan import Scan, display_of, over
 from train.data.prepare.shards import REPORT, checksum
 from train.data.rows.row import ROW_VERSION
 
@@ -82,10 +82,7 @@ class Summary:
 @dataclass
 class Seen:
     """What is kept of rows that were looked at: digests, to find duplicates and what other data have too, and counts.
-
-    Attributes:
-        speakers: the first row of each.
-    """
+    `speakers`: the first row of each."""
 
     audio: Digests = field(default_factory=Digests)
     texts: Digests = field(default_factory=Digests)
@@ -93,7 +90,7 @@ class Seen:
     whole: Digests = field(default_factory=Digests)
     speakers: dict[str, int] = field(default_factory=dict)
     rows: int = 0
-    microseconds: int = 0
+    seconds: float = 0.0
 
     def add(self, row: int, checked: Checked) -> None:
         for digests, values in ((self.audio, checked.audio), (self.texts, checked.texts), (self.said, checked.said)):
@@ -102,7 +99,7 @@ class Seen:
         if checked.whole is not None:
             self.whole.add(checked.whole, row)
         self.rows += 1
-        self.microseconds += round(1e6 * checked.seconds)
+        self.seconds += checked.seconds
 
     def merge(self, other: Seen) -> None:
         """Add later rows."""
@@ -110,7 +107,7 @@ class Seen:
             getattr(self, name).extend(getattr(other, name))
         for speaker, row in other.speakers.items():
             self.speakers.setdefault(speaker, row)
-        self.rows, self.microseconds = self.rows + other.rows, self.microseconds + other.microseconds
+        self.rows, self.seconds = self.rows + other.rows, self.seconds + other.seconds
 
 
 Noted = list[tuple[str, str, str, int]]
@@ -126,12 +123,12 @@ def validate(
     progress: Kind = "off",
     processes: Processes = HERE,
 ) -> Summary:
-    """Check all rows of `data` singly, against each other, and against those of `against`.
-
-    Raises:
-        UserError: there are no such data, or the codec's weights do not fit; see also `executor.imap`.
-    """
-    scan, others = open_scans(data, against, progress)
+    """Check all rows of `data` singly, against each other, and against those of `against`. UserError: there are no such data,
+    or the codec's weights do not fit; see also `executor.imap`."""
+    scan, others = Scan(data, progress), [Scan(other, progress) for other in against]
+    for other in others:
+        if other.same(scan):
+            raise UserError(f"{other.path} is compared with itself: name another split with --against")
     display = display_of(progress, scan, *others)
 
     def looked(one: Scan, start: Callable[[], Callable[[range], tuple[Noted, Seen]]]) -> Seen:
@@ -149,27 +146,21 @@ def validate(
             find_leaks(scan, seen, other, looked(other, partial(other_rows, other)), findings)
     finally:
         display.close()
-    return Summary(seen.rows, len(scan), seen.microseconds / 3.6e9, findings, scan.report())
-
-
-def open_scans(data: Path, against: Sequence[Path], progress: Kind = "off") -> tuple[Scan, list[Scan]]:
-    """Open the rows, and those that they are compared with; UserError where there are none, or they are the same."""
-    scan, others = Scan(data, progress), [Scan(other, progress) for other in against]
-    for other in others:
-        if other.same(scan):
-            raise UserError(f"{other.path} is compared with itself: name another split with --against")
-    return scan, others
+    return Summary(seen.rows, len(scan), seen.seconds / 3600, findings, scan.report())
 
 
 def row_checks(scan: Scan, bounds: Bounds, codecs: Codecs) -> Callable[[range], tuple[Noted, Seen]]:
     """Begin a process that checks rows singly."""
-    sums = known_sums(scan)
+    try:
+        sums = {shard["file"]: shard["crc32"] for shard in scan.report()["shards"]}
+    except (KeyError, TypeError):  # there is no such report
+        sums = {}
 
     def check(rows: range) -> tuple[Noted, Seen]:
         part, seen = scan.part(rows), Seen()
         noted: Noted = check_sums(part, sums)
         for item in part:
-            if isinstance(item, UnreadableRows):
+            if item.plain is None:
                 whole = item.where in {str(file) for file in scan.files}
                 noted.append(("unreadable_file" if whole else "damaged_pages", item.where, item.why, max(1, item.count)))
             elif item.row is None:
@@ -183,14 +174,6 @@ def row_checks(scan: Scan, bounds: Bounds, codecs: Codecs) -> Callable[[range], 
         return noted, seen
 
     return check
-
-
-def known_sums(scan: Scan) -> dict[str, int]:
-    """Checksums by the names of files, from their preparation's report; none where there is no such report."""
-    try:
-        return {shard["file"]: shard["crc32"] for shard in scan.report()["shards"]}
-    except (KeyError, TypeError):
-        return {}
 
 
 def check_sums(scan: Scan, known: dict[str, int]) -> Noted:
@@ -218,8 +201,8 @@ def other_rows(other: Scan) -> Callable[[range], tuple[Noted, Seen]]:
     def look(rows: range) -> tuple[Noted, Seen]:
         noted, seen = list[tuple[str, str, str, int]](), Seen()
         for item in other.part(rows):
-            if not isinstance(item, FoundRow) or item.row is None:
-                kind = "unreadable_file" if isinstance(item, UnreadableRows) else "bad_row"
+            if item.row is None:
+                kind = "unreadable_file" if item.plain is None else "bad_row"
                 noted.append((kind, item.where, f"{item.why} (not compared)", 1))
                 continue
             if item.row.speaker:
