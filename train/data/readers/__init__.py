@@ -103,10 +103,8 @@ def _in_order() -> list[Reader]:
 
 
 def recognise_record(record: Mapping[str, Any], options: ReaderOptions, where: str) -> RecordReader | TableReader:
-    """Find the reader of records such as this one, or that of `options.format`.
-
-    UserError where no reader knows them, or its rows are not of single records. `where` names the data.
-    """
+    """Find the reader of records such as this one, or that of `options.format`. UserError where no reader knows them, or its
+    rows are not of single records. `where` names the data."""
     known = {reader.name: reader for reader in _in_order() if isinstance(reader, RecordReader | TableReader)}
     if options.format:
         if options.format not in known:

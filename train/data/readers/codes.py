@@ -207,8 +207,8 @@ def _explain(frames: np.ndarray, kind: CodesKind, packing: str) -> str:
             fitting[repr(name)] = f"{base} + {step} x place"
     if fitting:
         one, offset = " or ".join(fitting), " or ".join(fitting.values())
-        how = f"say so with --read.packing {next(iter(fitting))[1:-1]} if that is how they were made"
-        return f"all of them fit packing {one} ({offset} added); {how}"
+        advice = f"say so with --read.packing {next(iter(fitting))[1:-1]} if that is how they were made"
+        return f"all of them fit packing {one} ({offset} added); {advice}"
     low, high, size = int(frames.min()), int(frames.max()), int(sizes.max())
     if size <= high < size + 64 and low >= 0:
         return "from there on they are special ids (end, pad, ...) of a model's stream: strip them first"
@@ -275,11 +275,9 @@ def check_order(items: Iterable[Row | Broken], said: str, format: str) -> None:
 
 
 def lean(frames: Sequence[np.ndarray], said: str) -> tuple[float, float]:
-    """Evidence in the codes [7, F] of R rows for the other order than `said`, and its standard error.
-
-    About -1 where `said` is right and 1 where the other is; 0 where the codes do not decide. The error is the jackknife's over
-    rows (infinite where no code is more frequent than others).
-    """
+    """Evidence in the codes [7, F] of R rows for the other order than `said`, and its standard error. About -1 where `said` is
+    right and 1 where the other is; 0 where the codes do not decide. The error is the jackknife's over rows (infinite where no
+    code is more frequent than others)."""
     import numpy as np
 
     size = CODECS.find("snac").codebook_sizes[0]

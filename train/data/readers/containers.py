@@ -33,6 +33,7 @@ from train.data.readers.records import (
     finite,
     open_binary,
 )
+from train.data.rows.parquet_files import one_line
 from train.data.rows.places import DataFile
 
 if TYPE_CHECKING:
@@ -54,9 +55,7 @@ class ShardError(UserError):
 
 def find_shards(path: str) -> list[DataFile]:
     """The shards at `path`: a file, all in a folder and below it, or those that a pattern in the last part fits (`a-*.tar`).
-
-    They are sorted by name. UserError where there are none, or of both kinds.
-    """
+    They are sorted by name. UserError where there are none, or of both kinds."""
     address = find_address(path)
     place, shards = shown(address) if address else path, list[DataFile]()
     name = (address or path).rstrip("/").rpartition("/")[2]
@@ -72,24 +71,17 @@ def find_shards(path: str) -> list[DataFile]:
     else:
         check_there(path, "data", f"data {path} does not exist: name a shard, a folder of shards, or a pattern such as a-*.tar")
         shards += sorted(Path(path).rglob("*")) if Path(path).is_dir() else [Path(path)]
-    shards = [one for one in shards if suffix(one) in KINDS and not one.name.startswith(".")]
-    kinds = {suffix(one) for one in shards}
+    shards = [one for one in shards if one.name.endswith(KINDS) and not one.name.startswith(".")]
+    kinds = {Path(one.name).suffix for one in shards}
     if len(kinds) != 1:
         held = "shards of both kinds" if kinds else "no shard"
         raise UserError(f"data {place} has {held} (.tar of WebDataset, .parquet): name those to read, such as by a-*.tar")
     return shards
 
 
-def suffix(shard: DataFile) -> str:
-    return Path(shard.name).suffix
-
-
 def read_shard(shard: DataFile, start: int = 0) -> Iterator[Record]:
-    """The records of a shard from number `start` on; where it is damaged, the last one has the error.
-
-    Raises:
-        ShardError: it cannot be read now, or is not any more what was listed.
-    """
+    """The records of a shard from number `start` on; where it is damaged, the last one has the error. ShardError: it cannot be
+    read now, or is not any more what was listed."""
     number = start
     try:
         rows = _opened(shard)
@@ -121,7 +113,7 @@ def _opened(shard: DataFile) -> datasets.IterableDataset:
         refuse_pointer(shard)
         url = str(shard.resolve()).replace("[", "[[]")
     # Its builders, since `load_dataset` sends a request to the hub for each.
-    if suffix(shard) == ".parquet":
+    if shard.name.endswith(".parquet"):
         from datasets.packaged_modules.parquet.parquet import Parquet
 
         return Parquet(data_files={"train": [url]}, hash="").as_streaming_dataset("train").decode(False)
@@ -189,10 +181,8 @@ class TarRecords(Records):
 
 
 class ParquetRecords(Records):
-    """The rows of a Parquet file.
-
-    A damaged page makes the rows from there to the end of its row group broken, a value that cannot be read its own row.
-    """
+    """The rows of a Parquet file. A damaged page makes the rows from there to the end of its row group broken, a value that
+    cannot be read its own row."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -218,7 +208,7 @@ class ParquetRecords(Records):
                 with self._open() as file:
                     sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             except (pa.ArrowException, OSError) as error:
-                self._problem = f"is no whole Parquet file ({_one_line(error)}): download it again"
+                self._problem = f"is no whole Parquet file ({one_line(error)}): download it again"
                 sizes = [1]
             self._ends = list(itertools.accumulate(sizes))
         return self._ends
@@ -259,7 +249,7 @@ class ParquetRecords(Records):
                             yield _StoredRow(row, batch=batch.slice(place, 1))
                             row += 1
                 except (pa.ArrowException, OSError) as error:
-                    why = f"lies in or behind a damaged page of row group {number} ({_one_line(error)})"
+                    why = f"lies in or behind a damaged page of row group {number} ({one_line(error)})"
                 else:
                     why = f"is missing from row group {number}, which promises more rows than it holds"
                 yield from (_StoredRow(i, f"{why}: download the file again") for i in range(row, end))
@@ -297,9 +287,5 @@ def _plain_row(batch: Any, unfit: tuple[type[Exception], ...]) -> tuple[dict[str
             data[name] = column[0].as_py()
         except unfit as error:
             what = "holds a text that is not UTF-8" if isinstance(error, UnicodeDecodeError) else "cannot be read"
-            return {}, f"its column {name!r} {what} ({_one_line(error)}): fix or drop it"
+            return {}, f"its column {name!r} {what} ({one_line(error)}): fix or drop it"
     return data, ""
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -62,10 +62,8 @@ def turns_of(
     data: Mapping[str, Any], messages: Sequence[Message], files: Files, codes: ReadCodes = lambda answers: [None] * len(answers)
 ) -> list[RowTurn]:  # fmt: skip
     """Make turns of a record's messages and recordings; system messages are left out (`system_of`). `codes` gives answers'.
-
     Recordings of the record belong to the tags in the texts, in their order; without tags, to the questions. UserError where
-    they are not as many, where a message says nothing, or is by an unknown speaker, and where sides do not alternate.
-    """
+    they are not as many, where a message says nothing, or is by an unknown speaker, and where sides do not alternate."""
     asked = _pairs(messages)
     heard = {place: files.sound(one) for place, one in _assigned(recordings_of(data), asked).items()}
     coded = iter(codes([answer.message for _, answer in asked if answer is not None]))
@@ -308,9 +306,7 @@ def assistant_row(data: Mapping[str, Any], where: str, files: Files, options: Re
 
 def history(question: str) -> list[RowTurn]:
     """Split a question that starts with `USER:` or `<USER>:` into turns (the last has no answer yet); any other is one turn.
-
-    UserError where speakers do not alternate, from USER to USER.
-    """
+    UserError where speakers do not alternate, from USER to USER."""
     if not (start := _SPEAKER.match(question)) or start[1] != "USER":
         return [RowTurn(question_text=question)]
     parts = _SPEAKER.split(question)[1:]  # USER, what was said, ASSISTANT, ...

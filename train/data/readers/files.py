@@ -36,11 +36,8 @@ def entries(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
 
 
 def walk(folder: str | os.PathLike[str], hidden: bool = True) -> Iterator[os.DirEntry[str]]:
-    """Iterate over everything below a folder that is no folder, in no order.
-
-    Args:
-        hidden: also over what has a name, or lies in a folder with a name, that starts with a dot.
-    """
+    """Iterate over everything below a folder that is no folder, in no order. `hidden`: also over what has a name, or lies in a
+    folder with a name, that starts with a dot."""
     open_folders = [entries(folder)]
     while open_folders:
         entry = next(open_folders[-1], None)
@@ -92,8 +89,6 @@ class Files:
 
     Attributes:
         folder: the folder that paths are relative to and must lie in; None where there is none, as in a store.
-        prefix: removed from the start of paths.
-        audio: see `ReaderOptions.audio`.
         left_out: recordings that this process has left out so far, of all data sets.
     """
 
@@ -111,10 +106,8 @@ class Files:
         return cls(folder, options.prefix or address_of(folder), options.audio)
 
     def relative(self, name: str) -> str:
-        """Make a path in the data relative to the folder; an absolute one may lie inside it.
-
-        UserError where it leaves the folder.
-        """
+        """Make a path in the data relative to the folder; an absolute one may lie inside it. UserError where it leaves the
+        folder."""
         return self._locate(name)[0]
 
     def file(self, name: str, what: str = "audio") -> Path:
@@ -132,7 +125,12 @@ class Files:
 
     def _locate(self, name: str, what: str = "audio") -> tuple[str, Path]:
         """A path relative to the folder, and the full one."""
-        _check_name(name)
+        try:
+            fit = b"\0" not in os.fsencode(name)
+        except UnicodeEncodeError:
+            fit = False
+        if not fit:
+            raise UserError(f"{name!r} is no name that a file can have, it holds NUL or half a surrogate pair: fix the row")
         cut = name.removeprefix(self.prefix).lstrip("/\\") if self.prefix and name.startswith(self.prefix) else name
         if "\\" in cut and not (self.folder and (self.folder / cut).exists()):  # a path of Windows
             cut = cut.replace("\\", "/")
@@ -152,10 +150,8 @@ class Files:
 
     def sound(self, value: Any) -> Sound | None:
         """Make a recording of its path, its encoded bytes, or an object that holds them, samples or a path (`HELD`), also as
-        the one entry of a list; its header is checked, the rest stays as it is.
-
-        None where none is named or wanted, or where an optional one is missing or broken; UserError where it is required.
-        """
+        the one entry of a list; its header is checked, the rest stays as it is. None where none is named or wanted, or where an
+        optional one is missing or broken; UserError where it is required."""
         if value is None:
             return None
         emptied = isinstance(value, dict) and any(value.get(name) is not None for name in HELD[:3])
@@ -165,10 +161,7 @@ class Files:
 
     def or_without(self, make: Callable[[], Made]) -> Made | None:
         """What `make` makes of a recording; None where it raises UserError, as the recording is missing or broken, and is
-        optional.
-
-        What a store refuses or does not answer (StoreError) says nothing about the recording.
-        """
+        optional. What a store refuses or does not answer (StoreError) says nothing about the recording."""
         try:
             return make()
         except StoreError:
@@ -237,16 +230,6 @@ def _of_samples(value: Mapping[str, Any]) -> Sound:
     return Sound(samples=torch.from_numpy(samples), sample_rate=int(rate))
 
 
-def _check_name(name: str) -> None:
-    """Refuse a name that no file can have (UserError)."""
-    try:
-        fit = b"\0" not in os.fsencode(name)
-    except UnicodeEncodeError:
-        fit = False
-    if not fit:
-        raise UserError(f"{name!r} is no name that a file can have, it holds NUL or half a surrogate pair: fix the row")
-
-
 def header(source: Path | bytes) -> AudioInfo:
     """Read the header of a recording, or of the one that a pointer file stands for; UserError where it is none or holds no
     sound."""
@@ -283,11 +266,9 @@ def seconds(sound: Sound | None) -> float | None:
 
 
 def cut(path: Path, start: float, end: float, *channels: int) -> Sound:
-    """Cut seconds `start` to `end` out of a recording, as the mean of these channels, decoding only that part.
-
-    Without channels named, those of a recording with one or two are mixed. UserError: times beyond the recording, no such
-    channel, more than two channels and none named, a damaged part, or samples that are not finite.
-    """
+    """Cut seconds `start` to `end` out of a recording, as the mean of these channels, decoding only that part. Without channels
+    named, those of a recording with one or two are mixed. UserError: times beyond the recording, no such channel, more than two
+    channels and none named, a damaged part, or samples that are not finite."""
     samples, rate, first = _decode(path, start, end)
     held = samples.shape[1]
     for channel in channels:

@@ -42,9 +42,7 @@ class Record(NamedTuple):
 
 def finite(value: Any) -> Any:
     """Plain data without the fields and entries that are NaN or infinite, which JSON and pandas write for what is missing.
-
-    Numbers of a list, such as samples, stay as they are.
-    """
+    Numbers of a list, such as samples, stay as they are."""
     if isinstance(value, dict):
         return {name: finite(one) for name, one in value.items() if not _lacks(one)}
     if isinstance(value, list) and (not value or not isinstance(value[0], int | float) or all(map(_lacks, value))):
@@ -247,10 +245,8 @@ class TableLayout(NamedTuple):
 
 class TableRecords(TextRecords):
     """Records of a table whose first line names its columns, parted by the comma, semicolon, tab or bar that it has most of (or
-    that `sep=;` before it says). Lines end in LF, CR LF or CR. Values may be quoted, but not in .tsv between tabs.
-
-    A quote that is not closed, or only after lines that are rows of their own, breaks the row that opens it and no other.
-    """
+    that `sep=;` before it says). Lines end in LF, CR LF or CR. Values may be quoted, but not in .tsv between tabs. A quote that
+    is not closed, or only after lines that are rows of their own, breaks the row that opens it and no other."""
 
     @property
     def header(self) -> list[str]:

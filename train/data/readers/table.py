@@ -20,40 +20,27 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.plugins import PLUGIN
-from omni.stores.tries import StoreError
 from train.data.readers.containers import TAR, ParquetRecords, open_records
 from train.data.readers.contract import OpenedSource, ReaderOptions
 from train.data.readers.files import Files, entries, seconds
 from train.data.readers.records import TableRecords, open_binary
-from train.data.readers.source import MakeRow, RecordReader, RecordSource, RowMapper, data_files, make_row, one_line, text
+from train.data.readers.source import MakeRow, RecordReader, RecordSource, RowMapper, data_files, make_row, text
 from train.data.rows.row import ROW_VERSION, Row, RowTurn, Sound, from_plain
 
 ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".tar")
 
 _USUAL = {
-    "question_audio": (
-        "audio",
-        "wav",
-        "audio_path",
-        "audio_file",
-        "audio_filepath",
-        "question_wav",
-        "file_name",
-        "path",
-        "file",
-    ),
-    "question_text": ("question", "text", "transcript", "transcription", "sentence", "instruction", "prompt"),
-    "answer_text": ("answer", "response", "output", "reply"),
-    "answer_audio": ("answer_wav", "response_audio"),
+    "question_audio": "audio wav audio_path audio_file audio_filepath question_wav file_name path file",
+    "question_text": "question text transcript transcription sentence instruction prompt",
+    "answer_text": "answer response output reply",
+    "answer_audio": "answer_wav response_audio",
 }
 """Usual column names of a row's fields: suggested in messages, never used by themselves."""
 
 
 def columns_of(path: Path) -> list[str]:
-    """Columns of a table, or fields of the first record; empty where they cannot be read.
-
-    UserError for text in another encoding, and for two columns of one name.
-    """
+    """Columns of a table, or fields of the first record; empty where they cannot be read. UserError for text in another
+    encoding, and for two columns of one name."""
     records = open_records(path)
     if isinstance(records, ParquetRecords):
         return records.columns()
@@ -71,7 +58,7 @@ def columns_of(path: Path) -> list[str]:
 def columns_flag(columns: Iterable[str]) -> str:
     """Suggest the option that maps columns like these, for the command line."""
     plain = {name: name.lower().replace(" ", "_") for name in reversed(list(columns))}
-    found = {field: name for field, usual in _USUAL.items() for name, known in plain.items() if known in usual}
+    found = {field: name for field, usual in _USUAL.items() for name, known in plain.items() if known in usual.split()}
     maps = ", ".join(f"{field}: {name}" for field, name in found.items()) or "question_text: COLUMN"
     return f"--read.columns '{{{maps}}}'"
 
@@ -189,14 +176,7 @@ def stored_row(data: Mapping[str, Any], where: str, files: Files, options: Reade
     """Make a row of one of our own stored rows; UserError where columns are missing or it breaks the format."""
     if data.get("version") != ROW_VERSION:
         raise UserError(f"is of version {data.get('version')}; this is version {ROW_VERSION}: prepare the data again")
-    try:
-        row = from_plain(data, files.folder, where)
-    except KeyError as error:
-        raise UserError(f"has no {error} where a row has it: its file is of another format, prepare it again") from error
-    except UserError:
-        raise
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last is torch's
-        raise UserError(f"breaks the format of a row ({one_line(error)}): prepare it again") from error
+    row = from_plain(data, files.folder, where)
     if files.audio != "required":
         turns = (
             replace(turn, question_audio=_wanted(turn.question_audio, files), answer_audio=_wanted(turn.answer_audio, files))
@@ -212,13 +192,7 @@ def _wanted(sound: Sound | None, files: Files) -> Sound | None:
     """The recording; None where there is none, `ReaderOptions.audio` is "none", or its header cannot be read."""
     if sound is None or files.audio == "none":
         return None
-    try:
-        seconds(sound)
-    except StoreError:
-        raise
-    except UserError:
-        return None
-    return sound
+    return sound if files.or_without(lambda: seconds(sound)) is not None else None
 
 
 ROWS = RecordReader(

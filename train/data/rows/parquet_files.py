@@ -110,11 +110,8 @@ FILES, GROUPS, ROWS = 5, 5, 20
 
 
 def sample_rows(path: str) -> list[Row]:
-    """Read the first rows of evenly spaced row groups of evenly spaced files, without those that cannot be read.
-
-    Raises:
-        UserError: there is no such file, or one of another format.
-    """
+    """Read the first rows of evenly spaced row groups of evenly spaced files, without those that cannot be read. UserError:
+    there is no such file, or one of another format."""
     rows: list[Row] = []
     found = find_files(path)
     files = found.files
@@ -137,10 +134,8 @@ def evenly(size: int, count: int) -> list[int]:
 def missing_parts(
     rows: Sequence[Row], mixtures: Iterable[Mapping[str, float]], heard_only: bool = False
 ) -> dict[str, dict[str, int]]:
-    """Count, for each task with a weight in the mixtures, the rows with a turn that lacks a part which the task needs.
-
-    A row that names its own task counts for that one only. For `heard_only` see `RowTurn.lacks`.
-    """
+    """Count, for each task with a weight in the mixtures, the rows with a turn that lacks a part which the task needs. A row
+    that names its own task counts for that one only. For `heard_only` see `RowTurn.lacks`."""
     tasks = {find_task(name).name for mixture in mixtures for name, weight in mixture.items() if weight > 0}
     out: dict[str, dict[str, int]] = {}
     for row in rows:

@@ -71,7 +71,6 @@ class SlotDialogue:
     Attributes:
         name: its skill, and its number among those of the skill.
         begins: it comes after no other one in a row.
-        slots: table of each slot.
         values: how values are computed, each of those before it.
     """
 
@@ -268,9 +267,9 @@ def _cell(value: Any) -> Cell:
 def _dialogue(one: _DialogueKeys, name: str, tables: Mapping[str, Table], wordings: Wordings) -> SlotDialogue:
     if one.turns:
         turns = []
-        for number, turn in enumerate(one.turns):
+        for number, keys in enumerate(one.turns):
             with at(f"turns.{number}."):
-                turns.append(_turn(turn.question, turn.answer, wordings))
+                turns.append(_turn(keys.question, keys.answer, wordings))
     else:
         turns = [_turn(one.question, one.answer, wordings)]
     slots = {}

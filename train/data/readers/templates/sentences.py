@@ -41,25 +41,16 @@ _MARKS = "()[]{}<>|"
 
 
 class Wordings:
-    """The named wordings of a file, each one or more templates.
-
-    Attributes:
-        used: names that a template has named, directly or by way of another.
-    """
+    """The named wordings of a file, each one or more templates. `used`: names that a template has named, directly or by way of
+    another."""
 
     def __init__(self, named: Mapping[str, Sequence[str]] | None = None) -> None:
         self.named = dict(named or {})
         self.used: set[str] = set()
 
     def expand(self, template: str, within: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """All wordings of a template, each once, with single spaces.
-
-        Args:
-            within: names of the wordings that the template is a part of.
-
-        Raises:
-            UserError: a mark that is not closed, an unknown name, wordings that name each other in a circle, too many.
-        """
+        """All wordings of a template, each once, with single spaces. `within`: names of the wordings that the template is a
+        part of. UserError: a mark that is not closed, an unknown name, wordings that name each other in a circle, too many."""
         reading = _Reading(self, template, within)
         found = reading.alternatives("")
         return _checked(dict.fromkeys(" ".join(wording.split()) for wording in found), template)
@@ -222,11 +213,8 @@ class Argument:
 
 @dataclass(frozen=True)
 class Computed:
-    """A value computed of others: `c: {sum: [a, b], from: 0, to: 20}`.
-
-    Attributes:
-        least, most: limits of a number; combinations of slots beyond them are left out. None for no limit.
-    """
+    """A value computed of others: `c: {sum: [a, b], from: 0, to: 20}`. least, most: limits of a number; combinations of slots
+    beyond them are left out. None for no limit."""
 
     function: str
     arguments: tuple[Argument, ...]
