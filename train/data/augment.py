@@ -34,10 +34,8 @@ from train.data.config import AugmentConfig, Range
 
 
 def augment_audio(audio: Tensor, config: AugmentConfig, generator: Generator) -> Tensor:
-    """Vary speed, noise and gain of `[S]` float32 at 16 kHz; returns `[S']`, S' about S / speed.
-
-    UserError: the noise folder is missing or holds no sound, or one of its files cannot be read.
-    """
+    """Vary speed, noise and gain of `[S]` float32 at 16 kHz; returns `[S']`, S' about S / speed. UserError: the noise folder is
+    missing or holds no sound, or one of its files cannot be read."""
     if config.speed is not None:
         audio = change_speed(audio, _uniform(config.speed, generator))
     if config.noise_snr_db is not None and _uniform((0.0, 1.0), generator) < config.noise_probability:
@@ -54,19 +52,15 @@ def change_speed(audio: Tensor, factor: float) -> Tensor:
 
 
 def add_noise(audio: Tensor, noise: Tensor, snr_db: float) -> Tensor:
-    """Add `noise` `[S]` to `audio` `[S]`, its power `snr_db` below the power of the whole clip.
-
-    A silent clip has no power to compare with and stays silent; silent noise adds nothing.
-    """
+    """Add `noise` `[S]` to `audio` `[S]`, its power `snr_db` below the power of the whole clip. A silent clip has no power to
+    compare with and stays silent; silent noise adds nothing."""
     signal, floor = audio.square().mean().sqrt(), noise.square().mean().sqrt()
     return audio + noise * (signal / floor.clamp(min=1e-12) * 10.0 ** (-snr_db / 20.0))
 
 
 def coloured_noise(samples: int, colour: float, generator: Generator) -> Tensor:
-    """Gaussian noise `[samples]` of about unit power, its spectrum falling as 1 / f**colour in power.
-
-    Drawn as a spectrum with the exponent rounded to 0.05, at a length that transforms fast, then cut.
-    """
+    """Gaussian noise `[samples]` of about unit power, its spectrum falling as 1 / f**colour in power. Drawn as a spectrum with
+    the exponent rounded to 0.05, at a length that transforms fast, then cut."""
     shape = _spectral_shape(_fast_length(samples), round(20 * colour))
     spectrum = torch.view_as_complex(torch.randn(shape.shape[0], 2, generator=generator))
     return torch.fft.irfft(spectrum * shape)[:samples]
@@ -78,10 +72,9 @@ def augment_mel(
     """Vary features `[M, F]`, then mask runs of bands and of frames with the clip's mean: `[M, F']`.
 
     F' differs from F only under `warp_speed`. frames: number of frames with sound, where the features fill a padded window:
-    time masks are drawn within them, and warp, shape, feature noise and feature gain, which would change the silence after
-    the sound too, are left out. floor: the least value of a feature, where it does not follow from the clip. Returned as it is
-    where nothing is switched on.
-    Source of the masks: Park et al. 2019, "SpecAugment", frequency and time masking.
+    time masks are drawn within them, and warp, shape, feature noise and feature gain, which would change the silence after the
+    sound too, are left out. floor: the least value of a feature, where it does not follow from the clip. Returned as it is
+    where nothing is switched on. Source of the masks: Park et al. 2019, "SpecAugment", frequency and time masking.
     """
     if frames is None:
         mel = _vary(_Sound(mel), config, generator, floor).mel
@@ -94,15 +87,12 @@ def augment_turn(
     """As `augment_mel` of features `[M, F]` that have only sound, with the pauses of the configuration besides.
 
     Pauses are at the floor, before echo and noise are added, which they get like the rest. Time masks leave them alone: where a
-    mask hides them, nothing shows that nobody speaks.
+    mask hides them, nothing shows that nobody speaks. Returns features `[M, F']`, and frames with speech [F'].
 
     Args:
         voice: frames with speech [F] bool, None where nobody asks for them.
         rate: feature frames of a second.
         floor: the least value of a feature.
-
-    Returns:
-        features `[M, F']`, and frames with speech [F'].
     """
     sound = _vary(_Sound(mel, voice), config, generator, floor, rate)
     return _mask(sound.mel, config, generator, None, sound.silent), sound.voice
@@ -142,10 +132,8 @@ class _Sound(NamedTuple):
 
 
 def _vary(sound: _Sound, config: AugmentConfig, generator: Generator, floor: float | None, rate: float | None = None) -> _Sound:
-    """Vary speaker, pauses, room, noise and loudness in features `[M, F]`, without their sound: `[M, F']`.
-
-    rate: feature frames of a second; None for no pauses.
-    """
+    """Vary speaker, pauses, room, noise and loudness in features `[M, F]`, without their sound: `[M, F']`. rate: feature frames
+    of a second; None for no pauses."""
     mel, voice, silent = sound
     pausing = (
         config.pauses is not None
@@ -268,19 +256,15 @@ _LN10 = log(10.0)
 
 def warp(mel: Tensor, speed: float, bands: float) -> Tensor:
     """Play features [M, F] `speed` times as fast, and stretch them over the bands by `bands` as a shorter vocal tract would.
-
-    Linear interpolation in both directions; [M, F'] with F' = F / speed. Source of the second: Jaitly and Hinton 2013,
-    "Vocal Tract Length Perturbation", with a linear warp.
-    """
+    Linear interpolation in both directions; [M, F'] with F' = F / speed. Source of the second: Jaitly and Hinton 2013, "Vocal
+    Tract Length Perturbation", with a linear warp."""
     out = max(1, int(mel.shape[1] / speed))
     return torch.from_numpy(_stretched(_stretched(mel.numpy(), 1, speed, out), 0, bands, mel.shape[0]))
 
 
 def _stretched(x: np.ndarray, axis: int, factor: float, size: int) -> np.ndarray:
-    """Interpolate `size` values along an axis, `factor` apart; beyond the end, the last value is repeated.
-
-    In NumPy, whose calls cost less than PyTorch's for arrays as small as these.
-    """
+    """Interpolate `size` values along an axis, `factor` apart; beyond the end, the last value is repeated. In NumPy, whose
+    calls cost less than PyTorch's for arrays as small as these."""
     last = x.shape[axis] - 1
     place = np.minimum(np.arange(size, dtype=np.float32) * np.float32(factor), last)
     low = place.astype(np.intp)
@@ -294,11 +278,9 @@ def _stretched(x: np.ndarray, axis: int, factor: float, size: int) -> np.ndarray
 
 
 def shape(mel: Tensor, decibels: float, generator: Generator, curves: int = 5) -> Tensor:
-    """Colour features [M, F] as another microphone or room would: a smooth gain over the bands, the same in every frame.
-
-    The gain is a sum of `curves` cosines over the bands, of half a period and up, with normal weights that fall as one over
-    their number; its standard deviation over bands and draws is about `decibels`.
-    """
+    """Colour features [M, F] as another microphone or room would: a smooth gain over the bands, the same in every frame. The
+    gain is a sum of `curves` cosines over the bands, of half a period and up, with normal weights that fall as one over their
+    number; its standard deviation over bands and draws is about `decibels`."""
     bands = mel.shape[0]
     place = (torch.arange(bands) + 0.5) * (torch.pi / bands)
     number = torch.arange(1, curves + 1)
@@ -398,11 +380,7 @@ def gaps(mel: Tensor, voice: Tensor) -> list[int]:
 
 
 def insert(x: Tensor, places: Sequence[tuple[int, int]], value: float | bool) -> Tensor:
-    """Puts runs of equal values into [..., F].
-
-    Args:
-        places: (f, length) of each run, which comes before frame f; ascending.
-    """
+    """Puts runs of equal values into [..., F]. `places`: (f, length) of each run, which comes before frame f; ascending."""
     pieces, start = [], 0
     for place, length in places:
         pieces += [x[..., start:place], x.new_full((*x.shape[:-1], length), value)]

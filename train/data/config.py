@@ -193,11 +193,8 @@ class SourceConfig:
             raise UserError(f"max_epochs is {self.max_epochs:g}, but the rows of a stream are not counted: give max_rows")
 
     def limit(self, size: int | None) -> int | None:
-        """Most rows that the source gives if it has `size` of them; None for any number.
-
-        Raises:
-            UserError: the epochs of a source without end are limited, or to less than a row.
-        """
+        """Most rows that the source gives if it has `size` of them; None for any number. UserError: the epochs of a source
+        without end are limited, or to less than a row."""
         if self.max_epochs is None:
             return self.max_rows
         if size is None:

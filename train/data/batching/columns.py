@@ -117,10 +117,8 @@ def interrupted(turn: Turn, row: RowTurn, tokenizer: Tokenizer, frame_rate: floa
 
 
 def heard(row: RowTurn, seconds: float) -> int | None:
-    """Number of characters of the answer's text up to the end of the last word whose middle is before `seconds`.
-
-    None where the words' times are not known, or are those of other words.
-    """
+    """Number of characters of the answer's text up to the end of the last word whose middle is before `seconds`. None where the
+    words' times are not known, or are those of other words."""
     end, said = 0, [word for word in row.words if word.who == "model"]
     for word in said:
         if (word.start + word.end) / 2 > seconds:

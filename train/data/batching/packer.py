@@ -36,7 +36,6 @@ class Pipeline:
     """`fetch(n)` is a pure function of (seed, n, number of packers): any process may call it, in any order and again.
 
     Args:
-        mixture: maps draws to rows.
         tasks: one mixture of tasks for each source.
         kept: number of prepared rows to cache, of sources whose rows are drawn again soon.
         broken: a broken row is an `error`, or skipped and counted (`skip`).
@@ -48,25 +47,14 @@ class Pipeline:
     ) -> None:  # fmt: skip
         if len(tasks) != len(mixture.sources):
             raise UserError(f"{len(mixture.sources)} sources have {len(tasks)} mixtures of tasks; give one each")
-        self.mixture = mixture
+        self.mixture, self.tasks, self.maker, self.packing = mixture, list(tasks), maker, packing
         self.names = [f"data.sources[{i}] ({source.name})" for i, source in enumerate(mixture.sources)]
-        self.tasks = list(tasks)
-        self.maker = maker
-        self.packing = packing
-        self.seed = seed
-        self._kept: OrderedDict[tuple[int, int], Prepared] = OrderedDict()
-        self._keep = kept
-        self.broken = broken
+        self.seed, self.broken = seed, broken
+        self._kept, self._keep = OrderedDict[tuple[int, int], Prepared](), kept
 
     def fetch(self, number: int, packers: int = 1) -> Example | Unused:
-        """Make the example of draw `number`, or the reason why there is none, where such draws are skipped.
-
-        Args:
-            packers: see `Mixture.draw`.
-
-        Raises:
-            UserError: a broken row, or one that no packed row or window can hold; it is named.
-        """
+        """Make the example of draw `number`, or the reason why there is none, where such draws are skipped. `packers`: see
+        `Mixture.draw`. UserError: a broken row, or one that no packed row or window can hold; it is named."""
         draw = self.mixture.draw(number, packers)
         try:
             return self._make(draw)
@@ -146,7 +134,6 @@ class PackerShard:
 
     Args:
         shard, shards: which shard of how many.
-        part, parts: which part of the shard, of how many.
         state: of a batch that this packer made, to go on after it; None for the start.
     """
 
@@ -246,9 +233,7 @@ def merge(parts: Sequence[States]) -> States:
 
 def choose(lengths: Sequence[int], room: int) -> list[int]:
     """Choose the examples that fill a row of `room` positions best, as ascending indices; the first, oldest is always chosen.
-
-    `lengths` are positive and each at most `room`.
-    """
+    `lengths` are positive and each at most `room`."""
     mask = (1 << (room + 1)) - 1
     # reachable[i]: bit s is set where examples i, i + 1, ... have a subset of summed length s.
     reachable = [1] * (len(lengths) + 1)

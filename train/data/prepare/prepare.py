@@ -68,50 +68,36 @@ def settings_of(path: Path, source: OpenedSource, config: PrepareConfig, address
 
 def _files(folder: Path) -> str:
     """Fingerprint of a folder without reading its files: their number, their bytes, and a digest of their names and sizes.
-
-    Hidden files do not count: no reader reads them.
-    """
+    Hidden files do not count: no reader reads them."""
     digest, count, total = hashlib.sha256(), 0, 0
     for name, _ in sorted_walk(folder):
         if not name.rpartition("/")[2].startswith("."):
-            size = _size(os.path.join(folder, name))
+            size = 0
+            with suppress(OSError):  # a link that leads nowhere
+                size = stored_size(os.path.join(folder, name))
             digest.update(b"/" + os.fsencode(name) + f"\0{size}\0".encode())
             count, total = count + 1, total + size
     return f"{count} files, {total} bytes ({digest.hexdigest()[:16]})"
 
 
-def _size(file: str) -> int:
-    """Size of a file, or of a link's target, in bytes; 0 where that does not exist."""
-    try:
-        return stored_size(file)
-    except OSError:
-        return 0
-
-
 def check_settings(folder: Path, settings: dict[str, Any], finished: bool) -> None:
-    """Write the settings into a folder without stored rows; compare them with those of a folder that has some.
-
-    UserError where rows are stored under other settings, or of data that have changed since.
-    """
+    """Write the settings into a folder without stored rows; compare them with those of a folder that has some. UserError where
+    rows are stored under other settings, or of data that have changed since."""
     path = folder / NAME
-    if not path.is_file():
-        if (folder / "notes").is_dir() or finished:
-            raise UserError(f"{folder} has shards but no {NAME}: it is not of this command; choose another output")
-        write_json(path, settings)
-        return
-    if not finished and not stored(folder):
+    if not path.is_file() and ((folder / "notes").is_dir() or finished):
+        raise UserError(f"{folder} has shards but no {NAME}: it is not of this command; choose another output")
+    if not path.is_file() or not (finished or stored(folder)):
         write_json(path, settings)
         return
     held, state = read_json(path, AGAIN), "was prepared" if finished else "was started"
     way = "choose another output, or remove the folder"
     differing, elsewhere = [], held.get("source") != settings.get("source")
     for name, one, other in _differing(held, settings):
-        if name in _DATA and elsewhere:
-            continue
-        if name in _DATA:
-            what = f"{name} was {one} and is now {other}"
+        what = f"{name} was {one!r} and is now {other!r}"
+        if name not in _DATA:
+            differing.append(what)
+        elif not elsewhere:
             raise UserError(f"{folder} {state} before {settings['source']} changed: {what}; {way}")
-        differing.append(f"{name} was {one!r} and is now {other!r}")
     if differing:
         raise UserError(f"{folder} {state} with other settings: {', '.join(differing)}; give the same ones, {way}")
 
@@ -150,18 +136,13 @@ def prepare(
 
     The same call goes on after an interruption, at the last finished shard (a failure before the first leaves nothing), and
     leaves a finished output as it is. Items that make no row are counted and listed in `out`'s `report.json` and `broken.csv`.
+    Returns counts of all rows, those of earlier starts included. UserError: settings, codec, voice or data set that do not fit;
+    an `out` within the data, or that cannot be replaced; another process at work in `out`; a half-made or whole `out` of other
+    settings, or of data that have changed since; no space left; a data set of which no item makes a row.
 
     Args:
         path: file or folder of the data set, or its address (`train.data.readers.data_path`).
         opener: opens the data set, instead of `train.data.readers.open_source`; its result must be picklable.
-
-    Returns:
-        Counts of all rows, those of earlier starts included.
-
-    Raises:
-        UserError: settings, codec, voice or data set that do not fit; an `out` within the data, or that cannot be replaced;
-            another process at work in `out`; a half-made or whole `out` of other settings, or of data that have changed since;
-            no space left; a data set of which no item makes a row.
     """
     config, here = config or PrepareConfig(), data_path(path, again=True)
     with naming(path, here):

@@ -53,10 +53,8 @@ class RowMaker:
         self.config, self.codec, self.voices, self.origin = config, codec, voices, origin
 
     def make(self, row: Row, name: str) -> tuple[dict[str, Any], PrepareTally]:
-        """Make the plain data to store, and count the work for it; `name` is the row's id where it has none.
-
-        UserError: sound that cannot be read or is not finite, codes that do not fit, a text that cannot be spoken.
-        """
+        """Make the plain data to store, and count the work for it; `name` is the row's id where it has none. UserError: sound
+        that cannot be read or is not finite, codes that do not fit, a text that cannot be spoken."""
         done = PrepareTally(items=1, rows=1, turns=len(row.turns))
         row = replace(row, id=row.id or name)
         turns = []
@@ -131,11 +129,9 @@ class RowMaker:
 
 
 def stored(sound: Sound, rate: int) -> tuple[Sound, float]:
-    """Convert a sound for storage in its row, at `rate` (0: its own); returns it and its duration in seconds.
-
-    It is decoded in any case: sound that cannot be decoded is not stored. Compressed files are kept as they are where the rate
-    allows; all else becomes FLAC of 16 bits.
-    """
+    """Convert a sound for storage in its row, at `rate` (0: its own); returns it and its duration in seconds. It is decoded in
+    any case: sound that cannot be decoded is not stored. Compressed files are kept as they are where the rate allows; all else
+    becomes FLAC of 16 bits."""
     info = sound.info()
     own, kind, channels = info.sample_rate, info.format.split()[0], info.channels
     samples = checked(sound.load(rate or own))
@@ -150,10 +146,8 @@ def stored(sound: Sound, rate: int) -> tuple[Sound, float]:
 
 
 def referenced(sound: Sound, origin: tuple[Path, str] | None = None) -> tuple[Sound, float]:
-    """Name the file of a sound in its place; returns the name and the duration in seconds. It is decoded in any case.
-
-    UserError where the sound is none, or the file changes meanwhile.
-    """
+    """Name the file of a sound in its place; returns the name and the duration in seconds. It is decoded in any case. UserError
+    where the sound is none, or the file changes meanwhile."""
     named = sound.reference
     if named is None:
         place = Path(sound.path or "") if sound.part is not None else inside(sound.folder, sound.path or "")
@@ -246,10 +240,8 @@ class PreparedBlock:
 
 
 class BlockMaker:
-    """Makes blocks of a source; a process has one, with a codec and voices of its own.
-
-    `schema` is that of the rows, passed because making it takes `datasets`, a second to import.
-    """
+    """Makes blocks of a source; a process has one, with a codec and voices of its own. `schema` is that of the rows, passed
+    because making it takes `datasets`, a second to import."""
 
     def __init__(self, source: OpenedSource, config: PrepareConfig, schema: pa.Schema) -> None:
         if source.brought is not None:

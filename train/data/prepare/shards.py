@@ -39,8 +39,7 @@ class ShardWriter:
     """Writes blocks, given in order, into shards of about `size` bytes (before compression; one block at least), of
     `SHARD_GROUPS` groups at most. Of a file, only the last group may have fewer than `ROW_GROUP` rows.
 
-    Args:
-        first: the first item that is stored here.
+    `first`: the first item that is stored here.
 
     Attributes:
         next_item: first item of the source that no finished shard covers.
@@ -182,10 +181,8 @@ def listed(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
-    """Write both files, from the notes of the shards; the report is written last.
-
-    It holds no times, so that it depends on the source and the settings alone.
-    """
+    """Write both files, from the notes of the shards; the report is written last. It holds no times, so that it depends on the
+    source and the settings alone."""
     total, kinds, missing = PrepareTally(), Counter[str](), list[str]()
     with writing(folder / BROKEN):
         with open(part_of(folder / BROKEN), "w", encoding="utf-8", newline="") as file:

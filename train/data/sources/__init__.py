@@ -74,11 +74,8 @@ def register_source(kind: str) -> Callable[[type[SourceOptions]], type[SourceOpt
 
 
 def find_source(kind: str, where: str = "source.kind") -> type[SourceOptions]:
-    """The options of a kind of source, perhaps of a plug-in that ships with the package.
-
-    Raises:
-        UserError: there is none; the closest name is given, after the key `where` it came from.
-    """
+    """The options of a kind of source, perhaps of a plug-in that ships with the package. UserError: there is none; the closest
+    name is given, after the key `where` it came from."""
     if kind not in SOURCES:
         load_plugins(shipped())
     return SOURCES.find(kind, where)

@@ -51,7 +51,6 @@ class Shares:
     """The draws of each source.
 
     Args:
-        weights: of the sources.
         limits: most rows that each source gives; None for any number.
         packers: number of packers that draw each for itself, of which these are the draws of one.
     """
@@ -113,26 +112,30 @@ class Shares:
             self._end = start + self.block - rest
 
 
+def _points(weight: Weight) -> Points:
+    return ((0.0, weight),) if isinstance(weight, float | int) else weight
+
+
 def weight_at(weight: Weight, place: float) -> float:
     """The weight at a draw."""
-    if isinstance(weight, float | int):
-        return weight
-    number = bisect_right(weight, place, key=lambda point: point[0])
-    if number in (0, len(weight)):
-        return weight[min(number, len(weight) - 1)][1]
-    (a, low), (b, high) = weight[number - 1 : number + 1]
+    points = _points(weight)
+    number = bisect_right(points, place, key=lambda point: point[0])
+    if number in (0, len(points)):
+        return points[min(number, len(points) - 1)][1]
+    (a, low), (b, high) = points[number - 1 : number + 1]
     return low + (high - low) * (place - a) / (b - a)
 
 
 def least_shares(weights: Sequence[Weight]) -> list[float]:
     """The lowest share that each source has at any draw: between points, shares rise or fall throughout."""
-    places = {0.0, *(place for weight in weights if not isinstance(weight, float | int) for place, _ in weight)}
-    shares = [[weight / sum(now) for weight in now] for now in (_at(weights, place) for place in places)]
+    shares = [[weight / sum(now) for weight in now] for now in _weights_by_place(weights).values()]
     return [min(of) for of in zip(*shares, strict=True)]
 
 
-def _at(weights: Sequence[Weight], place: float) -> list[float]:
-    return [weight_at(weight, place) for weight in weights]
+def _weights_by_place(weights: Sequence[Weight]) -> dict[float, list[float]]:
+    """All weights at each place of a point, and at 0."""
+    places = sorted({0.0, *(place for weight in weights for place, _ in _points(weight))})
+    return {place: [weight_at(weight, place) for weight in weights] for place in places}
 
 
 def check_schedule(names: Sequence[str], weights: Sequence[Weight], most: float = math.inf) -> None:
@@ -143,7 +146,7 @@ def check_schedule(names: Sequence[str], weights: Sequence[Weight], most: float 
         most: largest place of a point.
     """
     for name, weight in zip(names, weights, strict=True):
-        points = ((0.0, weight),) if isinstance(weight, float | int) else weight
+        points = _points(weight)
         if not points:
             raise UserError(f"{name} is an empty list: give a number, or points such as [[0, 1], [100000, 0.5]]")
         for place, value in points:
@@ -156,10 +159,10 @@ def check_schedule(names: Sequence[str], weights: Sequence[Weight], most: float 
         for (a, _), (b, _) in itertools.pairwise(points):
             if b <= a:
                 raise UserError(f"{name} has a point at {b:g} after one at {a:g}; give the points in increasing order")
-    places = sorted({0.0, *(place for weight in weights if not isinstance(weight, float | int) for place, _ in weight)})
-    for place in places:
-        if not any(_at(weights, place)):
-            at = "" if len(places) == 1 else f" at {place:g}"
+    by_place = _weights_by_place(weights)
+    for place, now in by_place.items():
+        if not any(now):
+            at = "" if len(by_place) == 1 else f" at {place:g}"
             raise UserError(f"no weight is above 0{at} among {', '.join(names)}: give at least one source a weight above 0{at}")
 
 
@@ -213,11 +216,8 @@ def check_weights(what: str, weights: Mapping[str, float]) -> None:
 
 @dataclass(frozen=True)
 class Draw:
-    """A draw: number `number`, which is row `index` of source `source`.
-
-    Attributes:
-        place: the window that the row is read with, or the row's place in a stream; None where rows are read one by one.
-    """
+    """A draw: number `number`, which is row `index` of source `source`. `place`: the window that the row is read with, or the
+    row's place in a stream; None where rows are read one by one."""
 
     number: int
     source: int
@@ -266,11 +266,8 @@ class Mixture:
         self._shares_of(number % packers, packers).check(number // packers)
 
     def draw(self, number: int, packers: int = 1) -> Draw:
-        """Source and row of draw `number`, counted from 0 over all processes; UsedUp where no source has rows left.
-
-        Args:
-            packers: number of packers, which take draws in turn; it matters where rows are read in pieces or streamed.
-        """
+        """Source and row of draw `number`, counted from 0 over all processes; UsedUp where no source has rows left. `packers`:
+        number of packers, which take draws in turn; it matters where rows are read in pieces or streamed."""
         packers = packers if self.by_packer else 1
         packer, mine = number % packers, number // packers
         source, own = self._own(packer, packers, mine)

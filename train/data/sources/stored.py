@@ -24,7 +24,7 @@ from omni.errors import UserError
 from train.data.rows.parquet import PIECE, KeptGroup, Needed, StoredRows
 from train.data.rows.row import Row
 from train.data.seeding import shuffled, shuffled_all
-from train.data.sources.streams import StreamDraw, StreamSource
+from train.data.sources.streams import StreamDraw
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,12 +35,8 @@ KEPT_EPOCHS = 2
 
 
 class WindowDraw(NamedTuple):
-    """How long what is read with a row is needed: until its packer comes to another window.
-
-    Attributes:
-        packer: number of the packer among all.
-        window: epoch, and the place in it where the window starts.
-    """
+    """How long what is read with a row is needed: until its packer comes to another window. `window`: epoch, and the place in
+    it where the window starts."""
 
     packer: int
     window: tuple[int, int]
@@ -90,7 +86,6 @@ class Source(Protocol):
     """A source of rows by number. `row(index)` is a pure function of the index, so that any draw can be repeated.
 
     Attributes:
-        name: for logs and errors.
         size: number of rows, None for an endless source.
         repeats: rows are drawn again so soon that results computed from them are worth caching.
     """
@@ -124,16 +119,13 @@ class MadeSource(Source, Protocol):
 class StoredSource:
     """A source of the rows of Parquet files, see `StoredRows`; several paths are one after another.
 
+    `windows`: the order of the rows where they are read in pieces, else None. UserError: no row would be left; see also
+    `StoredRows`.
+
     Args:
         held_out: number of rows that are left out, evenly spaced, the first of as many equal parts: `held_out_indices`.
         needed: parts of the rows that are read; None for all.
         window: rows are read in pieces (`PIECE`), and each packer keeps about so many; None where they are read one by one.
-
-    Attributes:
-        windows: the order of the rows where they are read in pieces, else None.
-
-    Raises:
-        UserError: no row would be left; see also `StoredRows`.
     """
 
     repeats = False
@@ -194,12 +186,7 @@ class StoredSource:
         return k * len(self.rows) // len(self._held_out)
 
 
-def drawn_row(source: Source, index: int, place: WindowDraw | StreamDraw | None = None) -> Row:
+def drawn_row(source: Any, index: int, place: WindowDraw | StreamDraw | None = None) -> Row:
     """Row `index` of a source; of a window, or from its place in a stream, where it has been drawn so."""
-    if place is None:
-        return source.row(index)
-    if isinstance(place, StreamDraw):
-        assert isinstance(source, StreamSource)
-        return source.row(index, place)
-    assert isinstance(source, StoredSource)
-    return source.row(index, place)
+    row: Row = source.row(index) if place is None else source.row(index, place)
+    return row

@@ -14,7 +14,7 @@ import itertools
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,17 +63,8 @@ BEGIN = StreamMark(0, 0, 0, 0)
 
 
 class PackerStream:
-    """The rows of one packer.
-
-    Args:
-        shards: number of shards.
-        opened: reads one; a record with an error is its last.
-        block: rows of a block.
-        key: of the order.
-
-    Attributes:
-        marks: where known blocks start, ascending.
-    """
+    """The rows of one packer. `marks`: where known blocks start, ascending. `opened`: reads one; a record with an error is its
+    last."""
 
     def __init__(self, shards: int, opened: Open, block: int, key: Sequence[int | str], packer: int, packers: int) -> None:
         self.shards, self.opened, self.size, self.key = shards, opened, block, tuple(key)
@@ -167,15 +158,12 @@ class CheckedSound(Sound):
 class StreamSource:
     """A source of the rows of WebDataset shards or Parquet files, which are not prepared before.
 
+    UserError: no shards, one that cannot be read, or records of no known format.
+
     Args:
-        path: see `find_shards`.
         options: how records become rows, as `data prepare` reads them.
         codec: name of the codec of answers; codes of others are dropped where there is their sound.
         block: rows that are read ahead and shuffled.
-        seed: of the order.
-
-    Raises:
-        UserError: no shards, one that cannot be read, or records of no known format.
     """
 
     size, repeats = None, False
@@ -252,13 +240,11 @@ class StreamSource:
         codes = turn.answer_codes
         if codes is not None and turn.answer_audio is not None and codes.codec != self.codec:
             codes = None
-        return replace(
-            turn, question_audio=_checked(turn.question_audio), answer_audio=_checked(turn.answer_audio), answer_codes=codes
-        )
-
-
-def _checked(sound: Sound | None) -> Sound | None:
-    return None if sound is None else CheckedSound(**{field.name: getattr(sound, field.name) for field in fields(sound)})
+        sounds: dict[str, Any] = {
+            name: None if (sound := getattr(turn, name)) is None else CheckedSound(**vars(sound))
+            for name in ("question_audio", "answer_audio")
+        }
+        return replace(turn, answer_codes=codes, **sounds)
 
 
 def _files(path: str, options: ReaderOptions) -> Files:

@@ -205,7 +205,7 @@ def test_a_folder_that_has_changed_is_noticed(tmp_path):
     (source / ".hidden").write_text("what no reader reads")
     assert prepare(source, tmp_path / "out", config) == first
     told(source, "new and longer", "two")
-    with pytest.raises(UserError, match=r"source_files was 1 files, \d+ bytes"):
+    with pytest.raises(UserError, match=r"source_files was '1 files, \d+ bytes"):
         prepare(source, tmp_path / "out", config)
     told(source, "old", "two")
     assert prepare(source, tmp_path / "out", config) == first
