@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import random
+import re
 import shlex
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from omni.audio.io import audio_info, read_audio
 from omni.errors import UserError, closest
@@ -28,9 +29,6 @@ from omni.utils.ranges import check_fields, ranged
 from train.data.rows.row import Sound
 from train.data.seeding import seeded_rng
 from train.data.sources.mixture import check_weights
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Voice(Protocol):
@@ -74,7 +72,6 @@ class SpeakingVoice:
         self.voice, self.config = voice, config
 
     def speaker(self, language: str, seed: int) -> str:
-        """See `Voice.speaker`."""
         return self.voice.speaker(language, seed)
 
     def say(self, text: str, language: str, seed: int) -> Sound:
@@ -102,40 +99,12 @@ class SpeakingVoice:
 FLITE_VOICES = ("kal", "kal16", "awb", "rms", "slt")
 """Voices of flite 2.2 that read any text: `kal` is of 8 kHz, and rms keeps its pitch whatever is asked."""
 
-_RATE = 175
-"""Words per minute that count as a voice's own, as for espeak-ng."""
-
-
-def check_flite_voice(voice: str) -> None:
-    """Refuse a voice that flite does not have: it would speak by another one, without a word."""
-    if voice not in FLITE_VOICES:
-        raise UserError(f"voice flite:{voice}: flite has no such voice; {closest(voice, FLITE_VOICES)}")
-
-
-def check_program() -> None:
-    """Refuse to go on without the program (UserError)."""
-    if shutil.which("flite") is None:
-        raise UserError("voice flite: there is no program flite on the PATH: apt install flite, or take another voice")
-
-
-def flite_command(voice: str, rate: int = _RATE, pitch: int = 50) -> str:
-    """The command line that speaks `{text}` to `{out}`.
-
-    Args:
-        rate: words per minute, by stretching all durations.
-        pitch: 0 to 100: half an octave down to half an octave up, 50 is the voice's own.
-    """
-    features = (("duration_stretch", _RATE / rate), ("f0_shift", 2 ** ((pitch - 50) / 100)))
-    return " ".join(["flite -voice", voice, *(f"--setf {name}={value:.4f}" for name, value in features), "-t {text} -o {out}"])
-
-
 RATES = (1000, 384000)
 """Lowest and highest sample rate of a voice, in Hz."""
 
 TIMEOUT = 600.0
 """Seconds that a program may take for one text."""
 
-_MAIN_ACCENTS = {"en": "en-us"}
 _VARIANTS = ("f1", "f2", "f3", "f4", "f5", "m1", "m2", "m3", "m4", "m5", "m6", "m7", "m8")
 
 
@@ -144,22 +113,16 @@ VOICES: Registry[Callable[..., Any]] = Registry("voice", "a function of a text",
 
 
 def register_voice(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator for a callable that speaks a text.
-
-    It takes the text, and `language` (BCP 47) and `seed` where it has parameters of these names; it returns samples [S] and
-    their rate in Hz.
-    """
+    """A decorator for a callable that speaks a text. It takes the text, and `language` (BCP 47) and `seed` where it has
+    parameters of these names; it returns samples [S] and their rate in Hz."""
     if isinstance(name, str) and (":" in name or name in ("espeak", "flite")):
         raise UserError(f"voice {name!r}: a name has no colon, and espeak and flite are taken; give it another")
     return VOICES.register(name)
 
 
 def make_voice(spec: str | Mapping[str, float], speaking: SpeakingConfig | None = None) -> Voice:
-    """Make the voice of a setting, see `PrepareConfig.voice`; UserError for a setting that names none.
-
-    Args:
-        speaking: ranges of rate and pitch; None for the voices' own.
-    """
+    """Make the voice of a setting, see `PrepareConfig.voice`; UserError for a setting that names none. `speaking`: ranges of
+    rate and pitch; None for the voices' own."""
     check_spec(spec)
     if not isinstance(spec, str):
         return MixedVoice({one: make_voice(one, speaking) for one in spec}, spec)
@@ -182,8 +145,8 @@ def check_spec(spec: str | Mapping[str, float]) -> None:
         return
     kind, colon, rest = spec.partition(":")
     if kind in ("espeak", "flite") and (rest or not colon):
-        if kind == "flite" and rest:
-            check_flite_voice(rest)
+        if kind == "flite" and rest and rest not in FLITE_VOICES:  # it would speak by another one
+            raise UserError(f"voice {spec}: flite has no such voice; {closest(rest, FLITE_VOICES)}")
         return
     if kind == "command":
         CommandVoice(rest)
@@ -234,9 +197,7 @@ def _drawn(voices: Sequence[str], rng: random.Random, speaking: SpeakingConfig) 
 
 class EspeakVoice:
     """Speaks by espeak-ng: the voice `name`, a variant of the row's language (`+f3`), or, for "", a different voice per seed.
-
-    UserError where there is no such voice, or no espeak-ng.
-    """
+    UserError where there is no such voice, or no espeak-ng."""
 
     def __init__(self, name: str = "", speaking: SpeakingConfig | None = None) -> None:
         from train.data.tts.espeak import check_voice
@@ -265,14 +226,17 @@ class FliteVoice:
     """Speaks by flite: the voice `name`, or, for "", a different voice per seed. UserError where there is no flite."""
 
     def __init__(self, name: str = "", speaking: SpeakingConfig | None = None) -> None:
-        check_program()
+        if shutil.which("flite") is None:
+            raise UserError("voice flite: there is no program flite on the PATH: apt install flite, or take another voice")
         self.voices, self.speaking = [name] if name else FLITE_VOICES, speaking or SpeakingConfig()
 
     def say(self, text: str, language: str, seed: int) -> Sound:
         if (language or "en").lower().replace("_", "-").partition("-")[0] != "en":
             raise UserError(f"flite speaks English, not {language!r}: give another voice, or the rows another language")
         drawn = self._settings(seed)
-        return CommandVoice(flite_command(drawn.voice, drawn.rate, drawn.pitch)).say(text, language, seed)
+        stretch, shift = 175 / drawn.rate, 2 ** ((drawn.pitch - 50) / 100)  # half an octave down to half an octave up
+        settings = f"--setf duration_stretch={stretch:.4f} --setf f0_shift={shift:.4f}"
+        return CommandVoice(f"flite -voice {drawn.voice} {settings} -t {{text}} -o {{out}}").say(text, language, seed)
 
     def speaker(self, language: str, seed: int) -> str:
         return f"flite:{self._settings(seed).voice}"
@@ -288,7 +252,7 @@ def _accents(language: str) -> tuple[str, ...]:
 
     wanted = (language or "en").lower().replace("_", "-")
     for name in (wanted, wanted.partition("-")[0]):
-        main = _MAIN_ACCENTS.get(name, name)
+        main = "en-us" if name == "en" else name
         found = [one for one in languages() if one == name or one.startswith(name + "-")]
         # Left out: accents with a script of their own (en-shaw), which ordinary text is not in, and island accents.
         found = [one for one in found if one == main or one in _ENGLISH or name.partition("-")[0] != "en"]
@@ -319,7 +283,7 @@ class CommandVoice:
         with tempfile.TemporaryDirectory(prefix="omni-voice-") as folder:
             out = Path(folder) / "said.wav"
             values = {"{text}": text, "{out}": str(out), "{language}": language, "{seed}": str(seed)}
-            words = [_filled(word, values) for word in self.words]
+            words = [re.sub("|".join(values), lambda found: values[found[0]], word) for word in self.words]  # in one pass
             try:
                 done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT, check=False)
             except (FileNotFoundError, PermissionError) as error:
@@ -338,15 +302,6 @@ class CommandVoice:
                 raise UserError(f"voice command {words[0]!r} wrote no file to {{out}}: let it write a WAV there")
             rate = audio_info(out).sample_rate
             return Sound(read_audio(out, rate), rate)
-
-
-def _filled(word: str, values: dict[str, str]) -> str:
-    """Fill a word's placeholders, each once: placeholders within an inserted text are not filled."""
-    for place, value in values.items():
-        if place in word:
-            before, _, after = word.partition(place)
-            return _filled(before, values) + value + _filled(after, values)
-    return word
 
 
 def imported(spec: str) -> Callable[..., Any]:
@@ -405,7 +360,7 @@ def _taken(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name in ("language", "seed") if name in named)
 
 
-def _samples(made: Any, name: str) -> Tensor:
+def _samples(made: Any, name: str) -> Any:
     """Samples [S] (float32), scaled by their type as those of questions are; UserError where they are none, or not one row."""
     import numpy as np
 
