@@ -126,12 +126,6 @@ def weight_at(weight: Weight, place: float) -> float:
     return low + (high - low) * (place - a) / (b - a)
 
 
-def least_shares(weights: Sequence[Weight]) -> list[float]:
-    """The lowest share that each source has at any draw: between points, shares rise or fall throughout."""
-    shares = [[weight / sum(now) for weight in now] for now in _weights_by_place(weights).values()]
-    return [min(of) for of in zip(*shares, strict=True)]
-
-
 def _weights_by_place(weights: Sequence[Weight]) -> dict[float, list[float]]:
     """All weights at each place of a point, and at 0."""
     places = sorted({0.0, *(place for weight in weights for place, _ in _points(weight))})
