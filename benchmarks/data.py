@@ -38,15 +38,14 @@ from omni.text import Tokenizer
 from omni.utils.profiling import in_turns, ratio, seconds_of
 from train.data.batching.examples import ExampleMaker
 from train.data.batching.loader import StepLoader
-from train.data.batching.pipeline import Pipeline
+from train.data.batching.packer import Pipeline
 from train.data.config import WINDOW, PackingConfig
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare as prepare_rows
-from train.data.rows.parquet import write_rows
-from train.data.rows.parts import Needed
+from train.data.rows.parquet import Needed, write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound
-from train.data.sources.base import StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
+from train.data.sources.stored import StoredSource
 
 IMPORTS = ("torch", "torchaudio", "soundfile", "datasets", "pyarrow.parquet", "train.data.prepare.prepare", "omni.codec.codec2")
 """Modules that the command imports only after its start."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 FORKS: Any = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["tests.train.balance.toys", "tests.diagnostics.failing", "train.data.prepare.worker", "train.commands.dry_run"]
+    ["tests.train.balance.toys", "tests.diagnostics.failing", "train.data.prepare.rows", "train.commands.dry_run"]
 )
 
 

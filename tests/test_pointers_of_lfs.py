@@ -18,7 +18,7 @@ from omni.text import Tokenizer
 from tests.train.data.readers.toys import write_tone
 from train.console.command import read_yaml
 from train.data.readers import Broken, open_source
-from train.data.readers.shards import read_shard
+from train.data.readers.containers import read_shard
 from train.data.rows.parquet import StoredRows
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "a" * 64 + "\nsize 12345\n"

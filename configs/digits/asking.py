@@ -18,7 +18,7 @@ import torch
 from omni.audio.resample import resample
 from omni.generate.speech_lm import SpeechLM
 from train.console.progress import Display
-from train.data.number_words import NUMBERS
+from train.data.readers.templates.sentences import NUMBERS
 from train.data.rows.row import Row
 from train.data.seeding import seeded_rng
 from train.eval.held_out import SAMPLE_RATE, evaluate, items_of

@@ -25,15 +25,15 @@ from omni.audio.resample import resample
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from train.console.progress import Kind
-from train.data.augment.audio import coloured_noise
-from train.data.number_words import NUMBERS
+from train.data.augment import coloured_noise
+from train.data.readers.templates.sentences import NUMBERS
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 from train.data.seeding import seeded_rng
-from train.data.tts.cache import keep_words, say_word
 from train.data.tts.espeak import SAMPLE_RATE, check_voice, synthesise
 
 from .options import RATE, WORDY, RecordedDigitsConfig
 from .spoken import SpokenDigits
+from .words import keep_words, say_word
 
 NAME = re.compile(r"(?P<digit>\d)_(?P<speaker>[^_]+)_(?P<index>\d+)\.(wav|flac)")
 

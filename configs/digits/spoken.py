@@ -20,7 +20,7 @@ from torch import Tensor
 
 from omni.audio.resample import resample
 from omni.codec.base import AudioCodec
-from train.data.number_words import NUMBERS, spoken_number
+from train.data.readers.templates.sentences import NUMBERS, spoken_number
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word
 from train.data.seeding import seeded_rng
 from train.data.tts.espeak import SAMPLE_RATE, check_voice, synthesise

@@ -20,7 +20,7 @@ from omni.text import Tokenizer
 from tests.train.data.toys import ToyCodec
 from train.data.build import build_alignment, held_out_rows
 from train.data.config import DataConfig, SourceConfig
-from train.data.number_words import NUMBERS
+from train.data.readers.templates.sentences import NUMBERS
 from train.data.tts.espeak import synthesise
 
 CODEC = ToyCodec((12, 12, 6, 8))

@@ -17,7 +17,7 @@ from digits.spoken import SpokenDigits, draw_question, draw_questions, vocabular
 from omni.audio.resample import resample
 from tests.train.data.toys import ToyCodec
 from train.config.parse import read_fit_config
-from train.data.number_words import NUMBERS, spoken_number
+from train.data.readers.templates.sentences import NUMBERS, spoken_number
 from train.data.seeding import seeded_rng
 from train.data.tts.espeak import synthesise
 from train.data.tts.voices import make_voice

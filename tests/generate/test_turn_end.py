@@ -16,8 +16,8 @@ from omni.encoder.whisper_config import WhisperConfig
 from omni.generate.turn_end import END, VOICE, EndRule, TurnListener, ended
 from omni.model.speech_model import SpeechModel
 from tests.train.data.toys import MODELS, TOKENIZER
-from train.data.augment.pauses import speech
-from train.data.batching.turn_labels import turn_labels
+from train.data.augment import speech
+from train.data.batching.examples import turn_labels
 from train.objective.objective import turn_loss
 
 ENCODER = WhisperConfig(width=32, heads=2, layers=1, window_seconds=4.0, mode="chunked", hop=320, chunk_ms=160)

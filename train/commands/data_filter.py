@@ -11,12 +11,11 @@ from omni.errors import UserError
 from omni.utils.process import importing
 from train.console.options import Parser, add_progress, check_least, given_path
 from train.console.tables import print_table
-from train.data.inspect.display import add_processes, chosen_processes
-from train.data.inspect.filter import DROPPED, filter_rows
-from train.data.inspect.rules import read_rules
+from train.data.inspect.filter import DROPPED, filter_rows, read_rules
+from train.data.inspect.measures import Codecs
+from train.data.inspect.options import add_processes, chosen_processes
 from train.data.inspect.stats import SHOWN
-from train.data.prepare.codecs import Codecs
-from train.data.prepare.report import REPORT
+from train.data.prepare.shards import REPORT
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("data", type=given_path, help="Parquet file or folder of rows")
     parser.add_argument("out", type=given_path, help="folder to make")
-    parser.add_argument("--rules", type=given_path, required=True, help="YAML file, see train/data/inspect/rules.py")
+    parser.add_argument("--rules", type=given_path, required=True, help="YAML file, see train/data/inspect/filter.py")
     parser.add_argument(
         "--whisper", type=given_path, help="Whisper for the rule max_wer: OpenAI's .pt file or a Hugging Face folder"
     )

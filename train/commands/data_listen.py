@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from omni.utils.process import importing
 from train.console.options import Parser, check_least, given_path
 from train.data.inspect.listen import draw, find_row, own_folder, sounds
+from train.data.inspect.measures import Codecs
+from train.data.inspect.options import add_options, chosen_target, own_codec
 from train.data.inspect.scan import Scan
-from train.data.inspect.target import add_options, chosen_target, own_codec
-from train.data.prepare.codecs import Codecs
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from train.console.options import Listing, add_progress, given_path
 from train.console.progress import duration
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
-from train.data.prepare.report import summary
+from train.data.prepare.shards import summary
 from train.data.readers import READERS
 
 

@@ -13,11 +13,10 @@ from omni.utils.process import importing
 from train.console.options import Parser, add_progress, given_path
 from train.console.progress import counted, duration
 from train.console.tables import print_table
-from train.data.inspect.display import add_processes, chosen_processes, make_folder, save_report
+from train.data.inspect.measures import Codecs
+from train.data.inspect.options import add_options, add_processes, chosen_processes, chosen_target, make_folder, save_report
 from train.data.inspect.scan import Scan
 from train.data.inspect.stats import COLUMNS, SHOWN, STATS, TEXT_COLUMNS, collect, plain
-from train.data.inspect.target import add_options, chosen_target
-from train.data.prepare.codecs import Codecs
 
 if TYPE_CHECKING:
     from train.data.inspect.collect import Collected, Group

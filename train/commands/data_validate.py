@@ -11,12 +11,11 @@ from omni.utils.remote import spelled
 from train.console.options import Parser, add_progress, check_least, given_path
 from train.console.progress import counted, duration
 from train.console.tables import print_table
-from train.data.inspect.checks import Bounds
-from train.data.inspect.display import add_processes, chosen_processes, make_folder, save_report
-from train.data.inspect.findings import KINDS, Findings
+from train.data.inspect.checks import KINDS, Bounds, Findings
+from train.data.inspect.measures import Codecs
+from train.data.inspect.options import add_processes, chosen_processes, make_folder, save_report
 from train.data.inspect.validate import Summary, report, validate
-from train.data.prepare.codecs import Codecs
-from train.data.prepare.report import untaken
+from train.data.prepare.shards import untaken
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,26 +1,25 @@
-"""Builds the data pipeline of a run from its configuration, and its held-out rows."""
+"""Builds the data pipeline of a run from its configuration, its held-out rows, and the speaking time of its answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.errors import UserError
+from omni.generate.speech_time import SpeechTime, estimate
 from omni.text import Tokenizer
 from train.console.progress import Kind
-from train.data.batching.examples import ExampleMaker
-from train.data.batching.pipeline import Pipeline
-from train.data.batching.transcripts import Alignment
+from train.data.batching.examples import Alignment, ExampleMaker
+from train.data.batching.packer import Pipeline
 from train.data.config import DataConfig, SourceConfig
-from train.data.rows.parquet import StoredRows
-from train.data.rows.parts import Needed
+from train.data.rows.parquet import Needed, StoredRows
 from train.data.rows.row import Row
 from train.data.seeding import key
-from train.data.sources.base import Source, StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
-from train.data.sources.stream_source import StreamSource
+from train.data.sources.stored import Source, StoredSource, drawn_row
+from train.data.sources.streams import StreamSource
 
 
 def build_alignment(config: DataConfig, tokenizer: Tokenizer) -> Alignment:
@@ -32,11 +31,8 @@ def build_alignment(config: DataConfig, tokenizer: Tokenizer) -> Alignment:
 def build_source(
     config: SourceConfig, codec: AudioCodec | None, seed: int, cache: str | None = None, needed: Needed | None = None
 ) -> Source:
-    """Build one source; UserError where its files are wrong, or it needs a codec and there is none.
-
-    Args:
-        needed: parts of stored rows that are read; None for all.
-    """
+    """Build one source; UserError where its files are wrong, or it needs a codec and there is none. `needed`: parts of stored
+    rows that are read; None for all."""
     if config.kind == "stream":
         return StreamSource(config.folders[0], config.read, codec.name if codec is not None else "", config.shuffle, seed)
     if config.path is not None:
@@ -48,37 +44,16 @@ def build_source(
 def build_pipeline(
     config: DataConfig, model: ModelConfig, tokenizer: Tokenizer, codec: AudioCodec | None, heard_only: bool = False
 ) -> Pipeline:
-    """Build sources, mixture and example maker into a pipeline, under the configuration's seed.
-
-    Args:
-        heard_only: see `ExampleMaker`.
-
-    Raises:
-        UserError: files, voices, weights or settings that do not fit each other or the model.
-    """
+    """Build sources, mixture and example maker into a pipeline, under the configuration's seed. `heard_only`: see
+    `ExampleMaker`. UserError: files, voices, weights or settings that do not fit each other or the model."""
     sources = []
     for i, source in enumerate(config.sources):
         needed = Needed(frozenset(source.drawn), config.cut > 0, heard_only)
         sources.append(build_source(source, codec, key(config.seed, "source", i), config.cache, needed))
-    return Pipeline(
-        build_mixture(config, sources, config.seed),
-        [TaskMixture(source.tasks, source.stages) for source in config.sources],
-        ExampleMaker(
-            model,
-            tokenizer,
-            codec,
-            build_alignment(config, tokenizer),
-            config.augment,
-            config.augment_cached_audio,
-            config.seed,
-            config.system,
-            config.cut,
-            heard_only,
-        ),
-        config.packing,
-        config.seed,
-        broken=config.broken,
-    )
+    mixture, tasks = build_mixture(config, sources, config.seed), [TaskMixture(one.tasks, one.stages) for one in config.sources]
+    options = (config.augment, config.augment_cached_audio, config.seed, config.system, config.cut, heard_only)
+    maker = ExampleMaker(model, tokenizer, codec, build_alignment(config, tokenizer), *options)
+    return Pipeline(mixture, tasks, maker, config.packing, config.seed, broken=config.broken)
 
 
 def build_mixture(config: DataConfig, sources: Sequence[Source], seed: int) -> Mixture:
@@ -89,21 +64,15 @@ def build_mixture(config: DataConfig, sources: Sequence[Source], seed: int) -> M
             limits.append(one.limit(source.size))
         except UserError as error:
             raise UserError(f"data.sources.{i}.{error}") from error
-    windows = {
-        i: source.windows for i, source in enumerate(sources) if isinstance(source, StoredSource) and source.windows is not None
-    }
+    windows = {i: source.windows for i, source in enumerate(sources) if isinstance(source, StoredSource) and source.windows}
     streams = [i for i, source in enumerate(sources) if isinstance(source, StreamSource)]
     return Mixture(sources, config.weights, seed, limits, windows, streams)
 
 
 def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> list[Row]:
-    """Read `count` rows for validation, shared evenly over all sources that have some; the same ones every time.
-
-    System messages are left out where the training leaves them out, and so are rows that cannot be read.
-
-    Raises:
-        UserError: no source has any, or one cannot be read and `data.broken` is not `skip`.
-    """
+    """Read `count` rows for validation, shared evenly over all sources that have some; the same ones every time. System
+    messages are left out where the training leaves them out, and so are rows that cannot be read. UserError: no source has any,
+    or one cannot be read and `data.broken` is not `skip`."""
     found = held_out_by_source(config, codec, count, {} if config.broken == "skip" else None)
     return [row for _, rows in found for row in rows]
 
@@ -111,17 +80,14 @@ def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> l
 def held_out_by_source(
     config: DataConfig, codec: AudioCodec | None, count: int, broken: dict[str, str] | None = None
 ) -> list[tuple[SourceConfig, list[Row]]]:
-    """The rows of `held_out_rows`, with their sources; `broken` as in `held_out_of`.
-
-    Raises:
-        UserError: no source has any, or one cannot be read and `broken` is None.
-    """
-    sources = sources_held_out(config)
-    shares = [count * (i + 1) // len(sources) - count * i // len(sources) for i in range(len(sources))]
-    found = [
-        (source, held_out_of(source, codec, n, config.cache, broken=broken)) for source, n in zip(sources, shares, strict=True)
-    ]
-    return found if config.system else [(source, [replace(row, system="") for row in rows]) for source, rows in found]
+    """The rows of `held_out_rows`, with their sources; `broken` as in `held_out_of`. UserError: no source has any, or one
+    cannot be read and `broken` is None."""
+    sources, found = sources_held_out(config), []
+    for i, source in enumerate(sources):
+        share = count * (i + 1) // len(sources) - count * i // len(sources)
+        rows = held_out_of(source, codec, share, config.cache, broken=broken)
+        found.append((source, rows if config.system else [replace(row, system="") for row in rows]))
+    return found
 
 
 def sources_held_out(config: DataConfig) -> list[SourceConfig]:
@@ -143,13 +109,8 @@ def held_out_of(
     broken: dict[str, str] | None = None,
 ) -> list[Row]:
     """Read `count` held-out rows of a source that has some (`has_held_out`), or all of fewer; `seed` draws synthetic ones.
-
-    Args:
-        broken: collects why rows cannot be read, by file and row number, and such rows are left out; None makes it an error.
-
-    Raises:
-        UserError: see `build_source`; or a row that cannot be read.
-    """
+    `broken`: collects why rows cannot be read, by file and row number, and such rows are left out; None makes it an error.
+    UserError: see `build_source`; or a row that cannot be read."""
     if isinstance(source.held_out, str):
         stored = StoredRows(source.held_out, cache)
         asked = min(count, len(stored))
@@ -174,3 +135,33 @@ def prepare_sources(config: DataConfig, progress: Kind) -> None:
     """Makes now what training would otherwise wait for."""
     for source in config.sources:
         source.made.prepare(progress)
+
+
+DRAWS = 128
+"""Number of a run's first draws that are measured: the same ones at every start, and with any number of processes."""
+
+
+def estimate_speech_time(mixture: Mixture, codec: AudioCodec) -> SpeechTime | None:
+    """Estimate the speaking time of a run's answers by their texts and the lengths of their sound; None where none has both."""
+    return estimate(_spoken(mixture, codec))
+
+
+def _spoken(mixture: Mixture, codec: AudioCodec) -> Iterator[tuple[str, float]]:
+    """Iterate over text and seconds of each answer of these draws; unreadable rows are skipped: training reports them."""
+    seen = set()
+    sources = [source.whole() if isinstance(source, StoredSource) else source for source in mixture.sources]
+    for number in range(DRAWS if mixture.total is None else min(DRAWS, mixture.total)):
+        draw = mixture.draw(number)
+        source = sources[draw.source]
+        where = (draw.source, source.identity(draw.index))
+        if where in seen:
+            continue
+        seen.add(where)
+        try:
+            for turn in drawn_row(source, draw.index, draw.place).turns:
+                if turn.answer_codes is not None and turn.answer_codes.codec == codec.name:
+                    yield turn.answer_text, turn.answer_codes.frames.shape[-1] / codec.frame_rate
+                elif turn.answer_audio is not None and turn.answer_text.strip():
+                    yield turn.answer_text, len(turn.answer_audio.load(codec.sample_rate)) / codec.sample_rate
+        except UserError:
+            continue

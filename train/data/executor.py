@@ -44,8 +44,6 @@ class Processes:
 
     Attributes:
         workers: their number; 0 for this process alone, None for one on every core (and `threads`) or GPU.
-        threads: of torch, in each.
-        device: where they compute.
         ray: address of the Ray cluster they are of, see `PrepareConfig`; empty for this machine.
     """
 
@@ -72,12 +70,11 @@ def imap(
 ) -> Generator[Result, None, None]:
     """Apply work to items, and yield the results in their order; a few are begun before they are asked for.
 
+    UserError: what the work raises; a process that was killed; a cluster that does not answer, or has no room.
+
     Args:
         start: makes the work, once in each process, with the plug-ins of this one; it can be pickled.
         items: what an item is of, such as the numbers of rows, names it in errors.
-
-    Raises:
-        UserError: what the work raises; a process that was killed; a cluster that does not answer, or has no room.
     """
     if not items:
         return
@@ -136,20 +133,17 @@ class ItemWorker:
         LOG.addHandler(handler)
         try:
             if self._work is None:
-                self._work = self._begin()
+                import torch
+
+                torch.set_num_threads(self._threads)
+                load_plugins(self._plugins)
+                self._work = pickle.loads(self._start)()
             done.result = self._work(item)
         except UserError as error:
             done.mistake = str(error)
         finally:
             LOG.removeHandler(handler)
         return done
-
-    def _begin(self) -> Any:
-        import torch
-
-        torch.set_num_threads(self._threads)
-        load_plugins(self._plugins)
-        return pickle.loads(self._start)()
 
 
 class _Noting(logging.Handler):

@@ -37,11 +37,9 @@ def seeded_generator(*parts: int | str) -> torch.Generator:
 
 
 def shuffled(index: int, size: int, *parts: int | str) -> int:
-    """Image of `index` in [0, size) under the permutation keyed by `parts`: a bijection of [0, size), without a table.
-
-    An eight-round Feistel network over the smallest square of a power of two that holds `size`, walked until the number is in
-    range (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", the cycle-walking method).
-    """
+    """Image of `index` in [0, size) under the permutation keyed by `parts`: a bijection of [0, size), without a table. An
+    eight-round Feistel network over the smallest square of a power of two that holds `size`, walked until the number is in
+    range (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", the cycle-walking method)."""
     if not 0 <= index < size:
         raise IndexError(f"index {index} is outside [0, {size})")
     half = max(1, ((size - 1).bit_length() + 1) // 2)

@@ -31,9 +31,8 @@ from train.config.run import FitConfig, plain_config
 from train.console.progress import TrainProgress
 from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader, process_shards
-from train.data.batching.pipeline import Pipeline
-from train.data.build import build_alignment, build_pipeline, held_out_by_source, prepare_sources
-from train.data.speech_time import estimate_speech_time
+from train.data.batching.packer import Pipeline
+from train.data.build import build_alignment, build_pipeline, estimate_speech_time, held_out_by_source, prepare_sources
 from train.distributed.deterministic import deterministic
 from train.distributed.fabric import build_fabric, compile_blocks, count_processes, leave, restarted, setup
 from train.distributed.launching import check_shared, launch

@@ -8,10 +8,10 @@ from contextlib import suppress
 from omni.errors import UserError
 from train.config.run import FitConfig
 from train.console.progress import counted
-from train.data.batching.draw import describe as draw
+from train.data.batching.batch import describe as draw
 from train.data.batching.loader import StepLoader
 from train.data.build import build_pipeline
-from train.data.sources.shares import UsedUp
+from train.data.sources.mixture import UsedUp
 from train.optim.optimizer import describe, parameter_groups, set_trainable
 from train.trainer import lora as adapters
 from train.trainer.build import with_alignment

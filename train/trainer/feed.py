@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from omni.errors import UserError
-from train.data.sources.shares import UsedUp
+from train.data.sources.mixture import UsedUp
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import HEADS
 from train.trainer.signals import SIGNALS, Stop

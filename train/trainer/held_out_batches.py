@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from omni.errors import UserError
 from train.data.batching.batch import Batch
 from train.data.batching.examples import ExampleMaker
-from train.data.batching.packer import PackerShard
-from train.data.batching.pipeline import Pipeline
+from train.data.batching.packer import PackerShard, Pipeline
 from train.data.build import held_out_rows
 from train.data.rows.row import Row
 from train.data.sources.mixture import Mixture, TaskMixture

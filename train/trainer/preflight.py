@@ -35,12 +35,12 @@ from train.checkpoint.upload import check_upload
 from train.config.run import FitConfig, plain_config
 from train.config.sections import LORA, FabricConfig
 from train.console.command import check_folder_to_be
-from train.data.augment.audio import noise_files
+from train.data.augment import noise_files
 from train.data.build import sources_held_out
 from train.data.config import DataConfig
+from train.data.rows.parquet_files import ROWS, missing_parts, sample_rows
 from train.data.rows.places import find_files
-from train.data.rows.samples import ROWS, missing_parts, sample_rows
-from train.data.sources.stream_source import StreamSource
+from train.data.sources.streams import StreamSource
 from train.distributed.sharding import check_divides
 from train.objective.config import no_teacher
 from train.trainer.callbacks import CALLBACKS, check_made

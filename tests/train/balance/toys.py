@@ -37,9 +37,9 @@ from train.config.sections import (
     ScheduleConfig,
 )
 from train.data.batching.batch import Batch
+from train.data.batching.examples import Alignment
 from train.data.batching.loader import StepLoader
-from train.data.batching.pipeline import Pipeline
-from train.data.batching.transcripts import Alignment
+from train.data.batching.packer import Pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.sources.mixture import TaskMixture
 from train.distributed.fabric import leave

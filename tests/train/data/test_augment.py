@@ -14,9 +14,8 @@ from omni.audio.mel import log_mel
 from omni.audio.wav import write_wav
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
-from train.data.augment.audio import add_noise, augment_audio, augment_mel, change_speed, coloured_noise
-from train.data.augment.config import AugmentConfig
-from train.data.augment.features import shape
+from train.data.augment import add_noise, augment_audio, augment_mel, change_speed, coloured_noise, shape
+from train.data.config import AugmentConfig
 
 OFF = AugmentConfig()
 MILD = AugmentConfig(speed=(0.9, 1.1), noise_snr_db=(10, 30), freq_masks=1, time_masks=2)

@@ -11,12 +11,10 @@ from torch import Generator, Tensor
 from omni.audio.mel import LOWEST
 from omni.config import ModelConfig
 from tests.train.data.toys import MODELS, ToySource, codec_of, maker_of
-from train.data.augment.audio import augment_mel, augment_turn
-from train.data.augment.config import AugmentConfig
-from train.data.augment.pauses import energy, gaps, insert, speech
+from train.data.augment import augment_mel, augment_turn, energy, gaps, insert, speech
 from train.data.batching.batch import assemble
-from train.data.batching.examples import Clip, Example, Prepared
-from train.data.batching.turn_labels import turn_labels
+from train.data.batching.examples import Clip, Example, Prepared, turn_labels
+from train.data.config import AugmentConfig
 from train.data.rows.row import Row, Sound
 
 PAUSES = AugmentConfig(pauses=(0.2, 0.5), pause_probability=1.0)

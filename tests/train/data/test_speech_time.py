@@ -12,9 +12,9 @@ import torch
 from omni.generate.speech_time import Loudness, SpeechTime, heard_characters
 from tests.train.data.spoken_answers import LEARNT, MEASURED, Said, answers, say
 from tests.train.data.toys import ToyCodec
+from train.data.build import estimate_speech_time
 from train.data.rows.row import Codes, Row, RowTurn
 from train.data.sources.mixture import Mixture
-from train.data.speech_time import estimate_speech_time
 from train.data.tts import espeak as voice
 
 CODEC = ToyCodec((8, 8))

@@ -17,7 +17,7 @@ from omni.encoder.whisper_config import WhisperConfig
 from omni.layout import Layout
 from omni.text import Tokenizer
 from train.data.batching.examples import ExampleMaker
-from train.data.batching.pipeline import Pipeline
+from train.data.batching.packer import Pipeline
 from train.data.config import PackingConfig
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 from train.data.seeding import key, seeded_rng

@@ -17,8 +17,8 @@ from tests.train.data.toys import MODELS, pipeline_of
 from tests.train.toys import final_tensors, toy_config, toy_fit
 from train.config.sections import BudgetConfig, FabricConfig, OptimizerConfig, ScheduleConfig
 from train.data.batching.batch import Batch
+from train.data.batching.examples import Alignment
 from train.data.batching.loader import StepLoader
-from train.data.batching.transcripts import Alignment
 from train.data.config import PackingConfig
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, targets

@@ -16,7 +16,7 @@ from train.commands.convert import main
 from train.config.sections import ModelSection
 from train.data.batching.examples import ExampleMaker
 from train.data.batching.loader import StepLoader
-from train.data.batching.pipeline import Pipeline
+from train.data.batching.packer import Pipeline
 from train.data.config import PackingConfig
 from train.data.rows.row import Row, RowTurn
 from train.data.sources.mixture import Mixture, TaskMixture

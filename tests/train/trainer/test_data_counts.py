@@ -11,7 +11,7 @@ import pytest
 
 from tests.train.toys import ToyBatch, toy_config, toy_export, toy_fit, toy_parts, toy_steps
 from train.config.sections import BudgetConfig, LogConfig
-from train.data.sources.shares import UsedUp
+from train.data.sources.mixture import UsedUp
 from train.trainer.logs import METRICS, read_table
 
 

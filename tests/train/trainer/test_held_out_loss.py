@@ -33,9 +33,8 @@ from tests.train.toys import (
 from tests.train.toys import TASKS as TOY_TASKS
 from train.checkpoint import retention
 from train.config.sections import BudgetConfig, CheckpointConfig, LogConfig, ValidationConfig
-from train.data.augment.config import AugmentConfig
 from train.data.build import held_out_by_source, held_out_rows
-from train.data.config import DataConfig, PackingConfig, SourceConfig
+from train.data.config import AugmentConfig, DataConfig, PackingConfig, SourceConfig
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.row import Row, Sound
 from train.eval.held_out import items_of

@@ -1,4 +1,4 @@
-"""The packed micro-batch that a packer makes and the objective reads.
+"""The packed micro-batch that a packer makes and the objective reads, and its drawing as text.
 
 Dimensions: R rows, K streams, T columns, N clips, M values of a feature frame.
 """
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from omni.layout import IGNORE, Layout
 from omni.model.attention import PackedRows
-from train.data.batching.examples import Clip, Example
+from omni.tasks import TASKS, Columns
+from omni.text import Tokenizer
+from train.data.batching.examples import Example
 
 
 class SegmentNames:
-    """Row (`Example.where`) and tasks of each segment of a batch, in its rows one after another; empty for an unused end.
-
-    A plain class: Fabric looks through the elements of any container for tensors.
-    """
+    """Row (`Example.where`) and tasks of each segment of a batch, in its rows one after another; empty for an unused end. A
+    plain class: Fabric looks through the elements of any container for tensors."""
 
     def __init__(self, each: Sequence[tuple[str, str]] = ()) -> None:
         self.each = tuple(each)
@@ -32,11 +32,8 @@ T = TypeVar("T")
 
 
 class found_once(Generic[T]):
-    """A property that the host finds once for a batch.
-
-    Not a `cached_property`: Fabric copies what a module is given, and a dataclass without those. Finding one again from a batch
-    that is on a GPU would wait for it.
-    """
+    """A property that the host finds once for a batch. Not a `cached_property`: Fabric copies what a module is given, and a
+    dataclass without those. Finding one again from a batch that is on a GPU would wait for it."""
 
     def __init__(self, find: Callable[[Any], T]) -> None:
         self.find, self.__doc__ = find, find.__doc__
@@ -68,11 +65,8 @@ class Batch:
         inputs: [N, M, t] features of the clips as the encoder takes them, zero beyond their ends.
         input_lengths, frames: feature frames and encoder frames of each clip.
         transcripts: ids for the alignment loss of each clip, empty where there are none.
-        examples: number of examples.
         turn: labels of the turn head for the frames of all clips, [sum of frames, 2] int8, see `Clip.turn`; None for none.
-        positions: columns in use.
         state: plain data: of the packer after this batch; see `train.data.batching.packer`.
-        names: of the segments.
         known: what the host has found of the batch; kept by a copy with the same fields, not by `replace`.
     """
 
@@ -187,6 +181,7 @@ def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, ban
         names += [(example.where, "+".join(example.tasks)) for example in row] + [("", "")] * (start < length)
     examples = [example for row in rows for example in row]
     clips = [clip for example in examples for clip in example.clips]
+    labels = [torch.full((clip.frames, 2), -1, dtype=torch.int8) if clip.turn is None else clip.turn for clip in clips]
     lengths = [clip.inputs.shape[1] for clip in clips]
     inputs = torch.zeros(len(clips), bands, max(lengths, default=0))
     for padded, clip in zip(inputs, clips, strict=True):
@@ -205,13 +200,38 @@ def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, ban
         positions=sum(len(example.columns) for example in examples),
         state=state,
         names=SegmentNames(names),
-        turn=_turn_labels(clips),
+        turn=torch.cat(labels) if any(clip.turn is not None for clip in clips) else None,
     )
 
 
-def _turn_labels(clips: Sequence[Clip]) -> Tensor | None:
-    """Labels of the clips, one after the other; None where none has any."""
-    if all(clip.turn is None for clip in clips):
-        return None
-    none = [torch.full((clip.frames, 2), -1, dtype=torch.int8) if clip.turn is None else clip.turn for clip in clips]
-    return torch.cat(none)
+def describe(batch: Batch, layout: Layout, tokenizer: Tokenizer, row: int = 0, columns: int = 24) -> str:
+    """Draw the examples of a packed row as text, each with its task and columns (at most `columns` of them at either end). A
+    star marks a cell whose token is a target (predicted from the column before it), `~` a column with an encoder feature."""
+    segments, out = batch.segments[row].cpu(), []
+    used = int((batch.task[row] >= 0).sum())
+    tasks = tuple(TASKS)
+    for number in segments[:used].unique().tolist():
+        place = (segments == number).nonzero().squeeze(1)
+        start, end = int(place[0]), int(place[-1]) + 1
+        tokens, targets = (t[row, :, start:end].cpu() for t in (batch.tokens, batch.targets))
+        index = batch.feature_index[row, start:end].cpu()
+        names = dict.fromkeys(tasks[i] for i in batch.task[row, start:end].tolist())
+        clip = int((index >= 0).sum())
+        out.append(f"example {number}: {'+'.join(names)}, time steps {start} to {end - 1}, {clip} of them with features")
+        out += draw_columns(Columns(tokens, targets, index), layout, tokenizer, columns)
+    out.append(f"{batch.examples} examples, {len(batch.frames)} clips, {100 * batch.padding:.1f} % padding")
+    return "\n".join(out)
+
+
+def draw_columns(example: Columns, layout: Layout, tokenizer: Tokenizer, columns: int = 24) -> list[str]:
+    """Draw an example's prompt and targets: whole, or at most `columns` columns at either end."""
+    trained = example.targets.roll(1, dims=1) != IGNORE  # each column's target is the next column's token
+    trained[:, 0] = False
+    out, length = [], len(example)
+    for first, last in [(0, length)] if length <= 2 * columns else [(0, columns), (length - columns, length)]:
+        window = slice(first, last)
+        if first:
+            out.append(f"its last time steps, {first} to {last - 1}:")
+        tokens, index = example.tokens[:, window], example.feature_index[window]
+        out.append(layout.draw(tokens, trained[:, window], lambda i: tokenizer.decode([i]), feature_index=index))
+    return out

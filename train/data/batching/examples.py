@@ -5,7 +5,8 @@ Dimensions: M values of a feature frame, F feature frames, C columns, A audio st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -21,25 +22,91 @@ from omni.generate.question import read_system
 from omni.model.multitask_projector import SHARING
 from omni.tasks import TASKS, Columns, Turn, find_task, join
 from omni.text import Tokenizer
-from train.data.augment.audio import augment_audio, augment_mel, augment_turn
-from train.data.augment.config import AugmentConfig
-from train.data.augment.pauses import speech
-from train.data.batching.columns import question_columns, turn_columns
-from train.data.batching.interrupt import interrupted
-from train.data.batching.transcripts import Alignment
-from train.data.batching.turn_labels import turn_labels
+from train.data.augment import augment_audio, augment_mel, augment_turn, speech
+from train.data.batching.columns import interrupted, question_columns, turn_columns
 from train.data.batching.unused import TOO_LONG, Unusable
+from train.data.config import AlignmentKind, AugmentConfig
 from train.data.rows.row import Row, RowTurn, Sound
 from train.data.seeding import seeded_generator, seeded_rng
+from train.data.tts.espeak import check_voice, phonemes
+
+_LETTERS = " 'abcdefghijklmnopqrstuvwxyz"
+
+_TWO_SIGNS = ("tʃ", "dʒ", "eɪ", "aɪ", "oʊ", "aʊ", "ɔɪ")  # noqa: RUF001
+_SOUNDS = {sound: i for i, sound in enumerate((*_TWO_SIGNS, *"pbtdkɡfvθðszʃʒhmnŋlɹjwiɪɛæɑɔʊuʌəɚɜɐᵻɾʔ"), 1)}  # noqa: RUF001
+"""Ids of the phonemes of American English in espeak-ng's IPA. A vowel before r is two phonemes."""
+_SOUND = re.compile("|".join(_SOUNDS))
+
+
+class Alignment:
+    """Spells transcripts as ids.
+
+    Args:
+        kind: `none`: no transcript. `letters`: a to z, space and apostrophe. `words`: the given words. `tokens`: the text
+            stream's own.
+        words: the vocabulary of `words`; a text with another word has no transcript.
+        sounds: spell by the phonemes of English as well, each word as espeak-ng reads it alone. Their ids follow the others',
+            in the same list: the objective distinguishes them by their values, which start at `size`.
+
+    Attributes:
+        size: number of ids of the first spelling, the blank included: what `model.ctc` must be.
+        sound_size: number of ids of the second, its blank included: what `model.ctc_sounds` must be; 0 without it.
+    """
+
+    def __init__(
+        self, kind: AlignmentKind, words: Iterable[str] = (), tokenizer: Tokenizer | None = None, sounds: bool = False
+    ) -> None:
+        self.kind, self.tokenizer = kind, tokenizer
+        symbols = sorted(set(words)) if kind == "words" else _LETTERS if kind == "letters" else ""
+        self._ids = {symbol: i for i, symbol in enumerate(symbols, 1)}
+        if kind == "words" and not self._ids:
+            raise UserError("alignment 'words' needs the words that questions are made of; name them, or use 'letters'")
+        count = len(tokenizer) if kind == "tokens" and tokenizer is not None else len(self._ids)
+        self.size = 1 + count if count else 0
+        if sounds:
+            check_voice("en-us")  # raises where espeak-ng is not installed
+        self.sound_size = 1 + len(_SOUNDS) if sounds else 0
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of a text in every spelling, without blanks; empty where it cannot be spelt. Phonemes that English does not have
+        are left out."""
+        plain = text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
+        heard = (" ".join(phonemes(word)) for word in re.findall(r"[\w']+", plain) if self.sound_size)
+        sounds = [self.size + _SOUNDS[sound] for said in heard for sound in _SOUND.findall(said)]
+        if self.kind == "tokens" and self.tokenizer is not None:
+            return [*(i + 1 for i in self.tokenizer.encode(text)), *sounds]
+        if self.kind == "words":
+            found = [self._ids.get(word, 0) for word in re.findall(r"[\w']+", plain.lower())]
+            return [*(found if all(found) else []), *sounds]
+        return [*(self._ids[letter] for letter in " ".join(plain.lower().split()) if letter in self._ids), *sounds]
+
+
+UNSURE = 2
+"""Frames after the last with speech that have no label of the end: whether they belong to it is a matter of the threshold."""
+
+
+def turn_labels(voice: Tensor, frames: int) -> Tensor:
+    """Labels (voice, end) of a clip, [frames, 2] int8; 1, 0, or -1 for none. A frame has a voice where one of its feature
+    frames has. All frames after the last voice are the end, but for the first `UNSURE`, which have no such label; a clip
+    without a voice has none of the end. `voice`: feature frames with speech, [F] bool, as many to each encoder frame; the last
+    may lack some."""
+    ratio = -(-len(voice) // frames)
+    heard = torch.nn.functional.pad(voice, (0, ratio * frames - len(voice))).view(frames, ratio).any(1)
+    labels = torch.stack([heard, torch.zeros_like(heard)], dim=1).to(torch.int8)
+    spoken = heard.nonzero().flatten()
+    if not len(spoken):
+        labels[:, 1] = -1
+        return labels
+    last = int(spoken[-1]) + 1
+    labels[last : last + UNSURE, 1] = -1
+    labels[last + UNSURE :, 1] = 1
+    return labels
 
 
 @dataclass(frozen=True)
 class Clip:
     """One window of the encoder's input: features [M, F], its number of encoder frames, and its transcript's ids, if any.
-
-    Attributes:
-        turn: labels of the turn head, see `turn_labels`; None without such a head, and for a window of a longer sound.
-    """
+    `turn`: labels of the turn head, see `turn_labels`; None without such a head, and for a window of a longer sound."""
 
     inputs: Tensor
     frames: int
@@ -61,12 +128,9 @@ class Example:
     """One conversation, ready to be packed.
 
     Attributes:
-        draw: number of the draw it was made for.
         columns: the sequence, see `omni.tasks.example`.
         task: [C] index into `tuple(TASKS)` of each column's turn.
         clips: its spoken questions, in the order of `columns.features`.
-        where: the row, for errors.
-        tasks: names of the turns' tasks, each once.
         source: number and name of the source, for counts.
         milliseconds: of sound, heard and spoken: the frames of its clips and of its answers' codes.
     """
@@ -89,41 +153,28 @@ class TooLong(Unusable):
 
 
 class Prepared:
-    """A row with the results computed from it, which is cached for rows that are drawn again soon.
-
-    `kept_as` is its key in the cache; None where it is used once.
-    """
+    """A row with the results computed from it, which is cached for rows that are drawn again soon. `kept_as` is its key in the
+    cache; None where it is used once."""
 
     def __init__(self, row: Row, kept_as: tuple[int, int] | None = None) -> None:
-        self.row = row
-        self.kept_as = kept_as
+        self.row, self.kept_as = row, kept_as
         self.heard: dict[int, list[ClipFeatures]] = {}
         self.codes: dict[int, Tensor] = {}
         self.ids: dict[str, list[int]] = {}
-
-    def drop_samples(self, number: int) -> None:
-        """Drop a question's samples once only its features are needed: the samples are twice as large."""
-        turns = list(self.row.turns)
-        turns[number] = replace(turns[number], question_audio=Sound())
-        self.row = replace(self.row, turns=tuple(turns))
 
 
 class ExampleMaker:
     """Makes examples for one model.
 
+    UserError: the codec is not the model's, the alignment does not fit `model.ctc`, or pauses do not fit the encoder.
+
     Args:
         model: its layout, encoder and projector determine the number of columns of a question.
         codec: checks and encodes the answers' codes; None where no task answers in speech.
-        alignment: how transcripts are spelt for the alignment head.
-        augment: augmentation of the questions' sound; None for none.
         augment_cached_audio: augment the sound of a cached row again on every draw; otherwise only its features.
-        seed: of the augmentation.
         system: rows' system messages come before their first questions; otherwise they are left out.
-        cut: share of the answers, other than a conversation's last, that are cut; see `train.data.batching.interrupt`.
+        cut: share of the answers, other than a conversation's last, that are cut; see `train.data.batching.columns`.
         heard_only: nothing but the encoder is trained: examples end with their questions, of which rows need the sound alone.
-
-    Raises:
-        UserError: the codec is not the model's, the alignment does not fit `model.ctc`, or pauses do not fit the encoder.
     """
 
     def __init__(
@@ -139,16 +190,9 @@ class ExampleMaker:
         cut: float = 0.0,
         heard_only: bool = False,
     ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.codec = codec
-        self.alignment = alignment or Alignment("none")
-        self.augment = augment
-        self.augment_cached_audio = augment_cached_audio
-        self.seed = seed
-        self.system = system
-        self.cut = cut
-        self.heard_only = heard_only
+        self.model, self.tokenizer, self.codec = model, tokenizer, codec
+        self.alignment, self.augment, self.augment_cached_audio = alignment or Alignment("none"), augment, augment_cached_audio
+        self.seed, self.system, self.cut, self.heard_only = seed, system, cut, heard_only
         if codec is not None and codec.name != model.codec:
             raise UserError(f"the data's codec is {codec.name!r}, the model's is {model.codec!r}; use one for both")
         if len(tokenizer) > model.layout.text.size:
@@ -219,17 +263,16 @@ class ExampleMaker:
                 f"there is no {missing}, which task {task.name} needs: complete or drop the row, or use other tasks for it",
                 f"no {missing}",
             )
-        if self.heard_only:
-            with _part("question_audio"):
-                clips = self._clips(draw, prepared, number, turn)
-            return Turn(task, features=sum(-(-clip.frames // self.model.projector.stack) for clip in clips)), clips
         with _part("question_audio"):
             clips = self._clips(draw, prepared, number, turn) if task.question == "audio" else []
+        features = sum(-(-clip.frames // self.model.projector.stack) for clip in clips)
+        if self.heard_only:
+            return Turn(task, features=features), clips
         with _part("answer_codes"):
             codes = self._codes(prepared, number, turn) if task.audio else None
         ids = Turn(
             task,
-            features=sum(-(-clip.frames // self.model.projector.stack) for clip in clips),
+            features=features,
             question=self._ids(prepared, turn.question_text) if task.question == "text" else (),
             text=self._ids(prepared, turn.written(task)) if task.text else None,
             codes=codes,
@@ -237,7 +280,7 @@ class ExampleMaker:
         if number < len(prepared.row.turns) - 1 and self.cut > 0:
             rng = seeded_rng(self.seed, "cut", draw, number)
             if rng.random() < self.cut:
-                ids = interrupted(ids, turn, self.tokenizer, self.codec.frame_rate if self.codec is not None else 1.0, rng)
+                ids = interrupted(ids, turn, self.tokenizer, self.codec.frame_rate if self.codec else 1.0, rng)
         return ids, clips
 
     def _ids(self, prepared: Prepared, text: str) -> list[int]:
@@ -254,7 +297,9 @@ class ExampleMaker:
             if number not in prepared.heard:
                 audio = turn.question_audio.load(SAMPLE_RATE)
                 prepared.heard[number] = self._features(audio, "kept", *prepared.kept_as, number)
-                prepared.drop_samples(number)
+                turns = list(prepared.row.turns)
+                turns[number] = replace(turn, question_audio=Sound())  # the samples are twice as large as the features
+                prepared.row = replace(prepared.row, turns=tuple(turns))
             heard = prepared.heard[number]
         transcript = self.alignment.ids(turn.question_text) if len(heard) == 1 else []
         clips = []

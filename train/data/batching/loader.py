@@ -24,9 +24,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from omni.errors import UserError
 from omni.utils.process import ENDING
 from train.data.batching.batch import Batch
-from train.data.batching.packer import PackerShard, States, shard_key, update_states
-from train.data.batching.pipeline import Pipeline
-from train.data.sources.shares import UsedUp
+from train.data.batching.packer import PackerShard, Pipeline, States, shard_key, update_states
+from train.data.sources.mixture import UsedUp
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,8 @@ class _Steps(IterableDataset):
     def __init__(
         self, pipeline: Pipeline, micro_batches: int, shards: Sequence[int], parts: int, start: int, states: Mapping[str, Any]
     ) -> None:
-        self.pipeline = pipeline
-        self.micro_batches = micro_batches
-        self.shards = shards
-        self.parts = parts
-        self.start = start
-        self.states = states
+        self.pipeline, self.micro_batches, self.shards = pipeline, micro_batches, shards
+        self.parts, self.start, self.states = parts, start, states
         self.end: Connection | None = None  # becomes readable (and is never read) when the program ends
 
     def __iter__(self) -> Iterator[list[Batch] | _Failure]:
@@ -63,9 +58,8 @@ class _Steps(IterableDataset):
                 for shard in self.shards:
                     key = shard_key(shard, part)
                     if key not in packers:
-                        packers[key] = PackerShard(
-                            self.pipeline, shard, self.micro_batches, part, self.parts, self.states.get(key)
-                        )
+                        place = (shard, self.micro_batches, part, self.parts)
+                        packers[key] = PackerShard(self.pipeline, *place, self.states.get(key))
                     batches.append(packers[key].batch())
             except UserError as error:
                 yield _Failure(str(error), isinstance(error, UsedUp))
@@ -77,24 +71,19 @@ class _Steps(IterableDataset):
 class StepLoader:
     """Iterates endlessly over steps: each item is the list of this process's micro-batches.
 
+    A run keeps the number of parts that it started with (its number of workers), whatever number of workers it has now.
+    UserError: while iterating: an error of a row, as one line; UsedUp where the sources have ended.
+
     Args:
-        pipeline: makes the examples.
         micro_batches: micro-batches of a step over all processes.
         shards: which of them this process makes: `process_shards(...)`.
         workers: data worker processes; 0 makes batches in this process.
-        start_step: number of the first step.
         states: of the checkpoint to go on from, of all processes together (see `merge`); None for the start.
-        prefetch: steps that each worker works ahead.
         pin: put batches into page-locked memory, for a run on a GPU.
-
-    A run keeps the number of parts that it started with (its number of workers), whatever number of workers it has now.
 
     Attributes:
         states: of this process's packers after the last step that was returned; `merge` those of all processes.
         step: number of the next step.
-
-    Raises:
-        UserError: while iterating: an error of a row, as one line; UsedUp where the sources have ended.
     """
 
     def __init__(

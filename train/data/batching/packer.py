@@ -1,4 +1,4 @@
-"""Packer shards: packers that resume exactly, on any number of processes.
+"""The data pipeline, from the number of a draw to its example, and packers that resume exactly, on any number of processes.
 
 One optimizer step takes `shards` micro-batches over all processes, micro-batch j from shard j. Each shard is split into `parts`
 that take turns, step s belonging to part s mod parts, so that as many data workers can work ahead. Part i of shard j is a
@@ -17,15 +17,103 @@ for long and the order stays close to that of the draws.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from omni.errors import UserError
 from train.data.batching.batch import Batch, assemble
-from train.data.batching.examples import Example
-from train.data.batching.pipeline import Pipeline
-from train.data.batching.unused import TOO_LONG, Counts, Trained, Unused
-from train.data.sources.shares import UsedUp
+from train.data.batching.examples import Example, ExampleMaker, Prepared, TooLong
+from train.data.batching.unused import TOO_LONG, Counts, Trained, Unusable, Unused
+from train.data.config import PackingConfig
+from train.data.readers.containers import ShardError
+from train.data.sources.mixture import Draw, Mixture, TaskMixture, UsedUp
+from train.data.sources.stored import drawn_row
+from train.data.sources.streams import StreamDraw, StreamSource
+
+
+class Pipeline:
+    """`fetch(n)` is a pure function of (seed, n, number of packers): any process may call it, in any order and again.
+
+    Args:
+        tasks: one mixture of tasks for each source.
+        kept: number of prepared rows to cache, of sources whose rows are drawn again soon.
+        broken: a broken row is an `error`, or skipped and counted (`skip`).
+    """
+
+    def __init__(
+        self, mixture: Mixture, tasks: Sequence[TaskMixture], maker: ExampleMaker, packing: PackingConfig, seed: int = 0,
+        kept: int = 2048, broken: str = "error",
+    ) -> None:  # fmt: skip
+        if len(tasks) != len(mixture.sources):
+            raise UserError(f"{len(mixture.sources)} sources have {len(tasks)} mixtures of tasks; give one each")
+        self.mixture, self.tasks, self.maker, self.packing = mixture, list(tasks), maker, packing
+        self.names = [f"data.sources[{i}] ({source.name})" for i, source in enumerate(mixture.sources)]
+        self.seed, self.broken = seed, broken
+        self._kept, self._keep = OrderedDict[tuple[int, int], Prepared](), kept
+
+    def fetch(self, number: int, packers: int = 1) -> Example | Unused:
+        """Make the example of draw `number`, or the reason why there is none, where such draws are skipped. `packers`: see
+        `Mixture.draw`. UserError: a broken row, or one that no packed row or window can hold; it is named."""
+        draw = self.mixture.draw(number, packers)
+        try:
+            return self._make(draw)
+        except ShardError:  # of no row: what follows would not be the same
+            raise
+        except UserError as error:
+            if (self.packing.too_long if isinstance(error, TooLong) else self.broken) != "skip":
+                raise
+            task, reason = (error.task, error.reason) if isinstance(error, Unusable) else ("", "the row cannot be read")
+            return Unused(self.names[draw.source], task, reason, str(error))
+
+    def marks(self, packer: int, packers: int, draws: Iterable[int]) -> dict[str, list[list[int]]]:
+        """Where a packer's streams are, by the number of the source, so that these draws and later ones are made at once."""
+        if not self.mixture.streams:
+            return {}
+        lowest: dict[int, int] = {}
+        for draw in (self.mixture.draw(number, packers) for number in draws):
+            if isinstance(draw.place, StreamDraw):
+                lowest[draw.source] = min(draw.place.number, lowest.get(draw.source, draw.place.number))
+        return {str(i): stream.marks(packer, packers, lowest.get(i)) for i, stream in self.streams()}
+
+    def restore(self, packer: int, packers: int, marks: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """Take the marks of a state."""
+        for i, stream in self.streams():
+            stream.restore(packer, packers, marks.get(str(i), ()))
+
+    def streams(self) -> Iterator[tuple[int, StreamSource]]:
+        """The sources that are streams, with their numbers."""
+        for i in self.mixture.streams:
+            source = self.mixture.sources[i]
+            assert isinstance(source, StreamSource)
+            yield i, source
+
+    def _make(self, draw: Draw) -> Example:
+        prepared = self._prepare(draw)
+        row, mixture = prepared.row, self.tasks[draw.source]
+        tasks = [row.task or mixture.task(draw.number, turn, self.seed) for turn in range(len(row.turns))]
+        example = self.maker.make(draw.number, prepared, tasks, self.names[draw.source])
+        if len(example.columns) <= self.packing.length:
+            return example
+        way = "raise packing.length" + ", or set packing.too_long to skip" * (self.packing.too_long == "error")
+        raise TooLong(
+            f"{example.where} takes {len(example.columns)} time steps as {'+'.join(tasks)}, a packed row holds "
+            f"{self.packing.length}: {way}",
+            tasks[0],
+        )
+
+    def _prepare(self, draw: Draw) -> Prepared:
+        origin = self.mixture.sources[draw.source]
+        if not origin.repeats:
+            return Prepared(drawn_row(origin, draw.index, draw.place))
+        where = (draw.source, origin.identity(draw.index))
+        if where not in self._kept:
+            self._kept[where] = Prepared(origin.row(draw.index), where)
+            if len(self._kept) > self._keep:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(where)
+        return self._kept[where]
+
 
 _CHOICE = 1.25
 """Least total length of the examples in a buffer, in rows: with less than a row and a quarter there is little choice."""
@@ -46,7 +134,6 @@ class PackerShard:
 
     Args:
         shard, shards: which shard of how many.
-        part, parts: which part of the shard, of how many.
         state: of a batch that this packer made, to go on after it; None for the start.
     """
 
@@ -146,9 +233,7 @@ def merge(parts: Sequence[States]) -> States:
 
 def choose(lengths: Sequence[int], room: int) -> list[int]:
     """Choose the examples that fill a row of `room` positions best, as ascending indices; the first, oldest is always chosen.
-
-    `lengths` are positive and each at most `room`.
-    """
+    `lengths` are positive and each at most `room`."""
     mask = (1 << (room + 1)) - 1
     # reachable[i]: bit s is set where examples i, i + 1, ... have a subset of summed length s.
     reachable = [1] * (len(lengths) + 1)

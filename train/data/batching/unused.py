@@ -45,7 +45,6 @@ class Unused:
         source: number and name, as in `data.sources[0] (rows.parquet)`.
         task: that the row was drawn for, "" where the row could not be read.
         reason: the kind of fault, such as `too long` or `no answer_text`.
-        why: the whole message.
     """
 
     source: str
@@ -100,10 +99,10 @@ class Counts:
 
     @classmethod
     def joined(cls, several: Iterable[Mapping[str, Any]]) -> Counts:
-        """Sum plain counts; of the messages, the first in their order. Counts of older versions lack the draws by source."""
+        """Sum plain counts; of the messages, the first in their order."""
         out = cls()
         for one in several:
-            for source, count in one.get("sources") or [(source, count) for source, _, count in one.get("drawn", ())]:
+            for source, count in one.get("sources", ()):
                 out.sources[source] = out.sources.get(source, 0) + count
             for source, task, count in one.get("drawn", ()):
                 out.drawn[source, task] = out.drawn.get((source, task), 0) + count
@@ -136,7 +135,7 @@ class Counts:
         for (source, task, reason), (count, first) in sorted(self.unused.items(), key=lambda item: -item[1][0]):
             of = self.total(source, task)
             text = f"{count} of {of} rows ({count / of:.1%}) left out: {reason} (the first: {first[0]})"
-            out[source, task, reason] = f"{_place(source, task)}: {text}"
+            out[source, task, reason] = f"{source}{f' as {task}' if task else ''}: {text}"
         return out
 
     def table(self) -> str:
@@ -148,7 +147,3 @@ class Counts:
             of = self.total(source, task)
             writer.writerow([source, task, reason, count, of, f"{count / of:.6g}", " | ".join(first)])
         return out.getvalue()
-
-
-def _place(source: str, task: str) -> str:
-    return source + (f" as {task}" if task else "")

@@ -1,17 +1,109 @@
-"""Checks of single rows: recordings, codes, texts, word times and speech rates."""
+"""Checks of single rows: recordings, codes, texts, word times and speech rates; and the kinds of findings."""
 
 from __future__ import annotations
 
+import json
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, Literal, TextIO
 
 from omni.errors import UserError
 from omni.tasks import TASKS, find_task
 from omni.utils.ranges import check_fields, ranged
-from train.data.inspect.measures import BadSound, Measured, digest, measure, text_digest
-from train.data.prepare.codecs import BadCodes, Codecs
+from train.data.inspect.measures import BadCodes, BadSound, Codecs, Measured, digest, measure, text_digest
 from train.data.rows.row import Row, RowTurn, Sound
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True)
+class FindingKind:
+    """A kind of finding: an error makes the data unfit for training, a warning asks for a look at it."""
+
+    severity: Severity
+    what: str
+
+
+KINDS: dict[str, FindingKind] = {
+    "unreadable_file": FindingKind("error", "a file that is no Parquet, or of another format"),
+    "damaged_pages": FindingKind("error", "rows of a row group whose pages are damaged"),
+    "changed_file": FindingKind("error", "a file that is not as its preparation left it"),
+    "bad_row": FindingKind("error", "a row that breaks the format: version, turns, types"),
+    "escaping_reference": FindingKind("error", "a recording's path leaves the data's folder"),
+    "missing_reference": FindingKind("error", "a recording that is not where its path says"),
+    "changed_reference": FindingKind("error", "a recording that is not the one that the data was prepared with"),
+    "broken_sound": FindingKind("error", "a recording that cannot be decoded"),
+    "silent_sound": FindingKind("error", "a recording without any sound"),
+    "unknown_task": FindingKind("error", "a task that does not exist"),
+    "unfit_row": FindingKind("error", "a turn that lacks what its task needs, or fits no task"),
+    "codes_order": FindingKind("error", "codes in an order that their codec does not have"),
+    "codes_shape": FindingKind("error", "codes without frames, or of another number of streams"),
+    "codes_range": FindingKind("error", "codes that their codec does not have"),
+    "codes_length": FindingKind("error", "codes that last longer or shorter than their recording"),
+    "word_times": FindingKind("error", "words that end before they start, or outside of their recording"),
+    "leaked_audio": FindingKind("error", "a question's recording that is in the other data too"),
+    "unknown_codec": FindingKind("warning", "codes of a codec that is not known, so not checked"),
+    "mostly_silent": FindingKind("warning", "a recording that is mostly silent"),
+    "clipped": FindingKind("warning", "a recording that is clipped"),
+    "empty_text": FindingKind("warning", "a recording or codes without their text"),
+    "odd_text": FindingKind("warning", "a text with control or replacement characters"),
+    "speech_rate": FindingKind("warning", "a text too long or too short for its sound"),
+    "duplicate_row": FindingKind("warning", "a row whose texts and sound are those of an earlier row"),
+    "duplicate_audio": FindingKind("warning", "a question's recording that an earlier row has"),
+    "duplicate_text": FindingKind("warning", "a question and answer in words that an earlier row of this speaker has"),
+    "leaked_text": FindingKind("warning", "a question in words that is in the other data too"),
+    "leaked_speaker": FindingKind("warning", "a speaker who is in the other data too"),
+}
+"""Kinds of findings by name."""
+
+
+@dataclass
+class Findings:
+    """Counts of findings by kind, and the first few of each.
+
+    Args:
+        examples: number of findings of each kind that are kept.
+        stream: gets each finding as a line of JSON; None for none.
+    """
+
+    examples: int = 5
+    stream: TextIO | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    shown: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+
+    def add(self, kind: str, where: str, text: str, count: int = 1) -> None:
+        """Add a finding, which counts for `count` rows."""
+        severity = KINDS[kind].severity
+        self.counts[kind] += count
+        kept = self.shown.setdefault(kind, [])
+        if len(kept) < self.examples:
+            kept.append((where, text))
+        if self.stream is not None:
+            line = {"kind": kind, "severity": severity, "where": where, "text": text}
+            self.stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def of(self, severity: Severity) -> int:
+        """Number of findings of a severity."""
+        return sum(count for kind, count in self.counts.items() if KINDS[kind].severity == severity)
+
+    def kinds(self) -> Iterator[str]:
+        """Kinds with findings, errors first."""
+        return (name for name in KINDS if self.counts[name])
+
+    def plain(self) -> dict[str, Any]:
+        """Convert to plain data, for a report."""
+        return {
+            name: {
+                "severity": KINDS[name].severity,
+                "what": KINDS[name].what,
+                "count": self.counts[name],
+                "examples": [{"where": where, "text": text} for where, text in self.shown[name]],
+            }
+            for name in self.kinds()
+        }
+
 
 SPEECH_RATES: dict[str, tuple[float, float]] = {"zh": (1.0, 10.0), "yue": (1.0, 10.0), "ja": (1.5, 16.0), "ko": (1.5, 14.0)}
 """Lowest and highest speech rate in characters a second, by language: lower where a character is a syllable or a word."""
@@ -52,27 +144,15 @@ class Bounds:
         return SPEECH_RATES.get(language.replace("_", "-").split("-")[0].casefold(), OTHER_RATES)
 
 
-@dataclass(frozen=True)
-class TurnMeasures:
-    """Measures of a turn's recordings, None for a recording that is absent or unreadable; and its answer's seconds, by
-    recording or codes."""
-
-    question: Measured | None
-    answer: Measured | None
-    spoken: float | None
-
-
 @dataclass
 class Checked:
     """Results of the checks of a row.
 
     Attributes:
-        problems: kind of finding and text.
         audio, texts: digests of the questions' recordings, and of the questions' words.
         pairs: digests of each question and answer in words, where both are there.
         said: the same digests, with the speaker where the question is a recording, or else with that recording.
         whole: digest of all texts, sounds and codes; None where a part of it cannot be read.
-        turns: measures of each turn.
     """
 
     problems: list[tuple[str, str]] = field(default_factory=list)
@@ -81,7 +161,7 @@ class Checked:
     pairs: list[int] = field(default_factory=list)
     said: list[int] = field(default_factory=list)
     whole: int | None = None
-    turns: list[TurnMeasures] = field(default_factory=list)
+    turns: list[CheckedTurn] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -103,10 +183,10 @@ def check_row(row: Row, bounds: Bounds, codecs: Codecs) -> Checked:
         except UserError as error:
             checked.problems.append(("unknown_task", str(error)))
     for number, turn in enumerate(row.turns):
-        found = _Turn(row, turn, bounds, codecs)
+        found = CheckedTurn(row, turn, bounds, codecs)
         prefix = f"turn {number}: " if len(row.turns) > 1 else ""
         checked.problems += [(kind, prefix + text) for kind, text in found.problems()]
-        checked.turns.append(TurnMeasures(found.question, found.answer, found.spoken))
+        checked.turns.append(found)
         if found.question is not None:
             checked.audio.append(found.question.digest)
         if turn.question_text.strip():
@@ -114,21 +194,20 @@ def check_row(row: Row, bounds: Bounds, codecs: Codecs) -> Checked:
             if turn.answer_text.strip():
                 checked.pairs.append(text_digest(turn.question_text, turn.answer_text))
                 checked.said.append(digest(checked.pairs[-1].to_bytes(8, "little"), found.who()))
-        readable &= found.readable
+        readable &= not found.broken
         parts += found.parts()
     checked.whole = digest(*parts) if readable else None
     return checked
 
 
-class _Turn:
-    """A turn with its measures."""
+class CheckedTurn:
+    """A turn with the measures of its recordings, None for one that is absent or unreadable, and its answer's seconds."""
 
     def __init__(self, row: Row, turn: RowTurn, bounds: Bounds, codecs: Codecs) -> None:
         self.row, self.turn, self.bounds, self.codecs = row, turn, bounds, codecs
         self.broken: list[tuple[str, str]] = []
         self.question = self._measure("question_audio", turn.question_audio)
         self.answer = self._measure("answer_audio", turn.answer_audio)
-        self.readable = not self.broken
         codes = turn.answer_codes
         self.spoken = self.answer.seconds if self.answer else codecs.seconds(codes) if codes else None
 
@@ -142,10 +221,8 @@ class _Turn:
             return None
 
     def who(self) -> bytes:
-        """Speaker as part of a digest: the same words by several speakers are usual in speech data, and no duplicates.
-
-        Where no speaker is named, the recording stands for it, so that each counts as another speaker; empty without one.
-        """
+        """Speaker as part of a digest: the same words by several speakers are usual in speech data, and no duplicates. Where no
+        speaker is named, the recording stands for it, so that each counts as another speaker; empty without one."""
         sound = self.question or self.answer
         if sound is None:
             return b""

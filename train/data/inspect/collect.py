@@ -6,10 +6,12 @@ Dimensions: A audio streams, F frames.
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +22,48 @@ from omni.generate.question import read_system
 from omni.tasks import Task, Turn, system_message
 from train.data.batching.columns import turn_columns
 from train.data.inspect.checks import characters
-from train.data.inspect.measures import BadSound, head
-from train.data.inspect.target import Target
-from train.data.inspect.texts import TextCounts
-from train.data.prepare.codecs import BadCodes, Codecs
+from train.data.inspect.measures import BadCodes, BadSound, Codecs, head, text_digest
+from train.data.inspect.options import Target
 from train.data.rows.row import Codes, Row, RowTurn, Sound
+
+NAMED = 2000
+"""Most distinct words that are listed in a report, such as for `data.words` of a run."""
+_WORD = re.compile(r"[\w']+")
+
+
+class TextCounts:
+    """Texts that are not empty, their words, and how many of both are distinct. Case is ignored."""
+
+    def __init__(self) -> None:
+        self.words = 0
+        self._texts, self._distinct = array("Q"), set[str]()
+
+    @property
+    def texts(self) -> int:
+        """Number of texts."""
+        return len(self._texts)
+
+    def add(self, text: str) -> None:
+        """Count a text."""
+        found = _WORD.findall(text.lower())
+        if found:
+            self.words += len(found)
+            self._distinct.update(found)
+            self._texts.append(text_digest(" ".join(found)))
+
+    def merge(self, other: TextCounts) -> None:
+        """Count the texts of other rows too."""
+        self.words += other.words
+        self._distinct |= other._distinct
+        self._texts.extend(other._texts)
+
+    def plain(self) -> dict[str, Any]:
+        """Convert to plain data, for a report."""
+        texts = len(np.unique(np.array(self._texts, np.uint64)))
+        counts = {"distinct_texts": texts, "distinct_words": len(self._distinct)}
+        listed = sorted(self._distinct) if len(self._distinct) <= NAMED else []
+        return {"texts": self.texts, "words": self.words, **counts, "vocabulary": listed}
+
 
 FIELDS = ("source", "language", "speaker", "task")
 """Fields of a row by whose values rows are counted."""
@@ -34,25 +73,17 @@ OTHERS = "(others)"
 MOST_CODES = 1 << 20
 """Largest number of codes of a stream that are counted where the codebook's size is not known."""
 PERCENTS = (1, 5, 25, 50, 75, 95, 99)
-BILLION = 10**9
-
-
-def billionths(value: float) -> int:
-    """A value as a whole number of billionths, of which sums are exact."""
-    return round(value * BILLION)
 
 
 class Sample:
-    """Values of a measure, kept in single precision."""
+    """Values of a measure, kept in single precision, and their sum."""
 
     def __init__(self) -> None:
-        self.total = 0  # in billionths: a sum that does not depend on the order
-        self.least, self.most = math.inf, -math.inf
+        self.total, self.least, self.most = 0.0, math.inf, -math.inf
         self._values = array("f")
 
     def add(self, value: float) -> None:
-        """Add a value."""
-        self.total += billionths(value)
+        self.total += value
         self.least, self.most = min(self.least, value), max(self.most, value)
         self._values.append(value)
 
@@ -64,7 +95,6 @@ class Sample:
 
     @property
     def count(self) -> int:
-        """Number of values."""
         return len(self._values)
 
     @property
@@ -74,8 +104,7 @@ class Sample:
 
     @property
     def mean(self) -> float:
-        """The mean of all values."""
-        return self.total / self.count / BILLION
+        return self.total / self.count
 
     def summary(self) -> dict[str, float]:
         """Compute count, mean, extremes and percentiles."""
@@ -90,27 +119,16 @@ class Group:
 
     rows: int = 0
     turns: int = 0
-    question_nanoseconds: int = 0
-    answer_nanoseconds: int = 0
+    question_seconds: float = 0.0
+    answer_seconds: float = 0.0
 
     def add(self, other: Group) -> None:
-        self.rows += other.rows
-        self.turns += other.turns
-        self.question_nanoseconds += other.question_nanoseconds
-        self.answer_nanoseconds += other.answer_nanoseconds
-
-    @property
-    def question_seconds(self) -> float:
-        return self.question_nanoseconds / BILLION
-
-    @property
-    def answer_seconds(self) -> float:
-        return self.answer_nanoseconds / BILLION
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
     def plain(self) -> dict[str, int | float]:
         """Convert to plain data, for a report."""
-        seconds = {"question_seconds": self.question_seconds, "answer_seconds": self.answer_seconds}
-        return {"rows": self.rows, "turns": self.turns, **seconds}
+        return dict(vars(self))
 
 
 @dataclass
@@ -141,9 +159,6 @@ class Collected:
     """Statistics of rows.
 
     Attributes:
-        groups: counts of rows by field, by value.
-        samples: values of measures by name.
-        texts: counts of words and texts by side.
         codes: by codec, counts [codes] of each stream in the model's order.
         noted: numbers of rows or turns that could not be measured, by reason.
         damaged: files and parts of files that cannot be read, with the reason.
@@ -222,8 +237,8 @@ class Collector:
             if spoken is None and turn.answer_codes is not None:
                 spoken = self.codecs.seconds(turn.answer_codes)
             lengths.append((asked, spoken))
-            mine.question_nanoseconds += billionths(asked or 0.0)
-            mine.answer_nanoseconds += billionths(spoken or 0.0)
+            mine.question_seconds += asked or 0.0
+            mine.answer_seconds += spoken or 0.0
             for side, text, seconds in (("question", turn.question_text, asked), ("answer", turn.answer_text, spoken)):
                 self._side(side, text, seconds)
             if turn.answer_codes is not None:
@@ -274,23 +289,20 @@ class Collector:
         self.done.add_codes(codes.codec, [np.bincount(row, minlength=n) for row, n in zip(frames.numpy(), sizes, strict=True)])
 
     def _columns(self, row: Row, task: Task, lengths: list[tuple[float | None, float | None]]) -> None:
+        assert self.target is not None
         if any(turn.lacks(task) for turn in row.turns):
             self.done.noted[f"rows that lack what {task.name} needs"] += 1
             return
         try:
-            count = self._system_columns(row)
+            system = read_system(row.system, self.target.tokenizer)
+            count = len(system_message(self.target.config.layout, system))
             count += sum(self._turn_columns(turn, task, *times) for turn, times in zip(row.turns, lengths, strict=True))
         except _NotCounted as why:
             self.done.noted[f"rows not counted for {task.name}: {why}"] += 1
             return
         self._note(f"columns {task.name}", count)
-        assert self.target is not None
         if count > self.target.config.decoder.context:
             self.done.noted[f"rows of more columns than the decoder's context as {task.name}"] += 1
-
-    def _system_columns(self, row: Row) -> int:
-        assert self.target is not None
-        return len(system_message(self.target.config.layout, read_system(row.system, self.target.tokenizer)))
 
     def _turn_columns(self, turn: RowTurn, task: Task, asked: float | None, spoken: float | None) -> int:
         """Number of columns that `train.data.batching.examples` would make of a turn."""

@@ -1,4 +1,4 @@
-"""Filters rows by rules: writes the kept ones to shards, and a log of why the others were dropped."""
+"""Filters rows by rules from a YAML file: writes the kept ones to shards, and a log of why the others were dropped."""
 
 from __future__ import annotations
 
@@ -6,47 +6,158 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.resample import resample
+from omni.config import from_dict
 from omni.errors import UserError
 from omni.files import LOCK, locked, write_json
-from omni.utils.remote import refuse_remote
+from train.console.command import read_yaml
 from train.console.progress import Kind, percent
 from train.data.executor import HERE, Processes
-from train.data.inspect.checks import Bounds, Checked, check_row
-from train.data.inspect.display import display_of, make_folder, over
-from train.data.inspect.findings import KINDS
-from train.data.inspect.measures import BadSound, load, stored_bytes
-from train.data.inspect.rules import Rules, WerRule, broken_rules
-from train.data.inspect.scan import FoundRow, Scan, UnreadableRows
-from train.data.prepare.codecs import BadCodes, Codecs
+from train.data.inspect.checks import KINDS, Bounds, Checked, CheckedTurn, characters, check_row
+from train.data.inspect.measures import BadCodes, BadSound, Codecs, load, stored_bytes
+from train.data.inspect.options import make_folder
+from train.data.inspect.scan import FoundRow, Scan, display_of, over
 from train.data.prepare.config import BLOCK
-from train.data.prepare.report import REPORT
-from train.data.prepare.rows import PrepareTally
-from train.data.prepare.shards import ShardWriter, notes
-from train.data.prepare.worker import PreparedBlock
-from train.data.rows.row import Row, Sound
+from train.data.prepare.prepare import occupied, place_for
+from train.data.prepare.rows import PreparedBlock, PrepareTally
+from train.data.prepare.shards import REPORT, ShardWriter, listed
+from train.data.rows.row import Row, RowTurn, Sound
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from train.scoring.asr import WhisperTranscriber
 
+
+@dataclass(frozen=True)
+class Range:
+    """Lowest and highest allowed value, both included; null for none."""
+
+    min: float | None = None
+    max: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise UserError(f"a rule asks for at least {self.min:g} and at most {self.max:g}: nothing is both")
+
+    def outside(self, value: float) -> str:
+        """The reason why a value is not allowed; empty where it is."""
+        if self.min is not None and value < self.min:
+            return f"is {value:.4g}, the least is {self.min:g}"
+        if self.max is not None and value > self.max:
+            return f"is {value:.4g}, the most is {self.max:g}"
+        return ""
+
+
+@dataclass(frozen=True)
+class WerRule:
+    """Highest word error rate of each side's recording against its text; null for no limit."""
+
+    question: float | None = None
+    answer: float | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules of a filter; a row that breaks one of them is dropped. Rules apply to the parts that a turn has: see `require`.
+
+    Attributes:
+        turns: number of turns of a row.
+        question_seconds, answer_seconds: length of the recordings (of an answer with codes only: of its frames).
+        question_chars, answer_chars: characters of the texts, without spaces.
+        chars_per_second: the same over the seconds, of each side.
+        silence_share: share of silent windows of each recording.
+        clipping: share of clipped samples of each recording.
+        languages, sources, speakers, tasks: allowed values of a row's field; null for any.
+        without_speakers: speakers who are left out.
+        require: parts that every turn must have.
+        drop_errors: drop what `data validate` calls an error of the row: broken sound, codes out of range, no fitting task.
+        drop_duplicates: drop rows that equal an earlier row that is kept: as a whole (`row`), in a question's recording
+            (`question_audio`) or in all words of a question and its answer (`text`).
+        max_wer: highest word error rate of a Whisper's transcript, of rows that no other rule but `drop_duplicates` drops.
+    """
+
+    turns: Range | None = None
+    question_seconds: Range | None = None
+    answer_seconds: Range | None = None
+    question_chars: Range | None = None
+    answer_chars: Range | None = None
+    chars_per_second: Range | None = None
+    silence_share: Range | None = None
+    clipping: Range | None = None
+    languages: tuple[str, ...] | None = None
+    sources: tuple[str, ...] | None = None
+    speakers: tuple[str, ...] | None = None
+    tasks: tuple[str, ...] | None = None
+    without_speakers: tuple[str, ...] = ()
+    require: tuple[Literal["question_text", "question_audio", "answer_text", "answer_audio", "answer_codes"], ...] = ()
+    drop_errors: bool = True
+    drop_duplicates: tuple[Literal["row", "question_audio", "text"], ...] = ()
+    max_wer: WerRule | None = None
+
+
+def read_rules(file: Path) -> Rules:
+    """Read rules from a YAML file; UserError for an unknown key (naming the closest), or a value of another type."""
+    if not file.exists():
+        raise UserError(f"rules {file} do not exist: name a YAML file, such as one with 'question_seconds: {{max: 30}}'")
+    return from_dict(Rules, read_yaml(file, "rules") or {}, str(file))
+
+
+_FIELDS = {"languages": "language", "sources": "source", "speakers": "speaker", "tasks": "task"}
+
+
+def broken_rules(rules: Rules, row: Row, checked: Checked) -> Iterator[tuple[str, str]]:
+    """Name and reason of each rule that a row breaks, except `drop_duplicates` and `max_wer`, which need more than the row."""
+    for name, attribute in _FIELDS.items():
+        allowed, value = getattr(rules, name), getattr(row, attribute)
+        if allowed is not None and value not in allowed:
+            yield name, f"{attribute} {value!r} is not among those of the rule"
+    if row.speaker in rules.without_speakers:
+        yield "without_speakers", f"speaker {row.speaker!r} is left out"
+    if rules.turns is not None and (why := rules.turns.outside(len(row.turns))):
+        yield "turns", f"number of turns {why}"
+    for number, (turn, heard) in enumerate(zip(row.turns, checked.turns, strict=True)):
+        prefix = f"turn {number}: " if len(row.turns) > 1 else ""
+        for needed in rules.require:
+            if not _has(turn, needed):
+                yield "require", f"{prefix}there is no {needed}"
+        for name, what, value in _values(turn, heard):
+            bounds: Range | None = getattr(rules, name)
+            if bounds is not None and value is not None and (why := bounds.outside(value)):
+                yield name, f"{prefix}{what} {why}"
+
+
+def _has(turn: RowTurn, name: str) -> bool:
+    value = getattr(turn, name)
+    return bool(value.strip()) if isinstance(value, str) else value is not None
+
+
+def _values(turn: RowTurn, heard: CheckedTurn) -> Iterator[tuple[str, str, float | None]]:
+    """Iterate over rule, name and value of every measure of a turn; the value is None where the turn has none."""
+    asked = heard.question.seconds if heard.question else None
+    for side, text, seconds in (("question", turn.question_text, asked), ("answer", turn.answer_text, heard.spoken)):
+        count = characters(text)
+        yield f"{side}_seconds", f"length of the {side} in seconds", seconds
+        yield f"{side}_chars", f"number of characters of the {side}", count or None
+        yield "chars_per_second", f"characters a second of the {side}", count / seconds if count and seconds else None
+    for side, sound in (("question", heard.question), ("answer", heard.answer)):
+        yield "silence_share", f"silent share of {side}_audio", sound.silence if sound else None
+        yield "clipping", f"clipped share of {side}_audio", sound.clipping if sound else None
+
+
 DROPPED = "dropped.jsonl"
 UNREADABLE = "unreadable"
 
 Reason = tuple[str, str]
-
-RowDigests = dict[str, list[int]]
-"""Digests of a row by rule of `drop_duplicates`."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +167,13 @@ class JudgedRow:
     Attributes:
         item: its number as `row`, `where`, and its `id`, or the `count` of rows that cannot be read: for the log.
         reasons: of the rules that need no other row, but `max_wer`: it is dropped.
-        digests: by which it is a duplicate.
-        heard: reasons of the rule `max_wer`.
+        digests: by rule of `drop_duplicates`, by which it is a duplicate.
         tally: its counts, where it is kept.
     """
 
     item: dict[str, Any]
     reasons: list[Reason]
-    digests: RowDigests = field(default_factory=dict)
+    digests: dict[str, list[int]] = field(default_factory=dict)
     heard: list[Reason] = field(default_factory=list)
     tally: PrepareTally = field(default_factory=PrepareTally)
 
@@ -95,52 +205,35 @@ class KeptDigests:
 
 
 class RowFilter:
-    """Judges rows singly.
-
-    Args:
-        asr: for the rule `max_wer`.
-    """
+    """Judges rows singly; `asr` hears for the rule `max_wer`."""
 
     def __init__(self, rules: Rules, codecs: Codecs | None = None, asr: WhisperTranscriber | None = None) -> None:
         self.rules, self.codecs, self.asr = rules, codecs or Codecs(), asr
 
-    def judge(self, item: FoundRow | UnreadableRows) -> JudgedRow:
+    def judge(self, item: FoundRow) -> JudgedRow:
         """Judge an item by itself, and embed its sound; UserError where an answer cannot be decoded."""
         of: dict[str, Any] = {"row": item.index, "where": item.where}
-        if isinstance(item, UnreadableRows):
+        if item.plain is None:
             return JudgedRow({**of, "count": item.count}, [(UNREADABLE, item.why)])
         of["id"] = item.plain.get("id", "")
         if item.row is None:
             return JudgedRow(of, [(UNREADABLE, item.why)])
-        reasons, checked = self.own_reasons(item.row)
+        checked = check_row(item.row, Bounds(), self.codecs)
+        reasons = [problem for problem in checked.problems if self.rules.drop_errors and KINDS[problem[0]].severity == "error"]
+        reasons += broken_rules(self.rules, item.row, checked)
         heard = [] if reasons else self.heard(item.row)
         reasons = reasons or ([] if heard else _embed(item, item.row))
-        return JudgedRow(of, reasons, self.digests(checked), heard, _tally(checked))
-
-    def own_reasons(self, row: Row) -> tuple[list[Reason], Checked]:
-        """Reasons of the rules that need no other row, but `max_wer`."""
-        checked = check_row(row, Bounds(), self.codecs)
-        reasons = [problem for problem in checked.problems if self.rules.drop_errors and KINDS[problem[0]].severity == "error"]
-        return [*reasons, *broken_rules(self.rules, row, checked)], checked
-
-    def digests(self, checked: Checked) -> RowDigests:
-        """Digests of a row for the rule `drop_duplicates`."""
-        every: dict[str, Sequence[int | None]] = {
-            "row": [checked.whole],
-            "question_audio": checked.audio,
-            "text": checked.pairs,
-        }
-        return {name: [value for value in every[name] if value is not None] for name in self.rules.drop_duplicates}
+        whole = [] if checked.whole is None else [checked.whole]
+        digests = {"row": whole, "question_audio": checked.audio, "text": checked.pairs}
+        return JudgedRow(of, reasons, {name: digests[name] for name in self.rules.drop_duplicates}, heard, _tally(checked))
 
     def heard(self, row: Row) -> list[Reason]:
         """Reasons of the rule `max_wer`. UserError where an answer cannot be decoded."""
-        return [] if self.rules.max_wer is None else self._heard(row, self.rules.max_wer)
-
-    def _heard(self, row: Row, rule: WerRule) -> list[Reason]:
+        if (rule := self.rules.max_wer) is None:
+            return []
         from train.scoring.asr import error_rate
 
-        assert self.asr is not None
-        out = []
+        out = list[Reason]()
         for number, turn in enumerate(row.turns):
             for side, most in (("question", rule.question), ("answer", rule.answer)):
                 text = getattr(turn, f"{side}_text")
@@ -156,6 +249,7 @@ class RowFilter:
                     raise UserError(f"{row.where}: {error}") from error
                 if audio is None:
                     continue
+                assert self.asr is not None
                 heard = self.asr.transcribe(audio, row.language)
                 rate = error_rate(text, heard, row.language)
                 if rate > most:
@@ -187,13 +281,9 @@ def row_judge(
 
     judge = RowFilter(rules, codecs, whisper() if whisper else None).judge
 
-    def block(items: list[FoundRow | UnreadableRows]) -> JudgedBlock:
+    def block(items: list[FoundRow]) -> JudgedBlock:
         judged = [judge(item) for item in items]
-        plain = [
-            item.plain
-            for item, one in zip(items, judged, strict=True)
-            if isinstance(item, FoundRow) and not (one.reasons or one.heard)
-        ]
+        plain = [item.plain for item, one in zip(items, judged, strict=True) if not (one.reasons or one.heard)]
         return JudgedBlock(judged, pa.Table.from_pylist(plain, schema=scan.schema))
 
     def judge_all(rows: range) -> list[JudgedBlock]:
@@ -213,21 +303,14 @@ def filter_rows(
     progress: Kind = "off",
     processes: Processes = HERE,
 ) -> dict[str, Any]:
-    """Write the rows that rules allow, in their order, to Parquet shards in the folder `out`; returns the report.
-
-    Recordings in the folder of the rows are embedded; those elsewhere (`reference.Reference`) stay there.
-
-    Args:
-        whisper: loads what hears for the rule `max_wer`, in each process.
-
-    Raises:
-        UserError: no such data, `out` is there already, the working folder, or being made by another process, no row is kept,
-            no space left; see also `executor.imap`.
-    """
+    """Write the rows that rules allow, in their order, to Parquet shards in the folder `out`; returns the report. Recordings in
+    the folder of the rows are embedded; those elsewhere (`Reference`) stay there. `whisper` loads what hears for the rule
+    `max_wer`, in each process. UserError: no such data, `out` is there already or made by another process, no row is kept, no
+    space left; see also `imap`."""
     scan = Scan(data, progress)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if occupied(out):
         raise UserError(f"output {out} exists: choose another, or remove it")
-    out = _place(out)
+    out = place_for(out)
     make_folder(out.parent)
     work = out.with_name(f"{out.name}.filtering")
     with locked(work):
@@ -250,15 +333,6 @@ def filter_rows(
     return report
 
 
-def _place(out: Path) -> Path:
-    """Path of the finished folder, links resolved; UserError where it would replace the working folder."""
-    refuse_remote(out, "output", write=True)
-    place = Path(os.path.realpath(out))
-    if place == Path.cwd():
-        raise UserError(f"output {out} is the folder that this runs in, which a new one would replace: name another")
-    return place
-
-
 def _fill(scan: Scan, work: Path, blocks: Iterable[JudgedBlock], rules: Rules, shard_mb: int) -> dict[str, Any]:
     import pyarrow as pa
 
@@ -279,7 +353,8 @@ def _fill(scan: Scan, work: Path, blocks: Iterable[JudgedBlock], rules: Rules, s
                         lost.append(f"{one.item['where']} {reasons[0][1]}")
                     counts.update({name: rows for name in dict(reasons)})
                     dropped += rows
-                    _log(log, one.item, reasons)
+                    line = {**one.item, "reasons": [{"rule": name, "text": text} for name, text in reasons]}
+                    log.write(json.dumps(line, ensure_ascii=False) + "\n")
                 rows_kept = block.rows.filter(pa.array(taken, pa.bool_()))
                 shards.add(PreparedBlock(shards.last, shards.last + tally.items, rows_kept, tally))
         shards.finish()
@@ -302,9 +377,7 @@ def _fill(scan: Scan, work: Path, blocks: Iterable[JudgedBlock], rules: Rules, s
         "rules": dict(counts.most_common()),
         **({"unreadable_files": lost} if lost else {}),
         "asked": asdict(rules),
-        "shards": [
-            {name: note[name] for name in ("file", "rows", "bytes", "crc32", "items")} for note in notes(work) if note["file"]
-        ],
+        "shards": listed(work),
     }
     write_json(work / REPORT, report)
     return report
@@ -313,7 +386,7 @@ def _fill(scan: Scan, work: Path, blocks: Iterable[JudgedBlock], rules: Rules, s
 def _embed(item: FoundRow, row: Row) -> list[Reason]:
     """Replace paths in the rows' folder by the files' bytes, as from another they would not resolve; or why that cannot be."""
     try:
-        for stored, turn in zip(item.plain["turns"], row.turns, strict=True):
+        for stored, turn in zip((item.plain or {})["turns"], row.turns, strict=True):
             for name in ("question_audio", "answer_audio"):
                 sound = getattr(turn, name)
                 if sound is not None and not sound.data and sound.reference is None:
@@ -328,8 +401,3 @@ def _tally(checked: Checked) -> PrepareTally:
     asked = sum(turn.question.seconds for turn in checked.turns if turn.question)
     spoken = sum(turn.spoken or 0.0 for turn in checked.turns)
     return PrepareTally(rows=1, turns=len(checked.turns), question_seconds=asked, answer_seconds=spoken)
-
-
-def _log(log: TextIO, item: dict[str, Any], reasons: list[Reason]) -> None:
-    line = {**item, "reasons": [{"rule": name, "text": text} for name, text in reasons]}
-    log.write(json.dumps(line, ensure_ascii=False) + "\n")

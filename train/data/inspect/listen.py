@@ -12,11 +12,9 @@ from omni.audio.wav import write_wav
 from omni.codec.registry import CODECS
 from omni.errors import UserError
 from omni.tasks import TASKS, Task, find_task
-from train.data.inspect.display import make_folder
-from train.data.inspect.measures import BadSound, load, measure
-from train.data.inspect.scan import Scan, UnreadableRows
-from train.data.inspect.target import Target
-from train.data.prepare.codecs import BadCodes, Codecs
+from train.data.inspect.measures import BadCodes, BadSound, Codecs, load, measure
+from train.data.inspect.options import Target, make_folder
+from train.data.inspect.scan import Scan
 from train.data.rows.parquet_files import one_line
 from train.data.rows.row import Row, Sound
 
@@ -45,7 +43,7 @@ def find_row(scan: Scan, name: str) -> Row:
         index = scan.index(Path(file).name, int(number))
     else:
         for item in scan:
-            if not isinstance(item, UnreadableRows) and item.row is not None and item.row.id == name:
+            if item.row is not None and item.row.id == name:
                 return item.row
         raise UserError(f"data {scan.path} has no row with the id {name!r}; a number from 0 to {len(scan) - 1} names one too")
     found = scan.at(index)
@@ -55,14 +53,9 @@ def find_row(scan: Scan, name: str) -> Row:
 
 
 def sounds(row: Row, folder: Path, codecs: Codecs, overwrite: bool = False) -> list[str]:
-    """Write the sounds of every turn as `question-0.wav`, `answer-0.wav` and, decoded, `answer-0-codes.wav`.
-
-    Returns:
-        A line for each text, and for each sound that the row has, written or not.
-
-    Raises:
-        UserError: a file of another sound is there, and it is not to be replaced.
-    """
+    """Write the sounds of every turn as `question-0.wav`, `answer-0.wav` and, decoded, `answer-0-codes.wav`. Returns a line for
+    each text, and for each sound that the row has, written or not. UserError: a file of another sound is there, and it is not
+    to be replaced."""
     lines = []
     for number, turn in enumerate(row.turns):
         for side, text, sound in (
@@ -114,7 +107,7 @@ def _recording(sound: Sound, file: Path, overwrite: bool) -> str:
 def draw(row: Row, target: Target, codecs: Codecs, task: str | None = None, columns: int = 24) -> str:
     """Draw the row's prompt and targets as text; UserError where it lacks a part that the task needs, or needs a codec that
     is not available."""
-    from train.data.batching.draw import draw_columns
+    from train.data.batching.batch import draw_columns
     from train.data.batching.examples import ExampleMaker, Prepared
 
     chosen = _task(row, task)
@@ -144,8 +137,20 @@ def _task(row: Row, name: str | None) -> Task:
 
 
 def _codec(row: Row, target: Target, codecs: Codecs) -> AudioCodec:
-    """The model's codec; a `CodeChecks`, which makes no codes, where its weights are not available."""
-    from train.data.inspect.code_checks import CodeChecks
+    """The model's codec; where its weights are not available, one of which only name and codebook sizes are known."""
+    from omni.codec.base import AudioCodec, CodecStream
+
+    class CodeChecks(AudioCodec):
+        sample_rate = frame_samples = 1
+
+        def __init__(self, name: str, sizes: tuple[int, ...]) -> None:
+            self.name, self.codebook_sizes = name, sizes
+
+        def stream(self, seed: int = 0) -> CodecStream:
+            raise UserError(f"codec {self.name} has no weights here: give them with --codec_folder")
+
+        def _encode(self, audio: Tensor) -> Tensor:
+            raise UserError(f"codec {self.name} has no weights here: give them with --codec_folder")
 
     name = target.config.codec
     if codecs.folder is not None or not CODECS.find(name).weights or any(turn.answer_codes is None for turn in row.turns):

@@ -1,25 +1,30 @@
-"""Measures recordings: duration, silence, clipping, and a digest of the samples.
+"""Measures recordings, and checks stored codes: duration, silence, clipping, a digest of the samples; shape and range.
 
-Dimensions: S samples.
+Dimensions: S samples, A audio streams, F frames.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni.audio.io import AudioInfo, audio_info, read_audio
+from omni.audio.io import AudioInfo
+from omni.codec.registry import CODECS, code_orders, load_codec
 from omni.errors import UserError
 from omni.stores.tries import StoreError
-from omni.utils.remote import refuse_remote
+from train.data.readers.codes import CodesKind, codes_kinds
 from train.data.rows.reference import UnfitReference
-from train.data.rows.row import Sound, inside
+from train.data.rows.row import Codes, Sound
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from omni.codec.base import AudioCodec
+
 
 SILENT_DB = -50.0
 """A window whose root mean square is below this, relative to full scale, is silent."""
@@ -29,12 +34,8 @@ CLIPPED_LEVEL, CLIPPED_RUN = 0.995, 3
 """Share of full scale, and the number of consecutive samples beyond it, on one side, that are clipping; fewer are a peak."""
 
 
-class BadSound(UserError):
-    """A recording that cannot be read; `kind` is one of `findings.KINDS`: `missing_reference`, `broken_sound`, ..."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
+class BadSound(UnfitReference):
+    """A recording that cannot be read; `kind` is one of `checks.KINDS`: `missing_reference`, `broken_sound`, ..."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,6 @@ class Measured:
     """Measures of a recording.
 
     Attributes:
-        seconds: its length.
         silence: share of the windows that are silent.
         clipping: share of the samples that are clipped.
         digest: of its samples and rate: equal for a WAV and the FLAC made of it.
@@ -70,82 +70,32 @@ def measure(sound: Sound) -> Measured:
 
 def load(sound: Sound, sample_rate: int = 0) -> tuple[Tensor, int]:
     """Load samples [S] and their rate: `sample_rate`, or the recording's own for 0; `BadSound` where it cannot be read."""
-    if sound.samples is not None:
-        return sound.load(sample_rate or sound.sample_rate), sample_rate or sound.sample_rate
-    if (named := sound.reference) is not None:
-        with _unfit():
-            rate = sample_rate or named.info().sample_rate
-            return named.load(rate), rate
-    source = _source(sound)
-    try:
-        rate = sample_rate or audio_info(source).sample_rate
-        return read_audio(source, rate), rate
-    except UserError as error:
-        raise BadSound("broken_sound", str(error)) from error
+    with _unfit():
+        rate = sample_rate or sound.info().sample_rate
+        return sound.load(rate), rate
 
 
 def head(sound: Sound) -> AudioInfo:
     """Read the recording's header, without decoding the sound; `BadSound` where it cannot be read."""
-    if sound.samples is not None:
-        return AudioInfo(sound.sample_rate, len(sound.samples), 1, "samples")
-    if (named := sound.reference) is not None:
-        with _unfit():
-            return named.info()
-    try:
-        info = audio_info(_source(sound))
-    except BadSound:
-        raise
-    except UserError as error:
-        raise BadSound("broken_sound", str(error)) from error
-    return info
+    with _unfit():
+        return sound.info()
 
 
 def stored_bytes(sound: Sound) -> bytes:
     """Read the recording's file as bytes; `BadSound` where a reference does not resolve."""
-    source = _source(sound)
-    if isinstance(source, bytes):
-        return source
-    try:
-        with open(source, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise BadSound("broken_sound", f"{source} cannot be read: {error.strerror}") from error
+    with _unfit():
+        return sound.data or sound.file().read_bytes()
 
 
 @contextmanager
 def _unfit() -> Iterator[None]:
-    """A context in which errors of a recording elsewhere are `BadSound`; a store that cannot be read is none of these."""
+    """A context in which errors of a recording are `BadSound`; a store that cannot be read is none of these."""
     try:
         yield
     except StoreError:
         raise
-    except UserError as error:
+    except (UserError, OSError) as error:
         raise BadSound(error.kind if isinstance(error, UnfitReference) else "broken_sound", str(error)) from error
-
-
-def _source(sound: Sound) -> bytes | str:
-    if sound.data:
-        return sound.data
-    name = sound.path or ""
-    shown = repr(name if len(name) <= 200 else name[:197] + "...")
-    if "\0" in name:
-        raise BadSound("missing_reference", f"audio {shown} is no path, it holds NUL: name a file in the data's folder")
-    try:
-        refuse_remote(name, "audio", sound.folder or ".")
-    except UserError as error:
-        raise BadSound("missing_reference", str(error)) from error
-    try:
-        path = inside(sound.folder, name)
-        there = path.is_file()
-    except UserError as error:
-        raise BadSound("escaping_reference", str(error)) from error
-    except (OSError, RuntimeError) as error:  # too long, no access, links in a circle
-        why = (error.strerror if isinstance(error, OSError) else None) or "links in a circle"
-        text = f"audio {shown} is no path here ({why}): name a file in the data's folder"
-        raise BadSound("missing_reference", text) from error
-    if not there:
-        raise BadSound("missing_reference", f"audio {shown} is not in the data's folder {sound.folder}: copy it there")
-    return str(path)
 
 
 def silence_share(samples: Tensor, rate: int) -> float:
@@ -186,3 +136,88 @@ def digest(*parts: bytes) -> int:
 def text_digest(*texts: str) -> int:
     """Hash texts to 64 bits, regardless of case and whitespace."""
     return digest(*(" ".join(text.casefold().split()).encode() for text in texts))
+
+
+def _has_weights(name: str) -> bool:
+    return name not in sorted(CODECS) or bool(CODECS.find(name).weights)
+
+
+class BadCodes(ValueError):
+    """Codes that no model can use; `kind` is `codes_order`, `codes_shape` or `codes_range`."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Codecs:
+    """Looks up codecs' sizes and rates, and loads the codecs themselves where their weights are given. `folder`: weights of the
+    data's codec; None to use `codes_kinds`, which is also used for all other codecs."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self._loaded: dict[str, AudioCodec] = {}
+        self._foreign: dict[str, bool] = {}
+
+    def load(self, name: str) -> AudioCodec:
+        """Load a codec; UserError where it is unknown or its weights do not fit."""
+        if name not in self._loaded:
+            self._loaded[name] = load_codec(name, self.folder if CODECS.find(name).weights else None)
+        return self._loaded[name]
+
+    def facts(self, name: str) -> CodesKind | None:
+        """Sizes and rate of a codec; None for an unknown one. UserError where the weights are of no codec at all."""
+        if self.folder is None or not _has_weights(name) or self.foreign(name):
+            return codes_kinds().get(name)
+        codec = self.load(name)
+        return CodesKind(tuple(codec.codebook_sizes), codec.frame_rate)
+
+    def foreign(self, name: str) -> bool:
+        """True where a codec can never be loaded here: there is none of that name, or the weights are another codec's."""
+        if name not in self._foreign:
+            own = self.folder is not None and name in sorted(CODECS) and _has_weights(name)
+            others = (other for other in sorted(CODECS) if other != name and _has_weights(other))
+            unfit = own and not self._fits(name) and any(map(self._fits, others))
+            self._foreign[name] = name not in sorted(CODECS) or unfit
+        return self._foreign[name]
+
+    def _fits(self, name: str) -> bool:
+        with suppress(UserError):
+            self.load(name)
+        return name in self._loaded
+
+    def seconds(self, codes: Codes) -> float | None:
+        """Duration of codes in seconds; None where the codec's rate is not known."""
+        facts = self.facts(codes.codec)
+        if facts is None or facts.frame_rate is None or codes.frames.ndim != 2:
+            return None
+        return codes.frames.shape[1] / facts.frame_rate
+
+    def streams(self, codes: Codes) -> Tensor:
+        """Check codes, and return their frames [A, F] in the model's order of streams; `BadCodes` where they do not fit."""
+        import torch
+
+        frames, orders = codes.frames, code_orders(codes.codec)
+        if codes.order != "streams" and codes.order not in orders:
+            known = ", ".join(["streams", *orders])
+            raise BadCodes("codes_order", f"order {codes.order!r} is unknown for {codes.codec}; known: {known}")
+        facts = self.facts(codes.codec)
+        if frames.ndim != 2 or frames.shape[1] == 0:
+            raise BadCodes("codes_shape", f"codes of shape {list(frames.shape)} hold no frames: drop them or encode again")
+        if facts is not None and frames.shape[0] != len(facts.sizes):
+            wanted = f"{codes.codec} has {len(facts.sizes)} streams"
+            other = " (transposed?)" if frames.shape[1] == len(facts.sizes) else ""
+            raise BadCodes("codes_shape", f"codes of shape {list(frames.shape)}, but {wanted}{other}: encode again")
+        if codes.order != "streams":
+            frames = frames[list(orders[codes.order])]
+        if facts is not None:
+            sizes = torch.tensor(facts.sizes)[:, None]
+            bad = (frames < 0) | (frames >= sizes)
+            if bool(bad.any()):
+                frame, stream = bad.t().nonzero()[0].tolist()
+                raise BadCodes(
+                    "codes_range",
+                    f"code {int(frames[stream, frame])} of stream {stream}, frame {frame}, is not in {codes.codec}'s 0 to "
+                    f"{facts.sizes[stream] - 1} ({int(bad.sum())} such codes): special ids, an offset, or another order",
+                )
+        return frames

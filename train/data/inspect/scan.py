@@ -1,4 +1,4 @@
-"""Reads the rows of Parquet files in their order, a few at a time, and goes on after damaged parts.
+"""Reads the rows of Parquet files in their order, a few at a time, in any number of processes, and goes on after damaged parts.
 
 `train.data.rows.parquet.StoredRows` refuses damaged files, as training must; a scan reports them.
 """
@@ -10,20 +10,23 @@ import copy
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from train.console.progress import Display, Kind
-from train.data.readers.records import plain_rows
-from train.data.rows.parquet_files import one_line
+from train.data.executor import Processes, Result, imap
+from train.data.readers.containers import plain_rows
+from train.data.rows.parquet_files import check_columns, footer, one_line
 from train.data.rows.places import DataFile, find_files, opened, parallel_map, reading
-from train.data.rows.row import OPTIONAL, ROW_VERSION, Row, features, from_plain
+from train.data.rows.row import Row, features, from_plain
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
+
 
 MANY = 500
 """Number of files that are opened without a word."""
@@ -37,56 +40,34 @@ PIECE = 512
 
 @dataclass(frozen=True)
 class FoundRow:
-    """A row that could be read from its file.
+    """A row of a file, or several that cannot be read; `index` and `where` are those of the first.
 
     Attributes:
-        index: its number in all files together.
-        where: its file, and its number there.
-        plain: the stored data.
+        plain: the stored data; None of rows that cannot be read.
         row: the row made of them, None where they break the format.
-        why: how they break it.
+        why: how they do, or the error.
+        count: number of rows; 0 where an unreadable file does not say.
     """
 
     index: int
     where: str
-    plain: dict[str, Any]
-    row: Row | None
+    plain: dict[str, Any] | None
+    row: Row | None = None
     why: str = ""
-
-
-@dataclass(frozen=True)
-class UnreadableRows:
-    """Rows that could not be read.
-
-    Attributes:
-        index: number of the first.
-        where: the file, with row group and rows where only a part is lost.
-        count: number of rows; 0 where the file does not say.
-        why: the error.
-    """
-
-    index: int
-    where: str
-    count: int
-    why: str
+    count: int = 1
 
 
 class Scan:
     """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names, here or in a store.
 
-    A store's files are read by ranges, from the first row group that is asked for on. Where a report tells how many
-    rows each file has, none is opened before its rows are asked for.
+    A store's files are read by ranges, from the first row group that is asked for on. Where a report tells how many rows each
+    file has, none is opened before its rows are asked for. UserError: there is nothing at `path`, or no Parquet file in it.
 
     Attributes:
         path: the file or folder, or its address, for messages.
-        files: the files.
         folder: that references in rows are relative to; None in a store.
-        schema: of the columns that rows have.
         report: reads the report of a preparation beside the files, see `DataFiles.described`.
         start, stop: row groups that begin from row `start` on and before `stop` are iterated over.
-
-    Raises:
-        UserError: there is nothing at `path`, or no Parquet file in it.
     """
 
     def __init__(self, path: str | os.PathLike[str], progress: Kind = "off") -> None:
@@ -129,7 +110,7 @@ class Scan:
             raise UserError(f"{self.files[number]} has no row {row}: it has {count}, counted from 0")
         return self._firsts[number] + row
 
-    def __iter__(self) -> Iterator[FoundRow | UnreadableRows]:
+    def __iter__(self) -> Iterator[FoundRow]:
         for number in self.numbers():
             yield from self._file(number)
 
@@ -159,8 +140,8 @@ class Scan:
             raise UserError(f"data {self.path} has no row {index}: it has {len(self)}, counted from 0")
         number = bisect.bisect_right(self._ends, index)
         for item in self._file(number, only=index - self._firsts[number]):
-            if item.index <= index < item.index + (item.count if isinstance(item, UnreadableRows) else 1):
-                if isinstance(item, UnreadableRows):
+            if item.index <= index < item.index + item.count:
+                if item.plain is None:
                     raise UserError(f"{item.where}: {item.why}")
                 return item
         raise UserError(f"{self.where(index)} is not there: the file has changed while it was read")
@@ -178,27 +159,15 @@ class Scan:
 
     def _head(self, file: DataFile) -> tuple[pq.FileMetaData | None, str]:
         """Metadata of a file, None of one that is not whole, and the error of the file as a whole, or ""."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
+        metadata = None
         try:
-            metadata = pq.read_metadata(opened(file))
-            schema = metadata.schema.to_arrow_schema()
-        except (pa.ArrowException, OSError) as error:
-            return None, f"is not a whole Parquet file ({one_line(error)}): prepare it again"
-        for field in self.schema:
-            if field.name not in schema.names and field.name in OPTIONAL:
-                continue
-            if field.name not in schema.names:
-                return metadata, f"has no column {field.name!r}: its rows are of another format, convert them first"
-            if schema.field(field.name).type != field.type:
-                return metadata, (
-                    f"has a column {field.name!r} of another type than rows of version {ROW_VERSION}: "
-                    "prepare the data again, or convert its rows"
-                )
+            metadata, schema = footer(file)
+            check_columns(file, schema)
+        except UserError as error:
+            return metadata, str(error).removeprefix(f"data file {file}").lstrip(": ")
         return metadata, ""
 
-    def _file(self, number: int, only: int | None = None) -> Iterator[FoundRow | UnreadableRows]:
+    def _file(self, number: int, only: int | None = None) -> Iterator[FoundRow]:
         """Iterate over the rows of a file; with `only`, over those of that row's row group."""
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -208,7 +177,7 @@ class Scan:
         if why:
             if only is None and not self.begins(number):
                 return
-            yield UnreadableRows(first, str(file), self._ends[number] - first, why)
+            yield FoundRow(first, str(file), None, None, why, self._ends[number] - first)
             return
         # Page checksums are verified where the file has them; pages are read as needed, not a whole row group at once.
         options: Any = {"metadata": metadata, "page_checksum_verification": True, "pre_buffer": False, "buffer_size": 1 << 18}
@@ -224,19 +193,39 @@ class Scan:
                     columns = [name for name in self.schema.names if name in parquet.schema_arrow.names]
                     for batch in parquet.iter_batches(BATCH, row_groups=[group], columns=columns, use_threads=False):
                         for plain, why in plain_rows(batch):
-                            yield self._found(first + done, f"{file} row {done}", None if why else plain, why)
+                            yield self._found(first + done, f"{file} row {done}", plain, why)
                             done += 1
                 except (pa.ArrowException, OSError) as error:
                     lost = f"{file} row group {group}, rows {done} to {end - 1}"
-                    yield UnreadableRows(
-                        first + done, lost, end - done, f"has damaged pages ({one_line(error)}): prepare it again"
-                    )
+                    why = f"has damaged pages ({one_line(error)}): prepare it again"
+                    yield FoundRow(first + done, lost, None, None, why, end - done)
                 start = end
 
-    def _found(self, index: int, where: str, plain: dict[str, Any] | None, why: str) -> FoundRow:
-        if plain is None:
-            return FoundRow(index, where, {}, None, why)
+    def _found(self, index: int, where: str, plain: dict[str, Any], why: str) -> FoundRow:
         try:
-            return FoundRow(index, where, plain, from_plain(plain, self.folder, where))
+            return FoundRow(index, where, plain, None if why else from_plain(plain, self.folder, where), why)
         except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:  # the last is torch's
             return FoundRow(index, where, plain, None, one_line(error).removeprefix(where).lstrip(": "))
+
+
+class RowDisplay(Display):
+    """Shows rows done, rows a second and the time left."""
+
+    def pace(self) -> str:
+        return ", ".join(part for part in super().pace().split(", ") if "real time" not in part)
+
+
+def over(
+    scan: Scan, start: Callable[[], Callable[[range], Result]], processes: Processes, display: Display, most: int = sys.maxsize
+) -> Generator[Result, None, None]:
+    """Apply work (see `train.data.executor`) to pieces of a scan, of `most` rows at most; counts their rows on the display."""
+    pieces = scan.pieces(most)
+    with closing(imap(start, pieces, processes)) as results:
+        for piece, result in zip(pieces, results, strict=True):
+            yield result
+            display.tick(len(piece), 0.0)
+
+
+def display_of(kind: Kind, *scans: Scan) -> RowDisplay:
+    """Make a display for all rows of some scans."""
+    return RowDisplay(sum(map(len, scans)), kind=kind)

@@ -11,10 +11,9 @@ from omni.tasks import Task
 from omni.utils.remote import spelled
 from train.console.progress import Kind
 from train.data.executor import HERE, Processes
-from train.data.inspect.display import display_of, over
-from train.data.inspect.scan import Scan, UnreadableRows
-from train.data.inspect.target import Target
-from train.data.prepare.codecs import Codecs
+from train.data.inspect.measures import Codecs
+from train.data.inspect.options import Target
+from train.data.inspect.scan import Scan, display_of, over
 
 if TYPE_CHECKING:
     from train.data.inspect.collect import Collected
@@ -60,7 +59,7 @@ def row_counts(
     def count(rows: range) -> Collected:
         collector = Collector(codecs, target, tasks)
         for item in scan.part(rows):
-            if isinstance(item, UnreadableRows):
+            if item.plain is None:
                 collector.done.noted["rows that cannot be read"] += item.count
                 collector.done.noted["files or row groups that are damaged"] += 1
                 collector.done.damaged.append(f"{item.where}: {item.why}")

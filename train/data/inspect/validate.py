@@ -2,26 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.utils.remote import spelled
 from train.console.progress import Kind
 from train.data.executor import HERE, Processes
-from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Checked, check_row
-from train.data.inspect.digests import Digests
-from train.data.inspect.display import display_of, over
-from train.data.inspect.findings import Findings
-from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, measure, text_digest
-from train.data.inspect.scan import FoundRow, Scan, UnreadableRows
-from train.data.prepare.codecs import Codecs
-from train.data.prepare.report import REPORT
-from train.data.prepare.shards import checksum
+from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Checked, Findings, check_row
+from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, Codecs, measure, text_digest
+from train.data.inspect.scan import Scan, display_of, over
+from train.data.prepare.shards import REPORT, checksum
 from train.data.rows.row import ROW_VERSION
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Digests:
+    """64-bit digests, each with the number of its row, in the order of the rows."""
+
+    def __init__(self) -> None:
+        self._values, self._rows = array("Q"), array("Q")
+
+    def add(self, value: int, row: int) -> None:
+        """Add a digest; rows must come in ascending order."""
+        self._values.append(value)
+        self._rows.append(row)
+
+    def extend(self, other: Digests) -> None:
+        """Add the digests of later rows."""
+        self._values.extend(other._values)
+        self._rows.extend(other._rows)
+
+    def repeats(self) -> Iterator[tuple[int, int]]:
+        """Iterate over rows with a digest of an earlier row, with the first such row, in order."""
+        import numpy as np
+
+        values, rows = self._arrays()
+        _, first, which = np.unique(values, return_index=True, return_inverse=True)
+        firsts = rows[first][which]
+        again = rows != firsts
+        yield from zip(rows[again].tolist(), firsts[again].tolist(), strict=True)
+
+    def shared(self, other: Digests) -> Iterator[tuple[int, int]]:
+        """Iterate over rows with a digest that `other` has too, with the first such row there, in order."""
+        import numpy as np
+
+        (values, rows), (known, firsts) = self._arrays(), other._arrays()
+        if not len(known):
+            return
+        known, first = np.unique(known, return_index=True)
+        at = np.minimum(np.searchsorted(known, values), len(known) - 1)
+        there = known[at] == values
+        yield from zip(rows[there].tolist(), firsts[first][at[there]].tolist(), strict=True)
+
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Digests and their rows, uint64 [n] each."""
+        import numpy as np
+
+        return np.array(self._values, np.uint64), np.array(self._rows, np.uint64)
 
 
 @dataclass
@@ -38,10 +82,7 @@ class Summary:
 @dataclass
 class Seen:
     """What is kept of rows that were looked at: digests, to find duplicates and what other data have too, and counts.
-
-    Attributes:
-        speakers: the first row of each.
-    """
+    `speakers`: the first row of each."""
 
     audio: Digests = field(default_factory=Digests)
     texts: Digests = field(default_factory=Digests)
@@ -49,7 +90,7 @@ class Seen:
     whole: Digests = field(default_factory=Digests)
     speakers: dict[str, int] = field(default_factory=dict)
     rows: int = 0
-    microseconds: int = 0
+    seconds: float = 0.0
 
     def add(self, row: int, checked: Checked) -> None:
         for digests, values in ((self.audio, checked.audio), (self.texts, checked.texts), (self.said, checked.said)):
@@ -58,7 +99,7 @@ class Seen:
         if checked.whole is not None:
             self.whole.add(checked.whole, row)
         self.rows += 1
-        self.microseconds += round(1e6 * checked.seconds)
+        self.seconds += checked.seconds
 
     def merge(self, other: Seen) -> None:
         """Add later rows."""
@@ -66,7 +107,7 @@ class Seen:
             getattr(self, name).extend(getattr(other, name))
         for speaker, row in other.speakers.items():
             self.speakers.setdefault(speaker, row)
-        self.rows, self.microseconds = self.rows + other.rows, self.microseconds + other.microseconds
+        self.rows, self.seconds = self.rows + other.rows, self.seconds + other.seconds
 
 
 Noted = list[tuple[str, str, str, int]]
@@ -82,12 +123,12 @@ def validate(
     progress: Kind = "off",
     processes: Processes = HERE,
 ) -> Summary:
-    """Check all rows of `data` singly, against each other, and against those of `against`.
-
-    Raises:
-        UserError: there are no such data, or the codec's weights do not fit; see also `executor.imap`.
-    """
-    scan, others = open_scans(data, against, progress)
+    """Check all rows of `data` singly, against each other, and against those of `against`. UserError: there are no such data,
+    or the codec's weights do not fit; see also `executor.imap`."""
+    scan, others = Scan(data, progress), [Scan(other, progress) for other in against]
+    for other in others:
+        if other.same(scan):
+            raise UserError(f"{other.path} is compared with itself: name another split with --against")
     display = display_of(progress, scan, *others)
 
     def looked(one: Scan, start: Callable[[], Callable[[range], tuple[Noted, Seen]]]) -> Seen:
@@ -105,27 +146,21 @@ def validate(
             find_leaks(scan, seen, other, looked(other, partial(other_rows, other)), findings)
     finally:
         display.close()
-    return Summary(seen.rows, len(scan), seen.microseconds / 3.6e9, findings, scan.report())
-
-
-def open_scans(data: Path, against: Sequence[Path], progress: Kind = "off") -> tuple[Scan, list[Scan]]:
-    """Open the rows, and those that they are compared with; UserError where there are none, or they are the same."""
-    scan, others = Scan(data, progress), [Scan(other, progress) for other in against]
-    for other in others:
-        if other.same(scan):
-            raise UserError(f"{other.path} is compared with itself: name another split with --against")
-    return scan, others
+    return Summary(seen.rows, len(scan), seen.seconds / 3600, findings, scan.report())
 
 
 def row_checks(scan: Scan, bounds: Bounds, codecs: Codecs) -> Callable[[range], tuple[Noted, Seen]]:
     """Begin a process that checks rows singly."""
-    sums = known_sums(scan)
+    try:
+        sums = {shard["file"]: shard["crc32"] for shard in scan.report()["shards"]}
+    except (KeyError, TypeError):  # there is no such report
+        sums = {}
 
     def check(rows: range) -> tuple[Noted, Seen]:
         part, seen = scan.part(rows), Seen()
         noted: Noted = check_sums(part, sums)
         for item in part:
-            if isinstance(item, UnreadableRows):
+            if item.plain is None:
                 whole = item.where in {str(file) for file in scan.files}
                 noted.append(("unreadable_file" if whole else "damaged_pages", item.where, item.why, max(1, item.count)))
             elif item.row is None:
@@ -139,14 +174,6 @@ def row_checks(scan: Scan, bounds: Bounds, codecs: Codecs) -> Callable[[range], 
         return noted, seen
 
     return check
-
-
-def known_sums(scan: Scan) -> dict[str, int]:
-    """Checksums by the names of files, from their preparation's report; none where there is no such report."""
-    try:
-        return {shard["file"]: shard["crc32"] for shard in scan.report()["shards"]}
-    except (KeyError, TypeError):
-        return {}
 
 
 def check_sums(scan: Scan, known: dict[str, int]) -> Noted:
@@ -174,8 +201,8 @@ def other_rows(other: Scan) -> Callable[[range], tuple[Noted, Seen]]:
     def look(rows: range) -> tuple[Noted, Seen]:
         noted, seen = list[tuple[str, str, str, int]](), Seen()
         for item in other.part(rows):
-            if not isinstance(item, FoundRow) or item.row is None:
-                kind = "unreadable_file" if isinstance(item, UnreadableRows) else "bad_row"
+            if item.row is None:
+                kind = "unreadable_file" if item.plain is None else "bad_row"
                 noted.append((kind, item.where, f"{item.why} (not compared)", 1))
                 continue
             if item.row.speaker:

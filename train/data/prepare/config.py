@@ -11,8 +11,7 @@ from omni.errors import UserError
 from omni.utils.ranges import check_fields, ranged
 from train.data.executor import Processes
 from train.data.readers import ReaderOptions
-from train.data.tts.speaking import SpeakingConfig
-from train.data.tts.voices import check_spec
+from train.data.tts.voices import SpeakingConfig, check_spec
 
 SIDES = ("question", "answer")
 ONE = "espeak:+f3"

@@ -1,28 +1,125 @@
-"""Runs a preparation from the start, or from where it was interrupted."""
+"""Prepares data sets: converts any readable data set to documented rows in Parquet shards, with speech and codes added.
+
+A preparation works in a folder beside its output, `OUT.preparing`, which becomes OUT by one rename once it is complete, so that
+an OUT is always whole. Items of the source are processed in blocks of a fixed size (`rows`), in any number of processes of this
+machine or a cluster (`train.data.executor`), and stored in their order: the result depends on source and settings alone.
+Every finished shard has a note of the items it covers (`shards`), after which an interrupted preparation goes on; a lock on the
+folder excludes a second process, and settings are stored in it, so that it is not continued under others.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
-from omni.files import LOCK, flush, locked
-from omni.stores.reading import naming
+from omni.files import LOCK, flush, locked, read_json, write_json
+from omni.stores.pointers import stored_size
+from omni.stores.reading import content_key, naming
 from omni.utils.remote import find_address, refuse_remote
 from train.console.progress import Display, Kind, counted
 from train.data.executor import imap
 from train.data.prepare.config import BLOCK, PrepareConfig
-from train.data.prepare.report import REPORT, read_report, write_report
-from train.data.prepare.rows import PrepareTally
-from train.data.prepare.settings import check_settings, discard, settings_of
-from train.data.prepare.shards import ShardWriter, stored
-from train.data.prepare.worker import block_maker, codec_of, voice_of
+from train.data.prepare.rows import PrepareTally, block_maker, codec_of, voice_of
+from train.data.prepare.shards import AGAIN, REPORT, ShardWriter, checksum, read_report, stored, write_report
 from train.data.readers import OpenedSource, data_path, open_source
-from train.data.rows.row import features
+from train.data.readers.files import sorted_walk
+from train.data.rows.row import ROW_VERSION, features
+
+NAME = "settings.json"
+FORMAT = 1
+_DATA = ("source_bytes", "source_files", "source_checksum", "source_versions")
+_SMALL = 1 << 20
+"""Largest file, in bytes, that is compared by its checksum: such as one that people edit."""
+_WITHOUT_EFFECT = ("workers", "ray")
+_OF_SPEECH = ("voice", "answer_voice", "seed", "speaking")
+
+
+def settings_of(path: Path, source: OpenedSource, config: PrepareConfig, address: str | None = None) -> dict[str, Any]:
+    """Collect everything that rows and shards depend on: the configuration, the source's files, and the codec's weights.
+
+    `address` is where the source was brought from."""
+    unused = _WITHOUT_EFFECT if config.sides else _WITHOUT_EFFECT + _OF_SPEECH
+    plain = json.loads(json.dumps({name: value for name, value in asdict(config).items() if name not in unused}))  # lists
+    codec = Path(config.codec_folder) if config.codec_folder else None
+    return {
+        "format": FORMAT,
+        "row_version": ROW_VERSION,
+        "block": BLOCK,
+        "source": str(path.resolve()) if address is None else address,
+        "source_format": source.format,
+        "source_items": len(source),
+        "source_bytes": path.stat().st_size if path.is_file() else None,
+        "source_files": _files(path) if path.is_dir() else None,
+        "source_checksum": checksum(path) if path.is_file() and path.stat().st_size <= _SMALL else None,
+        **({} if address is None else {"source_versions": content_key(path)}),
+        "codec_weights": {file.name: checksum(file) for file in sorted(codec.iterdir()) if file.is_file()} if codec else None,
+        **plain,
+    }
+
+
+def _files(folder: Path) -> str:
+    """Fingerprint of a folder without reading its files: their number, their bytes, and a digest of their names and sizes.
+    Hidden files do not count: no reader reads them."""
+    digest, count, total = hashlib.sha256(), 0, 0
+    for name, _ in sorted_walk(folder):
+        if not name.rpartition("/")[2].startswith("."):
+            size = 0
+            with suppress(OSError):  # a link that leads nowhere
+                size = stored_size(os.path.join(folder, name))
+            digest.update(b"/" + os.fsencode(name) + f"\0{size}\0".encode())
+            count, total = count + 1, total + size
+    return f"{count} files, {total} bytes ({digest.hexdigest()[:16]})"
+
+
+def check_settings(folder: Path, settings: dict[str, Any], finished: bool) -> None:
+    """Write the settings into a folder without stored rows; compare them with those of a folder that has some. UserError where
+    rows are stored under other settings, or of data that have changed since."""
+    path = folder / NAME
+    if not path.is_file() and ((folder / "notes").is_dir() or finished):
+        raise UserError(f"{folder} has shards but no {NAME}: it is not of this command; choose another output")
+    if not path.is_file() or not (finished or stored(folder)):
+        write_json(path, settings)
+        return
+    held, state = read_json(path, AGAIN), "was prepared" if finished else "was started"
+    way = "choose another output, or remove the folder"
+    differing, elsewhere = [], held.get("source") != settings.get("source")
+    for name, one, other in _differing(held, settings):
+        what = f"{name} was {one!r} and is now {other!r}"
+        if name not in _DATA:
+            differing.append(what)
+        elif not elsewhere:
+            raise UserError(f"{folder} {state} before {settings['source']} changed: {what}; {way}")
+    if differing:
+        raise UserError(f"{folder} {state} with other settings: {', '.join(differing)}; give the same ones, {way}")
+
+
+def _differing(was: dict[str, Any], now: dict[str, Any], within: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Iterate over settings that differ, with dotted names for nested ones, and both their values."""
+    for name in dict.fromkeys((*now, *was)):
+        one, other = was.get(name), now.get(name)
+        if isinstance(one, dict) and isinstance(other, dict):
+            yield from _differing(one, other, f"{within}{name}.")
+        elif one != other:
+            yield f"{within}{name}", one, other
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder without stored rows; it stays where it holds files of others."""
+    for name in (NAME, LOCK):
+        (folder / name).unlink(missing_ok=True)
+    for place in (folder / "notes", folder):
+        with suppress(OSError):  # it holds something, or is not there
+            place.rmdir()
+
 
 _MAX_WITHOUT_ROW = 1000
 """Number of items without a single row after which a preparation stops: the settings must be wrong."""
@@ -39,18 +136,13 @@ def prepare(
 
     The same call goes on after an interruption, at the last finished shard (a failure before the first leaves nothing), and
     leaves a finished output as it is. Items that make no row are counted and listed in `out`'s `report.json` and `broken.csv`.
+    Returns counts of all rows, those of earlier starts included. UserError: settings, codec, voice or data set that do not fit;
+    an `out` within the data, or that cannot be replaced; another process at work in `out`; a half-made or whole `out` of other
+    settings, or of data that have changed since; no space left; a data set of which no item makes a row.
 
     Args:
         path: file or folder of the data set, or its address (`train.data.readers.data_path`).
         opener: opens the data set, instead of `train.data.readers.open_source`; its result must be picklable.
-
-    Returns:
-        Counts of all rows, those of earlier starts included.
-
-    Raises:
-        UserError: settings, codec, voice or data set that do not fit; an `out` within the data, or that cannot be replaced;
-            another process at work in `out`; a half-made or whole `out` of other settings, or of data that have changed since;
-            no space left; a data set of which no item makes a row.
     """
     config, here = config or PrepareConfig(), data_path(path, again=True)
     with naming(path, here):

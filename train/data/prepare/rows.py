@@ -1,27 +1,39 @@
-"""Completes a reader's rows for storage: speaks missing sides, encodes answers, embeds recordings.
+"""Makes stored rows of a source's items: speaks missing sides, encodes answers, embeds recordings, in blocks of items.
 
 Dimensions: S samples, A audio streams, F frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+import errno
+import platform
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from omni.codec.registry import load_codec
 from omni.errors import UserError
 from omni.stores.drivers import join
+from omni.stores.pointers import check_cache
 from omni.stores.tries import StoreError
-from train.data.prepare.codecs import Codecs
+from omni.utils.remote import shown
 from train.data.prepare.config import PrepareConfig
+from train.data.readers import Broken, OpenedSource, data_path
+from train.data.readers.codes import codes_seconds
+from train.data.readers.files import Files
+from train.data.readers.source import one_line
 from train.data.rows.reference import Reference, SoundPart
 from train.data.rows.row import Codes, Row, RowTurn, Sound, checked, inside, to_plain
 from train.data.seeding import key
-from train.data.tts.contract import Voice
+from train.data.tts.voices import SpeakingVoice, Voice, make_voice
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from omni.codec.base import AudioCodec
+
 
 _KEPT_FORMATS = ("FLAC", "OGG", "MP3", "MPEG")
 
@@ -36,22 +48,13 @@ class RowMaker:
     """
 
     def __init__(
-        self,
-        config: PrepareConfig,
-        codec: AudioCodec | None,
-        voices: dict[str, Voice],
-        origin: tuple[Path, str] | None = None,
-    ) -> None:
-        self.config, self.origin = config, origin
-        self.codec = codec
-        self.voices = voices
+        self, config: PrepareConfig, codec: AudioCodec | None, voices: dict[str, Voice], origin: tuple[Path, str] | None = None
+    ) -> None:  # fmt: skip
+        self.config, self.codec, self.voices, self.origin = config, codec, voices, origin
 
     def make(self, row: Row, name: str) -> tuple[dict[str, Any], PrepareTally]:
-        """Make the plain data to store, and count the work for it; `name` is the row's id where it has none.
-
-        Raises:
-            UserError: sound that cannot be read or is not finite, codes that do not fit, a text that cannot be spoken.
-        """
+        """Make the plain data to store, and count the work for it; `name` is the row's id where it has none. UserError: sound
+        that cannot be read or is not finite, codes that do not fit, a text that cannot be spoken."""
         done = PrepareTally(items=1, rows=1, turns=len(row.turns))
         row = replace(row, id=row.id or name)
         turns = []
@@ -62,7 +65,9 @@ class RowMaker:
                 raise
             except UserError as error:
                 raise UserError(f"turn {number}: {error}" if len(row.turns) > 1 else str(error)) from error
-        speaker = row.speaker or (self._speaker(row) if done.spoken_questions else "")
+        speaker = row.speaker
+        if done.spoken_questions and not speaker:
+            speaker = self.voices["question"].speaker(row.language, key(self.config.seed, "question", row.id))
         return to_plain(replace(row, turns=tuple(turns), speaker=speaker)), done
 
     def _turn(self, row: Row, number: int, turn: RowTurn, done: PrepareTally) -> RowTurn:
@@ -93,7 +98,7 @@ class RowMaker:
                 audio, seconds = self._stored(audio, self.config.answer_rate)
                 done.answer_seconds += seconds
             elif codes is not None:
-                done.answer_seconds += Codecs().seconds(codes) or 0.0
+                done.answer_seconds += codes_seconds(codes) or 0.0
             return audio, codes
         if codes is not None and fitting:
             frames = codes.for_codec(self.codec)
@@ -122,17 +127,11 @@ class RowMaker:
         """Speak a side in its voice. A row's voice depends on its id and the seed alone, so all its turns have the same."""
         return self.voices[side].say(text, row.language, key(self.config.seed, side, row.id))
 
-    def _speaker(self, row: Row) -> str:
-        """Name of the voice that asks a row's questions; "" where it is not known."""
-        return self.voices["question"].speaker(row.language, key(self.config.seed, "question", row.id))
-
 
 def stored(sound: Sound, rate: int) -> tuple[Sound, float]:
-    """Convert a sound for storage in its row, at `rate` (0: its own); returns it and its duration in seconds.
-
-    It is decoded in any case: sound that cannot be decoded is not stored. Compressed files are kept as they are where the rate
-    allows; all else becomes FLAC of 16 bits.
-    """
+    """Convert a sound for storage in its row, at `rate` (0: its own); returns it and its duration in seconds. It is decoded in
+    any case: sound that cannot be decoded is not stored. Compressed files are kept as they are where the rate allows; all else
+    becomes FLAC of 16 bits."""
     info = sound.info()
     own, kind, channels = info.sample_rate, info.format.split()[0], info.channels
     samples = checked(sound.load(rate or own))
@@ -140,17 +139,15 @@ def stored(sound: Sound, rate: int) -> tuple[Sound, float]:
     if kind in _KEPT_FORMATS and (rate == 0 or (rate == own and kind == "FLAC" and channels == 1)):
         named = sound.reference
         if named is None:
-            return Sound(data=sound.data or inside(sound.folder, sound.path or "").read_bytes()), length
+            return Sound(data=sound.data or sound.file().read_bytes()), length
         if named.part is None:
             return Sound(data=named.content()), length
     return Sound(samples, rate or own), length
 
 
 def referenced(sound: Sound, origin: tuple[Path, str] | None = None) -> tuple[Sound, float]:
-    """Name the file of a sound in its place; returns the name and the duration in seconds. It is decoded in any case.
-
-    UserError where the sound is none, or the file changes meanwhile.
-    """
+    """Name the file of a sound in its place; returns the name and the duration in seconds. It is decoded in any case. UserError
+    where the sound is none, or the file changes meanwhile."""
     named = sound.reference
     if named is None:
         place = Path(sound.path or "") if sound.part is not None else inside(sound.folder, sound.path or "")
@@ -175,12 +172,8 @@ class PrepareTally:
     """Counts of a preparation or a part of it.
 
     Attributes:
-        items: items taken from the source.
-        rows: rows stored.
         broken: items that made no row.
         turns: turns in the stored rows.
-        spoken_questions, spoken_answers: sides spoken by a voice.
-        encoded: answers encoded from sound.
         codes_taken: answers whose codes the source had.
         left_out: recordings that the source names and rows came without (`--read.audio optional`).
         question_seconds, answer_seconds: seconds of sound in the stored rows (of an answer with codes only: of its frames).
@@ -212,6 +205,146 @@ class PrepareTally:
         """Convert to plain data, for a report."""
         return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
-    @classmethod
-    def from_plain(cls, data: Mapping[str, Any]) -> PrepareTally:
-        return cls(**data)
+
+_BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)  # a UserError is a ValueError
+_FATAL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+@dataclass(frozen=True)
+class BrokenItem:
+    """An item that made no row: its number in the source, its file and row, and why."""
+
+    item: int
+    where: str
+    why: str
+
+
+class _Made(NamedTuple):
+    """An item that made a row, and the counts of the work for it."""
+
+    item: int
+    where: str
+    plain: dict[str, Any]
+    done: PrepareTally
+
+
+@dataclass
+class PreparedBlock:
+    """Result of items `start` to `stop`: their rows, counts, and broken items."""
+
+    start: int
+    stop: int
+    rows: pa.Table
+    tally: PrepareTally = field(default_factory=PrepareTally)
+    broken: list[BrokenItem] = field(default_factory=list)
+
+
+class BlockMaker:
+    """Makes blocks of a source; a process has one, with a codec and voices of its own. `schema` is that of the rows, passed
+    because making it takes `datasets`, a second to import."""
+
+    def __init__(self, source: OpenedSource, config: PrepareConfig, schema: pa.Schema) -> None:
+        if source.brought is not None:
+            _bring(*source.brought)
+            check_cache(source.brought[0])
+        self.source = source
+        voices = {side: voice_of(config, side) for side in config.sides}
+        self.maker = RowMaker(config, codec_of(config), voices, source.origin)
+        self.schema = schema
+
+    def make(self, items: range) -> PreparedBlock:
+        """Make the block of some items; UserError where the source cannot be read at all."""
+        block, made, before = PreparedBlock(items.start, items.stop, self.schema.empty_table()), list[_Made](), Files.left_out
+        for index, item in zip(items, self._items(items.start, items.stop), strict=True):
+            if isinstance(item, Broken):
+                self._add_broken(block, index, item.where, item.why)
+                continue
+            with self._breaking(block, index, item.where):
+                plain, done = self.maker.make(item, f"{item.source or self.source.format}-{index:08d}")
+                made.append(_Made(index, item.where, plain, done))
+        try:
+            block.rows = self._table(made)
+        except _BAD:  # a row has a value that a column cannot hold
+            made = [one for one in made if self._fits(block, one)]
+            block.broken.sort(key=lambda broken: broken.item)
+            block.rows = self._table(made)
+        for one in made:
+            block.tally.add(one.done)
+        block.tally.items, block.tally.broken = len(items), len(block.broken)
+        block.tally.left_out = Files.left_out - before
+        return block
+
+    @contextmanager
+    def _breaking(self, block: PreparedBlock, item: int, where: str) -> Iterator[None]:
+        """A context whose error makes an item broken; one of the machine or a store is raised."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except _BAD as error:
+            if isinstance(error, OSError) and error.errno in _FATAL:
+                raise
+            self._add_broken(block, item, where, one_line(error))
+
+    def _add_broken(self, block: PreparedBlock, item: int, where: str, why: str) -> None:
+        """Add an item; characters that cannot be stored, such as half a surrogate pair, become Python escapes."""
+        texts = (self.source.named(text).encode("utf-8", "backslashreplace").decode() for text in (where, why))
+        block.broken.append(BrokenItem(item, *texts))
+
+    def _table(self, made: Iterable[_Made]) -> pa.Table:
+        import pyarrow as pa
+
+        return pa.Table.from_pylist([one.plain for one in made], schema=self.schema)
+
+    def _fits(self, block: PreparedBlock, one: _Made) -> bool:
+        """True where the columns can hold a row; otherwise it is added to the broken items."""
+        try:
+            self._table([one])
+        except _BAD as error:
+            why = f"holds a value that cannot be stored ({one_line(error)}): fix or drop it"
+            self._add_broken(block, one.item, one.where, why)
+            return False
+        return True
+
+    def _items(self, start: int, stop: int) -> Iterator[Row | Broken]:
+        count = 0
+        try:
+            for count, item in enumerate(self.source.iterate(start, stop), 1):  # noqa: B007  (used after the loop)
+                yield item
+        except (UserError, OSError, MemoryError):
+            raise
+        except (Exception, SystemExit) as error:
+            place = f"reader {self.source.format} failed at item {start + count}"
+            raise UserError(f"{place} with {type(error).__name__}: {' '.join(str(error).split())}") from error
+        if count != stop - start:
+            raise UserError(
+                f"the source ends at item {start + count} and had {len(self.source)}: it has changed while it was read; "
+                "remove what is half made and start again"
+            )
+
+
+def block_maker(source: OpenedSource, config: PrepareConfig, schema: pa.Schema) -> Callable[[range], PreparedBlock]:
+    """Begin a process that makes blocks, see `train.data.executor`."""
+    return BlockMaker(source, config, schema).make
+
+
+def _bring(path: Path, address: str) -> None:
+    """Bring data of a store to this machine, where another one has opened them; UserError where its cache is another folder."""
+    if not path.exists() and (here := data_path(address)) != path:
+        raise UserError(
+            f"{shown(address)} is at {here} in the cache of {platform.node()}, and at {path} where the command was started: "
+            "set OMNI_CACHE to the same folder on all machines of the cluster"
+        )
+
+
+def codec_of(config: PrepareConfig) -> AudioCodec | None:
+    """Load the codec that encodes answers, None where none is set; UserError where it cannot be loaded."""
+    return load_codec(config.codec, config.codec_folder or None, config.device) if config.codec else None
+
+
+def voice_of(config: PrepareConfig, side: str) -> Voice:
+    """Make the voice that speaks a side; UserError where it cannot be made."""
+    if side == "answer":
+        return make_voice(config.answering)
+    voice, speaking = make_voice(config.voice, config.speaking), config.speaking
+    return SpeakingVoice(voice, speaking) if speaking.pause or speaking.hesitant or speaking.silence[1] else voice

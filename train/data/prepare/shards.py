@@ -1,7 +1,8 @@
-"""Writes shards: Parquet files of rows in the source's order, each with a note of the items it covers.
+"""Writes shards: Parquet files of rows in the source's order, each with a note of the items it covers; and the report of all.
 
     rows-00000.parquet      rows
     notes/00000.json        {"file", "rows", "bytes", "crc32", "items": [first, next], "tally", "broken"}
+    report.json, broken.csv counts of the whole, and the items that made no row
 
 A shard is finished when it has a note, which is written last. An interrupted preparation goes on after the longest series of
 notes without a gap, and writes the shards after it again.
@@ -9,16 +10,21 @@ notes without a gap, and writes the shards after it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import csv
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
 from omni.files import part_of, publish, read_json, write_json, writing
-from train.data.prepare.rows import PrepareTally
-from train.data.prepare.worker import BrokenItem, PreparedBlock
+from train.console.progress import counted, duration
+from train.data.prepare.rows import BrokenItem, PreparedBlock, PrepareTally
+from train.data.readers.source import UNTAKEN
 from train.data.rows.parquet import ROW_GROUP, written_as
 from train.data.rows.reference import checksum
 from train.data.rows.row import features
@@ -33,8 +39,7 @@ class ShardWriter:
     """Writes blocks, given in order, into shards of about `size` bytes (before compression; one block at least), of
     `SHARD_GROUPS` groups at most. Of a file, only the last group may have fewer than `ROW_GROUP` rows.
 
-    Args:
-        first: the first item that is stored here.
+    `first`: the first item that is stored here.
 
     Attributes:
         next_item: first item of the source that no finished shard covers.
@@ -130,7 +135,7 @@ class ShardWriter:
         self._begin()
 
     def _covered(self, note: dict[str, Any]) -> None:
-        self.done.add(PrepareTally.from_plain(note["tally"]))
+        self.done.add(PrepareTally(**note["tally"]))
         self.next_item = note["items"][1]
         self.number += 1
 
@@ -156,9 +161,85 @@ def finished(folder: Path, first: int) -> Iterator[dict[str, Any]]:
             path = folder / f"rows-{number:05d}.parquet"
             size = path.stat().st_size if path.is_file() else None
             if size != note["bytes"]:
-                raise UserError(
-                    f"{path} has {size} bytes and its note says {note['bytes']}: something else has changed it; "
-                    f"remove {folder} and prepare the data again"
-                )
+                raise UserError(f"{path} has {size} bytes and its note says {note['bytes']}: it was changed; {AGAIN}")
         expected = note["items"][1]
         yield note
+
+
+REPORT, BROKEN = "report.json", "broken.csv"
+_KINDS = 20
+_SHOWN = 3
+MISSING = "recording (or another file that the row names) is missing"
+_MISSING = re.compile(r"' is not there: |No such file or directory|is not in the data's folder|' is not on this machine")
+
+
+def listed(folder: Path) -> list[dict[str, Any]]:
+    """What a report says of each file of rows."""
+    return [
+        {name: note[name] for name in ("file", "rows", "bytes", "crc32", "items")} for note in notes(folder) if note["file"]
+    ]
+
+
+def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
+    """Write both files, from the notes of the shards; the report is written last. It holds no times, so that it depends on the
+    source and the settings alone."""
+    total, kinds, missing = PrepareTally(), Counter[str](), list[str]()
+    with writing(folder / BROKEN):
+        with open(part_of(folder / BROKEN), "w", encoding="utf-8", newline="") as file:
+            table = csv.writer(file, lineterminator="\n")
+            table.writerow(["item", "where", "why"])
+            for shard in notes(folder):
+                total.add(PrepareTally(**shard["tally"]))
+                for item in shard["broken"]:
+                    table.writerow([item["item"], item["where"], item["why"]])
+                    reason = MISSING if _MISSING.search(item["why"]) else item["why"]
+                    if reason in kinds or len(kinds) < 10_000:
+                        kinds[reason] += 1
+                    if reason == MISSING and len(missing) < _SHOWN:
+                        missing.append(f"{item['where']}: {item['why']}")
+        publish(folder / BROKEN)
+    report = {
+        "source": settings["source"],
+        "source_format": settings["source_format"],
+        "note": note,
+        **total.plain(),
+        "reasons": dict(kinds.most_common(_KINDS)),
+        "missing": missing,
+        "shards": listed(folder),
+    }
+    write_json(folder / REPORT, report)
+
+
+def read_report(folder: Path) -> PrepareTally:
+    """Read the counts of a finished output."""
+    data = read_json(folder / REPORT, AGAIN)
+    return PrepareTally(**{one.name: data[one.name] for one in fields(PrepareTally) if one.name in data})
+
+
+def summary(tally: PrepareTally, folder: Path) -> str:
+    """Summarise a preparation in a few lines, for the terminal."""
+    made = [
+        (tally.spoken_questions, "questions spoken"),
+        (tally.spoken_answers, "answers spoken"),
+        (tally.encoded, "answers encoded"),
+        (tally.codes_taken, "answers with codes of the source"),
+    ]
+    out = [
+        f"{counted(tally.rows, 'row')} of {counted(tally.items, 'item')} in {folder}",
+        ", ".join(f"{count} {what}" for count, what in made if count) or "nothing was to be spoken or encoded",
+        f"{duration(tally.question_seconds)} of spoken questions, {duration(tally.answer_seconds)} of spoken answers",
+    ]
+    if tally.left_out:
+        out.append(f"{counted(tally.left_out, 'recording')} missing or damaged, and left out (--read.audio optional)")
+    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    if tally.broken:
+        out.append(f"{counted(tally.broken, 'item')} made no row: see {folder / BROKEN}")
+        for why, count in list(report["reasons"].items())[:5]:
+            out.append(f"  {count:>6}  {why}")
+            out += [f"          {one}" for one in report["missing"] if why == MISSING]
+    return "\n".join([*out, untaken(report)]).rstrip()
+
+
+def untaken(report: Mapping[str, Any]) -> str:
+    """What a report says of columns that no row has; "" where there are none."""
+    return "".join(str(report.get("note", "")).partition(UNTAKEN)[1:])

@@ -2,25 +2,40 @@
 
 Codes alone reveal incomplete frames, values out of the codec's range, and the offsets that data sets add to them (`PACKINGS`).
 They do not reveal the order of SNAC's seven codes in a frame from one row, since every order has the same ranges: a reader
-takes the order that its format documents, says so in `OpenedSource.note` and checks it on the first rows together (`order`);
-`ReaderOptions.order` overrides it.
+takes the order that its format documents, says so in `OpenedSource.note` and checks it on the first rows together
+(`check_order`); `ReaderOptions.order` overrides it.
 
-Dimensions: K streams of the codec, F frames, A = K.
+Many rows reveal it, since each level has a codebook of its own, of which speech uses some codes more than others: places of one
+level share their frequent codes, places of two levels agree only by chance. The known orders differ in the levels at places 2
+and 4:
+
+    streams   c0 c1 c2 c2 c1 c2 c2
+    levels    c0 c1 c1 c2 c2 c2 c2
+
+so one of the two shares the codes of places 3, 5 and 6, which are of the finest level either way. The unit of measurement is
+how often those three agree with each other. Only different rows are compared, as pauses repeat a code within one. An order is
+refused on overwhelming evidence alone: where codes are too few, or all equally frequent, it passes.
+
+Tested on codes of residual quantisers with SNAC's strides and 256 or 1,024 codes, fitted to mel frames of recorded speech: of
+720 samples in the right order none was refused, of 240 in the other with 64 rows of 25 frames 99 %, of 240 with 64 rows of 100
+frames all. Codes of SNAC's published weights have not been seen.
+
+Dimensions: R rows, K streams of the codec, F frames, A = K, 7 places, C codes of a codebook.
 """
 
 from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.codec.registry import CODECS, code_orders
 from omni.errors import UserError
-from train.data.readers.contract import ReaderOptions
-from train.data.rows.row import Codes
+from train.data.readers.contract import Broken, ReaderOptions
+from train.data.rows.row import Codes, Row
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,15 +76,6 @@ each 4096), `mini-omni-joint` those of its joint table, `orpheus` the vocabulary
 SHOWN = {"streams": "c0 c1 c2 c2 c1 c2 c2", "levels": "c0 | c1 c1 | c2 c2 c2 c2"}
 """SNAC's orders, for messages."""
 
-_LEVELS = {"streams": (0, 1, 2, 2, 1, 2, 2), "levels": (0, 1, 1, 2, 2, 2, 2)}
-"""SNAC's level at each place of a frame, by order."""
-
-_STREAMS = {
-    "streams": tuple(range(7)),
-    **{name: tuple(sorted(range(7), key=places.__getitem__)) for name, places in CODECS.find("snac").orders.items()},
-}
-"""The model's stream at each place of a frame, by order."""
-
 
 def read_codes(value: Any, codec: str, order: str, options: ReaderOptions) -> Codes | None:
     """Read the codes of one answer; None where there are none (null, no number).
@@ -77,11 +83,9 @@ def read_codes(value: Any, codec: str, order: str, options: ReaderOptions) -> Co
     Args:
         value: text of integers (frames may be separated by `#` or lines), a flat list frame by frame, or an array: [F] for a
             codec of one stream, [K, F] for more.
-        codec: one of `codes_kinds`, as the format documents it; `options.codec` comes first.
-        order: as the format documents it; `options.order` comes first.
+        codec, order: as the format documents them; those of the options come first.
 
-    Raises:
-        UserError: broken frames, a code out of range (with the packing that would explain it), no codec named at all.
+    UserError: broken frames, a code out of range (with the packing that would explain it), no codec named at all.
     """
     import numpy as np
     import torch
@@ -106,19 +110,22 @@ def read_codes(value: Any, codec: str, order: str, options: ReaderOptions) -> Co
         shown = "" if options.packing == "plain" else f" as packing {options.packing!r} has it"
         raise UserError(
             f"code {found} at place {place} of frame {frame} is not in {codec}'s 0 to {sizes[place] - 1}{shown}: "
-            + _explain(frames, kind, options.packing, options.order or order)
+            + _explain(frames, kind, options.packing)
         )
     stored = torch.from_numpy(np.ascontiguousarray(codes.T).astype(np.int32))
     return Codes(codec, stored, (options.order or order) if code_orders(codec) else "streams")
 
 
+def codes_seconds(codes: Codes) -> float | None:
+    """Duration of codes in seconds; None where their codec's rate is not known."""
+    kind = codes_kinds().get(codes.codec)
+    return None if kind is None or kind.frame_rate is None else codes.frames.shape[-1] / kind.frame_rate
+
+
 def check_duration(codes: Codes | None, seconds: float | None) -> None:
     """Refuse codes whose duration differs from their recording's by more than half a second and a tenth of it (UserError)."""
-    rate = codes_kinds()[codes.codec].frame_rate if codes else None
-    if codes is None or rate is None or seconds is None:
-        return
-    lasting = codes.frames.shape[1] / rate
-    if abs(lasting - seconds) > max(0.5, 0.1 * seconds):
+    lasting = codes_seconds(codes) if codes else None
+    if codes and lasting is not None and seconds is not None and abs(lasting - seconds) > max(0.5, 0.1 * seconds):
         raise UserError(
             f"its {codes.codec} codes last {lasting:.2f} s and the recording they belong to {seconds:.2f} s: they are "
             "of another recording, or of another codec; fix the paths"
@@ -188,37 +195,21 @@ def _from_array(array: np.ndarray, codec: str, streams: int) -> np.ndarray:
     return squeezed.astype(np.int64)
 
 
-def _explain(frames: np.ndarray, kind: CodesKind, packing: str, order: str) -> str:
-    """Name the packing or order that fits codes out of range, for a message."""
+def _explain(frames: np.ndarray, kind: CodesKind, packing: str) -> str:
+    """Name the packing that fits codes out of range, for a message."""
     import numpy as np
 
     streams, sizes = len(kind.sizes), np.array(kind.sizes)
-    places = np.arange(streams)
-    fitting = []
+    fitting = {}
     for name, (base, step) in PACKINGS.items():
-        rest = frames - (base + step * places)
+        rest = frames - (base + step * np.arange(streams))
         if name != packing and ((rest >= 0) & (rest < sizes)).all() and (streams > 1 or step == 0):
-            fitting.append(name)
+            fitting[repr(name)] = f"{base} + {step} x place"
     if fitting:
-        one = " or ".join(repr(name) for name in fitting)
-        offset = " or ".join(f"{base} + {step} x place" for base, step in (PACKINGS[name] for name in fitting))
-        said = f"--read.packing {fitting[0]}"
-        return f"all of them fit packing {one} ({offset} added); say so with {said} if that is how they were made"
-    size = int(sizes.max())
-    if streams == 7:
-        for name, levels in _LEVELS.items():
-            rest = frames - size * np.array(levels)
-            if ((rest >= 0) & (rest < size)).all():
-                other = "" if name == order else f", another order than {order!r}"
-                return f"{size} x level is added, with the levels in the order {name!r}{other}: take it off first"
-        for base, step in PACKINGS.values():
-            held = (frames - base) // max(step, 1)  # the stream of each code, by its number
-            if step and (held == held[0]).all() and sorted(held[0]) == list(range(7)) and ((frames - base) % step < size).all():
-                numbered = tuple(int(stream) for stream in held[0])
-                known = next((f", the order {name!r}" for name, streams in _STREAMS.items() if streams == numbered), "")
-                shown = " ".join(map(str, numbered))
-                return f"{base} + {step} x stream is added, and the streams are as {shown}{known}: put them right first"
-    low, high = int(frames.min()), int(frames.max())
+        one, offset = " or ".join(fitting), " or ".join(fitting.values())
+        advice = f"say so with --read.packing {next(iter(fitting))[1:-1]} if that is how they were made"
+        return f"all of them fit packing {one} ({offset} added); {advice}"
+    low, high, size = int(frames.min()), int(frames.max()), int(sizes.max())
     if size <= high < size + 64 and low >= 0:
         return "from there on they are special ids (end, pad, ...) of a model's stream: strip them first"
     return f"they reach from {low} to {high}: they are of another codec, or packed in a way unknown here"
@@ -237,3 +228,79 @@ def load_array(path: Path) -> np.ndarray:
     if not isinstance(loaded, np.ndarray):
         raise UserError(f"codes {path} are an archive of arrays: save one array with numpy.save")
     return loaded
+
+
+ROWS = 64
+"""Number of first rows that are tested."""
+
+FEWEST_ROWS, FEWEST_FRAMES = 16, 400
+"""Fewest rows and frames that are tested: fewer are no evidence."""
+
+SURE = 6.0
+"""Standard errors by which the evidence must exceed 0."""
+
+_FINE = ((3, 5), (3, 6), (5, 6))
+_SECOND, _FOURTH = tuple((2, k) for k in (3, 5, 6)), tuple((4, k) for k in (3, 5, 6))
+
+
+def check_order(items: Iterable[Row | Broken], said: str, format: str) -> None:
+    """Refuse SNAC codes that are in another order than the one their format documents (UserError).
+
+    Args:
+        items: the first `ROWS` of a data set; those without such codes do not count.
+        said: the documented order.
+    """
+    import numpy as np
+
+    rows, frames = [], []
+    for item in items:
+        if isinstance(item, Broken):
+            continue
+        codes = [turn.answer_codes for turn in item.turns if turn.answer_codes is not None]
+        found = [code.frames.numpy() for code in codes if code.codec == "snac" and code.order == said]
+        if found:
+            rows.append(item.where)
+            frames.append(np.concatenate(found, axis=1))
+    total = sum(part.shape[1] for part in frames)
+    if len(rows) < FEWEST_ROWS or total < FEWEST_FRAMES:
+        return
+    value, error = lean(frames, said)
+    if value > max(0.5, SURE * error):
+        other = next(name for name in SHOWN if name != said)
+        raise UserError(
+            f"the SNAC codes of {len(rows)} rows ({total} frames), {rows[0]} to {rows[-1]}, seem to be in the order "
+            f"{other!r} ({SHOWN[other]}), not in {said!r} ({SHOWN[said]}) as {format} documents it: say --read.order {other}, "
+            f"or --read.order {said} where they are right all the same"
+        )
+
+
+def lean(frames: Sequence[np.ndarray], said: str) -> tuple[float, float]:
+    """Evidence in the codes [7, F] of R rows for the other order than `said`, and its standard error. About -1 where `said` is
+    right and 1 where the other is; 0 where the codes do not decide. The error is the jackknife's over rows (infinite where no
+    code is more frequent than others)."""
+    import numpy as np
+
+    size = CODECS.find("snac").codebook_sizes[0]
+    counts = np.stack([[np.bincount(place, minlength=size) for place in part] for part in frames]).astype(float)  # [R, 7, C]
+    total = counts.sum(0)
+
+    def excess(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Excess of the agreement of two rows at these places over chance, [1 + R]: of all rows, then without each."""
+        first, second = (list(part) for part in zip(*pairs, strict=True))
+        within = np.einsum("rpc,rpc->r", counts[:, first], counts[:, second])
+        rest = total - counts
+        every = np.sum(total[first] * total[second]) - within.sum()
+        without = np.einsum("rpc,rpc->r", rest[:, first], rest[:, second]) - (within.sum() - within)
+        lengths = counts[:, 0].sum(-1)
+        tried = len(pairs) * np.append(
+            lengths.sum() ** 2 - (lengths**2).sum(),
+            (lengths.sum() - lengths) ** 2 - ((lengths**2).sum() - lengths**2),
+        )
+        return size * np.append(every, without) / tried - 1
+
+    fine, second, fourth = excess(_FINE), excess(_SECOND), excess(_FOURTH)
+    if fine.min() <= 0:
+        return 0.0, float("inf")
+    values = ((fourth - second) if said == "streams" else (second - fourth)) / fine
+    spread = values[1:] - values[1:].mean()
+    return float(values[0]), float(np.sqrt((len(frames) - 1) / len(frames) * (spread**2).sum()))

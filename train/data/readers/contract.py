@@ -9,7 +9,7 @@ Item i is always the same: `list(s.iterate(a, b)) == list(s)[a:b]`. Workers thus
 interrupted preparation goes on at the item it had reached. An `OpenedSource` is small, holds no open file and can be pickled;
 opening one reads no more than the start of the data, and its first `len` or `iterate(start)` counts the records of each text
 file once (the offset of every 256th is kept: memory does not grow with the rows beyond that). Ranges that follow each other
-cost no more than one that covers them: a process keeps the place where the last one ended (`record.RecordReading`).
+cost no more than one that covers them: a process keeps the place where the last one ended (`records`).
 
 Sound stays as it is stored where possible: `Sound(data=...)` or `Sound(path=..., folder=...)` with its header checked. A path
 is relative to `folder`, the source's own, so rows must embed the bytes before they are stored somewhere else.
@@ -17,7 +17,6 @@ is relative to `folder`, the source's own, so rows must embed the bytes before t
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -113,12 +112,6 @@ class OpenedSource(ABC):
 
     def __iter__(self) -> Iterator[Row | Broken]:
         return self.iterate()
-
-    def slices(self, parts: int) -> list[tuple[int, int]]:
-        """Split all items into `parts` consecutive ranges (start, stop) of about equal size."""
-        count = len(self)
-        edges = [count * part // parts for part in range(parts + 1)]
-        return list(itertools.pairwise(edges))
 
 
 class Reader(Protocol):

@@ -130,11 +130,9 @@ def _question(supervisions: Sequence[Mapping[str, Any]], asking: Segment, files:
 def _dialogue(
     supervisions: Sequence[Mapping[str, Any]], cut: Mapping[str, Any], asking: Segment, answering: Segment | None, files: Files
 ) -> list[RowTurn]:
-    """Make turns of supervisions in the order of their starts: a new turn starts where the user speaks after the model.
-
-    The model's sound is cut from `answering`, or else from the cut's own recording, in the supervision's channel. An
-    `answering` without supervisions of its own is one answer as a whole.
-    """
+    """Make turns of supervisions in the order of their starts: a new turn starts where the user speaks after the model. The
+    model's sound is cut from `answering`, or else from the cut's own recording, in the supervision's channel. An `answering`
+    without supervisions of its own is one answer as a whole."""
     groups: list[tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]] = []
     for entry in sorted(supervisions, key=_start):
         answer = _answers(entry)

@@ -1,4 +1,4 @@
-"""Opens the recordings and other files that a data set names: checks that they exist inside its folder, and cuts segments."""
+"""Lists the files below a folder, and opens the recordings that a data set names, which lie inside its folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeVar
@@ -28,6 +28,51 @@ from train.data.rows.row import Sound, inside
 if TYPE_CHECKING:
     from torch import Tensor
 
+
+def entries(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
+    """Iterate over the entries of a folder, in no order; over none where it cannot be read."""
+    with suppress(OSError), os.scandir(folder) as found:
+        yield from found
+
+
+def walk(folder: str | os.PathLike[str], hidden: bool = True) -> Iterator[os.DirEntry[str]]:
+    """Iterate over everything below a folder that is no folder, in no order. `hidden`: also over what has a name, or lies in a
+    folder with a name, that starts with a dot."""
+    open_folders = [entries(folder)]
+    while open_folders:
+        entry = next(open_folders[-1], None)
+        if entry is None:
+            open_folders.pop()
+        elif hidden or not entry.name.startswith("."):
+            if not is_folder(entry):
+                yield entry
+            elif not entry.is_symlink():
+                open_folders.append(entries(entry.path))
+
+
+def sorted_walk(folder: str | os.PathLike[str], hidden: bool = True) -> list[tuple[str, bool]]:
+    """List as `walk`, in the order of paths (by their parts): relative paths, and whether each is a file (or a link to one)."""
+    top = len(os.path.join(folder, ""))
+    found = [(entry.path[top:], is_file(entry)) for entry in walk(folder, hidden)]
+    return sorted(found, key=lambda one: one[0].split("/"))
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """True for a folder, and for a link to one."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def is_file(entry: os.DirEntry[str]) -> bool:
+    """True for a file, and for a link to one."""
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
+
+
 AUDIO = ("required", "optional", "none")
 HELD = ("bytes", "data", "array", "audio", "input_audio", "audio_url", "url", "path", "file", "filename", "value")
 """Fields of an object that is a recording, the first that is there counts; and those of the rate of its samples."""
@@ -44,8 +89,6 @@ class Files:
 
     Attributes:
         folder: the folder that paths are relative to and must lie in; None where there is none, as in a store.
-        prefix: removed from the start of paths.
-        audio: see `ReaderOptions.audio`.
         left_out: recordings that this process has left out so far, of all data sets.
     """
 
@@ -63,10 +106,8 @@ class Files:
         return cls(folder, options.prefix or address_of(folder), options.audio)
 
     def relative(self, name: str) -> str:
-        """Make a path in the data relative to the folder; an absolute one may lie inside it.
-
-        UserError where it leaves the folder.
-        """
+        """Make a path in the data relative to the folder; an absolute one may lie inside it. UserError where it leaves the
+        folder."""
         return self._locate(name)[0]
 
     def file(self, name: str, what: str = "audio") -> Path:
@@ -84,7 +125,12 @@ class Files:
 
     def _locate(self, name: str, what: str = "audio") -> tuple[str, Path]:
         """A path relative to the folder, and the full one."""
-        _check_name(name)
+        try:
+            fit = b"\0" not in os.fsencode(name)
+        except UnicodeEncodeError:
+            fit = False
+        if not fit:
+            raise UserError(f"{name!r} is no name that a file can have, it holds NUL or half a surrogate pair: fix the row")
         cut = name.removeprefix(self.prefix).lstrip("/\\") if self.prefix and name.startswith(self.prefix) else name
         if "\\" in cut and not (self.folder and (self.folder / cut).exists()):  # a path of Windows
             cut = cut.replace("\\", "/")
@@ -104,10 +150,8 @@ class Files:
 
     def sound(self, value: Any) -> Sound | None:
         """Make a recording of its path, its encoded bytes, or an object that holds them, samples or a path (`HELD`), also as
-        the one entry of a list; its header is checked, the rest stays as it is.
-
-        None where none is named or wanted, or where an optional one is missing or broken; UserError where it is required.
-        """
+        the one entry of a list; its header is checked, the rest stays as it is. None where none is named or wanted, or where an
+        optional one is missing or broken; UserError where it is required."""
         if value is None:
             return None
         emptied = isinstance(value, dict) and any(value.get(name) is not None for name in HELD[:3])
@@ -117,10 +161,7 @@ class Files:
 
     def or_without(self, make: Callable[[], Made]) -> Made | None:
         """What `make` makes of a recording; None where it raises UserError, as the recording is missing or broken, and is
-        optional.
-
-        What a store refuses or does not answer (StoreError) says nothing about the recording.
-        """
+        optional. What a store refuses or does not answer (StoreError) says nothing about the recording."""
         try:
             return make()
         except StoreError:
@@ -189,16 +230,6 @@ def _of_samples(value: Mapping[str, Any]) -> Sound:
     return Sound(samples=torch.from_numpy(samples), sample_rate=int(rate))
 
 
-def _check_name(name: str) -> None:
-    """Refuse a name that no file can have (UserError)."""
-    try:
-        fit = b"\0" not in os.fsencode(name)
-    except UnicodeEncodeError:
-        fit = False
-    if not fit:
-        raise UserError(f"{name!r} is no name that a file can have, it holds NUL or half a surrogate pair: fix the row")
-
-
 def header(source: Path | bytes) -> AudioInfo:
     """Read the header of a recording, or of the one that a pointer file stands for; UserError where it is none or holds no
     sound."""
@@ -235,11 +266,9 @@ def seconds(sound: Sound | None) -> float | None:
 
 
 def cut(path: Path, start: float, end: float, *channels: int) -> Sound:
-    """Cut seconds `start` to `end` out of a recording, as the mean of these channels, decoding only that part.
-
-    Without channels named, those of a recording with one or two are mixed. UserError: times beyond the recording, no such
-    channel, more than two channels and none named, a damaged part, or samples that are not finite.
-    """
+    """Cut seconds `start` to `end` out of a recording, as the mean of these channels, decoding only that part. Without channels
+    named, those of a recording with one or two are mixed. UserError: times beyond the recording, no such channel, more than two
+    channels and none named, a damaged part, or samples that are not finite."""
     samples, rate, first = _decode(path, start, end)
     held = samples.shape[1]
     for channel in channels:

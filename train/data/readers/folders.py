@@ -17,11 +17,9 @@ from typing import Any
 from omni.audio.sniff import SUFFIXES
 from omni.errors import UserError
 from train.data.readers.contract import OpenedSource, ReaderOptions
-from train.data.readers.files import Files
-from train.data.readers.listing import entries, is_file, sorted_walk, walk
-from train.data.readers.record import Record, Records
+from train.data.readers.files import Files, entries, is_file, sorted_walk, walk
+from train.data.readers.records import JsonLines, Record, Records, TableRecords
 from train.data.readers.source import RecordSource, RowMapper, make_row, text
-from train.data.readers.text_records import JsonLines, TableRecords
 from train.data.rows.row import Row, RowTurn
 
 
@@ -83,7 +81,7 @@ class LibriSpeech:
 class Transcript(JsonLines):
     """Reads the lines of a `.trans.txt` as records of `id`, `text`, and `folder`, the file's own."""
 
-    def _record(self, raw: bytes, number: int) -> Record:
+    def _parsed(self, number: int, raw: bytes) -> Record:
         where = f"{self.path} line {number + 1}"
         try:
             name, _, said = raw.decode("utf-8").strip().partition(" ")
@@ -132,9 +130,11 @@ class SoundFiles(Records):
     def __len__(self) -> int:
         return len(self._names)
 
-    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
-        for file in (self.path / name for name in self._names[start:stop]):
-            yield Record(str(file), {"path": str(file.absolute())})
+    def _raw(self, start: int) -> tuple[int, Iterator[Path]]:
+        return start, (self.path / name for name in self._names[start:])
+
+    def _record(self, raw: Path) -> Record:
+        return Record(str(raw), {"path": str(raw.absolute())})
 
 
 def recording_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:

@@ -106,10 +106,9 @@ def listed(value: Any) -> list[Any]:
 
 
 def read_said(message: Mapping[str, Any]) -> Said:
-    """What a message, or a part of its content, says, and its recordings; UserError for pictures and parts of other types.
-
-    A text beside a recording has a tag for it where that is a part of the content, and none where it is a field of the message.
-    """
+    """What a message, or a part of its content, says, and its recordings; UserError for pictures and parts of other types. A
+    text beside a recording has a tag for it where that is a part of the content, and none where it is a field of the
+    message."""
     plain = message[_PLAIN[names]] if (names := tuple(message)) in _PLAIN else None
     if isinstance(plain, str) and "<" not in plain:
         return Said(plain.strip(), [], message)

@@ -65,9 +65,7 @@ def moshi_row(data: Mapping[str, Any], where: str, files: Files, options: Reader
 
 def read_words(path: Path, seconds: float) -> list[Word]:
     """Read the words of an alignment in the order of their starts, times in seconds of the recording, which lasts `seconds`.
-
-    UserError for a file that is no alignment, and words that end before they start or lie beyond the recording.
-    """
+    UserError for a file that is no alignment, and words that end before they start or lie beyond the recording."""
     try:
         alignments = json.loads(path.read_text("utf-8"))["alignments"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -131,16 +129,10 @@ def _with_silent_user(utterances: Sequence[Utterance], path: Path, seconds: floa
 
 
 def _turn(asked: Sequence[Utterance], answered: Sequence[Utterance], name: str, files: Files) -> RowTurn:
-    question, answer = _side(asked, name, files, USER), _side(answered, name, files, MODEL)
-    return RowTurn(
-        question_text=question[0],
-        question_audio=question[1],
-        answer_text=answer[0],
-        answer_audio=answer[1],
-        words=(*question[2], *answer[2]),
-        question_start=question[3],
-        answer_start=answer[3],
+    (question, question_audio, words, start), (answer, answer_audio, said, later) = (
+        _side(side, name, files, channel) for side, channel in ((asked, USER), (answered, MODEL))
     )
+    return RowTurn(question, question_audio, answer, answer_audio, None, (*words, *said), start, later)
 
 
 def _side(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,20 +10,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from omni.errors import UserError
 from omni.stores.pointers import check_pointers, has_pointers
 from omni.stores.tries import StoreError
+from train.data.readers.codes import ROWS, check_order
+from train.data.readers.containers import TAR, open_records
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
-from train.data.readers.files import Files
-from train.data.readers.listing import entries, is_file, is_folder, sorted_walk
+from train.data.readers.files import Files, entries, is_file, is_folder, sorted_walk
 from train.data.readers.media import TAG, recording_fields, refuse_pictures, tags, without_tags
-from train.data.readers.order import ROWS, check_order
-from train.data.readers.record import Record, Records
-from train.data.readers.records import open_records
-from train.data.readers.shards import TAR
+from train.data.readers.records import Record, Records
 from train.data.rows.row import Row, RowTurn
 
 THREADS = 8
@@ -101,11 +99,8 @@ class RowMapper:
 
 
 class RecordSource(OpenedSource):
-    """A row for each record of some files, in their order. The source can be pickled where `make` can.
-
-    Attributes:
-        away: whether recordings, or the files themselves, are in a store, where each takes a request.
-    """
+    """A row for each record of some files, in their order. The source can be pickled where `make` can. `away`: whether
+    recordings, or the files themselves, are in a store, where each takes a request."""
 
     def __init__(self, format: str, files: Sequence[Records], make: MakeRow, note: str = "") -> None:
         self.format, self.note = format, note
@@ -120,32 +115,20 @@ class RecordSource(OpenedSource):
         return sum(_ahead(len, self._files) if self.away else map(len, self._files))
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Row | Broken]:
-        if start < 0 or (stop is not None and stop < 0):
-            raise UserError(f"items {start} to {stop} of a data set: count from 0")
-        last = self._files[-1:]
         for file in self._files:
-            if start == 0 and stop is None:
-                yield from self._items(file.iterate())
-                continue
-            # The records of the last file need not be counted: no file follows it.
-            count = 0 if [file] == last else len(file)
-            if start < count or [file] == last:
+            # The records of the last file need not be counted, no file follows it; nor those of any where all are read.
+            counted = file is not self._files[-1] and (start or stop is not None)
+            count = len(file) if counted else 0
+            if start < count or not counted:
                 yield from self._items(file.iterate(start, stop))
-            start = max(0, start - count)
-            if stop is not None:
-                stop -= count
-                if stop <= 0:
-                    return
+            start, stop = max(0, start - count), None if stop is None else stop - count
+            if stop is not None and stop <= 0:
+                return
 
     def _items(self, records: Iterator[Record]) -> Iterator[Row | Broken]:
-        if not self.away:
-            yield from map(self._item, records)
-            return
-        yield from _ahead(self._item, records)
-        check_pointers(self._files[0].path)  # what was removed meanwhile looks like what is missing
-
-    def _item(self, record: Record) -> Row | Broken:
-        return row_of(record, self._make)
+        yield from (_ahead if self.away else map)(partial(row_of, make=self._make), records)
+        if self.away:
+            check_pointers(self._files[0].path)  # what was removed meanwhile looks like what is missing
 
 
 def _ahead(work: Callable[[Given], Made], given: Iterable[Given]) -> Iterator[Made]:
@@ -193,24 +176,15 @@ def find_records(path: Path, endings: Sequence[str]) -> list[Records]:
 
 def first_record(path: Path, endings: Sequence[str]) -> Mapping[str, Any]:
     """Fields of the first record of a file, or of the first file in a folder; empty where there is none."""
-    file = min(_near(path, endings), default=None) if path.is_dir() else path
-    if file is None or not (_named(file.name, endings) and file.is_file()):
-        return {}
-    return open_records(file).first()
+    files = data_files(path, endings)[:1] if path.is_dir() else [path]
+    return open_records(files[0]).first() if files and _named(files[0].name, endings) and files[0].is_file() else {}
 
 
 def data_files(folder: Path, endings: Sequence[str]) -> list[Path]:
     """Files of a folder, and of the folders in it, with these suffixes, sorted by path."""
-    return sorted(_near(folder, endings))
-
-
-def _near(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
-    """As `data_files`, in no order."""
-    for entry in entries(folder):
-        inner = entries(entry.path) if is_folder(entry) else ()
-        for found in itertools.chain([entry], inner):
-            if _named(found.name, endings) and is_file(found):
-                yield Path(found.path)
+    outer = list(entries(folder))
+    inner = itertools.chain.from_iterable(entries(entry.path) for entry in outer if is_folder(entry))
+    return sorted(Path(found.path) for found in (*outer, *inner) if _named(found.name, endings) and is_file(found))
 
 
 def _named(name: str, endings: Sequence[str]) -> bool:
@@ -222,7 +196,6 @@ class RecordReader:
     """Reads a format whose rows are records; recognises it by file suffixes and the fields of the first record.
 
     Attributes:
-        row: makes the row: `row(data, where, files, options)`.
         endings: suffixes of its files; WebDataset shards may hold its records, too.
         fields: sets of fields; a first record with all of one set is of this format.
         absent: fields of which none may be present.
@@ -273,10 +246,8 @@ class RecordReader:
 
 
 def text(data: Mapping[str, Any], *names: str, needed: bool = False) -> str:
-    """Read the first of these fields that is present, as text without surrounding whitespace; "" for null or none.
-
-    UserError where it is no text or number, or has half a surrogate pair, or where it is needed and none is present.
-    """
+    """Read the first of these fields that is present, as text without surrounding whitespace; "" for null or none. UserError
+    where it is no text or number, or has half a surrogate pair, or where it is needed and none is present."""
     for name in names:
         if name in data:
             value = data[name]
@@ -318,17 +289,12 @@ def items(data: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return "missing"
-    shown = json.dumps(value, default=str)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
+    return "missing" if value is None else f"{value!r:.60}"
 
 
 def make_row(turns: Sequence[RowTurn], options: ReaderOptions, format: str, where: str, **fields: str) -> Row:
     """Make the row of these turns; UserError where a turn is empty, or a text has a tag of a recording that is not there.
-
-    `fields` are further fields of `Row` from the data; an empty `language` becomes that of the options.
-    """
+    `fields` are further fields of `Row` from the data; an empty `language` becomes that of the options."""
     turns = [_untagged(turn) for turn in turns]
     for index, turn in enumerate(turns):
         if not (turn.question_text or turn.answer_text or turn.question_audio or turn.answer_audio or turn.answer_codes):

@@ -1,8 +1,18 @@
-"""Rows in Parquet files: written under another name and renamed, read by index.
+"""Rows in Parquet files: written under another name and renamed, read by index, in part or whole.
 
 A file is read in place, a row group at a time, so that the first row of any data is available at once; this requires small
 groups and short footers, which `write_rows` and `data prepare` make. A file of large groups is read through Hugging Face
 `datasets`, which keeps an Arrow copy of it in its cache folder (`HF_HOME`) and maps that into memory.
+
+Parts of a turn that are large have Parquet columns of their own, and are read where examples of some tasks need them:
+
+    question_audio    tasks with a spoken question
+    answer_codes      tasks with a spoken answer
+    answer_audio      the same, where a turn has no codes
+    words             where answers are cut
+
+Everything else of a row is small and always read. What the tasks of a source need is read of every row at once; what only the
+task needs that a row names itself, or a turn without codes, is read after it.
 """
 
 from __future__ import annotations
@@ -12,23 +22,94 @@ import copy
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.errors import UserError
 from omni.files import replacing, writing
+from omni.tasks import TASKS
 from train.data.rows.parquet_files import check_columns, has_large_groups, look, one_line, readable, whole
-from train.data.rows.parts import EVERYTHING, PARTS, LeafColumns, Needed
 from train.data.rows.places import DataFile, brought, find_files, opened, parallel_map, parquet_open_kwargs
 from train.data.rows.reference import Reference
-from train.data.rows.row import OPTIONAL, Row, features, from_plain, to_plain
+from train.data.rows.row import OPTIONAL, Row, features, from_plain, has_codes, to_plain
 
 if TYPE_CHECKING:
     import datasets
     import numpy as np
     import pyarrow as pa
+    import pyarrow.parquet as pq
+
+
+PARTS = frozenset({"question_audio", "answer_audio", "answer_codes", "words"})
+
+
+@dataclass(frozen=True)
+class LeafColumns:
+    """Columns to read: those of some parts, and the rest of the row or not."""
+
+    parts: frozenset[str] = PARTS
+    rest: bool = True
+
+    def paths(self, metadata: pq.FileMetaData) -> list[str]:
+        """Paths of these leaf columns in a file, such as `turns.list.element.answer_audio.bytes`. Other columns than those of
+        rows are left out. What lists call their elements differs between writers."""
+        out = []
+        for number in range(metadata.num_columns):
+            path = metadata.schema.column(number).path
+            first, *inner = path.split(".")
+            part = next((name for name in inner if name in PARTS), None)
+            if first in _columns() and (self.rest if part is None else part in self.parts):
+                out.append(path)
+        return out
+
+
+EVERYTHING = LeafColumns()
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What examples need of a source's rows.
+
+    Attributes:
+        tasks: names of tasks that rows are used for, unless they name one themselves.
+        words: answers are cut, see `train.data.batching.columns`.
+    """
+
+    tasks: frozenset[str]
+    words: bool = False
+    heard_only: bool = False
+
+    @cached_property
+    def first(self) -> LeafColumns:
+        """What is read of every row."""
+        return LeafColumns(self._parts(self.tasks))
+
+    def next(self, plain: Mapping[str, Any]) -> LeafColumns | None:
+        """What is still to be read of a row of which `plain` has been; None where nothing is."""
+        wanted = self._parts([plain["task"]]) if plain["task"] else self.first.parts
+        turns = plain["turns"] or ()
+        lacking = frozenset(part for part in wanted if not all(part in turn for turn in turns))
+        if not lacking and "answer_codes" in wanted and not all(has_codes(turn["answer_codes"]) for turn in turns):
+            lacking = frozenset({"answer_audio"} - {name for turn in turns for name in turn})
+        return LeafColumns(lacking, rest=False) if lacking else None
+
+    def _parts(self, names: Iterable[str]) -> frozenset[str]:
+        tasks = [TASKS[name] for name in names if name in TASKS]  # an unknown one is refused where the example is made
+        wanted = {
+            "question_audio": any(task.question == "audio" for task in tasks),
+            "answer_codes": any(task.audio for task in tasks) and not self.heard_only,
+            "words": self.words and not self.heard_only,
+        }
+        return frozenset(part for part, needed in wanted.items() if needed)
+
+
+@cache
+def _columns() -> frozenset[str]:
+    return frozenset(features())
+
 
 ROW_GROUP = 16
 """Rows of a row group: to read one row, its group is decoded."""
@@ -50,13 +131,9 @@ def written_as() -> dict[str, Any]:
 
 
 def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int = ROW_GROUP) -> int:
-    """Write rows to a Parquet file, in groups of `row_group`; returns their number.
-
-    The file appears when it is whole: until then it is written under another name in the same folder, and an error removes it.
-
-    Raises:
-        UserError: a row that breaks the format or whose reference leaves the folder (with its number), or no space left.
-    """
+    """Write rows to a Parquet file, in groups of `row_group`; returns their number. The file appears when it is whole: until
+    then it is written under another name in the same folder, and an error removes it. UserError: a row that breaks the format
+    or whose reference leaves the folder (with its number), or no space left."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -125,15 +202,13 @@ class StoredRows:
     """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names.
 
     Where a report of `data prepare` or `data filter` beside them says how many rows each file has, a file is opened when its
-    first row is read; otherwise the footers of all are read now. Files of a store are read by ranges.
+    first row is read; otherwise the footers of all are read now. Files of a store are read by ranges. UserError: nothing there,
+    a file that is no Parquet or of another format, or no rows.
 
     Args:
         path: the file or folder, or its address; or several of them, one after another.
         cache: folder for Arrow copies, where one is needed; None for that of `datasets`.
         needed: parts of rows that are read, others come as if they were not there; None for all.
-
-    Raises:
-        UserError: nothing there, a file that is no Parquet or of another format, or no rows.
     """
 
     def __init__(
@@ -190,11 +265,6 @@ class StoredRows:
         starts = [range(first, end, PIECE) for first, end in itertools.pairwise([0, *self._ends])]
         return np.fromiter(itertools.chain(*starts, self._ends[-1:]), np.int64)
 
-    def _folder_of(self, index: int) -> Path | None:
-        """The folder that references in a row are relative to; None in a store."""
-        file = self._files[self.place(index)[0]]
-        return file.parent if isinstance(file, Path) else None
-
     def where(self, index: int) -> str:
         """File and row number within it, for errors."""
         file, row = self.place(index)
@@ -204,13 +274,14 @@ class StoredRows:
         """Row `index`; UserError where it breaks the format, or cannot be read."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        row = from_plain(self._plain(index, self._recent), self._folder_of(index), self.where(index))
+        row = self.read(index, self._recent)
         del self._recent[:-KEPT_GROUPS]
         return row
 
     def read(self, index: int, kept: list[KeptGroup]) -> Row:
         """As `self[index]`, with the row's group, which is in `kept` or is added there."""
-        return from_plain(self._plain(index, kept), self._folder_of(index), self.where(index))
+        file = self._files[self.place(index)[0]]  # the folder that references are relative to is None in a store
+        return from_plain(self._plain(index, kept), file.parent if isinstance(file, Path) else None, self.where(index))
 
     def _plain(self, index: int, kept: list[KeptGroup]) -> dict[str, Any]:
         """Read the needed parts of a row as plain data; others are null. An Arrow copy gives all parts."""
@@ -265,29 +336,11 @@ def _arrow_copy(files: list[DataFile], absent: list[set[str]], cache: str | os.P
             raise UserError(f"only some files of {str(files[0]).rpartition('/')[0]} have a column {name!r}: prepare them again")
         del columns[name]
     try:
-        with _quiet():
-            return datasets.Dataset.from_parquet(
-                [brought(file) for file in files],
-                features=columns,
-                columns=list(columns),
-                cache_dir=None if cache is None else str(cache),
-            )
+        datasets.disable_progress_bars()  # standard error belongs to the run
+        paths, cache_dir = [brought(file) for file in files], None if cache is None else str(cache)
+        return datasets.Dataset.from_parquet(paths, features=columns, columns=list(columns), cache_dir=cache_dir)
     except (DatasetGenerationError, OSError) as error:
         raise UserError(
             f"the Arrow copy of {files[0]} cannot be made ({one_line(error.__cause__ or error)}): free some space or name "
             "another folder as data.cache; if the file is damaged, prepare it again"
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Context without the progress bars of `datasets`: standard error belongs to the run."""
-    import datasets
-
-    shown = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not shown:
-            datasets.enable_progress_bars()

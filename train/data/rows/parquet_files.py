@@ -1,19 +1,21 @@
-"""Parquet files of rows: whether they are whole, their columns those of rows, and their groups small."""
+"""Parquet files of rows: whether they are whole, their columns those of rows, their groups small; and samples of their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from train.data.rows.places import DataFile, opened, parquet_open_kwargs
-from train.data.rows.row import OPTIONAL, features
+from omni.tasks import find_task
+from train.data.rows.places import DataFile, find_files, opened, parquet_open_kwargs
+from train.data.rows.row import OPTIONAL, Row, features, from_plain
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
+
 
 LARGE_ROWS, LARGE_BYTES = 64, 32 << 20
 """A group beyond these is too large to be decoded for one row: the file is copied to Arrow."""
@@ -22,13 +24,18 @@ JUDGED_GROUPS = 4
 """Number of groups, the first of a file, by which it is judged whether its groups are large."""
 
 
-def look(file: DataFile) -> tuple[pq.FileMetaData, pa.Schema]:
-    """Read the metadata and the schema of a file, and check its columns."""
+def footer(file: DataFile) -> tuple[pq.FileMetaData, pa.Schema]:
+    """Read the metadata and the schema of a file."""
     import pyarrow.parquet as pq
 
     with whole(file):
         metadata = pq.read_metadata(opened(file))
-        schema = metadata.schema.to_arrow_schema()
+        return metadata, metadata.schema.to_arrow_schema()
+
+
+def look(file: DataFile) -> tuple[pq.FileMetaData, pa.Schema]:
+    """Read the metadata and the schema of a file, and check its columns."""
+    metadata, schema = footer(file)
     check_columns(file, schema)
     return metadata, schema
 
@@ -96,3 +103,45 @@ def readable(file: DataFile, part: str = "") -> Iterator[None]:
 def one_line(error: BaseException) -> str:
     """First line of an error's message, or its type."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+FILES, GROUPS, ROWS = 5, 5, 20
+"""Numbers of files in the sample, of row groups of each, and about the number of rows of each file."""
+
+
+def sample_rows(path: str) -> list[Row]:
+    """Read the first rows of evenly spaced row groups of evenly spaced files, without those that cannot be read. UserError:
+    there is no such file, or one of another format."""
+    rows: list[Row] = []
+    found = find_files(path)
+    files = found.files
+    for file in (files[i] for i in evenly(len(files), FILES)):
+        groups = evenly(look(file)[0].num_row_groups, GROUPS)
+        for group in groups:
+            with suppress(UserError):
+                for plain in first_rows(file, group, -(-ROWS // len(groups))):
+                    with suppress(UserError):
+                        rows.append(from_plain(plain, found.folder, str(file)))
+    return rows
+
+
+def evenly(size: int, count: int) -> list[int]:
+    """Indices of `count` of `size` things, evenly spaced and ascending; of all where there are fewer."""
+    count = min(count, size)
+    return [i * size // count for i in range(count)]
+
+
+def missing_parts(
+    rows: Sequence[Row], mixtures: Iterable[Mapping[str, float]], heard_only: bool = False
+) -> dict[str, dict[str, int]]:
+    """Count, for each task with a weight in the mixtures, the rows with a turn that lacks a part which the task needs. A row
+    that names its own task counts for that one only. For `heard_only` see `RowTurn.lacks`."""
+    tasks = {find_task(name).name for mixture in mixtures for name, weight in mixture.items() if weight > 0}
+    out: dict[str, dict[str, int]] = {}
+    for row in rows:
+        for name in [row.task] if row.task else sorted(tasks):
+            missing = {turn.lacks(find_task(name), heard_only) for turn in row.turns} - {None}
+            for part in missing:
+                of = out.setdefault(find_task(name).name, {})
+                of[str(part)] = of.get(str(part), 0) + 1
+    return out

@@ -66,9 +66,7 @@ class DataFiles:
 
 def find_files(path: str | os.PathLike[str]) -> DataFiles:
     """Find the Parquet file at `path`, or those of the folder there, without opening any; a store's folder is listed once.
-
-    UserError where there is none.
-    """
+    UserError where there is none."""
     address = find_address(path)
     if address is not None:
         return _in_store(address)
@@ -102,10 +100,8 @@ def opened(file: DataFile) -> Any:
 
 
 def parquet_open_kwargs(file: DataFile) -> dict[str, bool]:
-    """How `pyarrow.parquet.ParquetFile` reads a file: columns side by side are one request to a store.
-
-    None is mapped (`memory_map`): a file that gets shorter while it is read would end the process.
-    """
+    """How `pyarrow.parquet.ParquetFile` reads a file: columns side by side are one request to a store. None is mapped
+    (`memory_map`): a file that gets shorter while it is read would end the process."""
     return {"pre_buffer": not isinstance(file, Path)}
 
 

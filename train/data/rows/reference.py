@@ -66,10 +66,7 @@ class Reference:
 
     Attributes:
         address: of a store, or the absolute path of a file.
-        size: in bytes.
-        version: of an object in a store.
         time: of a file's last change, in ns.
-        crc32: of a file.
         part: what is wanted of it; None for all.
     """
 
@@ -209,10 +206,8 @@ class Reference:
 
 @dataclass(frozen=True)
 class PointedRecording(Reference):
-    """A recording of a data set that is read, of which only a pointer file was brought here (`omni.stores.pointers`).
-
-    Its methods raise StoreError where it cannot be had.
-    """
+    """A recording of a data set that is read, of which only a pointer file was brought here (`omni.stores.pointers`). Its
+    methods raise StoreError where it cannot be had."""
 
     @classmethod
     def of(cls, file: str | os.PathLike[str]) -> PointedRecording | None:

@@ -45,7 +45,7 @@ from omni.errors import UserError
 from omni.stores.pointers import has_pointers
 from omni.tasks import Task
 from omni.utils.remote import refuse_remote
-from train.data.rows.reference import PointedRecording, Reference, SoundPart
+from train.data.rows.reference import PointedRecording, Reference, SoundPart, UnfitReference
 
 if TYPE_CHECKING:
     import datasets
@@ -61,10 +61,8 @@ OPTIONAL = ("system",)
 
 @dataclass(frozen=True)
 class Sound:
-    """A recording: `samples` [S] at `sample_rate` in memory, encoded `data` (FLAC, WAV, ...), or a `path` below `folder`.
-
-    A `path` may be a `Reference` too. Samples that were cut from a file have its absolute `path`, and which `part` they are.
-    """
+    """A recording: `samples` [S] at `sample_rate` in memory, encoded `data` (FLAC, WAV, ...), or a `path` below `folder`. A
+    `path` may be a `Reference` too. Samples that were cut from a file have its absolute `path`, and which `part` they are."""
 
     samples: Tensor | None = None
     sample_rate: int = 0
@@ -90,7 +88,7 @@ class Sound:
             return AudioInfo(self.sample_rate, len(self.samples), 1, "samples")
         if (named := self.reference) is not None:
             return named.info()
-        return audio_info(self.data or inside(self.folder, self.path or ""))
+        return audio_info(self.data or self.file())
 
     def load(self, sample_rate: int) -> Tensor:
         """Load mono samples [S] (float32) at `sample_rate`; UserError where the file is no sound, or is outside its folder."""
@@ -100,7 +98,15 @@ class Sound:
             return read_audio(self.data, sample_rate)
         if (named := self.reference) is not None:
             return named.load(sample_rate)
-        return read_audio(inside(self.folder, self.path or ""), sample_rate)
+        return read_audio(self.file(), sample_rate)
+
+    def file(self) -> Path:
+        """The file of a path below the folder; UnfitReference where there is none."""
+        path = inside(self.folder, self.path or "")
+        if not os.path.isfile(path):
+            where = f"the data's folder {self.folder}"
+            raise UnfitReference("missing_reference", f"audio {self.path!r:.200} is not in {where}: copy it there")
+        return path
 
     def plain(self) -> dict[str, Any]:
         """Convert to the stored form `{bytes, path}`: samples become FLAC of 16 bits."""
@@ -127,16 +133,16 @@ def checked(samples: Tensor) -> Tensor:
 
 
 def inside(folder: Path | None, path: str) -> Path:
-    """The file at a relative `path`, which must lie in `folder` (UserError otherwise).
-
-    So must the target of a link; but files of a snapshot in a Hugging Face cache are links to the `blobs` of their repository.
-    """
-    if folder is None:
-        raise UserError(
-            f"audio {path!r} is a reference, but there is no folder here that it belongs to (rows of a store hold their sound)"
-        )
-    refuse_remote(path, "audio", folder)
-    real = os.path.realpath(folder)
+    """The file at a relative `path`, which must lie in `folder` (UnfitReference otherwise). So must the target of a link; but
+    files of a snapshot in a Hugging Face cache are links to the `blobs` of their repository."""
+    if folder is None or "\0" in path:
+        why = "no path, it holds NUL" if folder else "a reference, but there is no folder here that it belongs to"
+        raise UnfitReference("missing_reference", f"audio {path!r:.200} is {why}: name a file in the data's folder")
+    try:
+        refuse_remote(path, "audio", folder)
+    except UserError as error:
+        raise UnfitReference("missing_reference", str(error)) from error
+    real, advice = os.path.realpath(folder), "name a file inside it, by its relative path"
     full = os.path.realpath(os.path.join(real, path))
     if not os.path.isabs(path):
         if full == real or full.startswith(os.path.join(real, "")):
@@ -147,11 +153,9 @@ def inside(folder: Path | None, path: str) -> Path:
         for count in range(1, len(parts) + 1):
             place = root.joinpath(*parts[:count])
             if not place.resolve().is_relative_to(root) and place.is_symlink():
-                raise UserError(
-                    f"audio {path!r} leaves the data's folder {folder}: {'/'.join(parts[:count])!r} in it is a link to "
-                    f"{place.resolve()}; put there what the link leads to (cp -rL, or mount --bind)"
-                )
-    raise UserError(f"audio {path!r} leaves the data's folder {folder}: name a file inside it, by its relative path")
+                advice = f"{'/'.join(parts[:count])!r} in it is a link to {place.resolve()}; put its files there (cp -rL)"
+                break
+    raise UnfitReference("escaping_reference", f"audio {path!r} leaves the data's folder {folder}: {advice}")
 
 
 def _blobs(folder: Path) -> Path | None:
@@ -224,11 +228,8 @@ class RowTurn:
         return self.question_text if task.writes == "question" else self.answer_text
 
     def lacks(self, task: Task, heard_only: bool = False) -> str | None:
-        """Name of a field that `task` needs and the turn lacks; None where it lacks nothing.
-
-        Args:
-            heard_only: nothing but the encoder is trained, on the sound of the question.
-        """
+        """Name of a field that `task` needs and the turn lacks; None where it lacks nothing. `heard_only`: nothing but the
+        encoder is trained, on the sound of the question."""
         if task.question == "audio" and self.question_audio is None:
             return "question_audio"
         if heard_only:
@@ -273,36 +274,35 @@ def features() -> datasets.Features:
         "question_start": Value("float32"),
         "answer_start": Value("float32"),
     }
-    names = ("id", "source", "language", "speaker", "task")
-    return Features({"version": Value("int32"), **{name: text for name in names}, "turns": List(turn), "system": text})
+    return Features({"version": Value("int32"), **dict.fromkeys(_TEXTS, text), "turns": List(turn), "system": text})
+
+
+_TEXTS = ("id", "source", "language", "speaker", "task")
+"""Columns of texts."""
 
 
 def to_plain(row: Row) -> dict[str, Any]:
     """Convert a row to the plain data that is stored. UserError for a row without turns or of another version."""
     check(row)
-    out: dict[str, Any] = {name: getattr(row, name) for name in ("version", "id", "source", "language", "speaker", "task")}
-    out["turns"] = [
-        {
-            "question_text": turn.question_text,
-            "question_audio": turn.question_audio.plain() if turn.question_audio else None,
-            "answer_text": turn.answer_text,
-            "answer_audio": turn.answer_audio.plain() if turn.answer_audio else None,
-            "answer_codes": _plain_codes(turn.answer_codes),
-            "words": [word._asdict() for word in turn.words],
-            "question_start": turn.question_start,
-            "answer_start": turn.answer_start,
-        }
-        for turn in row.turns
-    ]
-    out["system"] = row.system
-    return out
+    turns = []
+    for turn in row.turns:
+        codes = turn.answer_codes
+        plain = None if codes is None else {"codec": codes.codec, "order": codes.order, "frames": codes.frames.tolist()}
+        turns.append(
+            {
+                **vars(turn),
+                "question_audio": turn.question_audio.plain() if turn.question_audio else None,
+                "answer_audio": turn.answer_audio.plain() if turn.answer_audio else None,
+                "answer_codes": plain,
+                "words": [word._asdict() for word in turn.words],
+            }
+        )
+    return {"version": row.version, **{name: getattr(row, name) for name in _TEXTS}, "turns": turns, "system": row.system}
 
 
 def from_plain(data: Mapping[str, Any], folder: Path | None, where: str) -> Row:
-    """Make a row of stored data; its references are relative to `folder`, which is None for rows in a store.
-
-    UserError for another version or no turns.
-    """
+    """Make a row of stored data; its references are relative to `folder`, which is None for rows in a store. UserError for
+    another version or no turns."""
     turns = tuple(
         RowTurn(
             question_text=turn["question_text"] or "",
@@ -316,9 +316,8 @@ def from_plain(data: Mapping[str, Any], folder: Path | None, where: str) -> Row:
         )
         for turn in data["turns"] or ()
     )
-    names = ("id", "source", "language", "speaker", "task")
-    system = data.get("system") or ""
-    row = Row(turns, version=data["version"], where=where, system=system, **{name: data[name] or "" for name in names})
+    texts = {name: data[name] or "" for name in _TEXTS}
+    row = Row(turns, version=data["version"], where=where, system=data.get("system") or "", **texts)
     check(row)
     return row
 
@@ -329,12 +328,6 @@ def check(row: Row) -> None:
         raise UserError(f"{row.where} is of version {row.version}; this is version {ROW_VERSION}: prepare the data again")
     if not row.turns:
         raise UserError(f"{row.where} has no turns: a row needs at least one question and answer; drop it")
-
-
-def _plain_codes(codes: Codes | None) -> dict[str, Any] | None:
-    if codes is None:
-        return None
-    return {"codec": codes.codec, "order": codes.order, "frames": codes.frames.tolist()}
 
 
 def _sound(stored: Mapping[str, Any] | None, folder: Path | None) -> Sound | None:

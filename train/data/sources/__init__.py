@@ -21,7 +21,7 @@ from omni.plugins import Registry, load_plugins
 if TYPE_CHECKING:
     from omni.codec.base import AudioCodec
     from train.console.progress import Kind
-    from train.data.sources.base import MadeSource
+    from train.data.sources.stored import MadeSource
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,8 @@ def register_source(kind: str) -> Callable[[type[SourceOptions]], type[SourceOpt
 
 
 def find_source(kind: str, where: str = "source.kind") -> type[SourceOptions]:
-    """The options of a kind of source, perhaps of a plug-in that ships with the package.
-
-    Raises:
-        UserError: there is none; the closest name is given, after the key `where` it came from.
-    """
+    """The options of a kind of source, perhaps of a plug-in that ships with the package. UserError: there is none; the closest
+    name is given, after the key `where` it came from."""
     if kind not in SOURCES:
         load_plugins(shipped())
     return SOURCES.find(kind, where)

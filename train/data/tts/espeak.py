@@ -61,14 +61,13 @@ def synthesise(
 ) -> tuple[Tensor, int]:
     """Speak `text`: samples [S] in [-1, 1] (float32) and their rate, 22,050 Hz.
 
+    UserError: an unknown voice (the closest is named), a setting out of range, an empty text, or no espeak-ng.
+
     Args:
         voice: a language, then "+" and a variant: `en-us+f3`; see `languages` and `variants`.
         rate: words per minute, 80 to 450.
         pitch, pitch_range: 0 to 100, 50 is the voice's own.
         trim: cut silence at both ends, but for 10 ms.
-
-    Raises:
-        UserError: an unknown voice (the closest is named), a setting out of range, an empty text, or no espeak-ng.
     """
     import numpy as np
     import torch
@@ -116,11 +115,8 @@ def synthesise(
 
 @functools.lru_cache(maxsize=65536)
 def phonemes(word: str, language: str = "en-us") -> tuple[str, ...]:
-    """Phonemes of a word as espeak-ng reads it, in the International Phonetic Alphabet, without stress and length.
-
-    Raises:
-        UserError: an unknown language (the closest is named), or no espeak-ng.
-    """
+    """Phonemes of a word as espeak-ng reads it, in the International Phonetic Alphabet, without stress and length. UserError:
+    an unknown language (the closest is named), or no espeak-ng."""
     check_voice(language)
     text = ctypes.c_char_p(word.encode() + b"\0")
     rest = ctypes.cast(text, ctypes.c_void_p)
@@ -177,10 +173,8 @@ def _opened() -> Iterator[ctypes.CDLL]:
 
 @contextmanager
 def _kept(failed: list[BaseException]) -> Iterator[None]:
-    """Keeps what callbacks raise, which ctypes drops otherwise.
-
-    The callback cannot catch it: a signal's handler is run before its first line.
-    """
+    """Keeps what callbacks raise, which ctypes drops otherwise. The callback cannot catch it: a signal's handler is run before
+    its first line."""
     before = sys.unraisablehook
 
     def keep(args: sys.UnraisableHookArgs) -> None:
@@ -237,11 +231,9 @@ def _language_files() -> dict[str, Path]:
 
 @functools.cache
 def _home() -> Path:
-    """Data folder for espeak-ng: links to its own data, with each language's file also in the place that is searched first.
-
-    A voice is then found by opening one file; otherwise the library lists some 250 voice files at every opening, which takes
-    longer than speaking. Where no such folder can be made, its own folder is used, only slower.
-    """
+    """Data folder for espeak-ng: links to its own data, with each language's file also in the place that is searched first. A
+    voice is then found by opening one file; otherwise the library lists some 250 voice files at every opening, which takes
+    longer than speaking. Where no such folder can be made, its own folder is used, only slower."""
     plain = _data().parent
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni"
     home = cache / f"espeak-ng-{hashlib.blake2b(os.fsencode(_data()), digest_size=6).hexdigest()}"

@@ -1,5 +1,8 @@
 """TTS for rows that have text only, by espeak-ng, flite, a program, a plug-in's voice, a Python callable, or several of these.
 
+flite (Black and Lenzo 2001) is a program that is started for every text; it and its voices are free (a BSD-like licence of
+Carnegie Mellon University): `apt install flite`. English only.
+
 Dimensions: S samples.
 """
 
@@ -9,25 +12,92 @@ import functools
 import importlib
 import inspect
 import random
+import re
 import shlex
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from omni.audio.io import audio_info, read_audio
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.plugins import Registry
+from omni.utils.ranges import check_fields, ranged
 from train.data.rows.row import Sound
 from train.data.seeding import seeded_rng
 from train.data.sources.mixture import check_weights
-from train.data.tts import flite
-from train.data.tts.contract import Voice
-from train.data.tts.speaking import SpeakingConfig
 
-if TYPE_CHECKING:
-    from torch import Tensor
+
+class Voice(Protocol):
+    """Turns text into sound: a pure function of its arguments, if the program or callable behind it is one."""
+
+    def say(self, text: str, language: str, seed: int) -> Sound:
+        """Speak the text in a language (BCP 47); `seed` chooses among voices. UserError where it cannot be spoken."""
+
+    def speaker(self, language: str, seed: int) -> str:
+        """Name of the voice that `say` speaks by for that seed; "" where it is not known."""
+
+
+@dataclass(frozen=True)
+class SpeakingConfig:
+    """How questions are spoken. A range is lowest and highest, drawn evenly: rate and pitch for a row, all else for a question.
+
+    Attributes:
+        rate: words per minute, of espeak and flite; null for 130 to 200 where a voice is drawn, and else the voice's own.
+        pitch: 0 to 100, 50 is the voice's own, of espeak and flite; null for 25 to 75 where a voice is drawn, else its own.
+        silence: seconds before and after a question.
+        pause: share of the questions that pause once, after a random word.
+        hesitant: share of the questions that are spoken in two parts, each with an intonation of its own.
+        hesitation: seconds of silence between these.
+    """
+
+    rate: tuple[int, int] | None = ranged(None, 80, 450)
+    pitch: tuple[int, int] | None = ranged(None, 0, 100)
+    silence: tuple[float, float] = ranged((0.0, 0.0), 0, 10)
+    pause: float = ranged(0.0, 0, 1)
+    hesitant: float = ranged(0.0, 0, 1)
+    hesitation: tuple[float, float] = ranged((0.2, 1.0), 0, 10)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "speaking")
+
+
+class SpeakingVoice:
+    """A voice with silence around what it says and pauses inside: these depend on the text and the seed alone."""
+
+    def __init__(self, voice: Voice, config: SpeakingConfig) -> None:
+        self.voice, self.config = voice, config
+
+    def speaker(self, language: str, seed: int) -> str:
+        return self.voice.speaker(language, seed)
+
+    def say(self, text: str, language: str, seed: int) -> Sound:
+        """Speak the text, see `Voice.say`; a pause is a comma, which every program knows."""
+        import torch
+
+        rng, halting = seeded_rng(seed, "speaking", text), seeded_rng(seed, "hesitant", text)
+        words = text.split()
+        if len(words) > 1 and rng.random() < self.config.pause:
+            place = rng.randrange(len(words) - 1)
+            words[place] += "," * words[place][-1].isalnum()
+        parts = [words]
+        if len(words) > 1 and halting.random() < self.config.hesitant:
+            place = halting.randrange(1, len(words))
+            parts = [words[:place], words[place:]]
+        sounds = [self.voice.say(" ".join(part), language, seed) for part in parts]
+        rate = sounds[0].sample_rate
+        before, after = (round(rng.uniform(*self.config.silence) * rate) for _ in range(2))
+        between = round(halting.uniform(*self.config.hesitation) * rate)
+        padding = [(before if i == 0 else between, after if i == len(sounds) - 1 else 0) for i in range(len(sounds))]
+        pieces = [torch.nn.functional.pad(sound.load(rate), pad) for sound, pad in zip(sounds, padding, strict=True)]
+        return Sound(torch.cat(pieces), rate)
+
+
+FLITE_VOICES = ("kal", "kal16", "awb", "rms", "slt")
+"""Voices of flite 2.2 that read any text: `kal` is of 8 kHz, and rms keeps its pitch whatever is asked."""
 
 RATES = (1000, 384000)
 """Lowest and highest sample rate of a voice, in Hz."""
@@ -35,7 +105,6 @@ RATES = (1000, 384000)
 TIMEOUT = 600.0
 """Seconds that a program may take for one text."""
 
-_MAIN_ACCENTS = {"en": "en-us"}
 _VARIANTS = ("f1", "f2", "f3", "f4", "f5", "m1", "m2", "m3", "m4", "m5", "m6", "m7", "m8")
 
 
@@ -44,22 +113,16 @@ VOICES: Registry[Callable[..., Any]] = Registry("voice", "a function of a text",
 
 
 def register_voice(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator for a callable that speaks a text.
-
-    It takes the text, and `language` (BCP 47) and `seed` where it has parameters of these names; it returns samples [S] and
-    their rate in Hz.
-    """
+    """A decorator for a callable that speaks a text. It takes the text, and `language` (BCP 47) and `seed` where it has
+    parameters of these names; it returns samples [S] and their rate in Hz."""
     if isinstance(name, str) and (":" in name or name in ("espeak", "flite")):
         raise UserError(f"voice {name!r}: a name has no colon, and espeak and flite are taken; give it another")
     return VOICES.register(name)
 
 
 def make_voice(spec: str | Mapping[str, float], speaking: SpeakingConfig | None = None) -> Voice:
-    """Make the voice of a setting, see `PrepareConfig.voice`; UserError for a setting that names none.
-
-    Args:
-        speaking: ranges of rate and pitch; None for the voices' own.
-    """
+    """Make the voice of a setting, see `PrepareConfig.voice`; UserError for a setting that names none. `speaking`: ranges of
+    rate and pitch; None for the voices' own."""
     check_spec(spec)
     if not isinstance(spec, str):
         return MixedVoice({one: make_voice(one, speaking) for one in spec}, spec)
@@ -82,8 +145,8 @@ def check_spec(spec: str | Mapping[str, float]) -> None:
         return
     kind, colon, rest = spec.partition(":")
     if kind in ("espeak", "flite") and (rest or not colon):
-        if kind == "flite" and rest:
-            flite.check_voice(rest)
+        if kind == "flite" and rest and rest not in FLITE_VOICES:  # it would speak by another one
+            raise UserError(f"voice {spec}: flite has no such voice; {closest(rest, FLITE_VOICES)}")
         return
     if kind == "command":
         CommandVoice(rest)
@@ -134,9 +197,7 @@ def _drawn(voices: Sequence[str], rng: random.Random, speaking: SpeakingConfig) 
 
 class EspeakVoice:
     """Speaks by espeak-ng: the voice `name`, a variant of the row's language (`+f3`), or, for "", a different voice per seed.
-
-    UserError where there is no such voice, or no espeak-ng.
-    """
+    UserError where there is no such voice, or no espeak-ng."""
 
     def __init__(self, name: str = "", speaking: SpeakingConfig | None = None) -> None:
         from train.data.tts.espeak import check_voice
@@ -165,14 +226,17 @@ class FliteVoice:
     """Speaks by flite: the voice `name`, or, for "", a different voice per seed. UserError where there is no flite."""
 
     def __init__(self, name: str = "", speaking: SpeakingConfig | None = None) -> None:
-        flite.check_program()
-        self.voices, self.speaking = [name] if name else flite.VOICES, speaking or SpeakingConfig()
+        if shutil.which("flite") is None:
+            raise UserError("voice flite: there is no program flite on the PATH: apt install flite, or take another voice")
+        self.voices, self.speaking = [name] if name else FLITE_VOICES, speaking or SpeakingConfig()
 
     def say(self, text: str, language: str, seed: int) -> Sound:
         if (language or "en").lower().replace("_", "-").partition("-")[0] != "en":
             raise UserError(f"flite speaks English, not {language!r}: give another voice, or the rows another language")
         drawn = self._settings(seed)
-        return CommandVoice(flite.command(drawn.voice, drawn.rate, drawn.pitch)).say(text, language, seed)
+        stretch, shift = 175 / drawn.rate, 2 ** ((drawn.pitch - 50) / 100)  # half an octave down to half an octave up
+        settings = f"--setf duration_stretch={stretch:.4f} --setf f0_shift={shift:.4f}"
+        return CommandVoice(f"flite -voice {drawn.voice} {settings} -t {{text}} -o {{out}}").say(text, language, seed)
 
     def speaker(self, language: str, seed: int) -> str:
         return f"flite:{self._settings(seed).voice}"
@@ -188,7 +252,7 @@ def _accents(language: str) -> tuple[str, ...]:
 
     wanted = (language or "en").lower().replace("_", "-")
     for name in (wanted, wanted.partition("-")[0]):
-        main = _MAIN_ACCENTS.get(name, name)
+        main = "en-us" if name == "en" else name
         found = [one for one in languages() if one == name or one.startswith(name + "-")]
         # Left out: accents with a script of their own (en-shaw), which ordinary text is not in, and island accents.
         found = [one for one in found if one == main or one in _ENGLISH or name.partition("-")[0] != "en"]
@@ -219,7 +283,7 @@ class CommandVoice:
         with tempfile.TemporaryDirectory(prefix="omni-voice-") as folder:
             out = Path(folder) / "said.wav"
             values = {"{text}": text, "{out}": str(out), "{language}": language, "{seed}": str(seed)}
-            words = [_filled(word, values) for word in self.words]
+            words = [re.sub("|".join(values), lambda found: values[found[0]], word) for word in self.words]  # in one pass
             try:
                 done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT, check=False)
             except (FileNotFoundError, PermissionError) as error:
@@ -238,15 +302,6 @@ class CommandVoice:
                 raise UserError(f"voice command {words[0]!r} wrote no file to {{out}}: let it write a WAV there")
             rate = audio_info(out).sample_rate
             return Sound(read_audio(out, rate), rate)
-
-
-def _filled(word: str, values: dict[str, str]) -> str:
-    """Fill a word's placeholders, each once: placeholders within an inserted text are not filled."""
-    for place, value in values.items():
-        if place in word:
-            before, _, after = word.partition(place)
-            return _filled(before, values) + value + _filled(after, values)
-    return word
 
 
 def imported(spec: str) -> Callable[..., Any]:
@@ -305,7 +360,7 @@ def _taken(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name in ("language", "seed") if name in named)
 
 
-def _samples(made: Any, name: str) -> Tensor:
+def _samples(made: Any, name: str) -> Any:
     """Samples [S] (float32), scaled by their type as those of questions are; UserError where they are none, or not one row."""
     import numpy as np
 

@@ -13,13 +13,11 @@ from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example, prompt
 from tests.train.data.toys import ENCODER, MODELS, TOKENIZER, ToySource, codec_of, maker_of, pipeline_of
-from train.data.augment.config import AugmentConfig
 from train.data.batching.columns import turn_columns
-from train.data.batching.examples import ExampleMaker, Prepared
+from train.data.batching.examples import Alignment, ExampleMaker, Prepared
 from train.data.batching.packer import PackerShard
-from train.data.batching.transcripts import Alignment
 from train.data.build import build_alignment, build_pipeline, held_out_rows
-from train.data.config import DataConfig, PackingConfig, SourceConfig
+from train.data.config import AugmentConfig, DataConfig, PackingConfig, SourceConfig
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.row import Row, RowTurn, Sound
 

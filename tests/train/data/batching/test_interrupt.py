@@ -10,9 +10,8 @@ import torch
 from omni.tasks import TASKS, Turn, example, prompt
 from tests.train.data.batching.test_examples import answer_ids, row_of, turns_of
 from tests.train.data.toys import MODELS, TOKENIZER, maker_of
-from train.data.batching.columns import turn_columns
+from train.data.batching.columns import heard, interrupted, turn_columns
 from train.data.batching.examples import Prepared
-from train.data.batching.interrupt import heard, interrupted
 from train.data.rows.row import RowTurn, Word
 from train.data.seeding import seeded_rng
 

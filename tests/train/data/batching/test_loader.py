@@ -19,15 +19,13 @@ from omni.errors import UserError
 from tests.train.data.toys import MODELS, TASKS, ToySource, codec_of, maker_of, pipeline_of
 from train import recipe
 from train.data.batching.batch import Batch
-from train.data.batching.examples import Clip
+from train.data.batching.examples import Alignment, Clip
 from train.data.batching.loader import StepLoader, process_shards
-from train.data.batching.packer import PackerShard, merge, shard_key
-from train.data.batching.pipeline import Pipeline
-from train.data.batching.transcripts import Alignment
+from train.data.batching.packer import PackerShard, Pipeline, merge, shard_key
 from train.data.config import PackingConfig
 from train.data.rows import parquet
-from train.data.sources.base import StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
+from train.data.sources.stored import StoredSource
 from train.trainer import build
 
 ROOT = Path(__file__).parent.parent.parent.parent.parent

@@ -15,17 +15,15 @@ import pytest
 from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
 from tests.train.data.toys import MODELS, TASKS, TOKENIZER, ToySource, codec_of, maker_of
 from train.data.batching.loader import StepLoader, process_shards
-from train.data.batching.packer import PackerShard, merge
-from train.data.batching.pipeline import Pipeline
+from train.data.batching.packer import PackerShard, Pipeline, merge
 from train.data.build import build_pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.rows import parquet
-from train.data.rows.parquet import StoredRows, write_rows
-from train.data.rows.parts import LeafColumns, Needed
+from train.data.rows.parquet import LeafColumns, Needed, StoredRows, write_rows
 from train.data.rows.row import Row, RowTurn
-from train.data.sources import base
-from train.data.sources.base import StoredSource
+from train.data.sources import stored as base
 from train.data.sources.mixture import Draw, Mixture, TaskMixture
+from train.data.sources.stored import StoredSource
 
 MODEL = MODELS["codec2"]
 FILES, GROUP = (11, 14, 0, 6), 3

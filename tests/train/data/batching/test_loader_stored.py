@@ -11,12 +11,12 @@ from omni.errors import UserError
 from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
 from tests.train.data.toys import MODELS, TASKS, ToySource, codec_of, maker_of
 from train.data.batching.loader import StepLoader
-from train.data.batching.pipeline import Pipeline
+from train.data.batching.packer import Pipeline
 from train.data.config import PackingConfig
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Row
-from train.data.sources.base import StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
+from train.data.sources.stored import StoredSource
 
 MODEL = MODELS["codec2"]
 GROUP = 3

@@ -13,8 +13,7 @@ from omni.errors import UserError
 from omni.layout import IGNORE
 from tests.train.data.toys import MODELS, ToySource, codec_of, maker_of, pipeline_of
 from train.data.batching.batch import assemble
-from train.data.batching.packer import PackerShard, choose
-from train.data.batching.pipeline import Pipeline
+from train.data.batching.packer import PackerShard, Pipeline, choose
 from train.data.config import PackingConfig
 from train.data.rows.row import Sound
 from train.data.sources.mixture import Mixture, TaskMixture

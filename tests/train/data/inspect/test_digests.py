@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from train.data.inspect.digests import Digests
-from train.data.inspect.texts import TextCounts
+from train.data.inspect.collect import TextCounts
+from train.data.inspect.validate import Digests
 
 
 @pytest.mark.parametrize("repeat", [1, 3])

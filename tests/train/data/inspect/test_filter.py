@@ -21,10 +21,9 @@ from tests.train.data.inspect.toys import BAD_PARTS, beeping, noise, only_snac, 
 from train.commands.data_filter import main
 from train.console.progress import percent
 from train.data.inspect.checks import Bounds, check_row
-from train.data.inspect.filter import DROPPED, RowFilter, filter_rows
-from train.data.inspect.rules import Range, Rules, WerRule, broken_rules, read_rules
-from train.data.inspect.scan import FoundRow, Scan
-from train.data.prepare.codecs import Codecs
+from train.data.inspect.filter import DROPPED, Range, RowFilter, Rules, WerRule, broken_rules, filter_rows, read_rules
+from train.data.inspect.measures import Codecs
+from train.data.inspect.scan import Scan
 from train.data.prepare.shards import checksum
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Codes, Sound, to_plain
@@ -146,7 +145,7 @@ def test_shards_and_order(rows_per_file: int, tmp_path: Path) -> None:
     data = stored(tmp_path / "data", many, per_file=rows_per_file)
     report = filter_rows(data, tmp_path / "out", Rules(speakers=("s1", "s2")), shard_mb=1)
     assert len(report["shards"]) > 1 and sum(shard["rows"] for shard in report["shards"]) == report["rows"] == 66
-    ids = [item.row.id for item in Scan(tmp_path / "out") if isinstance(item, FoundRow) and item.row]
+    ids = [item.row.id for item in Scan(tmp_path / "out") if item.row]
     assert ids == [f"r{i}" for i in range(100) if i % 3]
 
 
@@ -180,7 +179,7 @@ def test_references_become_part_of_their_rows(tmp_path: Path) -> None:
     (data / "clips" / "a.wav").write_bytes(sound)
     stored(data, [row(0), row(1, question_audio=Sound(path="clips/a.wav", folder=data))])
     filter_rows(data, tmp_path / "elsewhere" / "out", Rules())
-    kept = [item for item in Scan(tmp_path / "elsewhere" / "out") if isinstance(item, FoundRow)]
+    kept = [item for item in Scan(tmp_path / "elsewhere" / "out") if item.plain is not None]
     assert kept[1].plain["turns"][0]["question_audio"] == {"bytes": sound, "path": None}
 
 
@@ -208,7 +207,7 @@ def test_what_stops_a_filter_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     [
         ("question_second: {max: 3}", "unknown key 'question_second'; did you mean 'question_seconds'"),
         ("turns: {max: 1}\nturns: {max: 2}", "rules.yaml line 2: turns is given again, after line 1; keep one"),
-        ("question_seconds: {min: 3, max: 1}", "rules.yaml: a rule asks for at least 3 and at most 1"),
+        ("question_seconds: {min: 3, max: 1}", "a rule asks for at least 3 and at most 1"),
         ("require: {", r"cannot be read \(.*\); give a YAML file"),
         ("max_wer: {question: 0.1}", "max_wer needs a Whisper"),
     ],

@@ -19,9 +19,9 @@ from tests.train.data.inspect.toys import RATE, Beeper, beeping, path_too_long, 
 from tests.train.data.toys import TOKENIZER
 from train.commands.data_listen import main
 from train.data.inspect.listen import draw, find_row
+from train.data.inspect.measures import Codecs
+from train.data.inspect.options import Target
 from train.data.inspect.scan import Scan
-from train.data.inspect.target import Target
-from train.data.prepare.codecs import Codecs
 from train.data.rows.row import Codes, Sound
 
 

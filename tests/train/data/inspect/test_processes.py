@@ -15,11 +15,11 @@ from tests.train.data.inspect.toys import noise, row, stored, wav
 from tests.train.data.prepare.test_prepare import files_of
 from train.cli import main
 from train.data.inspect import scan as module
-from train.data.inspect.checks import Bounds
-from train.data.inspect.scan import Scan, UnreadableRows
-from train.data.inspect.validate import open_scans, row_checks
-from train.data.prepare.codecs import Codecs
-from train.data.prepare.report import REPORT
+from train.data.inspect.checks import Bounds, Findings
+from train.data.inspect.measures import Codecs
+from train.data.inspect.scan import Scan
+from train.data.inspect.validate import row_checks, validate
+from train.data.prepare.shards import REPORT
 from train.data.rows.places import DataFiles
 from train.data.rows.row import Sound
 
@@ -58,7 +58,7 @@ def data(tmp_path: Path) -> Path:
 def test_the_pieces_of_a_scan_are_all_of_it_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scan = Scan(data)
     every = [(item.index, item.where) for item in scan]
-    assert any(isinstance(item, UnreadableRows) and item.count for item in scan)
+    assert any(item.plain is None and item.count for item in scan)
     for size in (1, 2, 7, 100):
         monkeypatch.setattr(module, "PIECE", size)
         parts = [scan.part(rows) for rows in scan.pieces()]
@@ -97,7 +97,7 @@ def test_a_bucket_is_looked_at_like_a_folder(bucket: Any, data: Path, capsys: py
         told.append(capsys.readouterr().out.replace(place, "DATA"))
     assert told[0] == told[1] and "its CRC-32 is not that" in told[0] and "DATA/rows-00001.parquet row group" in told[0]
     with pytest.raises(UserError, match=f"{address} is compared with itself"):
-        open_scans(Path(address), [Path(f"{address}/")])
+        validate(Path(address), [Path(f"{address}/")], Bounds(), Codecs(), Findings())
 
 
 def test_a_part_reads_its_own_rows_of_a_bucket(bucket: Any, tmp_path: Path) -> None:

@@ -36,10 +36,10 @@ from tests.train.data.toys import MODELS, TOKENIZER
 from train.commands.data_stats import main
 from train.data.batching.examples import ExampleMaker, Prepared
 from train.data.inspect.collect import Collector
+from train.data.inspect.measures import Codecs
+from train.data.inspect.options import Target
 from train.data.inspect.scan import Scan
 from train.data.inspect.stats import collect
-from train.data.inspect.target import Target
-from train.data.prepare.codecs import Codecs
 from train.data.rows.row import Codes, Sound
 
 

@@ -15,12 +15,10 @@ from omni.codec.codec2 import Codec2Codec
 from omni.errors import UserError
 from tests.train.data.inspect.toys import BAD_PARTS, RATE, noise, only_snac, row, spoilt, stored, wav
 from train.commands.data_validate import main
-from train.data.inspect.checks import Bounds
-from train.data.inspect.findings import KINDS, Findings
-from train.data.inspect.measures import BadSound, clipped_share, head, load, measure, silence_share, stored_bytes
-from train.data.inspect.scan import FoundRow, Scan, UnreadableRows
+from train.data.inspect.checks import KINDS, Bounds, Findings
+from train.data.inspect.measures import BadSound, Codecs, clipped_share, head, load, measure, silence_share, stored_bytes
+from train.data.inspect.scan import Scan
 from train.data.inspect.validate import validate
-from train.data.prepare.codecs import Codecs
 from train.data.readers.codes import codes_kinds
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word
 
@@ -204,10 +202,10 @@ def test_damaged_pages_cost_their_row_group_only(tmp_path: Path) -> None:
     data[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
     file.write_bytes(data)
     items = list(Scan(tmp_path))
-    lost = [item for item in items if isinstance(item, UnreadableRows)]
+    lost = [item for item in items if item.plain is None]
     assert [(item.index, item.count) for item in lost] == [(4, 4)]
     assert lost[0].where == f"{file} row group 1, rows 4 to 7" and "damaged pages" in lost[0].why
-    assert [item.index for item in items if isinstance(item, FoundRow)] == [*range(4), *range(8, 24)]
+    assert [item.index for item in items if item.plain is not None] == [*range(4), *range(8, 24)]
     assert found(tmp_path).counts == {"damaged_pages": 4}
 
 

@@ -19,8 +19,8 @@ from omni.errors import UserError
 from tests.codec.mimi_toys import PLAIN
 from tests.codec.mimi_toys import save as save_mimi
 from train.cli import main
+from train.data.prepare import rows as blocks
 from train.data.prepare import shards
-from train.data.prepare import worker as blocks
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
 from train.data.rows.parquet import StoredRows

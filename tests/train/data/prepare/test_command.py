@@ -12,7 +12,7 @@ from omni.codec.registry import load_codec
 from tests.train.data.readers.toys import flac, heard, write_tone
 from train.cli import main
 from train.console import progress
-from train.data.prepare.report import MISSING
+from train.data.prepare.shards import MISSING
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Sound
 

@@ -9,10 +9,10 @@ import pytest
 from omni.errors import UserError
 from tests.train.data.prepare.test_prepare import _interrupted_at, files_of, made
 from tests.train.data.prepare.toys import ToySource
-from train.data.prepare import worker as blocks
+from train.data.prepare import rows as blocks
 from train.data.prepare.config import PrepareConfig
 from train.data.rows.parquet import StoredRows
-from train.data.sources.base import StoredSource
+from train.data.sources.stored import StoredSource
 
 
 @pytest.mark.parametrize(("total", "count"), [(0, 3), (1, 3), (5000, 7), (10**6, 3), (10**8, 999)])

@@ -18,8 +18,8 @@ from omni.errors import UserError
 from omni.files import locked
 from tests.processes import Program
 from tests.train.data.prepare.toys import Deadly, ToySource, Unfit
+from train.data.prepare import rows as blocks
 from train.data.prepare import shards
-from train.data.prepare import worker as blocks
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
 from train.data.prepare.rows import PrepareTally
@@ -205,7 +205,7 @@ def test_a_folder_that_has_changed_is_noticed(tmp_path):
     (source / ".hidden").write_text("what no reader reads")
     assert prepare(source, tmp_path / "out", config) == first
     told(source, "new and longer", "two")
-    with pytest.raises(UserError, match=r"source_files was 1 files, \d+ bytes"):
+    with pytest.raises(UserError, match=r"source_files was '1 files, \d+ bytes"):
         prepare(source, tmp_path / "out", config)
     told(source, "old", "two")
     assert prepare(source, tmp_path / "out", config) == first

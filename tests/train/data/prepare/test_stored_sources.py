@@ -24,7 +24,7 @@ from tests.golden.toys import write_sound, write_table
 from train.data import executor
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
-from train.data.prepare.worker import PreparedBlock, block_maker
+from train.data.prepare.rows import PreparedBlock, block_maker
 from train.data.readers import data_path, open_source
 from train.data.readers.contract import ReaderOptions
 from train.data.rows.parquet import StoredRows

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from omni.errors import UserError
-from train.data.readers.records import open_records
-from train.data.readers.text_records import TableRecords
+from train.data.readers.containers import open_records
+from train.data.readers.records import TableRecords
 
 
 def table(path: Path, text: str) -> TableRecords:

@@ -6,8 +6,8 @@ import pytest
 
 from tests.train.data.readers.toys import only_broken, write_lines, write_tone
 from train.data.readers import Broken, open_source
+from train.data.readers.records import JsonLines
 from train.data.readers.source import RecordSource
-from train.data.readers.text_records import JsonLines
 from train.data.rows.row import Row
 
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

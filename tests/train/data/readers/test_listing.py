@@ -8,7 +8,7 @@ import pytest
 
 from omni.errors import UserError
 from train.data.readers import ReaderOptions, open_source
-from train.data.readers.listing import sorted_walk, walk
+from train.data.readers.files import sorted_walk, walk
 
 NAMES = ["a", "a.flac", "a b", "a-b", ".hidden", "é", "\U0001f600", "ꬰ", "b\udcff", "b\udcfe", "A", "a\nb", "a\x01"]
 

@@ -17,7 +17,7 @@ from omni.errors import UserError
 from tests.train.data.readers.toys import snac_text, voice_assistant, write_json, write_parquet
 from train.commands.data_prepare import main
 from train.data.readers import ReaderOptions, open_source
-from train.data.readers.order import FEWEST_FRAMES, FEWEST_ROWS, lean
+from train.data.readers.codes import FEWEST_FRAMES, FEWEST_ROWS, lean
 from train.data.rows.row import Row
 
 Frames = np.ndarray

@@ -51,9 +51,6 @@ def test_formats_are_recognised_and_any_slice_is_a_slice_of_all(tmp_path, kind):
     for start in range(len(found) + 2):
         for stop in (start, start + 2, None):
             assert places(copy.iterate(start, stop)) == places(found[start:stop])
-    for parts in (1, 3, 20):
-        slices = source.slices(parts)
-        assert [i for start, stop in slices for i in range(start, stop)] == list(range(len(found))) and len(slices) == parts
 
 
 def places(found: Any) -> list[str]:

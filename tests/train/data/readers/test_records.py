@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.train.data.readers.toys import write_parquet
-from train.data.readers import record, text_records
-from train.data.readers.records import ParquetRecords, open_records
+from train.data.readers import records as record
+from train.data.readers import records as text_records
+from train.data.readers.containers import ParquetRecords, open_records
 
 WORDS = ["plain", 'a "quoted", word', "two\nlines", "tab\tthere", "é ü 中文 🙂", " ", "[1, {2}]", "back\\slash"]
 

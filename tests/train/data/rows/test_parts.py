@@ -14,14 +14,13 @@ from omni.tasks import TASKS
 from tests.train.data.rows.test_rows import rows
 from tests.train.data.toys import MODELS, maker_of
 from train.data.batching.examples import Example
-from train.data.batching.pipeline import Pipeline
+from train.data.batching.packer import Pipeline
 from train.data.batching.unused import Unused
 from train.data.config import PackingConfig
-from train.data.rows.parquet import StoredRows, write_rows
-from train.data.rows.parts import PARTS, Needed
+from train.data.rows.parquet import PARTS, Needed, StoredRows, write_rows
 from train.data.rows.row import Row, Sound, Word, to_plain
-from train.data.sources.base import StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
+from train.data.sources.stored import StoredSource
 
 MODEL = MODELS["codec2"]
 SETS = [["T1T2"], ["A1T1"], ["T1A1"], ["A1A2"], ["T1T2", "A1T2"], ["T1A2", "A1T1"], []]

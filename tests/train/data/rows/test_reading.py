@@ -23,7 +23,7 @@ from tests.train.data.toys import report
 from train.data.rows import parquet
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.row import features, to_plain
-from train.data.sources.base import StoredSource
+from train.data.sources.stored import StoredSource
 
 ROWS = rows(40, turns=2)
 

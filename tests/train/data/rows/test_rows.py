@@ -16,9 +16,9 @@ from omni.codec.registry import code_orders
 from omni.errors import UserError
 from tests.train.data.toys import ToyCodec, ToySource
 from train.data.rows.parquet import StoredRows, write_rows
+from train.data.rows.parquet_files import sample_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word, inside
-from train.data.rows.samples import sample_rows
-from train.data.sources.base import StoredSource
+from train.data.sources.stored import StoredSource
 
 CODEC = ToyCodec((12, 12, 6, 8))
 

@@ -9,8 +9,7 @@ import pytest
 from tests.train.data.toys import MODELS, ToySource, codec_of
 from train.data.config import DataConfig, SourceConfig, tasks_of
 from train.data.seeding import key, seeded_generator, seeded_rng, shuffled
-from train.data.sources.mixture import Mixture, Stage, TaskMixture
-from train.data.sources.shares import BLOCK
+from train.data.sources.mixture import BLOCK, Mixture, Stage, TaskMixture
 
 CODEC = codec_of(MODELS["codec2"])
 

@@ -20,8 +20,7 @@ from train.data.batching.packer import PackerShard, merge
 from train.data.batching.unused import Counts, Trained
 from train.data.build import build_mixture
 from train.data.config import DataConfig, PackingConfig, SourceConfig
-from train.data.sources.mixture import Mixture
-from train.data.sources.shares import BLOCK, Shares, UsedUp, Weight, weight_at
+from train.data.sources.mixture import BLOCK, Mixture, Shares, UsedUp, Weight, weight_at
 
 CODEC = codec_of(MODELS["codec2"])
 RISING: tuple[Weight, ...] = (((2000, 1.0), (9000, 0.0), (15000, 3.0)), ((0, 0.5), (12000, 2.0)), 1.0)

@@ -21,16 +21,16 @@ from omni.errors import UserError
 from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
 from tests.train.data.toys import MODELS, TOKENIZER, codec_of
 from train.data.batching.loader import StepLoader
-from train.data.batching.pipeline import Pipeline
+from train.data.batching.packer import Pipeline
 from train.data.batching.unused import Unused
 from train.data.build import build_pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
 from train.data.readers import ReaderOptions, open_source
-from train.data.readers.shards import ShardError
+from train.data.readers.containers import ShardError
 from train.data.rows.parquet import StoredRows
-from train.data.sources.stream_source import StreamSource
+from train.data.sources.streams import StreamSource
 
 MODEL = MODELS["codec2"]
 SHARDS = (5, 4, 7)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from omni.errors import UserError
-from train.data.readers.record import Record
+from train.data.readers.records import Record
 from train.data.sources.streams import PackerStream
 
 SHARDS = (5, 9, 0, 7, 3)

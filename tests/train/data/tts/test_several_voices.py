@@ -15,15 +15,14 @@ from omni.errors import UserError
 from tests.train.data.readers.test_templates import write
 from train.config.parse import read_fit_config
 from train.data.config import SourceConfig
-from train.data.number_words import NUMBERS
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
-from train.data.prepare.worker import voice_of
+from train.data.prepare.rows import voice_of
 from train.data.readers import ReaderOptions
+from train.data.readers.templates.sentences import NUMBERS
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Sound
-from train.data.tts.speaking import SpeakingConfig, SpeakingVoice
-from train.data.tts.voices import make_voice
+from train.data.tts.voices import SpeakingConfig, SpeakingVoice, make_voice
 from train.trainer.build import fit
 
 FLITE = f"""#!{sys.executable}

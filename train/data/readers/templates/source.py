@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from omni.errors import UserError
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
@@ -39,8 +38,7 @@ MOST = 10_000
 _HASHES = 1 << 63
 
 
-@dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """A dialogue, and the rows of the tables of each combination of its slots."""
 
     dialogue: SlotDialogue
@@ -84,7 +82,8 @@ class DialogueSource(OpenedSource):
         if len(self._joined) > 1:
             rng = seeded_rng(seed, "joined", len(self), index)
             count = rng.choices(range(1, len(self._joined) + 1), self._joined)[0]
-            others = (place for place in _numbers(rng, len(self)) if not self._find(place)[0].dialogue.begins)
+            drawn = iter(lambda: rng.randrange(len(self)), -1)  # without end
+            others = (place for place in drawn if not self._find(place)[0].dialogue.begins)
             places += itertools.islice(others, count - 1)
         planned, _ = self._find(places[0])
         skill = planned.dialogue.skill if len(places) == 1 else JOINED
@@ -115,12 +114,6 @@ class DialogueSource(OpenedSource):
             yield RowTurn(question_text=next(said), answer_text=next(said))
 
 
-def _numbers(rng: random.Random, size: int) -> Iterator[int]:
-    """Numbers below `size` without end."""
-    while True:
-        yield rng.randrange(size)
-
-
 def _even(count: int, size: int, *parts: int | str) -> int:
     """Number `count` of an endless sequence that goes through [0, size) in one permutation after the other."""
     epoch, place = divmod(count, size)
@@ -128,10 +121,8 @@ def _even(count: int, size: int, *parts: int | str) -> int:
 
 
 def combinations(dialogue: SlotDialogue, script: Script, part: str) -> tuple[tuple[int, ...], ...]:
-    """The combinations of a dialogue's slots that belong to a part: the row of each slot's table.
-
-    UserError where a value cannot be computed or said, or all combinations are out of limits.
-    """
+    """The combinations of a dialogue's slots that belong to a part: the row of each slot's table. UserError where a value
+    cannot be computed or said, or all combinations are out of limits."""
     sizes = [len(table.rows) for table in dialogue.slots.values()]
     size = math.prod(sizes)
     groups = [dialogue.behind(turn.questions) for turn in dialogue.turns]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import lru_cache
@@ -25,7 +24,7 @@ from omni.audio.resample import resample
 from omni.checkpoint.tensors import save_tensors
 from omni.errors import UserError
 from omni.files import replacing
-from train.console.progress import LINE_SECONDS, Kind, Screen
+from train.console.progress import Kind, Screen
 from train.data.tts.voices import make_voice
 
 _SCALE = 32767
@@ -33,43 +32,22 @@ _SCALE = 32767
 
 @lru_cache(maxsize=16384)
 def say_word(voice: str, word: str, rate: int, folder: str | None = None) -> Tensor:
-    """Speak a word [S] at 16 kHz in a voice, band-limited by recording at `rate` samples a second; silence around it stays.
-
-    Memory holds as many words as 40 voices with 400 words each, 30 kB a word.
-
-    Args:
-        voice: see `PrepareConfig.voice`.
-        folder: folder of cached words; None for none.
-
-    Raises:
-        UserError: the voice cannot say it, or a file of the folder is no cache of words.
-    """
+    """Speak a word [S] at 16 kHz in a voice (see `PrepareConfig.voice`), band-limited by recording at `rate` samples a second;
+    silence around it stays. Memory holds as many words as 40 voices with 400 words each, 30 kB a word. `folder`: of cached
+    words. UserError: the voice cannot say it, or a file of the folder is no cache of words."""
     kept = _words(str(_file(Path(folder), voice, rate))) if folder else None
     said = kept[1].get_tensor(word) if kept is not None and word in kept[0] else _record(voice, word, rate)
     return resample(said.float() / _SCALE, rate, SAMPLE_RATE)
 
 
 def keep_words(wanted: Mapping[str, Iterable[str]], rate: int, folder: str, progress: Kind = "auto") -> int:
-    """Speak and cache the words that the folder lacks, as many voices at a time as there are cores.
-
-    A voice's words are written together, under another name and renamed: an interruption loses the voices in progress.
-
-    Args:
-        wanted: words by voice.
-
-    Returns:
-        Number of words that were spoken.
-
-    Raises:
-        UserError: a voice cannot say a word, or a file of the folder is no cache of words.
-    """
+    """Speak and cache the words that the folder lacks, as many voices at a time as there are cores. A voice's words are written
+    together, under another name and renamed: an interruption loses the voices in progress. `wanted`: words by voice. Returns
+    number of words that were spoken. UserError: a voice cannot say a word, or a file of the folder is no cache of words."""
     place = Path(folder)
-    lacking = {}
-    for voice, words in wanted.items():
-        kept = _words(str(_file(place, voice, rate)))
-        words = sorted(set(words) - (kept[0] if kept is not None else set()))
-        if words:
-            lacking[voice] = words
+    kept = {voice: _words(str(_file(place, voice, rate))) for voice in wanted}
+    lacking = {voice: sorted(set(words) - (kept[voice] or [set()])[0]) for voice, words in wanted.items()}
+    lacking = {voice: words for voice, words in lacking.items() if words}
     total = sum(map(len, lacking.values()))
     if not total:
         return 0
@@ -78,7 +56,7 @@ def keep_words(wanted: Mapping[str, Iterable[str]], rate: int, folder: str, prog
     screen.say(
         f"speaking {total} words in {len(lacking)} voice{'s' * (len(lacking) > 1)}; {folder} keeps them for the next run"
     )
-    stopped, tally = threading.Event(), _Tally(screen, total)
+    stopped, counting = threading.Event(), threading.Lock()
 
     def speak(voice: str) -> None:
         said: dict[str, Tensor] = {}
@@ -86,7 +64,9 @@ def keep_words(wanted: Mapping[str, Iterable[str]], rate: int, folder: str, prog
             if stopped.is_set():
                 return
             said[word] = _record(voice, word, rate)
-            tally.tick()
+            with counting:
+                if screen.bar is not None:
+                    screen.bar.update()
         _keep(_file(place, voice, rate), voice, rate, said)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -100,23 +80,6 @@ def keep_words(wanted: Mapping[str, Iterable[str]], rate: int, folder: str, prog
             screen.close()
     _words.cache_clear()
     return total
-
-
-class _Tally:
-    """Counts spoken words and shows progress; may be called from any thread."""
-
-    def __init__(self, screen: Screen, total: int) -> None:
-        self.screen, self.total, self.done, self.lock = screen, total, 0, threading.Lock()
-        self.shown_at = time.monotonic()
-
-    def tick(self) -> None:
-        with self.lock:
-            self.done += 1
-            if self.screen.bar is not None:
-                self.screen.bar.update()
-            elif time.monotonic() - self.shown_at >= LINE_SECONDS:
-                self.shown_at = time.monotonic()
-                self.screen.say(f"{self.done} of {self.total} words ({100 * self.done / self.total:.0f}%)")
 
 
 def _record(voice: str, word: str, rate: int) -> Tensor:

@@ -11,12 +11,12 @@ import soundfile
 import torch
 from digits.options import RecordedDigitsConfig
 from digits.recorded import RecordedDigits, speak_ahead
+from digits.words import keep_words, say_word
 
 from omni.audio.resample import resample
 from omni.errors import UserError
 from tests.train.data.toys import ToyCodec
-from train.data.number_words import NUMBERS
-from train.data.tts.cache import keep_words, say_word
+from train.data.readers.templates.sentences import NUMBERS
 from train.data.tts.voices import make_voice
 
 

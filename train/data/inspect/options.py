@@ -1,4 +1,4 @@
-"""The model for which rows are inspected: its configuration and tokenizer, without its weights."""
+"""Options, and report files, that the commands which inspect rows share: the model that rows are for, and the processes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 from omni.checkpoint.places import CODEC, TOKENIZER, check_folder
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
+from omni.files import write_json
 from omni.utils.process import importing
-from train.console.options import Parser, given_model, given_path
+from train.console.options import Parser, check_least, given_model, given_path
+from train.data.executor import Processes
 
 if TYPE_CHECKING:
     from omni.text import Tokenizer
+
 
 BYTES = 256
 """Number of text ids of a model whose tokens are bytes."""
@@ -75,3 +78,29 @@ def chosen_target(chosen: Mapping[str, Any]) -> Target | None:
             f"the tokenizer has {len(tokenizer)} ids, the layout's text stream {config.layout.text.size}; use the model's own"
         )
     return Target(replace(config, ctc=0, ctc_sounds=0, turn=False), tokenizer)
+
+
+def add_processes(parser: Parser) -> None:
+    """Add the options that say which processes work, see `chosen_processes`."""
+    parser.add_argument("--workers", type=int, help="processes; 0 works in this one, by default one on every core")
+    parser.add_argument("--ray", type=str, default="", help="a Ray cluster whose processes work, see `data prepare`")
+
+
+def chosen_processes(chosen: Mapping[str, Any], device: str = "cpu") -> Processes:
+    """The processes that the options name; UserError where their number is negative."""
+    check_least(chosen, workers=0)
+    return Processes(chosen["workers"], device=device, ray=chosen["ray"])
+
+
+def save_report(path: Path, data: Any) -> None:
+    """Write data to a JSON file, making its folder."""
+    make_folder(path.parent)
+    write_json(path, data)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it; UserError where a file is in its place."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UserError(f"{folder} lies in a file, or is one: name a folder") from error

@@ -1,12 +1,15 @@
-"""Augmentation of training sound: speed, noise, gain, then masks over the features.
+"""Augmentation of training sound and of its log-mel features: speed, noise, gain, echo, pauses, masks.
 
-Two functions, both pure: the same input, configuration and generator state give the same output, bit for bit, and nothing is
-changed in place. Augmentations that are switched off draw no random numbers.
+All of it is pure: the same input, configuration and generator state give the same output, bit for bit, and nothing is changed
+in place. Augmentations that are switched off draw no random numbers.
 
     generator = torch.Generator().manual_seed(seed)
     audio = augment_audio(audio, config, generator)   # its length may change: count frames afterwards
     mel = augment_mel(features(audio, ...), config, generator)
     mel, voice = augment_turn(mel, voice, config, generator, rate)  # the same, with pauses, and where there is speech
+
+Features are Whisper's, x = (log10(power) + 4) / 4, from which power is recovered: noise is added as power, and Whisper's floor
+is applied again.
 
 S samples, M mel bands, F feature frames.
 """
@@ -14,10 +17,13 @@ S samples, M mel bands, F feature frames.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import lru_cache
+from math import log
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 
@@ -25,16 +31,12 @@ from omni.audio.io import SAMPLE_RATE, read_audio
 from omni.audio.resample import resample
 from omni.audio.sniff import SUFFIXES
 from omni.errors import UserError
-from train.data.augment.config import AugmentConfig, Range
-from train.data.augment.features import add_echo, add_feature_noise, shape, warp
-from train.data.augment.pauses import gaps, insert, speech
+from train.data.config import AugmentConfig, Range
 
 
 def augment_audio(audio: Tensor, config: AugmentConfig, generator: Generator) -> Tensor:
-    """Vary speed, noise and gain of `[S]` float32 at 16 kHz; returns `[S']`, S' about S / speed.
-
-    UserError: the noise folder is missing or holds no sound, or one of its files cannot be read.
-    """
+    """Vary speed, noise and gain of `[S]` float32 at 16 kHz; returns `[S']`, S' about S / speed. UserError: the noise folder is
+    missing or holds no sound, or one of its files cannot be read."""
     if config.speed is not None:
         audio = change_speed(audio, _uniform(config.speed, generator))
     if config.noise_snr_db is not None and _uniform((0.0, 1.0), generator) < config.noise_probability:
@@ -51,19 +53,15 @@ def change_speed(audio: Tensor, factor: float) -> Tensor:
 
 
 def add_noise(audio: Tensor, noise: Tensor, snr_db: float) -> Tensor:
-    """Add `noise` `[S]` to `audio` `[S]`, its power `snr_db` below the power of the whole clip.
-
-    A silent clip has no power to compare with and stays silent; silent noise adds nothing.
-    """
+    """Add `noise` `[S]` to `audio` `[S]`, its power `snr_db` below the power of the whole clip. A silent clip has no power to
+    compare with and stays silent; silent noise adds nothing."""
     signal, floor = audio.square().mean().sqrt(), noise.square().mean().sqrt()
     return audio + noise * (signal / floor.clamp(min=1e-12) * 10.0 ** (-snr_db / 20.0))
 
 
 def coloured_noise(samples: int, colour: float, generator: Generator) -> Tensor:
-    """Gaussian noise `[samples]` of about unit power, its spectrum falling as 1 / f**colour in power.
-
-    Drawn as a spectrum with the exponent rounded to 0.05, at a length that transforms fast, then cut.
-    """
+    """Gaussian noise `[samples]` of about unit power, its spectrum falling as 1 / f**colour in power. Drawn as a spectrum with
+    the exponent rounded to 0.05, at a length that transforms fast, then cut."""
     shape = _spectral_shape(_fast_length(samples), round(20 * colour))
     spectrum = torch.view_as_complex(torch.randn(shape.shape[0], 2, generator=generator))
     return torch.fft.irfft(spectrum * shape)[:samples]
@@ -75,10 +73,9 @@ def augment_mel(
     """Vary features `[M, F]`, then mask runs of bands and of frames with the clip's mean: `[M, F']`.
 
     F' differs from F only under `warp_speed`. frames: number of frames with sound, where the features fill a padded window:
-    time masks are drawn within them, and warp, shape, feature noise and feature gain, which would change the silence after
-    the sound too, are left out. floor: the least value of a feature, where it does not follow from the clip. Returned as it is
-    where nothing is switched on.
-    Source of the masks: Park et al. 2019, "SpecAugment", frequency and time masking.
+    time masks are drawn within them, and warp, shape, feature noise and feature gain, which would change the silence after the
+    sound too, are left out. floor: the least value of a feature, where it does not follow from the clip. Returned as it is
+    where nothing is switched on. Source of the masks: Park et al. 2019, "SpecAugment", frequency and time masking.
     """
     if frames is None:
         mel = _vary(_Sound(mel), config, generator, floor).mel
@@ -91,15 +88,12 @@ def augment_turn(
     """As `augment_mel` of features `[M, F]` that have only sound, with the pauses of the configuration besides.
 
     Pauses are at the floor, before echo and noise are added, which they get like the rest. Time masks leave them alone: where a
-    mask hides them, nothing shows that nobody speaks.
+    mask hides them, nothing shows that nobody speaks. Returns features `[M, F']`, and frames with speech [F'].
 
     Args:
         voice: frames with speech [F] bool, None where nobody asks for them.
         rate: feature frames of a second.
         floor: the least value of a feature.
-
-    Returns:
-        features `[M, F']`, and frames with speech [F'].
     """
     sound = _vary(_Sound(mel, voice), config, generator, floor, rate)
     return _mask(sound.mel, config, generator, None, sound.silent), sound.voice
@@ -139,10 +133,8 @@ class _Sound(NamedTuple):
 
 
 def _vary(sound: _Sound, config: AugmentConfig, generator: Generator, floor: float | None, rate: float | None = None) -> _Sound:
-    """Vary speaker, pauses, room, noise and loudness in features `[M, F]`, without their sound: `[M, F']`.
-
-    rate: feature frames of a second; None for no pauses.
-    """
+    """Vary speaker, pauses, room, noise and loudness in features `[M, F]`, without their sound: `[M, F']`. rate: feature frames
+    of a second; None for no pauses."""
     mel, voice, silent = sound
     pausing = (
         config.pauses is not None
@@ -258,3 +250,140 @@ def _fast_length(samples: int) -> int:
     """Smallest 4, 5, 6 or 7 times a power of two that is at least `samples` (and even)."""
     unit = 1 << max(max(samples - 1, 1).bit_length() - 3, 1)
     return max(4 * unit, -(-samples // unit) * unit)
+
+
+_LN10 = log(10.0)
+
+
+def warp(mel: Tensor, speed: float, bands: float) -> Tensor:
+    """Play features [M, F] `speed` times as fast, and stretch them over the bands by `bands` as a shorter vocal tract would.
+    Linear interpolation in both directions; [M, F'] with F' = F / speed. Source of the second: Jaitly and Hinton 2013, "Vocal
+    Tract Length Perturbation", with a linear warp."""
+    out = max(1, int(mel.shape[1] / speed))
+    return torch.from_numpy(_stretched(_stretched(mel.numpy(), 1, speed, out), 0, bands, mel.shape[0]))
+
+
+def _stretched(x: np.ndarray, axis: int, factor: float, size: int) -> np.ndarray:
+    """Interpolate `size` values along an axis, `factor` apart; beyond the end, the last value is repeated. In NumPy, whose
+    calls cost less than PyTorch's for arrays as small as these."""
+    last = x.shape[axis] - 1
+    place = np.minimum(np.arange(size, dtype=np.float32) * np.float32(factor), last)
+    low = place.astype(np.intp)
+    share = place - low
+    out = x.take(np.minimum(low + 1, last), axis)
+    below = x.take(low, axis)
+    out -= below
+    out *= share if axis else share[:, None]
+    out += below
+    return out
+
+
+def shape(mel: Tensor, decibels: float, generator: Generator, curves: int = 5) -> Tensor:
+    """Colour features [M, F] as another microphone or room would: a smooth gain over the bands, the same in every frame. The
+    gain is a sum of `curves` cosines over the bands, of half a period and up, with normal weights that fall as one over their
+    number; its standard deviation over bands and draws is about `decibels`."""
+    bands = mel.shape[0]
+    place = (torch.arange(bands) + 0.5) * (torch.pi / bands)
+    number = torch.arange(1, curves + 1)
+    weights = torch.randn(curves, generator=generator) / number
+    gain = weights @ torch.cos(number[:, None] * place)
+    scale = decibels / 40.0 / float((0.5 / number.double().square()).sum().sqrt())  # a feature is log10 of power, over 4
+    return mel + (gain * scale)[:, None]
+
+
+def add_echo(mel: Tensor, frames: float, decibels: float) -> Tensor:
+    """Add an echo to features [M, F]: every frame's power is added to the following frames, decaying exponentially.
+
+    Args:
+        frames: frames in which the echo falls by 60 dB.
+        decibels: power of the whole echo relative to the sound's, whatever its length.
+
+    The exponential decay is that of a diffuse room (Polack 1988); phases are not kept, powers add.
+    """
+    x = mel.numpy()
+    fall = 10.0 ** (-6.0 / frames)
+    late = np.arange(x.shape[1], dtype=np.float32)
+    late = late[None, :] - late[:, None] - 1  # [from, to]: frames since the first frame of the echo
+    weights = np.where(late >= 0, np.float32(10 ** (decibels / 10) * (1 - fall)) * np.float32(fall) ** np.maximum(late, 0), 0)
+    power = np.exp((x - 1) * np.float32(4 * _LN10))
+    # By PyTorch, which data workers limit to one thread; NumPy would occupy all cores.
+    power += (torch.from_numpy(power) @ torch.from_numpy(weights.astype(np.float32))).numpy()
+    return torch.from_numpy(1 + np.log(power, out=power) * np.float32(0.25 / _LN10))
+
+
+def add_feature_noise(mel: Tensor, level: float, tilt: float, generator: Generator, floor: float | None = None) -> Tensor:
+    """Add noise to features [M, F] as power, exponentially distributed as that of Gaussian noise is.
+
+    Args:
+        level: log10 of the noise's mean power in the middle band (speech peaks near 1).
+        tilt: how much log10 of the power rises from the middle band to the highest.
+        floor: least value of a feature; None for Whisper's, which follows from the clip.
+    """
+    x = mel.numpy()
+    draws = _exponential()
+    if x.size > len(draws):
+        noise = torch.empty(x.shape).exponential_(generator=generator).numpy()
+    else:  # a slice of the kept draws, at a tenth of the cost of new ones
+        start = int(torch.randint(len(draws) - x.size + 1, (), generator=generator))
+        noise = draws[start : start + x.size].reshape(x.shape)
+    colour = np.exp(_LN10 * (level + tilt * np.linspace(-1, 1, len(x), dtype=np.float32)))
+    power = np.exp((x - 1) * np.float32(4 * _LN10))
+    power += noise * colour[:, None].astype(np.float32)
+    noisy = np.log(power, out=power)
+    noisy *= np.float32(0.25 / _LN10)
+    noisy += 1
+    if floor is None:
+        floor = max(x.max(), noisy.max()) - 2  # 8 below the loudest band, in units of 4
+    return torch.from_numpy(np.maximum(noisy, floor, out=noisy))
+
+
+@lru_cache(maxsize=1)
+def _exponential() -> np.ndarray:
+    """A million draws from the exponential distribution of mean 1, always the same."""
+    return torch.empty(1 << 20).exponential_(generator=torch.Generator().manual_seed(0)).clamp_(min=1e-4).numpy()
+
+
+RANGE = 3.0
+"""Log10 of power (30 dB) by which a frame of speech may lie below the clip's loudest."""
+
+FAINTEST = -6.0
+"""Log10 of the mean power of the faintest speech: 10 dB above the fixed floor of features (`omni.audio.mel.FIXED_FLOOR`)."""
+
+GAP = 1.5
+"""Log10 of power (15 dB) by which a place between words lies below the clip's loudest frame, at least."""
+
+AROUND = 3
+"""Feature frames on either side of such a place that are no quieter."""
+
+
+def energy(mel: Tensor) -> Tensor:
+    """Log10 of the power of each frame of features [M, F], averaged over the bands: [F]."""
+    return torch.pow(10.0, 4 * mel.float() - 4).mean(0).log10()
+
+
+def speech(mel: Tensor) -> Tensor:
+    """Frames of clean features [M, F] with speech, [F] bool: those within `RANGE` of the loudest and above `FAINTEST`."""
+    power = energy(mel)
+    return power >= power.max().clamp_min(FAINTEST + RANGE) - RANGE
+
+
+def gaps(mel: Tensor, voice: Tensor) -> list[int]:
+    """Places f of features [M, F] where words may part: the quietest frames around, between the first and last with speech."""
+    spoken = voice.nonzero().flatten()
+    if not len(spoken):
+        return []
+    power = energy(mel)
+    low = -torch.nn.functional.max_pool1d(-power[None], 2 * AROUND + 1, 1, AROUND)[0]
+    quiet = (power == low) & (power <= power.max() - GAP)
+    quiet[: spoken[0] + 1] = quiet[spoken[-1] :] = False
+    found = quiet.nonzero().flatten().tolist()
+    return [f for f in found if not quiet[f - 1]]  # of a run, the first
+
+
+def insert(x: Tensor, places: Sequence[tuple[int, int]], value: float | bool) -> Tensor:
+    """Puts runs of equal values into [..., F]. `places`: (f, length) of each run, which comes before frame f; ascending."""
+    pieces, start = [], 0
+    for place, length in places:
+        pieces += [x[..., start:place], x.new_full((*x.shape[:-1], length), value)]
+        start = place
+    return torch.cat([*pieces, x[..., start:]], dim=-1)

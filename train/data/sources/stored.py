@@ -1,27 +1,91 @@
-"""Sources of rows, stored or synthetic, with one small interface."""
+"""Sources of rows with one small interface, and that of stored rows, also in windows, for slow disks and buckets.
+
+Where rows that lie together are read together, their order is:
+
+    piece     some rows that follow one another in a file, in whole row groups           M pieces, N rows
+    epoch     the pieces in shuffled order
+    run       each of P packers takes a run of N / P rows of an epoch, one row more or less
+    window    so many pieces of a run that follow one another; their rows are shuffled
+
+Draw d of an epoch is draw d // P of run d mod P. A row is a pure function of (key of the epoch, d, P): no draw needs those
+before it. A piece is read by one packer alone, besides those of the P - 1 windows in which runs meet.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from omni.errors import UserError
-from train.data.rows.parquet import PIECE, KeptGroup, StoredRows
-from train.data.rows.parts import Needed
+from train.data.rows.parquet import PIECE, KeptGroup, Needed, StoredRows
 from train.data.rows.row import Row
-from train.data.sources.stream_source import StreamSource
+from train.data.seeding import shuffled, shuffled_all
 from train.data.sources.streams import StreamDraw
-from train.data.sources.windows import WindowDraw, Windows
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+KEPT_EPOCHS = 2
+"""Orders that are kept, those used last: packers may be in two epochs."""
+
+
+class WindowDraw(NamedTuple):
+    """How long what is read with a row is needed: until its packer comes to another window. `window`: epoch, and the place in
+    it where the window starts."""
+
+    packer: int
+    window: tuple[int, int]
+
+
+class Windows:
+    """The order of rows; see the module.
+
+    Args:
+        starts: first row of each piece, ascending, and the number of all rows, int64 [M + 1].
+        width: pieces of a window.
+    """
+
+    def __init__(self, starts: np.ndarray, width: int) -> None:
+        self.starts, self.width = starts, width
+        self.rows, self.pieces = int(starts[-1]), len(starts) - 1
+        self._orders: OrderedDict[tuple[int | str, ...], tuple[np.ndarray, np.ndarray]] = OrderedDict()
+
+    def find(self, place: int, packers: int, *epoch: int | str) -> tuple[int, int]:
+        """The row of draw `place` of the epoch with this key, and where its window starts, for so many packers in turn."""
+        run, mine = place % packers, place // packers
+        length, longer = divmod(self.rows, packers)
+        first = run * length + min(run, longer)
+        order, ends = self._order(epoch)
+        before = int(ends.searchsorted(first + mine, "right")) // self.width * self.width
+        after = min(before + self.width, self.pieces)
+        start = max(first, int(ends[before - 1]) if before else 0)
+        size = min(first + length + (run < longer), int(ends[after - 1])) - start
+        drawn = start + shuffled(first + mine - start, size, *epoch, "window", start)
+        slot = ends.searchsorted(drawn, "right")
+        return int(self.starts[order[slot] + 1] - (ends[slot] - drawn)), start
+
+    def _order(self, epoch: tuple[int | str, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """The pieces in an epoch's order, and the place in the epoch after each, int64 [M]."""
+        if epoch not in self._orders:
+            order = shuffled_all(self.pieces, *epoch, "pieces")
+            self._orders[epoch] = order, (self.starts[order + 1] - self.starts[order]).cumsum()
+            if len(self._orders) > KEPT_EPOCHS:
+                self._orders.popitem(last=False)
+        return self._orders[epoch]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_orders": OrderedDict()}
 
 
 class Source(Protocol):
     """A source of rows by number. `row(index)` is a pure function of the index, so that any draw can be repeated.
 
     Attributes:
-        name: for logs and errors.
         size: number of rows, None for an endless source.
         repeats: rows are drawn again so soon that results computed from them are worth caching.
     """
@@ -55,16 +119,13 @@ class MadeSource(Source, Protocol):
 class StoredSource:
     """A source of the rows of Parquet files, see `StoredRows`; several paths are one after another.
 
+    `windows`: the order of the rows where they are read in pieces, else None. UserError: no row would be left; see also
+    `StoredRows`.
+
     Args:
         held_out: number of rows that are left out, evenly spaced, the first of as many equal parts: `held_out_indices`.
         needed: parts of the rows that are read; None for all.
         window: rows are read in pieces (`PIECE`), and each packer keeps about so many; None where they are read one by one.
-
-    Attributes:
-        windows: the order of the rows where they are read in pieces, else None.
-
-    Raises:
-        UserError: no row would be left; see also `StoredRows`.
     """
 
     repeats = False
@@ -125,12 +186,7 @@ class StoredSource:
         return k * len(self.rows) // len(self._held_out)
 
 
-def drawn_row(source: Source, index: int, place: WindowDraw | StreamDraw | None = None) -> Row:
+def drawn_row(source: Any, index: int, place: WindowDraw | StreamDraw | None = None) -> Row:
     """Row `index` of a source; of a window, or from its place in a stream, where it has been drawn so."""
-    if place is None:
-        return source.row(index)
-    if isinstance(place, StreamDraw):
-        assert isinstance(source, StreamSource)
-        return source.row(index, place)
-    assert isinstance(source, StoredSource)
-    return source.row(index, place)
+    row: Row = source.row(index) if place is None else source.row(index, place)
+    return row
