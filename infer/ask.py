@@ -10,14 +10,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-from infer.audio_in import Pending, collect, collect_warnings
-from infer.audio_out import EncodedOutput, Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput
-from infer.device import cpu_threads
-from infer.loading import audio_sampling, load
-from infer.messages import in_options, on_one_line
+from infer.audio import (
+    EncodedOutput,
+    Output,
+    Outputs,
+    Paced,
+    Pending,
+    PipeOutput,
+    SpeakerOutput,
+    WavOutput,
+    collect,
+    collect_warnings,
+)
+from infer.chat.devices import load_sounddevice
+from infer.checks import PIPE
+from infer.console import in_options, on_one_line
+from infer.loading import audio_sampling, cpu_threads, load
 from infer.options import AskOptions
-from infer.places import PIPE
-from infer.portaudio import load_sounddevice
 from infer.timing import AnswerMeter, Figures
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta, Timings

@@ -1,4 +1,4 @@
-"""Checks of the options before anything heavy is imported: numbers out of their bounds, missing questions and files."""
+"""Checks the options of every command before anything heavy is imported, and finds model, tasks and files of answers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ import os
 import re
 import socket
 import ssl
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-from infer.given import SOUND
-from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions, QuantizeOptions, ServeOptions
-from infer.places import PIPE, choose_tasks, places
+from infer.chat.devices import load_sounddevice
+from infer.options import DEFAULT_MODEL, SOUND, AskOptions, BenchOptions, ChatOptions, QuantizeOptions, ServeOptions
+from omni.audio.wav import FORMATS
 from omni.checkpoint.places import CONFIG, adapters_in, check_folder
 from omni.errors import UserError
-from omni.files import real_place, replaceable
+from omni.files import beside, real_place, replaceable
 from omni.generate.bounds import BOUNDS, Bound, check_number
-from omni.pretrained import find_model
+from omni.pretrained import NAMES, QUESTION, find_model, find_question, shipped
 from omni.stores.reading import local_path
-from omni.tasks import Task
+from omni.tasks import TASKS, Task, find_task
 from omni.utils.hardware import QUANTIZED, check_device, check_dtype, check_kernels, check_quantize
 from omni.utils.remote import refuse_remote
 
@@ -85,7 +88,7 @@ SERVE = {
 }
 """Bounds of the server's own options."""
 
-EXTRA = (
+SERVE_EXTRA = (
     *("fastapi", "uvicorn", "uvloop", "websockets", "python_multipart", "aiortc", "av"),
     *("onnxruntime", "silero_vad", "prometheus_client", "itsdangerous"),
 )
@@ -94,7 +97,7 @@ EXTRA = (
 
 def check_serve(options: ServeOptions) -> None:
     """Checks the options of `serve`. UserError for the first bad option."""
-    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
+    missing = [name for name in SERVE_EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f'serve needs {", ".join(missing)}; install them: pip install "omni-speech[serve]"')
     check_numbers(options, {**BOUNDS, **SERVE})
@@ -290,3 +293,153 @@ def check_model(folder: str, another: str = "give --model FOLDER") -> None:
     if folder == DEFAULT_MODEL and not Path(folder).exists():
         raise UserError(f"there is no model in {folder} yet; `omni-train demo` trains one, or {another}")
     check_folder(Path(find_model(folder)))
+
+
+PIPE = "-"
+"""Standard input among the questions, standard output as a place for the answer."""
+
+
+Answering = TypeVar("Answering", AskOptions, ChatOptions, ServeOptions)
+"""Options of a command that answers with a model."""
+
+
+def choose_model(options: Answering) -> tuple[Answering, list[str]]:
+    """The options with the folder of their model, and what to tell of it: by default it is the one that the demonstration left
+    here, else the one that ships with the package."""
+    if options.model is not None:
+        return replace(options, model=find_model(options.model)), []
+    another = "omni-infer serve MODEL" if isinstance(options, ServeOptions) else "--model"
+    ships = None if os.path.exists(DEFAULT_MODEL) else shipped(NAMES[0])
+    name = DEFAULT_MODEL if ships is None else "the one that ships with omni-speech"
+    return replace(options, model=ships or DEFAULT_MODEL), [f"model: {name} ({another} names another)"]
+
+
+def choose_questions(options: AskOptions) -> tuple[AskOptions, list[str]]:
+    """The options with the question that ships with the package, where its name is no file here, and what to tell of it."""
+    files = tuple(find_question(file) for file in options.files)
+    notes = [] if files == options.files else [f"{QUESTION}: the one that ships with omni-speech"]
+    return replace(options, files=files), notes
+
+
+def choose_tasks(name: str | None, spoken: Sequence[bool]) -> list[Task]:
+    """The task of each question: the one called `name`, or the one that answers its kind in text and speech.
+
+    For sound and text together, `name` is the task of one kind, and questions of the other kind get the same kind of answer.
+
+    Raises:
+        UserError: an unknown task, or one that does not fit.
+    """
+    if len(set(spoken)) == 1:
+        return [choose_task(name, spoken[0])] * len(spoken)
+    both = {True: "A1A2", False: "T1A2"}
+    if name is not None:
+        given = find_task(name)
+        both = {True: f"A1{given.name[2:]}", False: f"T1{given.name[2:]}"}
+        if not {*both.values()} <= TASKS.keys():
+            raise UserError(f"--task {given.name} is for one kind of question, but sound and --text were given; leave it out")
+    return [TASKS[both[one]] for one in spoken]
+
+
+def choose_task(name: str | None, spoken: bool) -> Task:
+    """The task of that name, or the one that answers questions of this kind in text and speech; UserError where it does
+    not fit."""
+    task = find_task(name or ("A1A2" if spoken else "T1A2"))
+    if (task.question == "audio") != spoken:
+        given, use = ("sound was given", "--text") if spoken else ("--text was given", "a sound file")
+        raise UserError(f"--task {task.name} asks by {task.question}, but {given}; choose another task, or give {use}")
+    return task
+
+
+def places(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:
+    """The sound file of each answer: `answer.wav`, or `answer-1.wav`, `answer-2.wav`, ... for several; None for no
+    file."""
+    written = next((f"--task {task.name}" for task in tasks if not task.audio), "")
+    wants = "--json" if options.json else "--out -" if options.out == PIPE else written
+    if wants and sys.__stdout__ is None:
+        raise UserError(f"{wants} wants standard output, but that was closed; leave it open")
+    spoken, several = [task.audio for task in tasks], len(tasks) > 1
+    if options.json and options.out == PIPE:
+        raise UserError("--json and --out - both want standard output; write the sound to a file, or leave --json out")
+    if options.out == PIPE and not any(spoken):
+        raise UserError(f"--out - wants sound, but --task {tasks[0].name} answers in text only; leave --out out")
+    if options.out == PIPE or (options.out is None and options.speaker):
+        return [None] * len(tasks)
+    given = Path("answer.wav" if options.out is None else options.out)
+    names = [given.with_stem(f"{given.stem}-{n}") if several else given for n in range(1, len(tasks) + 1)]
+    return [check_place(str(name), options.files) if heard else None for name, heard in zip(names, spoken, strict=True)]
+
+
+def check_place(path: str, inputs: Sequence[str]) -> Path:
+    """Checks the path of a sound file that is to be written; UserError where it is a remote address, its folder is missing, it
+    cannot be written or replaced, its suffix names no format, or it is one of the inputs."""
+    refuse_remote(path, "answer", write=True)
+    place = Path(path)
+    if not os.path.isdir(place.parent):
+        raise UserError(f"--out {path!r}: there is no folder {str(place.parent)!r}; make it, or write elsewhere")
+    if os.path.isdir(place):
+        raise UserError(f"--out {path!r} is a folder; name a file in it, such as {str(place / 'answer.wav')!r}")
+    part = beside(replaceable(place), place)
+    try:
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise UserError(f"--out {path!r} cannot be written: {error.strerror}; name a file elsewhere") from error
+    if place.suffix.lower() not in FORMATS:
+        raise UserError(f"--out {path!r}: the suffix says how sound is written; use {', '.join(FORMATS)}")
+    for given in inputs:
+        if place.exists() and os.path.exists(given) and os.path.samefile(place, given):
+            raise UserError(f"--out {path!r} is also the question; write the answer to another file")
+    return place
+
+
+CHAT = {
+    "threshold": Bound(0, 1, "0.5 is the default", whole=False),
+    "silence_duration_ms": Bound(0, 60_000, "500 is the default"),
+    "padding_ms": Bound(0, 2000, "100 is the default", whole=False),
+}
+"""Bounds of the chat's own options: the server's."""
+
+EAGERNESS = ("low", "medium", "high", "auto", "silence")
+
+SPEAKER_EXTRA = ("av", "onnxruntime", "pydantic", "silero_vad")
+"""Modules that the extra `speaker` brings besides `sounddevice`."""
+
+
+def check_chat(options: ChatOptions) -> None:
+    """Checks the options of `chat`. UserError for the first bad option."""
+    if not options.list_devices:
+        _check_options(options)
+    load_sounddevice("chat", " (libportaudio2 on Debian and Ubuntu)")
+    missing = [name for name in SPEAKER_EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f'chat needs {", ".join(missing)}; install them: pip install "omni-speech[speaker]"')
+    if not options.list_devices:
+        check_model(DEFAULT_MODEL if options.model is None else options.model)
+
+
+def _check_options(options: ChatOptions) -> None:
+    check_numbers(options, {**BOUNDS, **CHAT})
+    check_device(options.device)
+    check_dtype(options.dtype)
+    check_quantize(options.quantize, options.device)
+    check_kernels(options.kernels)
+    if options.push_to_talk and options.headphones:
+        raise UserError("--push_to_talk and --headphones were given together, but a key begins questions then; leave one out")
+    if options.eagerness not in EAGERNESS:
+        raise UserError(f"--eagerness {options.eagerness!r} is unknown; use {', '.join(EAGERNESS)}")
+    if options.save is not None:
+        check_new_folder(options.save)
+
+
+def check_new_folder(folder: str) -> None:
+    """UserError for a folder that cannot be made, or has something in it."""
+    refuse_remote(folder, "folder", write=True)
+    place = Path(folder)
+    if not folder or (place.exists() and not place.is_dir()):
+        raise UserError(f"--save {folder!r} is no folder; name a new one")
+    if place.is_dir() and any(place.iterdir()):
+        raise UserError(f"--save {folder!r} has files in it; name a new folder")
+    if not place.parent.is_dir():
+        raise UserError(f"--save {folder!r}: there is no folder {str(place.parent)!r}; make it first")
+    if not os.access(place if place.is_dir() else place.parent, os.W_OK):
+        raise UserError(f"--save {folder!r} cannot be written; name a folder elsewhere")

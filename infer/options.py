@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from infer.given import SOUND, TEXT
+SOUND, TEXT = "s", "t"
+"""Kinds of questions."""
 
 DEFAULT_MODEL = "runs/nano/model"
 """The model folder that `make demo` writes."""

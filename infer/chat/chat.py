@@ -10,19 +10,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from infer.chat.devices import find_device, show_devices
-from infer.chat.keys import interruptions, keys
-from infer.chat.loudspeaker import Loudspeaker
-from infer.chat.microphone import MicrophoneInput
+from infer.chat.devices import find_device, load_sounddevice, show_devices
 from infer.chat.questions import PressedQuestions, QuestionFinder, VoiceQuestions
-from infer.chat.saving import ChatFolder
-from infer.chat.screen import ChatScreen
-from infer.chat.talk import Lost, MicrophoneBlock, SpokenChat
-from infer.device import cpu_threads
-from infer.loading import audio_sampling, load
+from infer.chat.streams import Loudspeaker, MicrophoneInput
+from infer.chat.talk import ChatFolder, Lost, MicrophoneBlock, SpokenChat
+from infer.chat.terminal import ChatScreen, interruptions, keys
+from infer.loading import audio_sampling, cpu_threads, load
 from infer.options import ChatOptions
-from infer.portaudio import load_sounddevice
-from infer.turns.settings import PCM_RATE, Eagerness, SemanticVad, ServerVad
+from infer.pcm import PCM_RATE
+from infer.turns.detector import Eagerness, SemanticVad, ServerVad
 from infer.turns.vad import Silero
 from omni.edit.deltas import Edits
 from omni.errors import UserError

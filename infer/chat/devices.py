@@ -192,3 +192,21 @@ def show_devices(sound: Any) -> None:
         usual = ", ".join(NAMES[kind] for kind in one.default)
         table.add_row(str(one.index), one.name, one.host, *channels, str(one.rate), usual)
     Console().print(table)
+
+
+def load_sounddevice(what: str = "--speaker", otherwise: str = ", or use --out answer.wav") -> Any:
+    """The `sounddevice` module.
+
+    Args:
+        what: what needs it, `otherwise`, what can be done without it: for the error.
+
+    Raises:
+        UserError: it or its library is missing; it names the way to get it.
+    """
+    try:
+        import sounddevice
+    except ImportError as error:
+        raise UserError(f'{what} needs the package sounddevice: pip install "omni-speech[speaker]"') from error
+    except OSError as error:
+        raise UserError(f"{what} needs the PortAudio library ({error}): install it{otherwise}") from error
+    return sounddevice

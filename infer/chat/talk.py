@@ -11,23 +11,32 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from infer.chat.asking import Answered, Asker, Failed, Remarked, SpokenTurn, Transcribed, Transcriber
 from infer.chat.devices import NAMES, OPTIONS, Kind, SoundDevice, all_devices, listing
-from infer.chat.keys import Key
-from infer.chat.loudspeaker import Loudspeaker
-from infer.chat.microphone import MicrophoneInput
-from infer.chat.questions import QuestionFinder, QuestionPart
-from infer.chat.saving import ChatFolder
-from infer.chat.screen import ChatScreen
-from infer.messages import in_options, on_one_line
-from infer.turns.settings import PCM_RATE
+from infer.chat.questions import (
+    Answered,
+    Asker,
+    Failed,
+    QuestionFinder,
+    QuestionPart,
+    Remarked,
+    SpokenTurn,
+    Transcribed,
+    Transcriber,
+)
+from infer.chat.streams import Loudspeaker, MicrophoneInput
+from infer.chat.terminal import ChatScreen, Key
+from infer.console import in_options, on_one_line
+from infer.pcm import PCM_RATE
+from omni.audio.wav import write_audio
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.session import Session
@@ -351,3 +360,37 @@ class SpokenChat:
         else:
             self._transcriber = None
             self._screen.tell(f"warning: no transcripts: {in_options(transcribed.error)}")
+
+
+CONVERSATION = "conversation.safetensors"
+
+
+class ChatFolder:
+    """Writes into a folder: `question-1.wav`, `answer-1.wav`, ..., and `conversation.safetensors`.
+
+    Raises:
+        UserError: something cannot be written.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.place = Path(folder)
+        self.place.mkdir(exist_ok=True)
+
+    def question(self, number: int, pieces: Sequence[np.ndarray]) -> None:
+        """Write a question, samples int16 at `PCM_RATE`."""
+        sound = np.concatenate([np.zeros(0, np.int16), *pieces])
+        self._write(f"question-{number}.wav", torch.from_numpy(sound.astype(np.float32) / 32768), PCM_RATE)
+
+    def answer(self, number: int, chunks: Sequence[torch.Tensor], rate: int, played: float | None) -> None:
+        """Write an answer, samples float32; as far as it was heard where `played` is given, in seconds."""
+        sound = torch.cat([torch.zeros(0), *chunks])
+        self._write(f"answer-{number}.wav", sound if played is None else sound[: round(played * rate)], rate)
+
+    def _write(self, name: str, sound: torch.Tensor, rate: int) -> None:
+        if len(sound):
+            write_audio(self.place / name, sound, rate)
+
+    def conversation(self, session: Session) -> None:
+        """Write the conversation, where it has a turn."""
+        if session.turns:
+            session.save(self.place / CONVERSATION)

@@ -18,16 +18,15 @@ import uvicorn
 import uvloop
 
 from infer.checks import read_adapters
-from infer.device import is_small, serving_dtype
-from infer.loading import missing_package
+from infer.loading import is_small, missing_package, serving_dtype
 from infer.options import DEFAULT_MODEL, ServeOptions
 from infer.serve.app import create_app
 from infer.serve.connections import HttpConnection, SocketConnection, most_connections
 from infer.serve.host import EngineHost
 from infer.serve.keys import read_keys
-from infer.serve.logs import LOG, write_logs
 from infer.serve.server import Server
 from infer.serve.settings import Answering, ServerLimits, ServeSettings
+from infer.serve.telemetry import LOG, write_logs
 from omni.engine.process import EngineProcess
 from omni.errors import SoundWarning, UserError
 from omni.utils.hardware import find_device

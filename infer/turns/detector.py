@@ -1,4 +1,4 @@
-"""Decides from probabilities of speech when a turn begins and ends, and when it interrupts an answer.
+"""Decides from probabilities of speech, and the model's turn head, when a turn begins and ends, and when it interrupts.
 
 `server_vad`: speech begins with `ONSET` frames above the threshold, and has ended after a fixed silence.
 
@@ -10,15 +10,59 @@ lasts for `PROVE` seconds, and was a "mm-hmm" or a cough where it has ended befo
         answer plays         speech                              still speech after PROVE
         ------------- duck ------------------------------------ began: interrupts --- ... --- ended
                            speech ends before: restore; speech that goes on within HELD began there
+
+A turn head that was trained on some voices is often sure of nothing with others. So what it says of the end counts after a
+least silence, and where it does not know the voice, or does not clearly say that more must come, silence alone ends the turn.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from infer.turns.settings import SemanticVad, ServerVad
+from pydantic import BaseModel, ConfigDict, Field
+
 from infer.turns.vad import FRAME_SECONDS
+from omni.generate.turn_end import END, RULES, VOICE, TurnFrames
+
+EAGERNESS = {"low": 8.0, "medium": 4.0, "high": 2.0, "auto": 4.0}
+"""Seconds of the longest wait of `semantic_vad`, as OpenAI states them."""
+
+Eagerness = Literal["low", "medium", "high", "auto"]
+
+Milliseconds = Annotated[int, Field(ge=0, le=60_000)]
+
+
+class Section(BaseModel):
+    """A part of the configuration; what is not given stays as it is."""
+
+    model_config = ConfigDict(extra="ignore", validate_assignment=True)
+
+
+class ServerVad(Section):
+    """Turns end after a fixed silence."""
+
+    type: Literal["server_vad"] = "server_vad"
+    threshold: Annotated[float, Field(ge=0, le=1)] = 0.5
+    prefix_padding_ms: Milliseconds = 300
+    silence_duration_ms: Milliseconds = 500
+    idle_timeout_ms: Annotated[int, Field(ge=5000, le=30_000)] | None = None
+    create_response: bool = True
+    interrupt_response: bool = True
+
+
+class SemanticVad(Section):
+    """Turns end sooner where speech has clearly ended, and an answer goes on under a short sound of its listener."""
+
+    type: Literal["semantic_vad"] = "semantic_vad"
+    eagerness: Eagerness = "auto"
+    create_response: bool = True
+    interrupt_response: bool = True
+
+    @property
+    def longest_wait(self) -> float:
+        return EAGERNESS[self.eagerness]
+
 
 ONSET = 2
 """Frames above the threshold with which speech begins; one alone is a click."""
@@ -173,3 +217,41 @@ class TurnDetector:
             return []
         since, self._idle_since = self._idle_since, None
         return [TurnEvent("idle", since, self.now)]
+
+
+LEAST = {"low": 0.4, "medium": 0.3, "high": 0.3, "auto": 0.3}
+"""Seconds of silence after which the head can end a turn, by eagerness."""
+
+UNSURE = 1.05
+"""Seconds of silence that end a turn of which the head is not sure: more than between the words of a sentence."""
+
+KNOWN, HEARD = 0.99, 0.8
+"""A voice is known where the head is so sure of it in most frames of the last speech, of so many seconds."""
+
+MORE = 0.1
+"""Probability of the end below which more must come."""
+
+
+def has_ended(frames: TurnFrames | None, start: float, now: float, voiced: float, eagerness: str) -> bool | None:
+    """Whether a turn has ended, as far as is known; None where the model does not judge it.
+
+    Args:
+        start, now, voiced: seconds of the input at which its sound begins, until which it was followed, and of the last speech.
+    """
+    if frames is None:
+        return None
+    second, voiced = now - start, voiced - start
+    if second - voiced >= UNSURE and not waited_for(frames, second, voiced):
+        return True
+    return second - voiced >= LEAST[eagerness] and frames.ended(second, voiced, RULES[eagerness])
+
+
+def waited_for(frames: TurnFrames, second: float, voiced: float) -> bool:
+    """Whether more is waited for at a second of a turn whose last speech was at `voiced`: its frames come late, or the head
+    knows who speaks and clearly says that more must come."""
+    known, last, count = frames.known, int(voiced * frames.rate), int(HEARD * frames.rate)
+    now = min(int(second * frames.rate), len(known))
+    if now < last:
+        return True
+    speech, silence = known[max(last - count, 0) : last, VOICE], known[max(now - 2, 0) : now, END]
+    return len(speech) == count and float(speech.median()) >= KNOWN and float(silence.mean()) < MORE

@@ -21,7 +21,7 @@ import onnxruntime
 import torch
 from torchaudio.transforms import Resample
 
-from infer.turns.settings import PCM_RATE
+from infer.pcm import PCM_RATE
 
 RATE, FRAME, CONTEXT = 16_000, 512, 64
 """Samples per second of the model; samples of a frame, and of those before it that the model sees again."""

@@ -15,7 +15,7 @@ import soundfile
 import torch
 
 from infer.ask import follow
-from infer.audio_out import Outputs, PipeOutput, WavOutput
+from infer.audio import Outputs, PipeOutput, WavOutput
 from infer.timing import AnswerMeter
 from omni.audio.io import pcm16, read_audio
 from omni.errors import UserError

@@ -12,11 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
+from infer.pcm import G711_RATE, PCM_RATE
 from infer.serve.realtime.protocol import Event, ProtocolError, first_mistake
-from infer.turns.settings import PCM_RATE, Section, SemanticVad, ServerVad
-
-G711_RATE = 8_000
-"""Samples per second of `audio/pcmu` and `audio/pcma`; `PCM_RATE` is that of `audio/pcm`."""
+from infer.turns.detector import Section, SemanticVad, ServerVad
 
 LONGEST_TEXT = 100_000
 """Characters of instructions and of written questions."""

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from infer.pcm import PCM_RATE
 from infer.serve.host import EngineHost
-from infer.serve.realtime.configuration import PCM_RATE
 from infer.serve.realtime.items import ContentPart, ConversationItem
 from omni.engine.wire import EngineLost
 from omni.errors import UserError

@@ -6,18 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from infer.samples import to_int16
-from infer.serve.realtime.configuration import PCM_RATE, Configuration
-from infer.serve.realtime.input_buffer import InputBuffer
+from infer.pcm import PCM_RATE, to_int16
+from infer.serve.realtime.configuration import Configuration
+from infer.serve.realtime.input_buffer import InputBuffer, TurnSound
 from infer.serve.realtime.items import check_length
-from infer.serve.realtime.owner import Owner
-from infer.serve.realtime.partials import PartialTranscripts
+from infer.serve.realtime.playback import Owner
 from infer.serve.realtime.protocol import ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
-from infer.serve.realtime.turn_sound import TurnSound
-from infer.turns.detector import TurnDetector, TurnEvent
-from infer.turns.settings import SemanticVad
-from infer.turns.turn_end import has_ended
+from infer.serve.realtime.transcripts import PartialTranscripts
+from infer.turns.detector import SemanticVad, TurnDetector, TurnEvent, has_ended
 from infer.turns.vad import SpeechStream, VoiceActivity
 
 SHORTEST = 0.1

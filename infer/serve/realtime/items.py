@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from infer.resampler import Resampler
-from infer.serve.realtime.configuration import LONGEST_TEXT, PCM_RATE, SoundFormat
+from infer.pcm import PCM_RATE, Resampler, decode, encode
+from infer.serve.realtime.configuration import LONGEST_TEXT, SoundFormat
+from infer.serve.realtime.input_buffer import TurnSound
 from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
-from infer.serve.realtime.turn_sound import TurnSound
-from infer.serve.sound import decode, encode
 from omni.generate.messages import Message
 
 CONTENT = {

@@ -15,16 +15,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from infer.resampler import Resampler
+from infer.pcm import Resampler, encode
+from infer.serve.errors import broken, is_of_the_question, told_of
 from infer.serve.realtime.configuration import Configuration
 from infer.serve.realtime.dialogue import PROMPT, Dialogue, DialogueTurn
-from infer.serve.realtime.failures import broken, is_of_the_question, told_of
 from infer.serve.realtime.items import ContentPart, ConversationItem
-from infer.serve.realtime.owner import Owner
-from infer.serve.realtime.playback import Outlet, Pacer
+from infer.serve.realtime.playback import Outlet, Owner, Pacer
 from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
 from infer.serve.settings import ServerLimits, limited
-from infer.serve.sound import encode
 from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream
 from omni.generate.results import AudioChunk, Ended, TextDelta

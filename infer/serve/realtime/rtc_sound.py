@@ -21,11 +21,8 @@ from av.audio.codeccontext import AudioCodecContext
 from av.audio.frame import AudioFrame
 from av.packet import Packet
 
-from infer.resampler import Resampler
-from infer.samples import SampleQueue
-from infer.serve.realtime.configuration import PCM_RATE
+from infer.pcm import PCM_RATE, Resampler, SampleQueue, encode, faded
 from infer.serve.realtime.playback import Outlet
-from infer.serve.sound import encode, faded
 
 RATE = 48_000
 """Samples per second of Opus in RTP."""

@@ -1,4 +1,4 @@
-"""A Realtime session: what a client's events do, whatever carries them.
+"""A Realtime session: what a client's events do, whatever carries them, and its bounds: how much comes, how long it lasts.
 
 client's events --> handle --> configuration, items, input buffer --> turns --> responses --> send
 """
@@ -13,20 +13,19 @@ from typing import Any
 
 import numpy as np
 
+from infer.serve.errors import told_of
 from infer.serve.host import EngineHost
-from infer.serve.logs import SessionLog
-from infer.serve.metrics import Metrics
+from infer.serve.keys import Denied, Keys, Quota
 from infer.serve.realtime import protocol
 from infer.serve.realtime.configuration import Configuration, Voices, ignored, shown, updated
-from infer.serve.realtime.failures import told_of
 from infer.serve.realtime.hearing import SessionInput
 from infer.serve.realtime.items import ContentPart, ConversationItem, Items, from_base64, read_item
-from infer.serve.realtime.owner import Transport
-from infer.serve.realtime.partials import PartialTranscripts
+from infer.serve.realtime.playback import Transport
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
-from infer.serve.realtime.transcripts import Transcripts
-from infer.serve.settings import ServeSettings
+from infer.serve.realtime.transcripts import PartialTranscripts, Transcripts
+from infer.serve.settings import ServerLimits, ServeSettings
+from infer.serve.telemetry import Metrics, SessionLog
 from infer.turns.vad import VoiceActivity
 from omni.config import ModelConfig
 from omni.errors import UserError
@@ -257,3 +256,70 @@ HANDLERS: dict[str, Callable[[RealtimeSession, Any], Coroutine[Any, Any, None]]]
 def remembered(config: ModelConfig) -> float:
     """Seconds of questions that fill the model's context: older sound is never given to it again."""
     return config.decoder.context * config.projector.stack / config.encoder.frames_per_second
+
+
+EXPIRED, POLICY = 1000, 1008
+"""Close codes of WebSockets: a regular end, and a limit."""
+
+LOOK = 5.0
+"""Seconds between two looks at a session's limits."""
+
+
+class Closed(Exception):
+    """The server ends the session.
+
+    Attributes:
+        code, reason: of a WebSocket's close frame.
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code, self.reason = code, reason[:120]
+
+
+class SessionBounds:
+    """Ends a session that does not keep to its limits; the client is told by an `error` event.
+
+    Args:
+        owner: of the key.
+        sent_at: tells when an event was sent last, by `time.monotonic`.
+
+    Attributes:
+        came: when anything came last.
+    """
+
+    def __init__(
+        self, session: RealtimeSession, keys: Keys, owner: str, limits: ServerLimits, sent_at: Callable[[], float]
+    ) -> None:
+        self._session, self._keys, self._owner, self._limits, self._sent_at = session, keys, owner, limits, sent_at
+        self._began = self.came = time.monotonic()
+        self._usage = Quota(limits)
+
+    def count(self) -> None:
+        """Count a message that was handled by the sound that it brought, or else as an event; Closed where it is too much."""
+        self.came = time.monotonic()
+        seconds, self._session.hearing.uncounted = self._session.hearing.uncounted, 0.0
+        came = {"seconds": seconds} if seconds else {"events": 1}
+        self._keys.usage[self._owner].count(False, **came)
+        try:
+            self._usage.count(**came)
+        except Denied as error:
+            self._session.send(ProtocolError(str(error), error.code, kind=error.kind).event())
+            raise Closed(POLICY, str(error)) from None
+
+    async def watch(self) -> None:
+        """Raises Closed when the session lasts too long, or nothing happens in it."""
+        while True:
+            await asyncio.sleep(min(LOOK, self._limits.idle_seconds / 4, self._limits.session_seconds / 4))
+            if self._session.hearing.uncounted:  # of a call, whose sound comes by a way of its own
+                self.count()
+            now = time.monotonic()
+            if now - self._began > self._limits.session_seconds:
+                minutes = self._limits.session_seconds / 60
+                self._session.tell_error(
+                    f"Your session hit the maximum duration of {minutes:g} minutes.", "session_expired", "invalid_request_error"
+                )
+                raise Closed(EXPIRED, "session_expired")
+            if now - max(self.came, self._sent_at()) > self._limits.idle_seconds:
+                self._session.tell_error("nothing came or went for too long", "session_idle_timeout", "invalid_request_error")
+                raise Closed(EXPIRED, "idle")

@@ -15,10 +15,9 @@ from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
 from infer.serve.keys import Denied, Keys
-from infer.serve.realtime.bounds import EXPIRED, POLICY, Closed, SessionBounds
 from infer.serve.realtime.playback import Outlet, SentOutlet
 from infer.serve.realtime.protocol import Event, ProtocolError
-from infer.serve.realtime.session import RealtimeSession
+from infer.serve.realtime.session import EXPIRED, POLICY, Closed, RealtimeSession, SessionBounds
 from infer.serve.settings import ServerLimits
 
 RESTART, TRY_AGAIN, INTERNAL = 1012, 1013, 1011

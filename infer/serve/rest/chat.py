@@ -12,13 +12,12 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, Field
 
+from infer.pcm import encode
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
-from infer.serve.rest.answers import KeptAnswers, begun, chat_usage, used, whole
-from infer.serve.rest.formats import Sounding, encoded, joined
+from infer.serve.rest.answers import KeptAnswers, Sounding, begun, chat_usage, encoded, joined, used, whole
 from infer.serve.rest.jobs import Job, event_stream
 from infer.serve.rest.messages import MOST_MESSAGES, Chat, MessageReader, in_decoder
 from infer.serve.settings import limited
-from infer.serve.sound import encode
 from omni.generate.question import longest
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.results import Event as Output

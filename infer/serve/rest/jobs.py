@@ -22,11 +22,10 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from infer.serve.errors import AGAIN, Failure, failure_of
 from infer.serve.keys import Denied, key_of
-from infer.serve.logs import LOG
-from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, read_json
-from infer.serve.rest.errors import AGAIN, Failure, failure_of
-from infer.serve.rest.values import kind_of
+from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, kind_of, read_json
+from infer.serve.telemetry import LOG
 from omni.engine.client import Pace
 from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from infer.serve.realtime.configuration import LONGEST_TEXT
 from infer.serve.realtime.items import from_base64
-from infer.serve.realtime.protocol import ProtocolError
-from infer.serve.rest.values import kind_of, shown
+from infer.serve.realtime.protocol import ProtocolError, kind_of, shown
 from omni.audio.io import SAMPLE_RATE, opened
 from omni.audio.waveform import read_sound
 from omni.errors import UserError

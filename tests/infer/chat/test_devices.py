@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer.chat.checks import CHAT
 from infer.chat.devices import find_device
-from infer.chat.loudspeaker import Loudspeaker
+from infer.chat.streams import Loudspeaker
+from infer.checks import CHAT
 from infer.options import ChatOptions, ServeOptions
-from infer.turns.settings import ServerVad
+from infer.turns.detector import ServerVad
 from omni.errors import UserError
 from tests.infer.chat.conftest import Talks
 from tests.infer.chat.fake_sound import LATENCY, RATE, FakeSound, FakeStream

@@ -16,10 +16,10 @@ import pytest
 from infer.serve import connections
 from infer.serve.host import EngineHost
 from infer.serve.keys import Keys, Quota
-from infer.serve.logs import LOG
-from infer.serve.realtime.bounds import SessionBounds
-from infer.serve.realtime.calls import CONNECTING
+from infer.serve.realtime.session import SessionBounds
+from infer.serve.realtime.webrtc import CONNECTING
 from infer.serve.settings import ServerLimits
+from infer.serve.telemetry import LOG
 from tests.infer.serve.caller import Caller
 from tests.infer.serve.test_server import Flaky, closed, event, opened, serve
 

@@ -12,8 +12,8 @@ import torch
 from fastapi import FastAPI
 
 from infer.serve.app import create_app
+from infer.serve.errors import Failure
 from infer.serve.host import EngineHost
-from infer.serve.rest.errors import Failure
 from infer.serve.rest.jobs import Job
 from infer.serve.settings import ServeSettings
 from omni.errors import BusyError

@@ -1,12 +1,38 @@
-"""Progress of a command that takes long: a bar on a terminal, a line now and then elsewhere, with the time that is left."""
+"""What the command line shows: messages of the library in its words, and the progress of long work."""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from typing import Any
 
 from tqdm import tqdm
+
+WORDS: tuple[tuple[str, str], ...] = (
+    (r"^(device|dtype|quantize|kernels|task) (?='|\S+ is not available)", r"--\1 "),
+    (r"overflow='forget', or start a new session\b", "--forget, or leave --chat out"),
+    (r"overflow='forget'", "--forget"),
+    (r"\ba larger context\b", "a larger --context"),
+    (r"\buse 'cpu'", "use --device cpu"),
+    (r"\bload the model in (float\w+)", r"use --dtype \1"),
+    (r"\bgive raw PCM with its sample rate instead\b", "pipe raw PCM into - with its --input_rate instead"),
+    (r"(?<= )(channel|task)='?(\w+)'?(?![\w.])", r"--\1 \2"),
+)
+"""Patterns of the library's messages, with their replacements on the command line."""
+
+
+def on_one_line(name: str) -> str:
+    """Escapes line ends and control characters in a name, so that it fits on one line."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
+
+
+def in_options(message: str) -> str:
+    """Replaces keywords in a message by the names of options."""
+    for pattern, words in WORDS:
+        message = re.sub(pattern, words, message)
+    return message
+
 
 LINE_SECONDS = 10.0
 """Seconds between two lines where there is no terminal."""
