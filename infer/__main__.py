@@ -107,9 +107,9 @@ def quantize(options: QuantizeOptions) -> None:
     source, target = Path(find_model(options.model)), Path(options.out)
     before, started = (source / WEIGHTS).stat().st_size if (source / WEIGHTS).is_file() else 0, time.monotonic()
     with WorkBar("quantising", on=not options.quiet) as shown:
-        files = quantize_folder(source, target, options.format, shown)
+        files = quantize_folder(source, target, on_progress=shown)
     size, seconds = files[WEIGHTS].bytes, time.monotonic() - started
-    print(f"{target}: {source} in {options.format}")
+    print(f"{target}: {source} in int8")
     for name, stamp in sorted(files.items()):
         print(f"  {name:<28}{stamp.bytes:>16,} bytes   crc32 {stamp.crc32:08x}")
     print(f"weights of {before / 1e9:.3g} GB became {size / 1e9:.3g} GB ({size / before:.1%}) in {seconds:.1f} s")

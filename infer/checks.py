@@ -13,10 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 from infer.chat.devices import load_sounddevice
-from infer.options import DEFAULT_MODEL, SOUND, AskOptions, BenchOptions, ChatOptions, QuantizeOptions, ServeOptions
+from infer.options import (
+    DEFAULT_MODEL,
+    SOUND,
+    AskOptions,
+    BenchOptions,
+    ChatOptions,
+    DeviceOptions,
+    QuantizeOptions,
+    ServeOptions,
+)
 from omni.audio.wav import FORMATS
 from omni.checkpoint.places import CONFIG, adapters_in, check_folder
 from omni.errors import UserError
@@ -25,14 +33,11 @@ from omni.generate.bounds import BOUNDS, Bound, check_number
 from omni.pretrained import NAMES, QUESTION, find_model, find_question, shipped
 from omni.stores.reading import local_path
 from omni.tasks import TASKS, Task, find_task
-from omni.utils.hardware import QUANTIZED, check_device, check_dtype, check_kernels, check_quantize
+from omni.utils.hardware import check_device, check_dtype, check_quantize
 from omni.utils.remote import refuse_remote
 
 THREADS_PER_CORE = 4
 """Most threads per core; more would only wait for each other, and each takes a stack."""
-
-SAMPLED = ("temperature", "top_k", "top_p", "repetition_penalty")
-"""Options that can be set separately for the text stream, as `text_...`."""
 
 BENCH = {
     "seconds": Bound(1e-3, 30, "the longest question", whole=False),
@@ -46,11 +51,7 @@ BENCH = {
 
 def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
     """Checks the options of `ask`; returns each question's task and its answer's file. UserError for the first bad option."""
-    check_numbers(options, {**BOUNDS, **{f"text_{name}": BOUNDS[name] for name in SAMPLED}})
-    check_device(options.device)
-    check_dtype(options.dtype)
-    check_quantize(options.quantize, options.device)
-    check_kernels(options.kernels)
+    check_options(options, BOUNDS)
     check_questions(options.files, options.text, options.chat)
     tasks = choose_tasks(options.task, [kind == SOUND for kind in options.kinds])
     where = places(options, tasks)
@@ -60,11 +61,7 @@ def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
 
 def check_bench(options: BenchOptions) -> None:
     """Checks the options of `bench`. UserError for the first bad option."""
-    check_numbers(options, BENCH)
-    check_device(options.device)
-    check_dtype(options.dtype)
-    check_quantize(options.quantize, options.device)
-    check_kernels(options.kernels)
+    check_options(options, BENCH)
     if options.question is not None:
         check_file(options.question)
     if options.model is not None:
@@ -76,15 +73,9 @@ SERVE = {
     "port": Bound(0, 65_535, "0 takes a free one"),
     "sessions": Bound(1, 10_000, "64 is the default"),
     "session_minutes": Bound(0.01, 1e6, "60 is the default", whole=False),
-    "idle_minutes": Bound(0.01, 1e6, "15 is the default", whole=False),
     "key_sessions": Bound(1, 10_000, "as many as there may be by default"),
     "key_audio_minutes": Bound(1, 1e7, "an hour for each of its sessions by default", whole=False),
-    "key_events": Bound(1, 10**9, "2,000 for each of its sessions by default"),
-    "padding_ms": Bound(0, 2000, "100 is the default", whole=False),
-    "lead_ms": Bound(100, 500, "300 is the default", whole=False),
-    "drain": Bound(0, 3600, "30 is the default", whole=False),
     "slots": Bound(1, 65_536, "as many as there are conversations by default"),
-    "queue": Bound(0, 10**6, "any number by default"),
 }
 """Bounds of the server's own options."""
 
@@ -97,23 +88,10 @@ SERVE_EXTRA = (
 
 def check_serve(options: ServeOptions) -> None:
     """Checks the options of `serve`. UserError for the first bad option."""
-    missing = [name for name in SERVE_EXTRA if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f'serve needs {", ".join(missing)}; install them: pip install "omni-speech[serve]"')
-    check_numbers(options, {**BOUNDS, **SERVE})
-    check_device(options.device)
-    check_dtype(options.dtype)
-    check_quantize(options.quantize, options.device)
-    check_kernels(options.kernels)
-    for name, known in (("instructions", ("use", "ignore")), ("log", ("debug", "info", "warning", "error"))):
-        if getattr(options, name) not in known:
-            raise UserError(f"--{name} {getattr(options, name)!r} is unknown; use {', '.join(known)}")
+    check_extra("serve", "serve", SERVE_EXTRA)
+    check_options(options, {**BOUNDS, **SERVE})
     if (options.certificate is None) != (options.private_key is None):
         raise UserError("--certificate and --private_key belong together; give both, or neither")
-    for name in ("key_file", "certificate", "private_key"):
-        given = getattr(options, name)
-        if given is not None and (not os.path.exists(given) or os.path.isdir(given)):
-            raise UserError(f"--{name} {given!r} {'is a folder; name a file' if os.path.isdir(given) else 'does not exist'}")
     if options.certificate is not None and options.private_key is not None:
         _check_certificate(options.certificate, options.private_key)
     for origin in options.origins:
@@ -162,14 +140,8 @@ def _check_certificate(certificate: str, private_key: str) -> None:
 
 def _check_origin(origin: str) -> None:
     """UserError for one that no browser sends."""
-    parts = urlsplit(origin)
-    usual = {"http": 80, "https": 443}
-    try:
-        port = parts.port
-    except ValueError:
-        port = -1
-    plain = f"{parts.scheme}://{parts.hostname or ''}{'' if port is None else f':{port}'}"
-    if parts.scheme not in usual or not parts.hostname or origin != plain or port == usual[parts.scheme]:
+    usual = re.fullmatch(r"http://.*:80|https://.*:443", origin)
+    if usual or not re.fullmatch(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9]\d{0,4})?", origin):
         raise UserError(
             f"--origins {origin!r} is no origin that a browser sends; give http:// or https:// and the host, in small letters, "
             "with the port where it is not the usual one, and nothing after it"
@@ -224,8 +196,6 @@ def check_picture(file: str) -> None:
 
 def check_quantizing(options: QuantizeOptions) -> None:
     """Checks the options of `quantize`. UserError for the first bad option, or a place that would lose something."""
-    if options.format not in QUANTIZED:
-        raise UserError(f"--format {options.format!r} is unknown; there is {' and '.join(QUANTIZED)}")
     for name in ("model", "out"):
         if not getattr(options, name):
             raise UserError(f"{name.upper()} is empty; give the folder {'to write' if name == 'out' else 'of a model'}")
@@ -252,14 +222,24 @@ def check_quantizing(options: QuantizeOptions) -> None:
         raise UserError(f"{out} holds {foreign}, which is none of its model's files; move that away, or give another name")
 
 
-def check_numbers(options: object, bounds: Mapping[str, Bound]) -> None:
-    """Check numbers among a command's options, and its `--threads`. UserError for the first out of its bound."""
+def check_options(options: DeviceOptions, bounds: Mapping[str, Bound]) -> None:
+    """Check numbers among a command's options, and where its model runs. UserError for the first bad one."""
     cores = os.cpu_count() or 1
     bounds = {**bounds, "threads": Bound(1, THREADS_PER_CORE * cores, f"{THREADS_PER_CORE} for each of {cores} cores")}
     for name, bound in bounds.items():
         value = getattr(options, name, None)  # some bounds are for the Python interface only
         if value is not None:
             check_number(name, value, bound, f"--{name}")
+    check_device(options.device)
+    check_dtype(options.dtype)
+    check_quantize(options.quantize, options.device)
+
+
+def check_extra(command: str, extra: str, modules: Sequence[str]) -> None:
+    """UserError where modules that an extra of the package brings are not installed."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f'{command} needs {", ".join(missing)}; install them: pip install "omni-speech[{extra}]"')
 
 
 def check_questions(files: Sequence[str], texts: Sequence[str], chat: bool) -> None:
@@ -395,11 +375,8 @@ def check_place(path: str, inputs: Sequence[str]) -> Path:
 CHAT = {
     "threshold": Bound(0, 1, "0.5 is the default", whole=False),
     "silence_duration_ms": Bound(0, 60_000, "500 is the default"),
-    "padding_ms": Bound(0, 2000, "100 is the default", whole=False),
 }
 """Bounds of the chat's own options: the server's."""
-
-EAGERNESS = ("low", "medium", "high", "auto", "silence")
 
 SPEAKER_EXTRA = ("av", "onnxruntime", "pydantic", "silero_vad")
 """Modules that the extra `speaker` brings besides `sounddevice`."""
@@ -408,27 +385,17 @@ SPEAKER_EXTRA = ("av", "onnxruntime", "pydantic", "silero_vad")
 def check_chat(options: ChatOptions) -> None:
     """Checks the options of `chat`. UserError for the first bad option."""
     if not options.list_devices:
-        _check_options(options)
+        check_options(options, {**BOUNDS, **CHAT})
+        if options.push_to_talk and options.headphones:
+            raise UserError(
+                "--push_to_talk and --headphones were given together, but a key begins questions then; leave one out"
+            )
+        if options.save is not None:
+            check_new_folder(options.save)
     load_sounddevice("chat", " (libportaudio2 on Debian and Ubuntu)")
-    missing = [name for name in SPEAKER_EXTRA if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f'chat needs {", ".join(missing)}; install them: pip install "omni-speech[speaker]"')
+    check_extra("chat", "speaker", SPEAKER_EXTRA)
     if not options.list_devices:
         check_model(DEFAULT_MODEL if options.model is None else options.model)
-
-
-def _check_options(options: ChatOptions) -> None:
-    check_numbers(options, {**BOUNDS, **CHAT})
-    check_device(options.device)
-    check_dtype(options.dtype)
-    check_quantize(options.quantize, options.device)
-    check_kernels(options.kernels)
-    if options.push_to_talk and options.headphones:
-        raise UserError("--push_to_talk and --headphones were given together, but a key begins questions then; leave one out")
-    if options.eagerness not in EAGERNESS:
-        raise UserError(f"--eagerness {options.eagerness!r} is unknown; use {', '.join(EAGERNESS)}")
-    if options.save is not None:
-        check_new_folder(options.save)
 
 
 def check_new_folder(folder: str) -> None:

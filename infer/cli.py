@@ -50,7 +50,7 @@ def command_parser(name: str) -> InferParser:
     kind = COMMANDS[name]
     parser = InferParser(prog=f"omni-infer [options] {name}", description=(kind.__doc__ or "").strip())
     hints = typing.get_type_hints(kind)
-    for f in dataclasses.fields(kind):
+    for f in sorted(dataclasses.fields(kind), key=lambda f: f.name not in vars(kind)["__annotations__"]):  # its own first
         if "help" not in f.metadata:  # no option: `parse` fills it in
             continue
         more = dict(f.metadata)

@@ -11,8 +11,6 @@ from tqdm import tqdm
 
 WORDS: tuple[tuple[str, str], ...] = (
     (r"^(device|dtype|quantize|kernels|task) (?='|\S+ is not available)", r"--\1 "),
-    (r"overflow='forget', or start a new session\b", "--forget, or leave --chat out"),
-    (r"overflow='forget'", "--forget"),
     (r"\ba larger context\b", "a larger --context"),
     (r"\buse 'cpu'", "use --device cpu"),
     (r"\bload the model in (float\w+)", r"use --dtype \1"),

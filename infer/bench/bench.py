@@ -96,7 +96,7 @@ def _tables(
 def _loaded(options: BenchOptions, device: torch.device, name: str | None) -> SpeechLM:
     if name is None:
         folder_config(options)  # which says what the folder lacks
-        own = {"kernels": options.kernels, "codec_folder": options.codec_folder, "quantize": options.quantize}
+        own = {"kernels": options.kernels, "quantize": options.quantize}
         return SpeechLM.from_pretrained(find_model(options.model or ""), device, options.dtype, **own)  # type: ignore[arg-type]
     return preset_lm(name, device, options.dtype, options.quantize, "variable")
 

@@ -118,8 +118,8 @@ def folder_config(options: BenchOptions) -> ModelConfig:
     """A model folder's configuration; UserError where nobody can hear its answers."""
     folder = local_path(find_model(options.model or ""))
     config = read_config(folder)
-    if CODECS.find(config.codec).weights and options.codec_folder is None and not (folder / CODEC).is_dir():
-        raise UserError(f"{folder} has no weights of the codec {config.codec!r}; name their folder with --codec_folder")
+    if CODECS.find(config.codec).weights and not (folder / CODEC).is_dir():
+        raise UserError(f"{folder} has no weights of the codec {config.codec!r}; put them into {folder / CODEC}")
     return config
 
 
@@ -151,7 +151,7 @@ def _started(
                     measure_kernels(to_int8(model) if options.quantize else model)
             del model
         threads = options.threads or (1 if device.type == "cpu" and is_small(folder) else torch.get_num_threads())
-        own: Any = {key: getattr(options, key) for key in ("quantize", "kernels", "codec_folder")}
+        own: Any = {key: getattr(options, key) for key in ("quantize", "kernels")}
         own |= {"device": str(device), "dtype": dtype, "compile": device.type == "cuda" and name is not None}
         engine = stack.enter_context(EngineProcess(folder, slots=slots, context=context, threads=threads, **own))
         of = f"{threads} thread{'s' * (threads > 1)}"

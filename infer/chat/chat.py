@@ -15,12 +15,11 @@ from infer.chat.questions import PressedQuestions, QuestionFinder, VoiceQuestion
 from infer.chat.streams import Loudspeaker, MicrophoneInput
 from infer.chat.talk import ChatFolder, Lost, MicrophoneBlock, SpokenChat
 from infer.chat.terminal import ChatScreen, interruptions, keys
-from infer.loading import audio_sampling, cpu_threads, load
+from infer.loading import cpu_threads, load
 from infer.options import ChatOptions
 from infer.pcm import PCM_RATE
-from infer.turns.detector import Eagerness, SemanticVad, ServerVad
+from infer.turns.detector import PADDING, Eagerness, SemanticVad, ServerVad
 from infer.turns.vad import Silero
-from omni.edit.deltas import Edits
 from omni.errors import UserError
 from omni.generate.question import longest
 from omni.generate.speech_lm import SpeechLM
@@ -50,22 +49,9 @@ def chat(options: ChatOptions) -> bool:
         stack.callback(microphone.close)
         screen = stack.enter_context(ChatScreen())
         screen.doing("loading the model")
-        lm, adapter, edits = load(options, device, speaks=True)
+        lm, keywords = load(options, device, speaks=True)
         stack.enter_context(cpu_threads(options.threads, lm.model))
-        session = stack.enter_context(
-            lm.session(
-                sampling=audio_sampling(options),
-                seed=options.seed,
-                max_seconds=options.max_seconds,
-                max_silence=options.max_silence,
-                text_assist=options.text_assist,
-                overflow="forget",
-                context=options.context,
-                adapter=adapter,
-                edits=edits,
-                system=options.system,
-            )
-        )
+        session = stack.enter_context(lm.session(**keywords))
         eagerness = eagerness_of(options, lm)
         talk = SpokenChat(
             events,
@@ -75,7 +61,7 @@ def chat(options: ChatOptions) -> bool:
             judged=eagerness is not None,
             barge_in=options.headphones,
             pressed=options.push_to_talk,
-            transcribe=transcriber(lm, adapter, edits) if options.transcribe else None,
+            transcribe=transcriber(lm, {name: keywords[name] for name in ("adapter", "edits")}) if options.transcribe else None,
             folder=None if options.save is None else ChatFolder(options.save),
         )
         loudspeaker = Loudspeaker(sound, target, session.sample_rate, lambda: events.put(Lost("output")))
@@ -113,14 +99,14 @@ def question_finder(options: ChatOptions, most: float, eagerness: Eagerness | No
     settings: ServerVad | SemanticVad = ServerVad(threshold=options.threshold, silence_duration_ms=options.silence_duration_ms)
     if eagerness is not None:
         settings = SemanticVad(eagerness=eagerness)
-    return VoiceQuestions(Silero(), settings, options.padding_ms / 1000, most)
+    return VoiceQuestions(Silero(), settings, PADDING, most)
 
 
-def transcriber(lm: SpeechLM, adapter: str | None, edits: Edits | None) -> Callable[[np.ndarray], str]:
-    """Writes down a question [S], beside the conversation."""
+def transcriber(lm: SpeechLM, beside: dict[str, Any]) -> Callable[[np.ndarray], str]:
+    """Writes down a question [S], beside the conversation; `beside`: keywords of what acts beside the model."""
 
     def transcribe(question: np.ndarray) -> str:
-        answer = lm.generate(question, "A1T1", sample_rate=PCM_RATE, max_tokens=TRANSCRIPT_TOKENS, adapter=adapter, edits=edits)
+        answer = lm.generate(question, "A1T1", sample_rate=PCM_RATE, max_tokens=TRANSCRIPT_TOKENS, **beside)
         if answer.error is not None:
             raise UserError(answer.error)
         return answer.text

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from infer.serve.realtime.protocol import LOST, Event, ProtocolError
 from infer.serve.telemetry import LOG
 from omni.engine.wire import EngineLost
-from omni.errors import BusyError, RoomError, UserError
+from omni.errors import RoomError, UserError
 
 AGAIN = 2
 """Seconds after which a request that found no room may come again."""
@@ -53,8 +53,6 @@ def failure_of(error: Exception) -> Failure:
         return error
     if isinstance(error, ProtocolError):
         return Failure(413 if error.code == "too_large" else 400, str(error), error.code, error.kind, error.param)
-    if isinstance(error, BusyError):
-        return Failure(429, str(error), "rate_limit_exceeded", "rate_limit_exceeded", again=AGAIN)
     if isinstance(error, EngineLost):
         return Failure(503, LOST, "engine_lost", "server_error", again=AGAIN)
     if isinstance(error, RoomError):
@@ -73,8 +71,6 @@ def told_of(error: Exception) -> ProtocolError:
     """An error as its client is told; whoever caught it logs what is a fault of the server."""
     if isinstance(error, ProtocolError):
         return error
-    if isinstance(error, EngineLost):
-        return ProtocolError(LOST, "engine_lost", kind="server_error")
     if not isinstance(error, UserError):
         return ProtocolError(f"the server failed ({type(error).__name__})", "server_error", kind="server_error")
     if str(error).startswith(OURS):
@@ -95,6 +91,6 @@ def broken(text: str | None, engine: Any) -> Exception:
 
 def is_of_the_question(error: Exception | None) -> bool:
     """Whether an error that came while a question was read says that no answer can ever be had to it."""
-    if not isinstance(error, UserError) or isinstance(error, (BusyError, EngineLost)):
+    if not isinstance(error, UserError) or isinstance(error, EngineLost):
         return False
     return told_of(error).code == "invalid_value"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from infer.turns.detector import PADDING
 
 LEAST_TOP_P = 1e-6
 """Smallest `top_p` of a model; clients send 0 for it."""
@@ -54,8 +56,7 @@ class Answering:
         max_seconds, max_tokens: longest answer.
         text_assist: let a second row write the text.
         context: positions of a conversation.
-        instructions: `use` puts a session's instructions before its first question as a system message, `ignore` does not,
-            and `auto` does where the model was trained with some.
+        use_instructions: a session's instructions come before its first question as a system message.
     """
 
     temperature: float = 0.0
@@ -73,16 +74,12 @@ class Answering:
 
         Without a temperature, here or of the client, the likeliest ids are taken, whatever `top_p` is.
         """
-        return {
-            "temperature": self.temperature if temperature is None else temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p if top_p is None else max(top_p, LEAST_TOP_P),
-            "seed": self.seed if seed is None else seed,
-            "max_seconds": self.max_seconds,
-            "max_tokens": self.max_tokens,
-            "text_assist": self.text_assist,
-            "context": self.context,
-        }
+        given = {"temperature": temperature, "top_p": None if top_p is None else max(top_p, LEAST_TOP_P), "seed": seed}
+        own = {name: getattr(self, name) for name in SESSION_KEYWORDS}
+        return own | {name: value for name, value in given.items() if value is not None}
+
+
+SESSION_KEYWORDS = tuple(f.name for f in fields(Answering) if f.name != "use_instructions")
 
 
 def limited(options: dict[str, Any], most: int | None, speaks: bool) -> dict[str, Any]:
@@ -103,14 +100,12 @@ class ServeSettings:
         padding: seconds of sound that a question keeps around the speech that voice activity found; models answer best where
             they hear as much as in training.
         lead: seconds of sound that are sent ahead of what a client plays.
-        open_access: nobody needs a key.
     """
 
     model: str = "omni"
     adapters: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
-    padding: float = 0.1
+    padding: float = PADDING
     lead: float = 0.3
-    open_access: bool = True
     limits: ServerLimits = field(default_factory=ServerLimits)
     answering: Answering = field(default_factory=Answering)

@@ -55,14 +55,14 @@ def quieted(record: logging.LogRecord) -> bool:
     return not text.startswith("ASGI callable returned without completing handshake")
 
 
-def write_logs(level: str = "info") -> None:
+def write_logs() -> None:
     """Have the server's logs, and warnings of its libraries, written to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    LOG.setLevel(level.upper())
+    LOG.setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").addFilter(quieted)
     logging.getLogger("omni").setLevel(logging.WARNING)
 

@@ -73,6 +73,9 @@ HYSTERESIS = 0.15
 THRESHOLD = 0.5
 """Of `semantic_vad`, which has none to set."""
 
+PADDING = 0.1
+"""Seconds of sound around speech that a question keeps: models answer best where they hear as much as in training."""
+
 PREFIX = 0.3
 """Seconds before speech that belong to its turn, of `semantic_vad`."""
 

@@ -411,4 +411,4 @@ def test_a_model_without_its_codec_is_refused(run: Any, folder: Path, tmp_path: 
     config["model"] |= {"codec": "snac", "layout": to_dict(Layout.build([4096] * 7, 300))}
     (tmp_path / "mute" / "config.json").write_text(json.dumps(config))
     done = run("bench", "--model", tmp_path / "mute", "--sessions", "1")
-    assert done.code == 2 and "no weights of the codec 'snac'" in done.err and "--codec_folder" in done.err
+    assert done.code == 2 and "no weights of the codec 'snac'" in done.err and "mute/codec" in done.err
