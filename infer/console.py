@@ -1,13 +1,12 @@
-"""What the command line shows: messages of the library in its words, and the progress of long work."""
+"""What the command line shows: messages of the library in its words, tables, and the progress of long work."""
 
 from __future__ import annotations
 
 import re
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
-
-from tqdm import tqdm
 
 WORDS: tuple[tuple[str, str], ...] = (
     (r"^(device|dtype|quantize|kernels|task) (?='|\S+ is not available)", r"--\1 "),
@@ -46,6 +45,8 @@ class WorkBar:
     """
 
     def __init__(self, what: str, unit: str = "B", on: bool = True) -> None:
+        from tqdm import tqdm  # which most commands do not need
+
         self.what, self.on = what, on
         self.started = self.shown_at = time.monotonic()
         terminal = on and sys.stderr.isatty()
@@ -78,3 +79,17 @@ class WorkBar:
 def _minutes(seconds: float) -> str:
     whole = round(seconds)
     return f"{whole // 60}:{whole % 60:02d}"
+
+
+def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], left: Sequence[int]) -> None:
+    """Prints a table whose cells are never wrapped; `left` are the columns that are left-aligned."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(title=title or None, title_justify="left", box=box.SIMPLE, title_style="bold", padding=(0, 1, 0, 0))
+    for number, name in enumerate(columns):
+        shown.add_column(name, justify="left" if number in left else "right", no_wrap=True)
+    for line in lines:
+        shown.add_row(*line)
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 132).print(shown)

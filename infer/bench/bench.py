@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from infer.bench.live import draw, folder_config, live_table, print_table
+from infer.bench.live import draw, folder_config, live_table
 from infer.bench.random_model import preset_lm
+from infer.console import print_table
 from infer.loading import bytes_of, cpu_threads
 from infer.options import BenchOptions
 from infer.timing import AnswerMeter, Figures

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from infer.bench.people import LiveLoad, Manner, PlayedAudio
 from infer.bench.random_model import bench_dtype, random_model, with_encoder_mode
+from infer.console import print_table
 from infer.loading import cpu_threads, is_small
 from infer.options import BenchOptions
 from omni import plugins
@@ -249,20 +249,6 @@ def cells(run: LiveFigures) -> list[str]:
 def _three(found: Percentiles) -> str:
     times = [None if value is None else 1e3 * value for value in (found.p50, found.p95, found.p99)]
     return " ".join("-" if value is None else f"{value:.1f}" if abs(value) < 10 else f"{value:.0f}" for value in times)
-
-
-def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], left: Sequence[int]) -> None:
-    """Prints a table whose cells are never wrapped; `left` are the columns that are left-aligned."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE, title_style="bold", padding=(0, 1, 0, 0))
-    for number, name in enumerate(columns):
-        shown.add_column(name, justify="left" if number in left else "right", no_wrap=True)
-    for line in lines:
-        shown.add_row(*line)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 132).print(shown)
 
 
 def draw(table: LiveTable, file: Path) -> Path:

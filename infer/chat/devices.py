@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from infer.console import print_table
 from omni.errors import UserError
 
 Kind = Literal["input", "output"]
@@ -105,19 +106,10 @@ def find_device(sound: Any, kind: Kind, given: str | None) -> SoundDevice:
     return found[0]
 
 
-@dataclass(frozen=True)
-class OpenStream:
-    """A stream that was opened, and not started, with the rate and the channels that the device took."""
-
-    stream: Any
-    rate: int
-    channels: int
-
-
 def open_stream(
     sound: Any, device: SoundDevice, kind: Kind, rate: int, callback: Callable[..., None], finished: Callable[[], None]
-) -> OpenStream:
-    """Open a stream on a device, at `rate` where it takes that.
+) -> tuple[Any, int, int]:
+    """Open a stream on a device, at `rate` where it takes that; returns it, its rate and its channels.
 
     Args:
         callback: PortAudio's: called in a thread of its own with a buffer, its frames, their times and the status.
@@ -142,7 +134,7 @@ def open_stream(
         except sound.PortAudioError as error:
             refusals[f"{one} Hz in {channels} channel{'s' * (channels > 1)}: {' '.join(str(error).split())}"] = None
         else:
-            return OpenStream(stream, one, channels)
+            return stream, one, channels
     raise UserError(
         f"the {NAMES[kind]} {device} cannot be opened ({'; '.join(refusals)}); end other programs that use it, or choose "
         f"another with {OPTIONS[kind]}: {listing(all_devices(sound), kind)}"
@@ -176,22 +168,16 @@ def close_stream(sound: Any, stream: Any) -> None:
 
 def show_devices(sound: Any) -> None:
     """Print a table of the devices."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     devices = all_devices(sound)
     if not devices:
         print("PortAudio finds no microphone and no loudspeaker; connect one, or give this user access to it")
         return
-    table = Table(box=box.SIMPLE)
-    for head in ("", "device", "by", "in", "out", "Hz", "default"):
-        table.add_column(head, justify="right" if head in ("", "in", "out", "Hz") else "left", overflow="fold")
+    lines = []
     for one in devices:
         channels = [str(number or "") for number in (one.inputs, one.outputs)]
         usual = ", ".join(NAMES[kind] for kind in one.default)
-        table.add_row(str(one.index), one.name, one.host, *channels, str(one.rate), usual)
-    Console().print(table)
+        lines.append((str(one.index), one.name, one.host, *channels, str(one.rate), usual))
+    print_table("", ("", "device", "by", "in", "out", "Hz", "default"), lines, left=(1, 2, 6))
 
 
 def load_sounddevice(what: str = "--speaker", otherwise: str = ", or use --out answer.wav") -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from infer.chat.devices import SoundDevice, close_stream, open_stream, start_stream
-from infer.pcm import PCM_RATE, SampleQueue, to_int16
+from infer.pcm import PCM_RATE, Resampler, SampleQueue, to_int16
 
 MOST_AHEAD = 2.0
 """Seconds by which a device can be ahead; where it tells more, or less than none, its latency is taken."""
@@ -44,16 +44,8 @@ class Loudspeaker:
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=512)  # when heard, first sample, samples
         self._whole = self._stopping = False
         self._last_time = 0.0
-        opened = open_stream(sound, device, "output", rate, self._fill, self._finished)
-        self._stream, self._rate, self._channels = opened.stream, opened.rate, opened.channels
-        self._resample = self._resampler()
-
-    def _resampler(self) -> Any:
-        if self._rate == self._given_rate:
-            return None
-        from infer.pcm import Resampler  # PyAV, which most loudspeakers do not need
-
-        return Resampler(self._given_rate, self._rate)
+        self._stream, self._rate, self._channels = open_stream(sound, device, "output", rate, self._fill, self._finished)
+        self._resampler = Resampler(rate, self._rate)
 
     def begin(self) -> None:
         """Make ready for an answer; UserError where the device refuses."""
@@ -61,7 +53,7 @@ class Loudspeaker:
             self._queue.clear()
             self._marks.clear()
             self._taken, self._whole = 0, False
-        self._resample = self._resampler()
+        self._resampler = Resampler(self._given_rate, self._rate)
         if not self._stream.active:
             if not self._stream.stopped:  # the device ended it by itself
                 self._stream.stop()
@@ -71,13 +63,12 @@ class Loudspeaker:
     def write(self, samples: np.ndarray) -> None:
         """Play samples [S], float32, after those before."""
         with self._lock:
-            self._queue.push(samples if self._resample is None else self._resample.push(samples))
+            self._queue.push(self._resampler.push(samples))
 
     def end(self) -> None:
         """The answer has no more samples."""
         with self._lock:
-            if self._resample is not None:
-                self._queue.push(self._resample.finish())
+            self._queue.push(self._resampler.finish())
             self._whole = True
 
     @property
@@ -163,9 +154,8 @@ class MicrophoneInput:
     ) -> None:
         self.device, self.sound, self._deliver, self._lost = device, sound, deliver, lost
         self._closed = False
-        opened = open_stream(sound, device, "input", PCM_RATE, self._take, self._finished)
-        self._stream, self._rate, self._channels = opened.stream, opened.rate, opened.channels
-        self._resample = None if opened.rate == PCM_RATE else _resampler(opened.rate)
+        self._stream, self._rate, self._channels = open_stream(sound, device, "input", PCM_RATE, self._take, self._finished)
+        self._resampler = Resampler(self._rate, PCM_RATE)
 
     def start(self) -> None:
         """UserError where the device refuses."""
@@ -180,17 +170,10 @@ class MicrophoneInput:
 
     def samples(self, raw: np.ndarray) -> np.ndarray:
         """The samples [S] of the next block that was delivered: two channels are averaged, another rate is resampled."""
-        if self._channels == 1 and self._resample is None:
+        if self._channels == 1 and self._rate == PCM_RATE:
             return raw
-        mono = raw.reshape(-1, self._channels).astype(np.float32).mean(axis=1) / 32768
-        return to_int16(mono if self._resample is None else self._resample(mono))
+        return to_int16(self._resampler.push(raw.reshape(-1, self._channels).astype(np.float32).mean(axis=1) / 32768))
 
     def close(self) -> None:
         self._closed = True
         close_stream(self.sound, self._stream)
-
-
-def _resampler(rate: int) -> Callable[[np.ndarray], np.ndarray]:
-    from infer.pcm import Resampler  # PyAV, which most microphones do not need
-
-    return Resampler(rate, PCM_RATE).push

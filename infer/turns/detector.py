@@ -118,6 +118,7 @@ class TurnDetector:
     Attributes:
         speaking: a turn is under way.
         now: seconds of input that were followed.
+        voiced: second of the input at which the last frame that was speech ended.
     """
 
     def __init__(self, settings: ServerVad | SemanticVad, start: float = 0.0) -> None:
@@ -125,24 +126,11 @@ class TurnDetector:
         self.speaking = False
         self._run = 0  # frames of speech without a break
         self._onset = start  # where the present speech began
-        self._voiced = start  # end of the last frame that was speech
+        self.voiced = start
         self._quiet = start  # end of the last frame that was not clearly silent
         self._held = start  # until when what begins goes on from that onset
         self._ducked: float | None = None  # since when the answer is softer
         self._idle_since: float | None = None
-
-    @property
-    def semantic(self) -> bool:
-        return isinstance(self.settings, SemanticVad)
-
-    @property
-    def ducked(self) -> bool:
-        return self._ducked is not None
-
-    @property
-    def voiced(self) -> float:
-        """Second of the input at which the last frame that was speech ended."""
-        return self._voiced
 
     @property
     def padding(self) -> float:
@@ -154,10 +142,10 @@ class TurnDetector:
         start, self.now = self.now, self.now + FRAME_SECONDS
         threshold = THRESHOLD if isinstance(self.settings, SemanticVad) else self.settings.threshold
         if probability >= threshold:
-            if self._run == 0 and not (self.ducked or self.speaking) and start >= self._held:
+            if self._run == 0 and self._ducked is None and not self.speaking and start >= self._held:
                 self._onset = start
             self._run += 1
-            self._voiced = self._quiet = self.now
+            self.voiced = self._quiet = self.now
         else:
             self._run = 0
             if probability >= max(threshold - HYSTERESIS, 0.01):
@@ -172,17 +160,17 @@ class TurnDetector:
             return self._prove(self._ducked, playing)
         if self._run < ONSET:
             return []
-        if playing and self.semantic and self.settings.interrupt_response:
+        if playing and isinstance(self.settings, SemanticVad) and self.settings.interrupt_response:
             self._ducked = self.now
             return [TurnEvent("duck", self._onset, self.now)]
         return [self._began()]
 
     def _prove(self, since: float, playing: bool) -> list[TurnEvent]:
         """Whether the sound that made an answer softer interrupts it."""
-        if self.now - self._voiced >= GAP:
+        if self.now - self.voiced >= GAP:
             self._ducked = None
-            self._held = min(self._voiced + HELD, self._onset + MOST_HELD)
-            return [TurnEvent("restore", self._voiced, self.now)]
+            self._held = min(self.voiced + HELD, self._onset + MOST_HELD)
+            return [TurnEvent("restore", self.voiced, self.now)]
         if not playing or (self.now - since >= PROVE and self._run):
             self._ducked = None
             return [self._began()]
@@ -190,7 +178,7 @@ class TurnDetector:
 
     def _began(self) -> TurnEvent:
         self.speaking, self._idle_since = True, None
-        self._quiet = self._voiced
+        self._quiet = self.voiced
         return TurnEvent("began", self._onset, self.now)
 
     def _end(self, said: bool | None) -> list[TurnEvent]:
@@ -198,13 +186,13 @@ class TurnDetector:
         if isinstance(self.settings, SemanticVad):
             sure = self.now - self._quiet >= SURE[self.settings.eagerness]
             ended = sure if said is None else said and not self._run
-            ended = ended or self.now - self._voiced >= self.settings.longest_wait
+            ended = ended or self.now - self.voiced >= self.settings.longest_wait
         else:
             ended = self.now - self._quiet >= self.settings.silence_duration_ms / 1000
         if not ended:
             return []
         self.stop()
-        return [TurnEvent("ended", self._voiced, self.now)]
+        return [TurnEvent("ended", self.voiced, self.now)]
 
     def stop(self) -> None:
         """End the turn, whatever was heard last."""
