@@ -36,8 +36,7 @@ from omni.tasks import TASKS, Task, find_task
 from omni.utils.hardware import check_device, check_dtype, check_quantize
 from omni.utils.remote import refuse_remote
 
-THREADS_PER_CORE = 4
-"""Most threads per core; more would only wait for each other, and each takes a stack."""
+THREADS_PER_CORE = 4  # most threads per core; more would only wait for each other, and each takes a stack
 
 BENCH = {
     "seconds": Bound(1e-3, 30, "the longest question", whole=False),
@@ -156,8 +155,7 @@ def _is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found)
 
 
-PLAYING = ("play_seconds", "nonstop", "barge_in", "plot")
-"""Options that only count with `--sessions`."""
+PLAYING = ("play_seconds", "nonstop", "barge_in", "plot")  # options that only count with `--sessions`
 
 MOST_SESSIONS = 1024
 
@@ -275,12 +273,10 @@ def check_model(folder: str, another: str = "give --model FOLDER") -> None:
     check_folder(Path(find_model(folder)))
 
 
-PIPE = "-"
-"""Standard input among the questions, standard output as a place for the answer."""
+PIPE = "-"  # standard input among the questions, standard output as a place for the answer
 
 
-Answering = TypeVar("Answering", AskOptions, ChatOptions, ServeOptions)
-"""Options of a command that answers with a model."""
+Answering = TypeVar("Answering", AskOptions, ChatOptions, ServeOptions)  # options of a command that answers with a model
 
 
 def choose_model(options: Answering) -> tuple[Answering, list[str]]:
@@ -378,8 +374,7 @@ CHAT = {
 }
 """Bounds of the chat's own options: the server's."""
 
-SPEAKER_EXTRA = ("av", "onnxruntime", "pydantic", "silero_vad")
-"""Modules that the extra `speaker` brings besides `sounddevice`."""
+SPEAKER_EXTRA = ("av", "onnxruntime", "pydantic", "silero_vad")  # modules that the extra `speaker` brings besides `sounddevice`
 
 
 def check_chat(options: ChatOptions) -> None:

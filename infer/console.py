@@ -31,8 +31,7 @@ def in_options(message: str) -> str:
     return message
 
 
-LINE_SECONDS = 10.0
-"""Seconds between two lines where there is no terminal."""
+LINE_SECONDS = 10.0  # seconds between two lines where there is no terminal
 
 
 class WorkBar:

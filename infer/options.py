@@ -8,11 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-SOUND, TEXT = "s", "t"
-"""Kinds of questions."""
-
-DEFAULT_MODEL = "runs/nano/model"
-"""The model folder that `make demo` writes."""
+SOUND, TEXT = "s", "t"  # kinds of questions
+DEFAULT_MODEL = "runs/nano/model"  # the model folder that `make demo` writes
 
 MODEL = f"model folder; by default {DEFAULT_MODEL}, or the model that ships with omni-speech (nano) where that is not there"
 

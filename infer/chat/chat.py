@@ -25,8 +25,7 @@ from omni.generate.question import longest
 from omni.generate.speech_lm import SpeechLM
 from omni.utils import hardware
 
-TRANSCRIPT_TOKENS = 512
-"""Most tokens of a transcript."""
+TRANSCRIPT_TOKENS = 512  # most tokens of a transcript
 
 
 def chat(options: ChatOptions) -> bool:

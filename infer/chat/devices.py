@@ -19,8 +19,7 @@ Kind = Literal["input", "output"]
 NAMES = {"input": "microphone", "output": "loudspeaker"}
 OPTIONS = {"input": "--device_in", "output": "--device_out"}
 
-LATENCY = 0.06
-"""Seconds that a device is asked to hold: its callbacks are Python's, and wait for other threads."""
+LATENCY = 0.06  # seconds that a device is asked to hold: its callbacks are Python's, and wait for other threads
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from omni.generate.results import Event
 from omni.generate.session import Session
 from omni.generate.turn_end import TurnFrames
 
-SPARE = 0.5
-"""Seconds of the longest question that are left to the model, as the server leaves them."""
+SPARE = 0.5  # seconds of the longest question that are left to the model, as the server leaves them
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,8 +256,7 @@ def _samples(seconds: float) -> int:
 QuestionFinder = VoiceQuestions | PressedQuestions
 
 
-LAST_WORDS = 10.0
-"""Seconds in which the step under way may end when the program does."""
+LAST_WORDS = 10.0  # seconds in which the step under way may end when the program does
 
 
 class Answered(NamedTuple):

@@ -20,8 +20,7 @@ import numpy as np
 from infer.chat.devices import SoundDevice, close_stream, open_stream, start_stream
 from infer.pcm import PCM_RATE, Resampler, SampleQueue, to_int16
 
-MOST_AHEAD = 2.0
-"""Seconds by which a device can be ahead; where it tells more, or less than none, its latency is taken."""
+MOST_AHEAD = 2.0  # seconds by which a device can be ahead; where it tells more, or less than none, its latency is taken
 
 
 class Loudspeaker:

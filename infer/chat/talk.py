@@ -41,11 +41,8 @@ from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.session import Session
 
-GONE = 5.0
-"""Seconds after which a device that gives or takes no sound is taken for gone."""
-
-ECHO = 0.3
-"""Seconds for which the room is not heard after an answer was, where the microphone hears the loudspeaker."""
+GONE = 5.0  # seconds after which a device that gives or takes no sound is taken for gone
+ECHO = 0.3  # seconds for which the room is not heard after an answer was, where the microphone hears the loudspeaker
 
 REASONS = {
     "length": "the answer was cut at the limit; see --max_seconds",
@@ -54,8 +51,7 @@ REASONS = {
 }
 """What is said of an answer that the model did not end."""
 
-DEAD = 3.0
-"""Seconds of zeros after which the microphone is said to be muted."""
+DEAD = 3.0  # seconds of zeros after which the microphone is said to be muted
 
 
 class MicrophoneBlock(NamedTuple):

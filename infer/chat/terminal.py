@@ -119,8 +119,7 @@ class ChatScreen:
 
 Key = Literal["enter", "end", "interrupt"]
 
-TWICE = 2.0
-"""Seconds within which a second Ctrl-C leaves."""
+TWICE = 2.0  # seconds within which a second Ctrl-C leaves
 
 
 @contextlib.contextmanager

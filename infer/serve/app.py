@@ -31,8 +31,7 @@ from infer.serve.settings import ServeSettings
 from infer.serve.telemetry import LOG
 from omni.engine.wire import EngineLost
 
-THREADS = 64
-"""Threads for what waits for the engine's process."""
+THREADS = 64  # threads for what waits for the engine's process
 
 
 def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] = ()) -> FastAPI:
@@ -136,8 +135,7 @@ async def _serve_socket(server: Server, socket: WebSocket) -> None:
             session.log.info("session ended")
 
 
-LARGEST = 256 * 1024
-"""Bytes of a request: the server keeps its configuration for as long as the secret is valid."""
+LARGEST = 256 * 1024  # bytes of a request: the server keeps its configuration for as long as the secret is valid
 
 
 class ExpiresAfter(BaseModel):

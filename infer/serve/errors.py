@@ -11,8 +11,7 @@ from infer.serve.telemetry import LOG
 from omni.engine.wire import EngineLost
 from omni.errors import RoomError, UserError
 
-AGAIN = 2
-"""Seconds after which a request that found no room may come again."""
+AGAIN = 2  # seconds after which a request that found no room may come again
 
 
 class Failure(Exception):

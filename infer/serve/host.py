@@ -14,14 +14,9 @@ from omni.errors import UserError
 
 LOG = logging.getLogger(__name__)
 
-LOOK = 0.1
-"""Seconds between two looks at the engine."""
-
-STUCK = 5.0
-"""Seconds without a step, while answers are under way, after which the stepping thread counts as stuck."""
-
-AGAIN = 1.0
-"""Seconds after which an engine that could not be started is started again."""
+LOOK = 0.1  # seconds between two looks at the engine
+STUCK = 5.0  # seconds without a step, while answers are under way, after which the stepping thread counts as stuck
+AGAIN = 1.0  # seconds after which an engine that could not be started is started again
 
 
 class EngineHost:

@@ -24,11 +24,8 @@ from itsdangerous import BadData, URLSafeSerializer
 from infer.serve.settings import ServerLimits
 from omni.errors import UserError
 
-SUBPROTOCOL = "openai-insecure-api-key."
-"""Start of the WebSocket subprotocol that brings a key."""
-
-LONGEST_SECRET = 7200
-"""Seconds for which a client secret may be valid at most; 600 by default, as OpenAI's."""
+SUBPROTOCOL = "openai-insecure-api-key."  # start of the WebSocket subprotocol that brings a key
+LONGEST_SECRET = 7200  # seconds for which a client secret may be valid at most; 600 by default, as OpenAI's
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -42,11 +39,8 @@ def is_local(host: str) -> bool:
     return name == "localhost"
 
 
-LONGEST_TOKEN = 4096
-"""Characters of a client secret, which travels in a header."""
-
-SECRET = "ek_"
-"""Start of a client secret, by which OpenAI's clients know one."""
+LONGEST_TOKEN = 4096  # characters of a client secret, which travels in a header
+SECRET = "ek_"  # start of a client secret, by which OpenAI's clients know one
 
 
 class Denied(Exception):

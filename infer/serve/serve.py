@@ -32,17 +32,10 @@ from omni.errors import SoundWarning, UserError
 from omni.utils.hardware import find_device
 from omni.utils.process import say
 
-LARGEST_MESSAGE = 21 * 2**20
-"""Bytes of a WebSocket's message: 15 MiB of sound in base64, and some more."""
-
-LAST_WORDS = 2.0
-"""Seconds in which sockets that end are told so."""
-
-DRAIN = 30.0
-"""Seconds that answers under way have after SIGTERM."""
-
-DRAIN_LOOK = 0.1
-"""Seconds between two looks whether answers are still under way."""
+LARGEST_MESSAGE = 21 * 2**20  # bytes of a WebSocket's message: 15 MiB of sound in base64, and some more
+LAST_WORDS = 2.0  # seconds in which sockets that end are told so
+DRAIN = 30.0  # seconds that answers under way have after SIGTERM
+DRAIN_LOOK = 0.1  # seconds between two looks whether answers are still under way
 
 
 def serve(options: ServeOptions) -> None:

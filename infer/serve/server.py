@@ -106,11 +106,8 @@ HEADERS = (
 
 HSTS = ((b"strict-transport-security", b"max-age=31536000"),)
 
-REALTIME = "/v1/realtime"
-"""Path of the server's only WebSockets."""
-
-STATS_WAIT = 2.0
-"""Seconds that the engine has to tell its figures before it counts as stuck."""
+REALTIME = "/v1/realtime"  # path of the server's only WebSockets
+STATS_WAIT = 2.0  # seconds that the engine has to tell its figures before it counts as stuck
 
 
 class Headers:

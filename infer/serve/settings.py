@@ -7,8 +7,7 @@ from typing import Any
 
 from infer.turns.detector import PADDING
 
-LEAST_TOP_P = 1e-6
-"""Smallest `top_p` of a model; clients send 0 for it."""
+LEAST_TOP_P = 1e-6  # smallest `top_p` of a model; clients send 0 for it
 
 
 @dataclass(frozen=True)

@@ -64,29 +64,17 @@ class SemanticVad(Section):
         return EAGERNESS[self.eagerness]
 
 
-ONSET = 2
-"""Frames above the threshold with which speech begins; one alone is a click."""
-
-HYSTERESIS = 0.15
-"""By how much the probability falls below the threshold where speech has ended, as in silero's own iterator."""
-
-THRESHOLD = 0.5
-"""Of `semantic_vad`, which has none to set."""
-
-PADDING = 0.1
-"""Seconds of sound around speech that a question keeps: models answer best where they hear as much as in training."""
-
-PREFIX = 0.3
-"""Seconds before speech that belong to its turn, of `semantic_vad`."""
+ONSET = 2  # frames above the threshold with which speech begins; one alone is a click
+HYSTERESIS = 0.15  # by how much the probability falls below the threshold where speech has ended, as in silero's own iterator
+THRESHOLD = 0.5  # of `semantic_vad`, which has none to set
+PADDING = 0.1  # seconds of sound around speech that a question keeps: models answer best where they hear as much as in training
+PREFIX = 0.3  # seconds before speech that belong to its turn, of `semantic_vad`
 
 SURE = {"low": 1.2, "medium": 0.8, "high": 0.5, "auto": 0.8}
 """Seconds of silence after which `semantic_vad` takes a turn for ended, by eagerness."""
 
-PROVE = 0.57
-"""Seconds after which speech that made an answer softer, and still goes on, ends it: within 600 ms."""
-
-GAP = 0.13
-"""Seconds of silence after which a short sound has ended."""
+PROVE = 0.57  # seconds after which speech that made an answer softer, and still goes on, ends it: within 600 ms
+GAP = 0.13  # seconds of silence after which a short sound has ended
 
 HELD, MOST_HELD = 1.0, 3.0
 """Seconds after a short sound, and after its onset, in which speech goes on from it: what it turns out to interrupt an answer
@@ -213,14 +201,12 @@ class TurnDetector:
 LEAST = {"low": 0.4, "medium": 0.3, "high": 0.3, "auto": 0.3}
 """Seconds of silence after which the head can end a turn, by eagerness."""
 
-UNSURE = 1.05
-"""Seconds of silence that end a turn of which the head is not sure: more than between the words of a sentence."""
+UNSURE = 1.05  # seconds of silence that end a turn of which the head is not sure: more than between the words of a sentence
 
 KNOWN, HEARD = 0.99, 0.8
 """A voice is known where the head is so sure of it in most frames of the last speech, of so many seconds."""
 
-MORE = 0.1
-"""Probability of the end below which more must come."""
+MORE = 0.1  # probability of the end below which more must come
 
 
 def has_ended(frames: TurnFrames | None, start: float, now: float, voiced: float, eagerness: str) -> bool | None:

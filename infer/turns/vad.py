@@ -28,14 +28,9 @@ RATE, FRAME, CONTEXT = 16_000, 512, 64
 
 FRAME_SECONDS = FRAME / RATE
 
-MARGIN = 24
-"""Samples at 24 kHz on either side of what is resampled; the filter reaches ten of them."""
-
-STEP, BEFORE = FRAME * PCM_RATE // RATE, CONTEXT * PCM_RATE // RATE + MARGIN
-"""Samples at 24 kHz of a frame, and before it."""
-
-GATHER = 0.008
-"""Seconds for which frames of several sessions are gathered."""
+MARGIN = 24  # samples at 24 kHz on either side of what is resampled; the filter reaches ten of them
+STEP, BEFORE = FRAME * PCM_RATE // RATE, CONTEXT * PCM_RATE // RATE + MARGIN  # samples at 24 kHz of a frame, and before it
+GATHER = 0.008  # seconds for which frames of several sessions are gathered
 
 
 @dataclass(eq=False)

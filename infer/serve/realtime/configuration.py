@@ -16,8 +16,7 @@ from infer.pcm import G711_RATE, PCM_RATE
 from infer.serve.realtime.protocol import Event, ProtocolError, first_mistake
 from infer.turns.detector import Section, SemanticVad, ServerVad
 
-LONGEST_TEXT = 100_000
-"""Characters of instructions and of written questions."""
+LONGEST_TEXT = 100_000  # characters of instructions and of written questions
 
 
 class SoundFormat(Section):

@@ -29,8 +29,7 @@ Mark = tuple[str, int, str | None, int]
 """Identifies a turn: the question's item and part, and its answer's item and version (None and 0 for one without)."""
 
 
-PROMPT = ("", 0)
-"""Begin of the mark of a turn without a question of the user's."""
+PROMPT = ("", 0)  # begin of the mark of a turn without a question of the user's
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,9 @@ from infer.serve.realtime.transcripts import PartialTranscripts
 from infer.turns.detector import SemanticVad, TurnDetector, TurnEvent, has_ended
 from infer.turns.vad import SpeechStream, VoiceActivity
 
-SHORTEST = 0.1
-"""Seconds of the shortest sound that can be committed, as in OpenAI's."""
-
-KEPT = 4.0
-"""Seconds that are kept, while nobody speaks, besides the padding of a turn."""
-
-FAINT = 64
-"""Steps of 16 bits between the lowest and the highest sample of silence: -60 dB."""
+SHORTEST = 0.1  # seconds of the shortest sound that can be committed, as in OpenAI's
+KEPT = 4.0  # seconds that are kept, while nobody speaks, besides the padding of a turn
+FAINT = 64  # steps of 16 bits between the lowest and the highest sample of silence: -60 dB
 
 
 class SessionInput:

@@ -119,8 +119,7 @@ class InputBuffer:
         self._samples = 0
 
 
-PIECE = 0.1
-"""Seconds of the pieces that are given at least; each takes some time of the loop."""
+PIECE = 0.1  # seconds of the pieces that are given at least; each takes some time of the loop
 
 
 class TurnSound:

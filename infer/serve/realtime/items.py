@@ -31,11 +31,8 @@ CONTENT = {
 OLD_NAMES = {"text": "output_text", "audio": "output_audio"}
 """Names that content of assistants had before, which clients still send."""
 
-HALF = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair, which no text can have that a model reads."""
-
-DATA_URL = re.compile(r"\s*data:[^,]{0,200},", re.IGNORECASE)
-"""What comes before the base64 of a data URL."""
+HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which no text can have that a model reads
+DATA_URL = re.compile(r"\s*data:[^,]{0,200},", re.IGNORECASE)  # what comes before the base64 of a data URL
 
 KINDS = ("message", "function_call", "function_call_output")
 

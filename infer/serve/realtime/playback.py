@@ -26,14 +26,9 @@ from infer.serve.realtime.protocol import Event
 from infer.serve.settings import ServeSettings
 from infer.serve.telemetry import Metrics, SessionLog
 
-PIECE = 0.1
-"""Seconds of sound that one event holds at most, and that may be wanting before more is sent."""
-
-SOFT = 0.2
-"""Gain while somebody speaks who may be about to interrupt."""
-
-TEXT_AHEAD = 0.2
-"""Seconds by which the text of an answer is sent before its sound."""
+PIECE = 0.1  # seconds of sound that one event holds at most, and that may be wanting before more is sent
+SOFT = 0.2  # gain while somebody speaks who may be about to interrupt
+TEXT_AHEAD = 0.2  # seconds by which the text of an answer is sent before its sound
 
 
 def _to_nobody(said: object) -> None:

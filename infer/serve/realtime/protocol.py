@@ -18,12 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 Id = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 Event = dict[str, Any]
 
-LONGEST_APPEND = 15 * 2**20
-"""Bytes of one append, as OpenAI limits it; in base64 they take a third more."""
+LONGEST_APPEND = 15 * 2**20  # bytes of one append, as OpenAI limits it; in base64 they take a third more
 
 
-COSTLY = 50_000
-"""Most signs `{`, `[` and `,` of JSON: to read each takes some 100 ns, and nobody else is served meanwhile."""
+COSTLY = 50_000  # most signs `{`, `[` and `,` of JSON: to read each takes some 100 ns, and nobody else is served meanwhile
 
 SHORT = reprlib.Repr()
 SHORT.maxlevel, SHORT.maxstring = 0, 80  # it looks at the beginning of a value alone, however large that is

@@ -31,8 +31,7 @@ Why = Literal["turn_detected", "client_cancelled"]
 
 NOTHING = "there is no question without an answer; add a user's item, commit the input buffer, or give instructions"
 
-QUEUE_LOOK = 0.5
-"""Seconds between two looks at the place of a question that waits for room."""
+QUEUE_LOOK = 0.5  # seconds between two looks at the place of a question that waits for room
 
 
 @dataclass

@@ -24,32 +24,15 @@ from av.packet import Packet
 from infer.pcm import PCM_RATE, Resampler, SampleQueue, encode, faded
 from infer.serve.realtime.playback import Outlet
 
-RATE = 48_000
-"""Samples per second of Opus in RTP."""
-
-FRAME = 960
-"""Samples of a packet: 20 ms."""
-
-FADE = 480
-"""Samples in which sound that is cut dies away: 10 ms."""
-
-EDGE = 240
-"""Samples in which sound ends and begins again around a gap: 5 ms."""
-
-LATE = 0.2
-"""Seconds by which the clock may be behind and still send everything; later it leaves out what is past."""
-
-QUIET = 5
-"""Silent frames that are encoded, for what sounds on, before `SILENCE` stands for all that follow."""
-
-SILENCE = bytes.fromhex("f8fffe")
-"""The packet of 20 ms of silence: that of an encoder which has heard nothing else."""
-
-STALL = 0.5
-"""Seconds without a frame of the client's, after which it is taken to be silent."""
-
-WAITING = 500
-"""Frames of the client's that may wait to be heard; older ones are dropped."""
+RATE = 48_000  # samples per second of Opus in RTP
+FRAME = 960  # samples of a packet: 20 ms
+FADE = 480  # samples in which sound that is cut dies away: 10 ms
+EDGE = 240  # samples in which sound ends and begins again around a gap: 5 ms
+LATE = 0.2  # seconds by which the clock may be behind and still send everything; later it leaves out what is past
+QUIET = 5  # silent frames that are encoded, for what sounds on, before `SILENCE` stands for all that follow
+SILENCE = bytes.fromhex("f8fffe")  # the packet of 20 ms of silence: that of an encoder which has heard nothing else
+STALL = 0.5  # seconds without a frame of the client's, after which it is taken to be silent
+WAITING = 500  # frames of the client's that may wait to be heard; older ones are dropped
 
 
 class SoundTrack(MediaStreamTrack):

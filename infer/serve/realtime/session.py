@@ -258,11 +258,8 @@ def remembered(config: ModelConfig) -> float:
     return config.decoder.context * config.projector.stack / config.encoder.frames_per_second
 
 
-EXPIRED, POLICY = 1000, 1008
-"""Close codes of WebSockets: a regular end, and a limit."""
-
-LOOK = 5.0
-"""Seconds between two looks at a session's limits."""
+EXPIRED, POLICY = 1000, 1008  # close codes of WebSockets: a regular end, and a limit
+LOOK = 5.0  # seconds between two looks at a session's limits
 
 
 class Closed(Exception):

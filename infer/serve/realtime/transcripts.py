@@ -19,11 +19,8 @@ from infer.serve.realtime.responses import Responses
 from omni.errors import UserError
 from omni.generate.results import Ended, TextDelta
 
-AFTER = 1.0
-"""Seconds for which a transcript waits for the first sound of the answer, which comes first."""
-
-MOST = 512
-"""Tokens of a transcript."""
+AFTER = 1.0  # seconds for which a transcript waits for the first sound of the answer, which comes first
+MOST = 512  # tokens of a transcript
 
 
 class Transcripts:
@@ -73,14 +70,9 @@ class Transcripts:
         return text.strip()
 
 
-EVERY = 0.6
-"""Seconds between two of a turn at least."""
-
-REST = 3.0
-"""How many times as long as the last one took nothing is understood at least: a long turn takes longer each time."""
-
-CHARACTERS = 30
-"""Characters of a second of speech at most; a model that writes more has lost its way, and nothing is told."""
+EVERY = 0.6  # seconds between two of a turn at least
+REST = 3.0  # how many times as long as the last one took nothing is understood at least: a long turn takes longer each time
+CHARACTERS = 30  # characters of a second of speech at most; a model that writes more has lost its way, and nothing is told
 
 EVENT = "omni.input_audio_transcription.partial"
 

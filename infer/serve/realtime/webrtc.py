@@ -35,17 +35,10 @@ from infer.serve.settings import ServerLimits
 if TYPE_CHECKING:
     from infer.serve.server import Server
 
-CONNECT = 30.0
-"""Seconds that a client has from its offer to its data channel."""
-
-CLOSING = 2.0
-"""Seconds that a client has to take its last events, and a connection to close."""
-
-LARGEST_OFFER = 100_000
-"""Characters of an offer; a browser's has some thousands."""
-
-MOST_CANDIDATES = 20
-"""Addresses of a client that are tried; others are left out."""
+CONNECT = 30.0  # seconds that a client has from its offer to its data channel
+CLOSING = 2.0  # seconds that a client has to take its last events, and a connection to close
+LARGEST_OFFER = 100_000  # characters of an offer; a browser's has some thousands
+MOST_CANDIDATES = 20  # addresses of a client that are tried; others are left out
 
 
 class CallTransport:
@@ -287,11 +280,8 @@ def _bad_offer(problem: str) -> ProtocolError:
 
 PATH = "/v1/realtime/calls"
 
-CONNECTING = 8
-"""Calls of a key that may be on their way at once, from the head of the request to the data channel."""
-
-BODY_SECONDS = 30.0
-"""Seconds in which the body of a request has to come."""
+CONNECTING = 8  # calls of a key that may be on their way at once, from the head of the request to the data channel
+BODY_SECONDS = 30.0  # seconds in which the body of a request has to come
 
 
 class Calls:

@@ -26,8 +26,7 @@ RESTART, TRY_AGAIN, INTERNAL = 1012, 1013, 1011
 GONE = (WebSocketDisconnect, RuntimeError, OSError, asyncio.TimeoutError)
 """What a socket raises whose client has gone, or does not take what is sent."""
 
-CLOSING = 5.0
-"""Seconds that a client has to take its last events."""
+CLOSING = 5.0  # seconds that a client has to take its last events
 
 
 class SocketTransport:

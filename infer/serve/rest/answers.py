@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from omni.generate.answer_stream import AnswerStream
     from omni.generate.messages import Message
 
-KEPT, KEPT_SECONDS = 1000, 3600
-"""Number of spoken answers that can be referred to by their ids, and for how long."""
+KEPT, KEPT_SECONDS = 1000, 3600  # number of spoken answers that can be referred to by their ids, and for how long
 
 
 async def begun(answer: AnswerStream) -> AsyncIterator[Output]:
@@ -161,8 +160,7 @@ MEDIA = {
 }
 """Media types by format."""
 
-UNKNOWN = 0xFFFFFFFF
-"""Bytes of a WAV file whose length is not known yet: players read to its end."""
+UNKNOWN = 0xFFFFFFFF  # bytes of a WAV file whose length is not known yet: players read to its end
 
 _BLOCK = 1 << 16  # samples that are encoded at a time
 _LEAST = PCM_RATE // 100  # samples of a file: those of some formats are none without any

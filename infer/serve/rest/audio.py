@@ -27,8 +27,7 @@ from omni.generate.question import longest
 from omni.generate.results import Event as Output
 from omni.generate.results import TextDelta
 
-LONGEST_INPUT = 4096
-"""Characters of a text, as OpenAI limits it."""
+LONGEST_INPUT = 4096  # characters of a text, as OpenAI limits it
 
 
 class SpeechRequest(BaseModel):
@@ -107,14 +106,12 @@ async def _events(job: Job, pieces: AsyncIterator[bytes]) -> AsyncIterator[Event
     yield {"type": "speech.audio.done", "usage": usage}
 
 
-TIMED = ("srt", "vtt", "diarized_json")
-"""Formats that tell who speaks when, which the model does not know."""
+TIMED = ("srt", "vtt", "diarized_json")  # formats that tell who speaks when, which the model does not know
 
 UNKNOWN = ("timestamp_granularities", "include", "known_speaker_names", "known_speaker_references")
 """Fields that ask for that, or for log probabilities."""
 
-SPEECH = 0.25
-"""Probability of speech that the likeliest 32 ms of a sound have at least, or nothing is said in it."""
+SPEECH = 0.25  # probability of speech that the likeliest 32 ms of a sound have at least, or nothing is said in it
 
 
 class TranscriptionRequest(BaseModel):

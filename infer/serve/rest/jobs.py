@@ -38,14 +38,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
-BODY_SECONDS, BODY_PAUSE = 120.0, 30.0
-"""Seconds in which a request's body has to come, and those in which more of it has to."""
-
-GONE = 499
-"""Status of a request whose client went away, for the figures alone."""
-
-FIELDS = 64
-"""Most fields of a form, besides its file."""
+BODY_SECONDS, BODY_PAUSE = 120.0, 30.0  # seconds in which a request's body has to come, and those in which more of it has to
+GONE = 499  # status of a request whose client went away, for the figures alone
+FIELDS = 64  # most fields of a form, besides its file
 
 Handler = Callable[["Job"], Awaitable[Response]]
 

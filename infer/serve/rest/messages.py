@@ -24,16 +24,14 @@ from omni.generate.messages import Message
 
 MOST_MESSAGES = 4096
 
-MOST_SECONDS = 600.0
-"""Seconds of sound of all messages together; one question's may be less, as the model says."""
+MOST_SECONDS = 600.0  # seconds of sound of all messages together; one question's may be less, as the model says
 
 MOST_CHANNELS, MOST_RATE = 2, 192_000  # of a sound file
 
 _DECODERS = ThreadPoolExecutor(2, "decode")
 T = TypeVar("T")
 
-SHORTEST = 0.1
-"""Seconds of a sound at least, as OpenAI's: what is shorter is answered with anything at all."""
+SHORTEST = 0.1  # seconds of a sound at least, as OpenAI's: what is shorter is answered with anything at all
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
