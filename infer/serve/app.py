@@ -15,9 +15,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from infer.serve.errors import Failure, failure_of
+from infer.serve.errors import Denied, Failure, failure_of
 from infer.serve.host import EngineHost
-from infer.serve.keys import LONGEST_SECRET, SECRET, Denied, Keys
+from infer.serve.keys import LONGEST_SECRET, SECRET, Keys
 from infer.serve.realtime.configuration import Configuration, Voices, shown, updated
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
 from infer.serve.realtime.session import RealtimeSession
@@ -26,7 +26,7 @@ from infer.serve.realtime.websocket import INTERNAL, SocketSession, SocketTransp
 from infer.serve.rest.audio import speak, transcribe
 from infer.serve.rest.chat import Completions
 from infer.serve.rest.jobs import Job, Jobs
-from infer.serve.server import REALTIME, Gate, Headers, Server, add_web, told_error, too_large
+from infer.serve.server import REALTIME, Gate, Headers, Server, add_web, too_large
 from infer.serve.settings import ServeSettings
 from infer.serve.telemetry import LOG
 from omni.engine.wire import EngineLost
@@ -81,7 +81,7 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
     @app.exception_handler(Denied)
     async def denied(request: Request, error: Denied) -> JSONResponse:
         server.metrics.refused.labels(error.code).inc()
-        return Failure(error.status, str(error), error.code, error.kind).response()
+        return error.response()
 
     @app.exception_handler(EngineLost)
     async def lost(request: Request, error: EngineLost) -> JSONResponse:
@@ -90,8 +90,8 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
     @app.exception_handler(HTTPException)
     async def failed(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 413:
-            return told_error(too_large(settings.limits.body_bytes), 413, "too_large")
-        response = told_error(str(error.detail), error.status_code)
+            return too_large(settings.limits.body_bytes)
+        response = Failure(error.status_code, str(error.detail)).response()
         response.headers.update(error.headers or {})
         return response
 

@@ -16,7 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
 
-from infer.serve.keys import Denied, Quota
+from infer.serve.errors import Denied
+from infer.serve.keys import Quota
 from infer.serve.realtime.protocol import ProtocolError
 from infer.serve.realtime.session import POLICY
 from infer.serve.telemetry import LOG

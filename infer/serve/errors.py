@@ -19,9 +19,7 @@ class Failure(Exception):
 
     Attributes:
         status: of HTTP.
-        kind: `invalid_request_error`, `rate_limit_exceeded`, or `server_error`.
-        code: for programs.
-        param: the field that is wrong.
+        code, kind, param: as of `ProtocolError`; the kind may be `rate_limit_exceeded`, too.
         again: seconds after which the same request may succeed; None where it will not.
     """
 
@@ -29,7 +27,7 @@ class Failure(Exception):
         self,
         status: int,
         message: str,
-        code: str,
+        code: str | None = None,
         kind: str = "invalid_request_error",
         param: str | None = None,
         again: int | None = None,
@@ -44,6 +42,14 @@ class Failure(Exception):
     def response(self) -> JSONResponse:
         headers = None if self.again is None else {"retry-after": str(self.again)}
         return JSONResponse(self.body, self.status, headers=headers)
+
+
+class Denied(Failure):
+    """Whoever asks may not, or has used up what a client may."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        kind = {429: "rate_limit_exceeded", 503: "server_error"}.get(status, "invalid_request_error")
+        super().__init__(status, message, code, kind)
 
 
 def failure_of(error: Exception) -> Failure:
@@ -76,9 +82,9 @@ def told_of(error: Exception) -> ProtocolError:
         return ProtocolError(str(error), "server_error", kind="server_error")
     if isinstance(error, RoomError):
         message = f"instructions, {str(error).partition(':')[0]}: shorten instructions, history or question"
-        return ProtocolError(message, failure_of(error).code)
+        return ProtocolError(message, "context_length_exceeded")
     failure = failure_of(error)
-    return ProtocolError(str(failure), failure.code, failure.param, failure.kind)
+    return ProtocolError(str(failure), failure.code or "invalid_value", failure.param, failure.kind)
 
 
 def broken(text: str | None, engine: Any) -> Exception:

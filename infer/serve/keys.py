@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from itsdangerous import BadData, URLSafeSerializer
 
+from infer.serve.errors import Denied
 from infer.serve.settings import ServerLimits
 from omni.errors import UserError
 
@@ -41,20 +42,6 @@ def is_local(host: str) -> bool:
 
 LONGEST_TOKEN = 4096  # characters of a client secret, which travels in a header
 SECRET = "ek_"  # start of a client secret, by which OpenAI's clients know one
-
-
-class Denied(Exception):
-    """Whoever asks may not.
-
-    Attributes:
-        status: of HTTP: 401, 403, 429 or 503.
-        code: for programs; kind: of the error, as OpenAI has it.
-    """
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-        self.kind = {429: "rate_limit_exceeded", 503: "server_error"}.get(status, "invalid_request_error")
 
 
 class Allowance:
@@ -179,8 +166,6 @@ class Keys:
             raise Denied(400, "session_too_long", "the session is too long for a client secret; set the rest by session.update")
         return value, expires
 
-    # --- what an owner has used ---------------------------------------------------------------------------------------
-
     def enter(self, owner: str) -> None:
         """Count a session; Denied where the owner has too many, or has no sound left."""
         if self.sessions[owner] >= self._limits.key_sessions:
@@ -193,10 +178,6 @@ class Keys:
         self.sessions[owner] -= 1
         if self.sessions[owner] <= 0:
             del self.sessions[owner]
-
-    def use_sound(self, owner: str, seconds: float) -> None:
-        """Count a request's sound; Denied beyond the key's hour."""
-        self.usage[owner].count(seconds=seconds)
 
 
 def _digest(key: str) -> bytes:

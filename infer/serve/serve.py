@@ -214,7 +214,7 @@ async def drain(server: Server, hurry: asyncio.Event, seconds: float = DRAIN) ->
         await asyncio.sleep(DRAIN_LOOK)
     for session in list(server.sessions.values()):
         session.tell_error("this server ends; connect again", "server_shutting_down")
-        session.end("the server ends")
+        session.transport.end("the server ends")
     until = loop.time() + LAST_WORDS
     while server.sessions and loop.time() < until:  # else uvicorn closes their sockets before these were sent
         await asyncio.sleep(0.01)

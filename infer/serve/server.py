@@ -15,8 +15,9 @@ from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from infer.serve.errors import Denied, Failure
 from infer.serve.host import EngineHost
-from infer.serve.keys import LOOPBACK, Denied, Keys, check_origin, is_local, key_of
+from infer.serve.keys import LOOPBACK, Keys, check_origin, is_local, key_of
 from infer.serve.realtime.configuration import Configuration, Voices, updated
 from infer.serve.realtime.protocol import LOST
 from infer.serve.realtime.session import RealtimeSession
@@ -141,13 +142,13 @@ class Gate:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "websocket" and scope["path"] != REALTIME:
-            respond = told_error(f"there is no WebSocket at {scope['path'][:80]!r}; connect to {REALTIME}", 404)
+            respond = Failure(404, f"there is no WebSocket at {scope['path'][:80]!r}; connect to {REALTIME}").response()
             if "websocket.http.response" in scope.get("extensions", {}):
                 await respond(scope, receive, send)
             else:
                 await send({"type": "websocket.close", "code": 1008, "reason": f"connect to {REALTIME}"})
         elif scope["type"] == "http" and length_of(scope) > self._most:
-            await told_error(too_large(self._most), 413, "too_large")(scope, receive, send)
+            await too_large(self._most)(scope, receive, send)
         else:
             await self._app(scope, self._counted(receive) if scope["type"] == "http" else receive, send)
 
@@ -171,14 +172,10 @@ def length_of(scope: Any) -> int:
     return int(announced) if announced.isdigit() else 0
 
 
-def too_large(most: int) -> str:
+def too_large(most: int) -> JSONResponse:
     """What is told of a body that has more bytes."""
-    return f"the body is larger than {most / 2**20:g} MiB, the most that is taken; send less, or sound in a smaller format"
-
-
-def told_error(message: str, status: int, code: str | None = None) -> JSONResponse:
-    """An error of a request in OpenAI's form."""
-    return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": code, "param": None}}, status)
+    message = f"the body is larger than {most / 2**20:g} MiB, the most that is taken; send less, or sound in a smaller format"
+    return Failure(413, message, "too_large").response()
 
 
 def add_web(app: FastAPI, server: Server) -> None:
@@ -218,7 +215,7 @@ def add_web(app: FastAPI, server: Server) -> None:
     async def metrics(request: Request) -> Response:
         """Figures for Prometheus, for this machine alone."""
         if not _is_near(request):
-            return told_error("metrics are for this machine, by the name of localhost", 403)
+            return Failure(403, "metrics are for this machine, by the name of localhost").response()
         try:
             stats = await asyncio.wait_for(asyncio.to_thread(server.host.stats), STATS_WAIT)
         except (UserError, asyncio.TimeoutError):

@@ -6,10 +6,12 @@ import json
 import logging
 import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from omni.engine.stats import EngineStats
 
 LOG = logging.getLogger("infer.serve")
 
@@ -70,6 +72,25 @@ def write_logs() -> None:
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
+ENGINE: dict[str, tuple[str, Callable[[EngineStats], float | None]]] = {
+    "sessions": ("Conversations that the engine holds", lambda stats: stats.sessions),
+    "active": ("Answers under way", lambda stats: stats.active),
+    "live": ("Answers under way that somebody hears", lambda stats: stats.live),
+    "waiting": ("Questions that wait for room", lambda stats: stats.waiting),
+    "slots": ("Rows of the cache", lambda stats: stats.slots),
+    "free_slots": ("Rows that nobody holds", lambda stats: stats.free),
+    "underruns": ("Chunks of sound that were ready after they were due", lambda stats: stats.underruns),
+    "hearing_seconds": ("Seconds spent on questions while their sound came", lambda stats: stats.hearing),
+    "lateness_p99_seconds": (
+        "99th percentile of the newest chunks' lateness, below zero early",
+        lambda stats: stats.lateness.p99,
+    ),
+    "step_p50_seconds": ("Median of the newest steps", lambda stats: stats.step.p50),
+    "first_audio_p95_seconds": ("95th percentile of the newest answers' first sound", lambda stats: stats.first_audio.p95),
+}
+"""What is told of the engine."""
+
+
 class Metrics:
     """The figures of one server."""
 
@@ -89,22 +110,7 @@ class Metrics:
         self.sent_underruns = Counter("omni_sent_underruns", "Gaps in sound as it was sent", **named)
         self.restarts = Gauge("omni_engine_restarts", "How often the engine was started again", **named)
         self.requests = Counter("omni_requests", "Requests besides Realtime", ["path", "status"], **named)
-        self._engine = {
-            name: Gauge(f"omni_engine_{name}", text, **named)
-            for name, text in {
-                "sessions": "Conversations that the engine holds",
-                "active": "Answers under way",
-                "live": "Answers under way that somebody hears",
-                "waiting": "Questions that wait for room",
-                "slots": "Rows of the cache",
-                "free_slots": "Rows that nobody holds",
-                "underruns": "Chunks of sound that were ready after they were due",
-                "hearing_seconds": "Seconds spent on questions while their sound came",
-                "lateness_p99_seconds": "99th percentile of lateness of the newest chunks, below zero early",
-                "step_p50_seconds": "Median of the newest steps",
-                "first_audio_p95_seconds": "95th percentile of the newest answers' first sound",
-            }.items()
-        }
+        self._engine = {name: Gauge(f"omni_engine_{name}", text, **named) for name, (text, _) in ENGINE.items()}
 
     def endpointed(self, seconds: float | None) -> None:
         if seconds is not None:
@@ -119,19 +125,7 @@ class Metrics:
         """All figures in Prometheus's text format; `stats` of the engine, None while there is none."""
         self.restarts.set(restarts)
         if stats is not None:
-            values = {
-                "sessions": stats.sessions,
-                "active": stats.active,
-                "live": stats.live,
-                "waiting": stats.waiting,
-                "slots": stats.slots,
-                "free_slots": stats.free,
-                "underruns": stats.underruns,
-                "hearing_seconds": stats.hearing,
-                "lateness_p99_seconds": stats.lateness.p99,
-                "step_p50_seconds": stats.step.p50,
-                "first_audio_p95_seconds": stats.first_audio.p95,
-            }
-            for name, value in values.items():
+            for name, (_, read) in ENGINE.items():
+                value = read(stats)
                 self._engine[name].set(float("nan") if value is None else value)
         return generate_latest(self.registry)

@@ -132,9 +132,9 @@ class SessionInput:
         owner = self._owner
         detection = owner.configuration.audio.input.turn_detection
         if event.kind in ("duck", "restore"):
-            self._duck(event.kind == "duck")
+            self._responses.duck(event.kind == "duck")
         elif event.kind == "began":
-            self._duck(False)
+            self._responses.duck(False)
             padding = 0.0 if self._detector is None else self._detector.padding
             self._item, self._begins = new_id("item"), max(event.at - min(padding, owner.settings.padding), 0.0)
             started = {"audio_start_ms": round(max(event.at - padding, 0.0) * 1000), "item_id": self._item}
@@ -162,9 +162,6 @@ class SessionInput:
         detection = owner.configuration.audio.input.turn_detection
         if owner.configuration.type == "realtime" and detection is not None and detection.create_response:
             self._responses.respond_to_turn(endpointing)
-
-    def _duck(self, on: bool) -> None:
-        self._responses.duck(on)
 
     def commit(self) -> None:
         """Make an item of the whole buffer, as the client asks; ProtocolError where it has too little, or too much, which is

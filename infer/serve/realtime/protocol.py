@@ -37,19 +37,25 @@ class ProtocolError(Exception):
         code: for programs; clients compare some of them.
         param: the field that is wrong, as `session.audio.input`.
         kind: `invalid_request_error`, or `server_error`.
-        event_id: the client's event, where another than the one that is being handled.
+        event_id: the client's event, of a message that could not be read.
     """
 
     def __init__(
-        self, message: str, code: str = "invalid_value", param: str | None = None, kind: str = "invalid_request_error"
+        self,
+        message: str,
+        code: str = "invalid_value",
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        event_id: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.code, self.param, self.kind = code, param, kind
+        self.code, self.param, self.kind, self.event_id = code, param, kind, event_id
 
     def event(self, event_id: str | None = None) -> Event:
         """The event; `event_id` is the client's."""
-        error = {"type": self.kind, "code": self.code, "message": str(self), "param": self.param, "event_id": event_id}
-        return {"type": "error", "error": {key: value for key, value in error.items() if value is not None}}
+        named = self.event_id or event_id
+        error = {"type": self.kind, "code": self.code, "message": str(self), "param": self.param, "event_id": named}
+        return {"type": "error", "error": filled(error)}
 
 
 class _Message(BaseModel):
@@ -148,11 +154,12 @@ def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
     event_id = event_id if isinstance(event_id, str) and len(event_id) <= 512 else None
     if given.get("type") not in TYPES:
         shown = SHORT.repr(given.get("type"))[:80]
-        raise Refused(f"event type {shown} is unknown; use one of {', '.join(TYPES)}", "invalid_event_type", "type", event_id)
+        message = f"event type {shown} is unknown; use one of {', '.join(TYPES)}"
+        raise ProtocolError(message, "invalid_event_type", "type", event_id=event_id)
     try:
         return _READER.validate_python(given), event_id
     except ValidationError as error:
-        raise Refused(*first_mistake(error, given), event_id) from None
+        raise ProtocolError(*first_mistake(error, given), event_id=event_id) from None
 
 
 def check_costly(text: Any, left: int = COSTLY) -> int:
@@ -187,14 +194,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is no number of JSON")
     return number
-
-
-class Refused(ProtocolError):
-    """A message that could not be read; it names the client's event."""
-
-    def __init__(self, message: str, code: str, param: str | None, event_id: str | None) -> None:
-        super().__init__(message, code, param)
-        self.event_id = event_id
 
 
 def first_mistake(error: ValidationError, given: Any = None, under: str = "") -> tuple[str, str, str]:

@@ -22,7 +22,7 @@ from infer.serve.realtime.dialogue import PROMPT, Dialogue, DialogueTurn
 from infer.serve.realtime.items import ContentPart, ConversationItem
 from infer.serve.realtime.playback import Outlet, Owner, Pacer
 from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
-from infer.serve.settings import ServerLimits, limited
+from infer.serve.settings import limited
 from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream
 from omni.generate.results import AudioChunk, Ended, TextDelta
@@ -96,7 +96,9 @@ class Response:
         """The first events; `run` sends the others."""
         send = self._owner.send
         send({"type": "response.created", "response": self._shown("in_progress")})
-        send({"type": "rate_limits.updated", "rate_limits": _rate_limits(self._owner.settings.limits)})
+        most = self._owner.settings.limits.key_events
+        limit = {"name": "requests", "limit": most, "remaining": most, "reset_seconds": 60.0}
+        send({"type": "rate_limits.updated", "rate_limits": [limit]})
 
     async def run(self) -> None:
         """Answer, up to `response.done`."""
@@ -129,8 +131,11 @@ class Response:
         """Ask, and pass the answer on; returns its end once all was sent."""
         if question.part.silent:
             raise ProtocolError("there is no speech in the sound that was committed", "no_speech")
-        options = self._options()
-        task = self._task(question)
+        configuration = self.wanted.configuration
+        options = options_of(self._owner, configuration, self.speaks)
+        task = task_of(configuration, question.spoken, self.speaks)
+        if task == "A1T1":
+            self.speaks, self._part.type = False, "output_text"
         self._events = events = await self._dialogue.ask(self.wanted.before, question, self.item, task, options)
         if self._why is not None:
             return Ended("cancelled", None)  # type: ignore[arg-type]
@@ -183,17 +188,6 @@ class Response:
     def silence(self) -> None:
         """Send nothing more: nobody is there."""
         self._pacer.stop()
-
-    def _task(self, question: DialogueTurn) -> str:
-        """The task's name (`omni.tasks`)."""
-        task = task_of(self.wanted.configuration, question.spoken, self.speaks)
-        if task == "A1T1":
-            self.speaks, self._part.type = False, "output_text"
-        return task
-
-    def _options(self) -> dict[str, Any]:
-        """Keywords of the engine's session."""
-        return options_of(self._owner, self.wanted.configuration, self.speaks)
 
     async def _tell_place(self) -> None:
         """Tell the page its place while the question waits for room."""
@@ -261,11 +255,6 @@ class Response:
             }
             where = {"item_id": self.item.id, "response_id": self.id}
             self._owner.send({"type": "omni.timings", **where, **milliseconds})
-
-    @property
-    def first_audio(self) -> float | None:
-        """Seconds from the question to the first sound that was sent."""
-        return self._first_audio
 
     async def _finish(self, ended: Ended, error: Exception | None) -> None:
         """Settle the history and send the events of the end."""
@@ -380,8 +369,3 @@ def options_of(owner: Owner, wanted: Configuration, speaks: bool) -> dict[str, A
     options["adapter"] = owner.voices.adapter(wanted.audio.output.voice)
     options["system"] = wanted.instructions if answering.use_instructions else ""
     return options
-
-
-def _rate_limits(limits: ServerLimits) -> list[Event]:
-    most = limits.key_events
-    return [{"name": "requests", "limit": most, "remaining": most, "reset_seconds": 60.0}]

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from infer.serve.errors import told_of
+from infer.serve.errors import Denied, told_of
 from infer.serve.host import EngineHost
-from infer.serve.keys import Denied, Keys, Quota
+from infer.serve.keys import Keys, Quota
 from infer.serve.realtime import protocol
 from infer.serve.realtime.configuration import Configuration, Voices, ignored, shown, updated
 from infer.serve.realtime.hearing import SessionInput
@@ -102,7 +102,7 @@ class RealtimeSession:
             event, event_id = protocol.read_event(text)
             await HANDLERS[event.type](self, event)
         except ProtocolError as error:
-            self.send(error.event(getattr(error, "event_id", None) or event_id))
+            self.send(error.event(event_id))
         except Exception as error:
             if not isinstance(error, UserError):
                 self.log.exception("an event failed")
@@ -222,10 +222,6 @@ class RealtimeSession:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self.log.error("a task of the session failed", exc_info=task.exception())
-
-    def end(self, reason: str) -> None:
-        """Have the transport end the session, once what was sent before has gone."""
-        self.transport.end(reason)
 
     async def close(self) -> None:
         """End all of it, and free its slot."""

@@ -24,8 +24,8 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from infer.serve.errors import Failure, failure_of
-from infer.serve.keys import LOOPBACK, Denied, Quota
+from infer.serve.errors import Denied, Failure, failure_of
+from infer.serve.keys import LOOPBACK, Quota
 from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id, read_json
 from infer.serve.realtime.rtc_sound import CallOutlet, SoundTrack, TrackListener

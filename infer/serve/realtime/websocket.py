@@ -14,7 +14,8 @@ import numpy as np
 from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
-from infer.serve.keys import Denied, Keys
+from infer.serve.errors import Denied
+from infer.serve.keys import Keys
 from infer.serve.realtime.playback import Outlet, SentOutlet
 from infer.serve.realtime.protocol import Event, ProtocolError
 from infer.serve.realtime.session import EXPIRED, POLICY, Closed, RealtimeSession, SessionBounds

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import soundfile
@@ -55,8 +55,7 @@ def _unbroken(event: Output) -> Output:
     return event
 
 
-@dataclass(frozen=True)
-class Whole:
+class Whole(NamedTuple):
     """All of an answer: its text, its chunks of sound, and its end."""
 
     text: str
@@ -188,37 +187,18 @@ def encoded(samples: np.ndarray, form: str) -> bytes:
     return out.getvalue()
 
 
-class Sounding:
-    """An answer's sound at 24 kHz, as it comes.
-
-    Args:
-        rate: of the engine's sound, in Hz.
-    """
-
-    def __init__(self, rate: int) -> None:
-        self._rate = Resampler(rate, PCM_RATE)
-
-    def push(self, chunk: AudioChunk) -> np.ndarray:
-        """Samples [S] that are known with the next chunk."""
-        return self._rate.push(chunk.samples.numpy())
-
-    def finish(self) -> np.ndarray:
-        """The rest."""
-        return self._rate.finish()
-
-
 def joined(chunks: Iterable[AudioChunk], rate: int) -> np.ndarray:
     """Samples [S] at 24 kHz of all chunks of an answer at `rate` samples per second."""
-    sounding = Sounding(rate)
-    pieces: list[Any] = [sounding.push(chunk) for chunk in chunks]
-    return np.concatenate([*pieces, sounding.finish()])
+    resampler = Resampler(rate, PCM_RATE)
+    pieces: list[Any] = [resampler.push(chunk.samples.numpy()) for chunk in chunks]
+    return np.concatenate([*pieces, resampler.finish()])
 
 
 async def raw(events: AsyncIterator[Output], rate: int) -> AsyncIterator[bytes]:
     """16-bit samples at 24 kHz of an answer's sound, as it comes."""
-    sounding = Sounding(rate)
+    resampler = Resampler(rate, PCM_RATE)
     async for event in events:
-        if isinstance(event, AudioChunk) and len(samples := sounding.push(event)):
+        if isinstance(event, AudioChunk) and len(samples := resampler.push(event.samples.numpy())):
             yield encode(samples, "audio/pcm")
-    if len(samples := sounding.finish()):
+    if len(samples := resampler.finish()):
         yield encode(samples, "audio/pcm")

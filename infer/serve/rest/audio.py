@@ -135,7 +135,7 @@ async def transcribe(job: Job) -> Response:
     limit = longest(job.server.host.engine.config)
     clip = await in_decoder(decoded, data, limit, "file")
     seconds = len(clip) / SAMPLE_RATE
-    job.server.keys.use_sound(job.owner, seconds)
+    job.server.keys.usage[job.owner].count(seconds=seconds)
     usage = {"type": "duration", "seconds": round(seconds, 3)}
     spoken = await job.while_connected(_has_speech(job, clip))
     if body.stream:

@@ -12,9 +12,9 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, Field
 
-from infer.pcm import encode
+from infer.pcm import PCM_RATE, Resampler, encode
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
-from infer.serve.rest.answers import KeptAnswers, Sounding, begun, chat_usage, encoded, joined, used, whole
+from infer.serve.rest.answers import KeptAnswers, begun, chat_usage, encoded, joined, used, whole
 from infer.serve.rest.jobs import Job, event_stream
 from infer.serve.rest.messages import MOST_MESSAGES, Chat, MessageReader, in_decoder
 from infer.serve.settings import limited
@@ -97,7 +97,7 @@ class Completions:
         config = job.server.host.engine.config
         reader = MessageReader(longest(config), lambda answer_id: self.kept.find(answer_id, job.owner))
         chat = await in_decoder(reader.read, body.messages)
-        job.server.keys.use_sound(job.owner, chat.seconds)
+        job.server.keys.usage[job.owner].count(seconds=chat.seconds)
         completion = Completion(job, body, chat, self.kept)
         if not body.stream:
             return JSONResponse(await job.while_connected(completion.whole()))
@@ -153,7 +153,7 @@ class Completion:
 
     async def chunks(self, events: AsyncIterator[Output]) -> AsyncIterator[Event]:
         """The `chat.completion.chunk`s."""
-        audio_id, speaks, sounding = new_id("audio"), self._body.speaks, Sounding(self._rate)
+        audio_id, speaks, resampler = new_id("audio"), self._body.speaks, Resampler(self._rate, PCM_RATE)
         yield self._chunk({"role": "assistant", "refusal": None} if speaks else {"role": "assistant", "content": ""})
         finish = "stop"
         async for event in events:
@@ -161,9 +161,9 @@ class Completion:
                 yield self._chunk({"audio": {"id": audio_id, "transcript": event.text}} if speaks else {"content": event.text})
             elif isinstance(event, Ended):
                 finish = _finish(event)
-            samples = sounding.push(event) if isinstance(event, AudioChunk) else None
+            samples = resampler.push(event.samples.numpy()) if isinstance(event, AudioChunk) else None
             if isinstance(event, Ended) and speaks:
-                samples = sounding.finish()
+                samples = resampler.finish()
             if samples is not None and len(samples):
                 data = base64.b64encode(encode(samples, "audio/pcm")).decode()
                 yield self._chunk({"audio": {"id": audio_id, "data": data}})

@@ -22,8 +22,8 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from infer.serve.errors import AGAIN, Failure, failure_of
-from infer.serve.keys import Denied, key_of
+from infer.serve.errors import AGAIN, Denied, Failure, failure_of
+from infer.serve.keys import key_of
 from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, kind_of, read_json
 from infer.serve.telemetry import LOG
 from omni.engine.client import Pace

@@ -288,7 +288,7 @@ def test_the_servers_end_asks_clients_to_connect_again(serve: Any) -> None:
         async with opened(place) as ws:
             await ws.recv()
             for session in list(server.sessions.values()):
-                session.end("the server ends")
+                session.transport.end("the server ends")
             server.draining = True
             async with opened(place) as new:
                 events, code = await closed(new)
