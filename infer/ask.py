@@ -35,16 +35,10 @@ from omni.utils.hardware import find_device
 
 
 def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> bool:
-    """Ask every question and deliver the answers; returns whether none of them broke.
-
-    Everything that can be checked without the model is checked first.
+    """Ask every question and deliver the answers; returns whether none of them broke. What needs no model is checked first.
 
     Args:
         answers: the task of each question and the file of its answer, as `infer.checks` has found them.
-
-    Raises:
-        UserError: something is wrong with the options, a question, the model folder or a place to write to.
-        BrokenPipeError: the reader of standard output went away.
     """
     device = find_device(options.device, options.quantize)
     asked = collect(options, sys.stdin.buffer)
@@ -148,10 +142,7 @@ def follow(
     events: Iterable[Event], meter: AnswerMeter, outputs: Outputs | Output, live: TextIO | None, pieces: list[str]
 ) -> tuple[Figures, Ended]:
     """Pass an answer on as it comes: text to `live` (and, piece by piece, into `pieces`), sound to `outputs`. Returns the
-    figures and the last event.
-
-    The meter's clock is paused while text and sound are being written.
-    """
+    figures and the last event. The meter's clock is paused while text and sound are being written."""
     figures, ended = meter.figures(), Ended("cancelled", Timings())
     try:
         for event in events:

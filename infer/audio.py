@@ -58,11 +58,8 @@ class Pending:
     pipe: PipeReader | None = None
 
     def hear(self, session: Session, task: Task) -> str | Tensor | Listening:
-        """The question once it has ended; what is still coming is heard meanwhile.
-
-        Raises:
-            UserError: as `take`; or it is longer than the model takes, as soon as it is.
-        """
+        """The question once it has ended; what is still coming is heard meanwhile. UserError as of `take`, or as soon as it is
+        longer than the model takes."""
         if self.pipe is None or session.config.encoder.chunk_samples is None:
             return self.take()
         listening = self.pipe.heard(session, task)
@@ -127,10 +124,7 @@ class PipeReader:
 
     def heard(self, session: Session, task: Task) -> Listening | None:
         """What a session has heard of it, once it has ended; None for what is decoded whole, or is wrong (`take` says so).
-
-        Raises:
-            UserError: it is too long, as soon as it is.
-        """
+        UserError as soon as it is too long."""
         form, listening = self._form(), None
         if form is None:
             return None
@@ -231,11 +225,7 @@ stays)."""
 
 
 class Output(Protocol):
-    """Takes chunks [S] of one answer as they come.
-
-    Attributes:
-        kept: whether it has ended and left a file.
-    """
+    """Takes chunks [S] of one answer as they come; `kept`: it has ended and left a file."""
 
     @property
     def kept(self) -> bool: ...
@@ -297,11 +287,7 @@ class PipeOutput:
 
 
 class SpeakerOutput:
-    """Plays on the default loudspeaker, through the optional package `sounddevice`.
-
-    Raises:
-        UserError: the package or its PortAudio library is missing, or no loudspeaker plays this rate.
-    """
+    """Plays on the default loudspeaker; UserError where sounddevice or PortAudio is missing, or none plays this rate."""
 
     kept = False
 
@@ -325,14 +311,12 @@ class SpeakerOutput:
 
 
 class Paced:
-    """Passes chunks on to an output in its own thread, so that a slow output (a loudspeaker) never blocks the model.
+    """Passes chunks on to an output in its own thread, so that a slow output (a loudspeaker) never blocks the model; an error
+    there is raised by the next `write`, or at the end.
 
     Args:
-        output: the output.
         sample_rate: where given, a chunk is passed on no earlier than `ahead` seconds before a player that started
             with the first chunk would need it.
-
-    An error in the thread is raised by the next `write`, or at the end.
     """
 
     def __init__(self, output: Output, sample_rate: int | None = None, ahead: float = 0.1) -> None:
@@ -384,11 +368,8 @@ class Paced:
 
 
 class Outputs:
-    """All outputs of one answer, as a context: Ctrl-C (and any other exit) stops them, an error makes them fail.
-
-    Attributes:
-        broken: set where the answer is broken although nothing was raised; the outputs then fail too.
-    """
+    """All outputs of one answer, as a context: Ctrl-C (and any other exit) stops them; an error, and `broken`, make them
+    fail."""
 
     def __init__(self, outputs: Sequence[Output]) -> None:
         self._outputs = outputs

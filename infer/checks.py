@@ -105,10 +105,7 @@ def check_serve(options: ServeOptions) -> None:
 
 def read_adapters(given: Sequence[str], model: str) -> dict[str, str]:
     """Folders of adapters by name: those in the model's folder, and those of `NAME=FOLDER` or `FOLDER`, which replace them.
-
-    Raises:
-        UserError: a name that is empty, comes twice or is taken, or a folder that does not exist.
-    """
+    UserError for a name that is empty, comes twice or is taken, or a folder that does not exist."""
     found: dict[str, str] = {}
     for one in given:
         name, sign, folder = one.partition("=")
@@ -301,10 +298,7 @@ def choose_tasks(name: str | None, spoken: Sequence[bool]) -> list[Task]:
     """The task of each question: the one called `name`, or the one that answers its kind in text and speech.
 
     For sound and text together, `name` is the task of one kind, and questions of the other kind get the same kind of answer.
-
-    Raises:
-        UserError: an unknown task, or one that does not fit.
-    """
+    UserError for an unknown task, or one that does not fit."""
     if len(set(spoken)) == 1:
         return [choose_task(name, spoken[0])] * len(spoken)
     both = {True: "A1A2", False: "T1A2"}

@@ -73,12 +73,8 @@ def _given(hint: Any) -> Any:
 
 
 def parse(words: Sequence[str]) -> Command:
-    """Parses the words of a command line into the options of their command.
-
-    Raises:
-        UserError: an unknown command or option (naming the closest), or a value of the wrong type.
-        SystemExit: after `--help`.
-    """
+    """Parses the words of a command line into the options of their command; UserError for an unknown command or option (the
+    closest is named) or a value of the wrong type, SystemExit after `--help`."""
     if not words:
         raise UserError(f"no command was given; use one of {', '.join(COMMANDS)} (see omni-infer --help)")
     name, *rest = words
@@ -95,18 +91,12 @@ def parse(words: Sequence[str]) -> Command:
 
 
 def take_questions(words: Sequence[str], kind: type[Any]) -> tuple[list[str], tuple[str, ...], tuple[str, ...], str]:
-    """Take files and texts out of a command's words.
+    """Take files and texts out of a command's words, in their order, wherever they are among the options: parsers take a list
+    of positionals in one piece only.
 
     Words after `--text`, up to the next option, are texts; but a word after the first that is the name of a file (or `-`) is
-    that file, so that `--text "hello" q.wav` asks both.
-
-    Args:
-        words: after the command's name.
-        kind: the dataclass of its options.
-
-    Returns:
-        the other words, the files, the texts, and the kind of each question in order: `s` or `t` each.
-    """
+    that file, so that `--text "hello" q.wav` asks both. Returns the other words, the files, the texts, and the kind of each
+    question in order, `s` or `t`."""
     flags = {f"--{name}" for name, hint in typing.get_type_hints(kind).items() if hint is bool}
     known = {f"--{f.name}" for f in dataclasses.fields(kind)} | {"-h", "--help"}
     rest: list[str] = []

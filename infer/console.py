@@ -35,13 +35,7 @@ LINE_SECONDS = 10.0  # seconds between two lines where there is no terminal
 
 
 class WorkBar:
-    """Shows how much of some work is done; a context manager.
-
-    Args:
-        what: name of the work.
-        unit: of its amount: `B` for bytes, `s` for seconds.
-        on: show it at all.
-    """
+    """Shows how much of some work is done, in bytes (`B`) or seconds (`s`); a context manager."""
 
     def __init__(self, what: str, unit: str = "B", on: bool = True) -> None:
         from tqdm import tqdm  # which most commands do not need

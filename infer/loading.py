@@ -25,15 +25,12 @@ from omni.utils.hardware import find_dtype, multiplies_bf16
 def load(
     options: LocalOptions, device: torch.device, speaks: bool, otherwise: str = "", insists: bool = True
 ) -> tuple[SpeechLM, dict[str, Any]]:
-    """Load the model of the options, and what acts beside it.
+    """Load the model of the options, and what acts beside it; returns it and keywords of its sessions.
 
     Args:
         speaks: whether answers are to be heard.
         otherwise: what else can be done where they cannot be, for the error.
         insists: refuse a model whose codec's package is not installed, where answers are to be heard; else a line says so.
-
-    Returns:
-        The model, and keywords of its sessions.
 
     Raises:
         UserError: no model, adapter or corrections that fit, or no weights of the codec where it is to be heard.

@@ -24,11 +24,7 @@ def to_int16(samples: np.ndarray) -> np.ndarray:
 
 
 class SampleQueue:
-    """Samples in their order.
-
-    Attributes:
-        count: how many it holds.
-    """
+    """Samples in their order; `count` is how many it holds."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -60,11 +56,7 @@ class SampleQueue:
 
 class Resampler:
     """Samples at another rate, piece by piece, by FFmpeg's resampler, which holds back 2 ms (soxr's best holds 33); nothing is
-    changed where the rates are the same.
-
-    Args:
-        given, wanted: samples per second.
-    """
+    changed where the rates are the same."""
 
     def __init__(self, given: int, wanted: int) -> None:
         self._given, self._pts = given, 0

@@ -154,11 +154,8 @@ def noise(seconds: float) -> Tensor:
 
 
 class FirstAudio(NamedTuple):
-    """Seconds from the end of the question to the first exact sample, the sum of its parts.
-
-    Attributes:
-        codec: what the codec alone takes for the frames of `columns` steps.
-    """
+    """Seconds from the end of the question to the first exact sample, the sum of its parts; `codec`, alone, for `columns`
+    frames."""
 
     total: float
     encode: float
@@ -258,9 +255,7 @@ def readings(weights: Sequence[Tensor]) -> dict[str, Callable[[], Any]]:
 def steps_and_readings(lm: SpeechLM, rows: int, compile: bool, rounds: int) -> tuple[float, float, str, int]:
     """Measures steps of some rows in the middle of their cache and readings in turn, so that other load affects both alike.
 
-    Returns:
-        Median seconds of a step without the codec, and of the fastest reading; its way; bytes of what a step reads.
-    """
+    Returns median seconds of a step without the codec, and of the fastest reading; its way; bytes of what a step reads."""
     weights, device = weights_of_a_step(lm), lm.model.device
     ways, runner, taken = readings(weights), Runner(lm.model, rows, LENGTH, compile=compile), list[float]()
     spent: dict[str, list[float]] = {name: [] for name in ways}

@@ -29,11 +29,8 @@ TRANSCRIPT_TOKENS = 512  # most tokens of a transcript
 
 
 def chat(options: ChatOptions) -> bool:
-    """Talk until the user leaves; returns whether no answer broke.
-
-    Raises:
-        UserError: something is wrong with the options, a device or the model, or a device went away.
-    """
+    """Talk until the user leaves; returns whether no answer broke. UserError for a bad device or model, or a device that is
+    gone."""
     sound = load_sounddevice("chat")
     if options.list_devices:
         show_devices(sound)
@@ -75,11 +72,8 @@ def chat(options: ChatOptions) -> bool:
 
 
 def eagerness_of(options: ChatOptions, lm: SpeechLM) -> Eagerness | None:
-    """With which the model ends questions; None where a key or silence does.
-
-    Raises:
-        UserError: the model is to, and has no turn head.
-    """
+    """With which the model ends questions; None where a key or silence does. UserError where the model is to and has no turn
+    head."""
     judges = lm.config.turn and lm.config.encoder.chunk_samples is not None
     if options.push_to_talk or options.eagerness == "silence" or (options.eagerness == "auto" and not judges):
         return None

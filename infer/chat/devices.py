@@ -24,13 +24,7 @@ LATENCY = 0.06  # seconds that a device is asked to hold: its callbacks are Pyth
 
 @dataclass(frozen=True)
 class SoundDevice:
-    """A device of PortAudio.
-
-    Attributes:
-        inputs, outputs: its channels.
-        rate: its own samples per second.
-        default: it is the default microphone, loudspeaker, or both.
-    """
+    """A device of PortAudio: its channels, its own samples per second, and as what it is the system's default."""
 
     index: int
     name: str
@@ -75,11 +69,7 @@ def listing(devices: list[SoundDevice], kind: Kind) -> str:
 
 
 def find_device(sound: Any, kind: Kind, given: str | None) -> SoundDevice:
-    """The device of a number or a part of a name, by default the system's.
-
-    Raises:
-        UserError: none, several, or one of the other kind; it names those that there are.
-    """
+    """The device of a number or a part of a name, by default the system's; UserError for none, several, or the other kind."""
     devices, name, option = all_devices(sound), NAMES[kind], OPTIONS[kind]
     able = [device for device in devices if device.channels(kind)]
     if given is None:
@@ -110,13 +100,8 @@ def open_stream(
 ) -> tuple[Any, int, int]:
     """Open a stream on a device, at `rate` where it takes that; returns it, its rate and its channels.
 
-    Args:
-        callback: PortAudio's: called in a thread of its own with a buffer, its frames, their times and the status.
-        finished: called in that thread when the stream has ended.
-
-    Raises:
-        UserError: the device takes no rate and no number of channels that was tried.
-    """
+    PortAudio calls `callback` and `finished` (once the stream has ended) in a thread of its own. UserError where the device
+    takes no form that was tried."""
     make = sound.RawInputStream if kind == "input" else sound.RawOutputStream
     refusals: dict[str, None] = {}
     for channels, one in _forms(device.channels(kind), rate, device.rate):
@@ -180,13 +165,10 @@ def show_devices(sound: Any) -> None:
 
 
 def load_sounddevice(what: str = "--speaker", otherwise: str = ", or use --out answer.wav") -> Any:
-    """The `sounddevice` module.
+    """The optional module `sounddevice`, through which PortAudio is reached; UserError where it or its library is missing.
 
     Args:
-        what: what needs it, `otherwise`, what can be done without it: for the error.
-
-    Raises:
-        UserError: it or its library is missing; it names the way to get it.
+        what: what needs it; `otherwise`, what can be done without it.
     """
     try:
         import sounddevice

@@ -55,9 +55,6 @@ class SpokenTurn:
     coming --> whole --> asked --> answered
       `drop`: withdrawn   |  cancelled as soon as it was asked   |  cancelled, or cut to what was heard
 
-    Args:
-        number: of the question, from 1.
-
     Attributes:
         question: its pieces so far, samples [S], int16 at `PCM_RATE`.
         frames: what the model's turn head says of it, where it has one.
@@ -121,10 +118,8 @@ class VoiceQuestions:
     """Questions where voice activity finds them in sound that comes without end, by the detector of the server.
 
     Args:
-        model: judges frames of sound.
         settings: threshold and silence, or the eagerness with which the model's turn head ends questions.
-        padding: seconds of sound before speech, and after it, that a question has.
-        longest: seconds of the longest question.
+        padding, longest: seconds of sound around speech that a question has, and of the longest question.
 
     Attributes:
         question: that is under way, for the model's judgement of its end.
@@ -213,11 +208,7 @@ class VoiceQuestions:
 
 
 class PressedQuestions:
-    """Questions between two presses of a key; its methods are those of `VoiceQuestions`.
-
-    Args:
-        longest: seconds of the longest question.
-    """
+    """Questions between two presses of a key, of at most so many seconds; its methods are those of `VoiceQuestions`."""
 
     def __init__(self, longest: float) -> None:
         self.question: SpokenTurn | None = None
@@ -281,12 +272,7 @@ class Failed(NamedTuple):
 
 
 class Asker:
-    """The thread that asks.
-
-    Args:
-        deliver: called there with each `Answered`, `Remarked` or `Failed`.
-        turn: have the model's turn head hear where questions end.
-    """
+    """The thread that asks; `deliver` is called there, and with `turn` the model's turn head hears where questions end."""
 
     def __init__(self, session: Session, deliver: Callable[[Answered | Remarked | Failed], None], turn: bool = False) -> None:
         self._session, self._deliver, self._turn = session, deliver, turn
@@ -338,12 +324,7 @@ class Transcribed(NamedTuple):
 
 
 class Transcriber:
-    """The thread that has questions transcribed, one after another; it ends with the program.
-
-    Args:
-        transcribe: returns the transcript of a question [S].
-        deliver: called there with each.
-    """
+    """The thread that has questions [S] transcribed, one after another, and delivers the texts; it ends with the program."""
 
     def __init__(self, transcribe: Callable[[np.ndarray], str], deliver: Callable[[Transcribed], None]) -> None:
         self._transcribe, self._deliver = transcribe, deliver

@@ -24,15 +24,11 @@ MOST_AHEAD = 2.0  # seconds by which a device can be ahead; where it tells more,
 
 
 class Loudspeaker:
-    """Plays one answer after another.
+    """Plays one answer after another; UserError where the device cannot be opened.
 
     Args:
-        sound: the module `sounddevice`.
         rate: samples per second of the answers.
         lost: called in PortAudio's thread when the device is gone.
-
-    Raises:
-        UserError: the device cannot be opened.
     """
 
     def __init__(self, sound: Any, device: SoundDevice, rate: int, lost: Callable[[], None]) -> None:
@@ -137,15 +133,11 @@ class Loudspeaker:
 
 
 class MicrophoneInput:
-    """Records until it is closed.
+    """Records until it is closed; UserError where the device cannot be opened.
 
     Args:
-        sound: the module `sounddevice`.
         deliver: called with the raw samples of each block and whether some before it were lost, in PortAudio's thread.
         lost: called there when the device is gone.
-
-    Raises:
-        UserError: the device cannot be opened.
     """
 
     def __init__(

@@ -89,13 +89,8 @@ class SpokenChat:
     Args:
         events: of the microphone, the answers and the keys, in the order in which they came.
         barge_in: listen while an answer is heard.
-        pressed: a key begins and ends questions.
-        judged: the model's turn head ends questions.
+        pressed, judged: a key begins and ends questions; the model's turn head ends them.
         transcribe: returns the transcript of a question [S]; None to show none.
-        folder: keeps what is said.
-
-    Attributes:
-        whole: no answer broke so far.
     """
 
     def __init__(
@@ -128,11 +123,8 @@ class SpokenChat:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self, microphone: MicrophoneInput, loudspeaker: Loudspeaker) -> bool:
-        """Talk until the input ends; returns whether no answer broke.
-
-        Raises:
-            UserError: a device is gone, or the model does not take a question.
-        """
+        """Talk until the input ends; returns whether no answer broke. UserError where a device is gone, or for a question that
+        the model does not take."""
         self._microphone, self._loudspeaker = microphone, loudspeaker
         try:
             microphone.start()
@@ -362,11 +354,7 @@ CONVERSATION = "conversation.safetensors"
 
 
 class ChatFolder:
-    """Writes into a folder: `question-1.wav`, `answer-1.wav`, ..., and `conversation.safetensors`.
-
-    Raises:
-        UserError: something cannot be written.
-    """
+    """Writes `question-1.wav`, `answer-1.wav`, ..., and `conversation.safetensors` into a folder; UserError where it cannot."""
 
     def __init__(self, folder: str) -> None:
         self.place = Path(folder)

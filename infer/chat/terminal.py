@@ -29,11 +29,7 @@ STYLES: dict[str, str] = {"listening": "green", "hearing you": "bold red", "thin
 
 
 class ChatScreen:
-    """A context manager; the terminal is as before afterwards.
-
-    Attributes:
-        caption: the present answer, as far as it is shown.
-    """
+    """A context manager; the terminal is as before afterwards. `caption` is the present answer, as far as it is shown."""
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
@@ -124,13 +120,8 @@ TWICE = 2.0  # seconds within which a second Ctrl-C leaves
 
 @contextlib.contextmanager
 def keys(deliver: Callable[[Key], None], piped: bool = False) -> Iterator[None]:
-    """Deliver the keys of the terminal on standard input, in a thread of their own, while the block runs.
-
-    The terminal shows nothing that is typed meanwhile; it is restored afterwards.
-
-    Args:
-        piped: also take lines from what is no terminal.
-    """
+    """Deliver the keys of the terminal on standard input (`piped`: lines of what is none, too), in a thread of their own,
+    while the block runs. The terminal shows nothing that is typed meanwhile; it is restored afterwards."""
     try:
         number = sys.stdin.fileno()
         terminal = os.isatty(number)

@@ -35,11 +35,7 @@ THREADS = 64  # threads for what waits for the engine's process
 
 
 def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] = ()) -> FastAPI:
-    """The application over an engine that was opened.
-
-    Args:
-        keys: of those who may connect; none: whoever reaches it may.
-    """
+    """The application over an engine that was opened; `keys` are of those who may connect, none: whoever reaches it may."""
     engine = host.engine
     server = Server(
         host, settings, Keys(keys, settings.limits), Voices(settings.adapters, settings.model, engine.codec is not None)

@@ -27,7 +27,6 @@ class EngineHost:
         adapters: folders of LoRAs, by name, that each engine loads first.
 
     Attributes:
-        restarts: how often it was started again.
         on_lost: called in the loop with the reason when an engine was lost.
     """
 

@@ -81,11 +81,8 @@ class Quota:
 
 
 def read_keys(path: str | Path) -> tuple[str, ...]:
-    """Keys of a file, one a line; empty lines and those that begin with `#` are left out.
-
-    Raises:
-        UserError: it cannot be read, has no key, or one that is too short, has spaces, or begins as client secrets do.
-    """
+    """Keys of a file, one a line; empty lines and those that begin with `#` are left out. UserError where it cannot be read,
+    has no key, or one that is too short, has spaces, or begins as client secrets do."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -111,11 +108,7 @@ def read_keys(path: str | Path) -> tuple[str, ...]:
 
 
 class Keys:
-    """The keys of a server and what they have used.
-
-    Args:
-        keys: none: everybody may connect.
-    """
+    """The keys of a server, none where everybody may connect, and what they have used."""
 
     def __init__(self, keys: Iterable[str], limits: ServerLimits) -> None:
         self._keys = {_digest(key): f"key-{number}" for number, key in enumerate(keys, 1)}
@@ -132,11 +125,7 @@ class Keys:
         return bool(self._keys)
 
     def owner(self, key: str | None) -> tuple[str, Mapping[str, Any]]:
-        """Name of the key's owner, and the configuration that a secret brings.
-
-        Raises:
-            Denied: no key, or one that is not known or no longer valid.
-        """
+        """Name of the key's owner, and the configuration that a secret brings; Denied without a key that is known and valid."""
         if key is not None and key.startswith(SECRET):
             return self._of_secret(key.removeprefix(SECRET))
         if not self._keys:
@@ -196,11 +185,7 @@ def key_of(headers: Mapping[str, str], protocols: Sequence[str] = ()) -> str | N
 
 
 def check_origin(headers: Mapping[str, str], allowed: Sequence[str], open_access: bool) -> None:
-    """Refuse pages of other sites, and, where nobody needs a key, names that were bent to this machine (DNS rebinding).
-
-    Raises:
-        Denied: with status 403.
-    """
+    """Refuse pages of other sites, and, where nobody needs a key, names that were bent to this machine (DNS rebinding)."""
     host = headers.get("host", "")
     if open_access and not is_local(host):
         raise Denied(403, "invalid_host", "without keys this server answers to localhost alone")

@@ -130,12 +130,8 @@ class Headers:
 
 
 class Gate:
-    """Refuses what no route of an ASGI application takes: WebSockets at other places, and bodies that are too large (announced
-    ones before they come).
-
-    Args:
-        most: bytes of a body.
-    """
+    """Refuses what no route of an ASGI application takes: WebSockets at other places, and bodies of more bytes than may be
+    (announced ones before they come)."""
 
     def __init__(self, app: Any, most: int) -> None:
         self._app, self._most = app, most

@@ -85,12 +85,7 @@ Kind = Literal["began", "ended", "duck", "restore", "idle"]
 
 @dataclass(frozen=True)
 class TurnEvent:
-    """What was decided.
-
-    Attributes:
-        at: second of the input at which speech began or ended.
-        decided: second of the input at which that was decided.
-    """
+    """What was decided at a second of the input, of speech that began or ended at another."""
 
     kind: Kind
     at: float
@@ -98,16 +93,8 @@ class TurnEvent:
 
 
 class TurnDetector:
-    """Follows one session's input.
-
-    Args:
-        start: second of the input at which it begins to follow.
-
-    Attributes:
-        speaking: a turn is under way.
-        now: seconds of input that were followed.
-        voiced: second of the input at which the last frame that was speech ended.
-    """
+    """Follows one session's input, from second `start` to `now`; `speaking` while a turn is under way, with speech last at
+    `voiced`."""
 
     def __init__(self, settings: ServerVad | SemanticVad, start: float = 0.0) -> None:
         self.settings, self.now = settings, start
@@ -210,11 +197,8 @@ MORE = 0.1  # probability of the end below which more must come
 
 
 def has_ended(frames: TurnFrames | None, start: float, now: float, voiced: float, eagerness: str) -> bool | None:
-    """Whether a turn has ended, as far as is known; None where the model does not judge it.
-
-    Args:
-        start, now, voiced: seconds of the input at which its sound begins, until which it was followed, and of the last speech.
-    """
+    """Whether a turn has ended that began at a second of the input, was followed until `now`, and was `voiced` last at
+    another; None where the model does not judge it."""
     if frames is None:
         return None
     second, voiced = now - start, voiced - start

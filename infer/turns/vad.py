@@ -35,11 +35,7 @@ GATHER = 0.008  # seconds for which frames of several sessions are gathered
 
 @dataclass(eq=False)
 class SpeechStream:
-    """One session's sound on its way through the model.
-
-    Attributes:
-        pieces: samples at 24 kHz from the context of the next frame on; `count`, their number.
-    """
+    """One session's sound on its way through the model: pieces at 24 kHz from the context of the next frame on."""
 
     state: np.ndarray = field(default_factory=lambda: np.zeros((2, 128), np.float32))
     pieces: list[np.ndarray] = field(default_factory=lambda: [np.zeros(BEFORE, np.int16)])

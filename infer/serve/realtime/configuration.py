@@ -78,11 +78,7 @@ Tokens = Annotated[int, Field(ge=1, le=2**20)] | Literal["inf"]
 
 
 class Configuration(Section):
-    """All of it, as in effect.
-
-    Attributes:
-        type: a `transcription` session writes down what it hears and never answers.
-    """
+    """All of it, as in effect; a session of type `transcription` writes down what it hears and never answers."""
 
     type: Literal["realtime", "transcription"] = "realtime"
     model: str | None = None
@@ -120,13 +116,7 @@ LISTS = ("tools", "include", "output_modalities")
 
 
 class Voices:
-    """The voices of a server: `default`, and one for each adapter.
-
-    Args:
-        adapters: names of the adapters.
-        model: name of the model.
-        speaks: whether it answers in sound.
-    """
+    """The voices of a server: `default`, and one for each adapter; with the name of its model, and whether that speaks."""
 
     def __init__(self, adapters: Sequence[str], model: str, speaks: bool = True) -> None:
         self.adapters, self.model, self.speaks = tuple(adapters), model, speaks
@@ -146,14 +136,8 @@ class Voices:
 
 
 def updated(now: Configuration, change: Event, started: bool) -> Configuration:
-    """The configuration with the given parts changed.
-
-    Args:
-        started: the session has begun: its type stays.
-
-    Raises:
-        ProtocolError: a value that cannot be, with its place.
-    """
+    """The configuration with the given parts changed; the type stays once the session has `started`. ProtocolError with the
+    place of a value that cannot be."""
     change = _without_unset(change)
     beta = [key for key in BETA if key in change]
     if beta:

@@ -96,14 +96,7 @@ def prompted(items: Sequence[ConversationItem], own: str, instructions: str) -> 
 
 
 class Dialogue:
-    """One conversation.
-
-    Args:
-        host: of the engine.
-
-    Attributes:
-        engine: that was asked last.
-    """
+    """One conversation; `engine` is that which was asked last."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
@@ -121,15 +114,8 @@ class Dialogue:
         task: str,
         options: dict[str, Any],
     ) -> AnswerStream:
-        """Ask a question after the turns before it; its events are those of the result.
-
-        Args:
-            answer: the item that is going to be the answer.
-            options: keywords of `SpeechLM.session`.
-
-        Raises:
-            UserError: of the engine, also `omni.engine.wire.EngineLost`.
-        """
+        """Ask a question after the turns before it; its events are those of the result. `answer` is the item that is going to
+        be the answer, `options` are keywords of `SpeechLM.session`. UserError of the engine, also EngineLost."""
         async with self._lock:
             session, before = await self._session_for(before, options)
             self._marks = [turn.mark for turn in before] + [(*question.mark[:2], answer.id, answer.version)]

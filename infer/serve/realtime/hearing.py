@@ -23,11 +23,7 @@ FAINT = 64  # steps of 16 bits between the lowest and the highest sample of sile
 
 
 class SessionInput:
-    """The input of one session.
-
-    Attributes:
-        uncounted: seconds of sound that came and were not yet counted for the client's key.
-    """
+    """The input of one session; `uncounted` are seconds of sound that came and were not yet counted for the client's key."""
 
     def __init__(self, owner: Owner, responses: Responses, vad: VoiceActivity, partials: PartialTranscripts) -> None:
         self._owner, self._responses, self._vad, self._partials = owner, responses, vad, partials

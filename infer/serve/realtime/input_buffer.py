@@ -17,14 +17,7 @@ from omni.generate.turn_end import TurnFrames
 
 
 class InputBuffer:
-    """Samples at 24 kHz, each with its second of the session's input.
-
-    Args:
-        most: seconds that it holds.
-
-    Attributes:
-        start, end: seconds of the input at which what it holds begins and ends.
-    """
+    """Samples at 24 kHz, at most so many seconds, from second `start` to `end` of the session's input."""
 
     def __init__(self, most: float) -> None:
         self.most, self.start = most, 0.0
@@ -44,10 +37,7 @@ class InputBuffer:
 
     def append(self, data: bytes, form: str) -> np.ndarray:
         """Take raw sound of a format, in pieces that may end within a sample; returns its whole samples [S] at 24 kHz, int16.
-
-        Raises:
-            ProtocolError: more sound than it holds.
-        """
+        ProtocolError for more sound than it holds."""
         if form != self._form:
             given = PCM_RATE if form == "audio/pcm" else G711_RATE
             self._form, self._rate, self._half = form, Resampler(given, PCM_RATE), b""
@@ -123,13 +113,10 @@ PIECE = 0.1  # seconds of the pieces that are given at least; each takes some ti
 
 
 class TurnSound:
-    """The sound of one turn.
+    """The sound of one turn; `over`: it is listened to no more.
 
     Args:
         listen: makes the engine's listening (`omni.generate.listening.Listening`) for the conversation.
-
-    Attributes:
-        over: it is listened to no more.
     """
 
     def __init__(self, listen: Callable[[], Coroutine[Any, Any, Any]]) -> None:
@@ -159,12 +146,8 @@ class TurnSound:
         return None if self._listening is None or self.over else self._listening.so_far()
 
     def follow(self, buffer: InputBuffer, first: float | None, last: float) -> None:
-        """Give what the buffer has of the turn. The turn head also hears what came since.
-
-        Args:
-            first: second of the input at which the turn begins; None for the buffer's first.
-            last: second of the input before which all surely belongs to the turn.
-        """
+        """Give what the buffer has of the turn, which begins at second `first` of the input (None for the buffer's first), and
+        to which all before second `last` surely belongs. The turn head also hears what came since."""
         if self._listening is None or self.over:
             return
         if len(samples := buffer.part(first, self._count, last)) >= PIECE * PCM_RATE:

@@ -119,14 +119,8 @@ def in_format(sound: np.ndarray, form: SoundFormat) -> bytes:
 
 
 def read_item(given: Event, longest: float, place: str = "item") -> ConversationItem:
-    """Read an item of a client.
-
-    Args:
-        longest: seconds of the longest question that the model takes.
-
-    Raises:
-        ProtocolError: an unknown type or role, content that does not fit it, no base64, a question that no model takes.
-    """
+    """Read an item of a client; ProtocolError for an unknown type or role, content that does not fit it, no base64, or a
+    question of more than the longest seconds."""
     if not isinstance(given, dict):
         raise ProtocolError(f"{place} is a {type(given).__name__}; give an object", param=place)
     kind = given.get("type", "message")
@@ -186,12 +180,7 @@ def _part(given: Any, role: str, longest: float, place: str) -> ContentPart:
 
 
 def check_length(samples: float, longest: float, name: str, way: str, param: str) -> None:
-    """ProtocolError where samples at 24 kHz last longer than a question may.
-
-    Args:
-        name: of the sound, for the message.
-        way: what to do.
-    """
+    """ProtocolError, with a way out, where samples at 24 kHz of that name last longer than a question may."""
     seconds = samples / PCM_RATE
     if seconds > longest:
         raise ProtocolError(f"{name} has {_seconds(seconds)} of sound; at most {longest:g} s are taken: {way}", param=param)
@@ -233,12 +222,8 @@ def _text(given: Any, place: str, optional: bool = False) -> Any:
 
 
 class Items:
-    """The items of a conversation, in their order.
-
-    Args:
-        most: number that it holds.
-        kept: seconds of spoken questions whose samples are kept, the newest ones.
-    """
+    """The items of a conversation, in their order, at most so many; the samples of the newest `kept` seconds of questions
+    stay."""
 
     def __init__(self, most: int = 4096, kept: float = 600.0) -> None:
         self.most, self.kept = most, kept
@@ -263,11 +248,8 @@ class Items:
         return self._items[place - 1].id if place else None
 
     def add(self, item: ConversationItem, after: str | None = None) -> None:
-        """Put an item at the end, or after that of an id (`root`: first).
-
-        Raises:
-            ProtocolError: its id is taken, there is no such item to follow, or there are too many.
-        """
+        """Put an item at the end, or after that of an id (`root`: first). ProtocolError where its id is taken, there is no such
+        item to follow, or there are too many."""
         if any(one.id == item.id for one in self._items):
             raise ProtocolError(f"there is an item {item.id[:80]!r} already", "item_create_duplicate_item_id", "item.id")
         if len(self._items) >= self.most:

@@ -39,10 +39,8 @@ class Outlet(ABC):
     """Where one answer's sound goes.
 
     Attributes:
-        rate: samples per second.
         sent: seconds that went out.
         underruns: how often the client had nothing left to play; `lateness`, seconds of the longest such gap.
-        _emit: called with the samples that go.
         tell: called with `started`, `stopped` or `cleared`, where it is seen here when the sound is played.
     """
 
@@ -108,12 +106,7 @@ class SentOutlet(Outlet):
 
 
 class Pacer:
-    """Sends text and sound of one answer in time.
-
-    Args:
-        tell: sends a piece of text.
-        lead: seconds of sound that may be ahead.
-    """
+    """Sends text (by `tell`) and sound of one answer in time, sound at most `lead` seconds ahead."""
 
     def __init__(self, outlet: Outlet, tell: Callable[[str], None], lead: float) -> None:
         self.outlet, self._tell, self._lead = outlet, tell, lead
@@ -175,12 +168,7 @@ class Pacer:
 
 
 class Transport(Protocol):
-    """What carries a session.
-
-    Attributes:
-        sound_in_events: sound goes out as events.
-        unread: bytes that were put and that the client has not taken.
-    """
+    """What carries a session; `unread` are bytes that were put and that the client has not taken."""
 
     sound_in_events: bool
 

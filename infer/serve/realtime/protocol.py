@@ -141,11 +141,8 @@ TYPES = tuple(kind.model_fields["type"].annotation.__args__[0] for kind in Clien
 
 
 def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
-    """Read one message of a client: its event, and the id that the client gave it.
-
-    Raises:
-        ProtocolError: no JSON, no object, an unknown type, or a field of the wrong kind; `event_id` in it where there is one.
-    """
+    """Read one message of a client: its event, and the id that the client gave it; ProtocolError for no JSON, no object, an
+    unknown type, or a field of the wrong kind."""
     check_costly(text)
     given = read_json(text, "the message")
     if not isinstance(given, dict):
@@ -197,12 +194,8 @@ def _finite(text: str) -> float:
 
 
 def first_mistake(error: ValidationError, given: Any = None, under: str = "") -> tuple[str, str, str]:
-    """Message, code and field of the first mistake that pydantic found.
-
-    Args:
-        given: what was read: of the place, only what it has is told, and no names of pydantic's own; None for all.
-        under: name of what was read.
-    """
+    """Message, code and field of the first mistake that pydantic found in what was `given` under a name; of the place, only
+    what was given is told, and no names of pydantic's own."""
     found = error.errors(include_url=False, include_input=True)[0]
     missing = found["type"] == "missing"
     parts = found["loc"] if given is None else _own(found["loc"], given, missing)

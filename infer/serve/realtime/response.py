@@ -57,14 +57,10 @@ class Wanted:
 
 
 class Response:
-    """A response under way, or the last one.
+    """A response under way, or the last one; `item` is its answer.
 
     Attributes:
-        item: the answer.
-        outlet: where its sound goes.
-        first: set with its first output, or its end.
-        over: set when `response.done` was sent.
-        status: how it ended.
+        first, over: set with its first output or its end, and when `response.done` was sent.
     """
 
     def __init__(self, owner: Owner, dialogue: Dialogue, wanted: Wanted) -> None:

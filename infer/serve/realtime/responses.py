@@ -19,11 +19,10 @@ CHANGEABLE = ("instructions", "output_modalities", "audio", "max_output_tokens",
 
 
 class Responses:
-    """The responses of one session: those of its conversation, one after another, and those beside it.
+    """The responses of one session: those of its conversation, one after another (`last`), and those beside it.
 
     Attributes:
-        last: the last response of the conversation.
-        ducked: its sound is softer, because somebody speaks.
+        ducked: the sound of the last is softer, because somebody speaks.
     """
 
     def __init__(self, owner: Owner, host: EngineHost) -> None:

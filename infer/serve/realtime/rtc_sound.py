@@ -212,11 +212,7 @@ def _new_codec() -> AudioCodecContext:
 
 
 class TrackListener:
-    """What a client says, as samples at 24 kHz; what was lost on the way, or not sent, is silence.
-
-    Args:
-        track: the client's, of 48 kHz.
-    """
+    """What a client says on its track of 48 kHz, as samples at 24 kHz; what was lost on the way, or not sent, is silence."""
 
     def __init__(self, track: MediaStreamTrack) -> None:
         self._track = track

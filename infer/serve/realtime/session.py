@@ -40,11 +40,9 @@ class RealtimeSession:
 
     Args:
         vad: the voice activity of all sessions.
-        configuration: how it begins.
         wants_omni: the client takes this project's own events (`omni.…`).
 
     Attributes:
-        items: the conversation.
         longest: seconds of the longest question that the model takes.
         responses: its answers; `hearing`, its input.
     """
@@ -259,11 +257,7 @@ LOOK = 5.0  # seconds between two looks at a session's limits
 
 
 class Closed(Exception):
-    """The server ends the session.
-
-    Attributes:
-        code, reason: of a WebSocket's close frame.
-    """
+    """The server ends the session, with the code and reason of a WebSocket's close frame."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -274,11 +268,7 @@ class SessionBounds:
     """Ends a session that does not keep to its limits; the client is told by an `error` event.
 
     Args:
-        owner: of the key.
-        sent_at: tells when an event was sent last, by `time.monotonic`.
-
-    Attributes:
-        came: when anything came last.
+        sent_at: tells when an event was sent last, by `time.monotonic`; `came` is when anything came.
     """
 
     def __init__(

@@ -93,13 +93,8 @@ class PartialTranscripts:
         self._sent_text = ""
 
     def follow(self, item: str, first: float, last: float, question: Callable[[], Any]) -> None:
-        """More of a turn has come.
-
-        Args:
-            item: id of the item that it is going to be.
-            first, last: seconds of the input between which it has come.
-            question: makes what is asked; None where there is nothing yet.
-        """
+        """More of a turn has come: from second `first` to `last` of the input, for the item that it is going to be. `question`
+        makes what is asked; None where there is nothing yet."""
         if self._task is None and last > self._asked and time.monotonic() >= self._due:
             self._due, self._asked = time.monotonic() + EVERY, last
             self._task = asyncio.create_task(self._write(item, last - first, question))

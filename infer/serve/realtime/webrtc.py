@@ -42,14 +42,10 @@ MOST_CANDIDATES = 20  # addresses of a client that are tried; others are left ou
 
 
 class CallTransport:
-    """Sends events over the data channel, once it is open, and sound by a track.
-
-    Args:
-        most: bytes that may wait for a client that does not read.
+    """Sends events over the data channel, once it is open, and sound by a track; at most so many bytes may wait for a client.
 
     Attributes:
         ending: set where the call is to end, with the reason.
-        sent_at: when an event was put last.
     """
 
     sound_in_events = False
@@ -102,15 +98,7 @@ class CallTransport:
 
 
 class Call:
-    """One call, from its offer to its end.
-
-    Args:
-        owner: of the key that began it.
-        bounds: of its session.
-
-    Attributes:
-        opened: set once its data channel is there.
-    """
+    """One call of a key's owner, from its offer to its end; `opened` is set once its data channel is there."""
 
     def __init__(
         self, transport: CallTransport, session: RealtimeSession, owner: str, bounds: SessionBounds, limits: ServerLimits
@@ -126,14 +114,8 @@ class Call:
         self._waiting = 0  # bytes of them
 
     async def answer(self, offer: str, near: bool) -> str:
-        """The answer to a client's offer (SDP).
-
-        Args:
-            near: the client is on this machine.
-
-        Raises:
-            ProtocolError: the offer is none that can be taken.
-        """
+        """The answer to an offer (SDP) of a client, who may be on this machine (`near`); ProtocolError for one that cannot be
+        taken."""
         transceiver = self._pc.addTransceiver(self._transport.track, "sendrecv")
         opus = [codec for codec in RTCRtpSender.getCapabilities("audio").codecs if codec.mimeType == "audio/opus"]
         transceiver.setCodecPreferences(opus)
@@ -239,12 +221,9 @@ def _reason(done: set[asyncio.Future[Any]]) -> str:
 
 
 def checked_offer(offer: str) -> str:
-    """An offer with the addresses that are tried.
-
-    A browser may give its addresses under names that only multicast finds; it is answered where its packets come from.
-
-    Raises:
-        ProtocolError: it is no SDP, or not of one stream of sound that goes both ways and a data channel.
+    """An offer with the addresses that are tried; ProtocolError where it is not of one stream of sound that goes both ways and
+    a data channel. A browser may give its addresses under names that only multicast finds; it is answered where its packets
+    come from.
     """
     if len(offer) > LARGEST_OFFER:
         raise _bad_offer(f"has {len(offer):,} characters; at most {LARGEST_OFFER:,} can be taken")
@@ -294,16 +273,8 @@ class Calls:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self, owner: str, given: Event, offer: str, near: bool, wants_omni: bool) -> tuple[Call, str]:
-        """A new call, and the answer to its offer.
-
-        Args:
-            given: configuration of its session.
-            near: the client is on this machine.
-
-        Raises:
-            Denied: there are as many sessions as may be.
-            ProtocolError: the configuration or the offer cannot be taken.
-        """
+        """A new call whose session has a configuration, and the answer to its offer. Denied where there are as many sessions as
+        may be, ProtocolError where configuration or offer cannot be taken."""
         server, limits = self._server, self._server.settings.limits
         server.enter(owner)
         transport = CallTransport(limits.unread_bytes)

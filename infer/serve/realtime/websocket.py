@@ -31,13 +31,7 @@ CLOSING = 5.0  # seconds that a client has to take its last events
 
 
 class SocketTransport:
-    """Sends events in their order; one that a client does not read waits, up to a number of bytes.
-
-    Attributes:
-        unread: bytes that wait.
-        overfull: the client reads too slowly; nothing more is sent.
-        sent_at: when an event was put last.
-    """
+    """Sends events in their order; one that a client does not read waits (`unread`), up to a number of bytes (`overfull`)."""
 
     sound_in_events = True
 
@@ -88,11 +82,7 @@ class SocketTransport:
 
 
 class SocketSession:
-    """Serves one WebSocket from its first to its last message.
-
-    Args:
-        owner: of the key, for its limits.
-    """
+    """Serves one WebSocket from its first to its last message."""
 
     def __init__(
         self,

@@ -31,12 +31,8 @@ KEPT, KEPT_SECONDS = 1000, 3600  # number of spoken answers that can be referred
 
 
 async def begun(answer: AnswerStream) -> AsyncIterator[Output]:
-    """The events of an answer whose first one has come, so that what is wrong with the question is raised here.
-
-    Raises:
-        UserError: of the question.
-        Failure: the answer broke; also by the iterator, where it breaks later.
-    """
+    """The events of an answer whose first one has come, so that what is wrong with the question is raised here. Failure where
+    the answer broke, also by the iterator."""
     first = _unbroken(await answer.__anext__())
 
     async def events() -> AsyncIterator[Output]:
@@ -78,12 +74,8 @@ async def whole(answer: AnswerStream) -> Whole:
 
 @dataclass(frozen=True)
 class Used:
-    """Tokens of a conversation: ids of text, and positions of sound (features of questions, frames of answers).
-
-    Attributes:
-        read_text, read_audio: of the last question and all that was before it.
-        written_text, written_audio: of the last answer.
-    """
+    """Tokens of a conversation, ids of text and positions of sound: read up to its last question, and written in its last
+    answer."""
 
     read_text: int = 0
     read_audio: int = 0

@@ -31,11 +31,7 @@ LONGEST_INPUT = 4096  # characters of a text, as OpenAI limits it
 
 
 class SpeechRequest(BaseModel):
-    """A request; fields that change nothing here (the model's name, instructions) are left alone.
-
-    Attributes:
-        speed: the model has one.
-    """
+    """A request; fields that change nothing here (the model's name, instructions) are left alone. The model has one speed."""
 
     input: Annotated[str, Field(min_length=1, max_length=LONGEST_INPUT)]
     voice: Any = None
@@ -115,12 +111,8 @@ SPEECH = 0.25  # probability of speech that the likeliest 32 ms of a sound have 
 
 
 class TranscriptionRequest(BaseModel):
-    """Fields of the form besides the file; those that change nothing here (model, prompt, chunking) are left alone.
-
-    Attributes:
-        language: of the sound, which is given back in `verbose_json`.
-        temperature: 0, the default, takes the likeliest ids.
-    """
+    """Fields of the form besides the file; those that change nothing here (model, prompt, chunking) are left alone, and the
+    language is given back in `verbose_json`."""
 
     response_format: Literal["json", "text", "verbose_json"] = "json"
     language: Annotated[str, Field(max_length=64)] | None = None

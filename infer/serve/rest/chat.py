@@ -79,11 +79,7 @@ class ChatRequest(BaseModel):
 
 
 class Completions:
-    """Answers the requests of one server.
-
-    Attributes:
-        kept: spoken answers that later requests may refer to.
-    """
+    """Answers the requests of one server, and keeps the spoken answers that later ones may refer to."""
 
     def __init__(self) -> None:
         self.kept = KeptAnswers()

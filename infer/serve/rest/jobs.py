@@ -46,11 +46,7 @@ Handler = Callable[["Job"], Awaitable[Response]]
 
 
 class Jobs:
-    """The requests under way of one server.
-
-    Attributes:
-        coming: how many requests there are whose bodies are still coming, by the owners of their keys.
-    """
+    """The requests under way of one server; `coming` are those whose bodies are still coming, by the owners of their keys."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -115,12 +111,7 @@ class Jobs:
 
 
 class Job:
-    """One request under way.
-
-    Attributes:
-        key: that it brought, "" for none; owner: of the key.
-        session: of the engine, once something was asked.
-    """
+    """One request under way, with the key that it brought ("" for none) and the engine's session, once something was asked."""
 
     def __init__(self, jobs: Jobs, request: Request, owner: str) -> None:
         self.server, self.owner = jobs.server, owner
@@ -134,14 +125,8 @@ class Job:
     # --- its body -----------------------------------------------------------------------------------------------------
 
     async def read(self, kind: type[M], most: int | None = None) -> M:
-        """The body as JSON.
-
-        Args:
-            most: bytes of it, where less than any body may have.
-
-        Raises:
-            ProtocolError: it is no JSON, or has a field of the wrong kind.
-        """
+        """The body as JSON, of `most` bytes where that is less than any may have; ProtocolError for no JSON, or a field of the
+        wrong kind."""
         body = await self._within(self._body())
         if most is not None and len(body) > most:
             raise Failure(413, f"the body has {len(body):,} bytes; at most {most:,} are taken here", "too_large")
@@ -201,14 +186,8 @@ class Job:
     # --- its answer ---------------------------------------------------------------------------------------------------
 
     async def ask(self, question: str | Tensor, task: str, pace: Pace, **options: Any) -> AnswerStream:
-        """Ask a text, or samples [S] at 16 kHz, in a session of its own, which ends with this request.
-
-        Args:
-            options: keywords of `SpeechLM.session`.
-
-        Raises:
-            UserError: of the engine, also `omni.engine.wire.EngineLost`.
-        """
+        """Ask a text, or samples [S] at 16 kHz, in a session of its own (`options`), which ends with this request. UserError of
+        the engine, also EngineLost."""
         engine = self.server.host.engine
         self.session = await asyncio.to_thread(lambda: engine.session(pace=pace, **options))
         answer: AnswerStream = self.session.ask(question, task)
@@ -280,11 +259,7 @@ class StreamedResponse(StreamingResponse):
 
 
 def event_stream(job: Job, events: AsyncIterator[Event], last: str | None = None) -> StreamedResponse:
-    """Events as server-sent ones; what breaks them is told as the last of them.
-
-    Args:
-        last: data that ends the stream.
-    """
+    """Events as server-sent ones, and data that ends the stream; what breaks them is told as the last of them."""
 
     async def pieces() -> AsyncIterator[bytes]:
         try:
