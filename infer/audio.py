@@ -41,21 +41,13 @@ from omni.tasks import Task
 
 @dataclass(frozen=True)
 class Pending:
-    """One question, which may still be coming in.
+    """One question, which may still be coming in."""
 
-    Attributes:
-        name: the file, `-`, or the text.
-        spoken: whether it is sound.
-        take: returns the text, or the sound [S] at 16 kHz; waits until the question has ended.
-        sound_warnings: warnings about the sound from when it was read.
-        pipe: standard input, where it is that.
-    """
-
-    name: str
-    take: Callable[[], str | Tensor]
-    spoken: bool = True
-    sound_warnings: tuple[str, ...] = ()
-    pipe: PipeReader | None = None
+    name: str  # the file, `-`, or the text
+    take: Callable[[], str | Tensor]  # returns the text, or the sound [S] at 16 kHz; waits until the question has ended
+    spoken: bool = True  # whether it is sound
+    sound_warnings: tuple[str, ...] = ()  # warnings about the sound from when it was read
+    pipe: PipeReader | None = None  # standard input, where it is that
 
     def hear(self, session: Session, task: Task) -> str | Tensor | Listening:
         """The question once it has ended; what is still coming is heard meanwhile. UserError as of `take`, or as soon as it is

@@ -35,13 +35,12 @@ class QuestionPart:
     """What was found in the sound.
 
     Attributes:
-        kind: a question began, its next samples, or it ended; `cut`: it ended because it was as long as the model takes;
-            `ahead`: samples behind those, which may not belong to it.
-        at: sample of the input at which a question begins or ends.
+        kind: a question began, its next samples, or it ended; `cut`: it ended because it was as long as the model
+            takes; `ahead`: samples behind those, which may not belong to it.
     """
 
     kind: Literal["began", "sound", "ahead", "ended", "cut"]
-    at: int = 0
+    at: int = 0  # sample of the input at which a question begins or ends
     samples: np.ndarray | None = None
 
 

@@ -69,18 +69,14 @@ class Lost(NamedTuple):
 
 @dataclass
 class PlayedAnswer:
-    """The answer that is waited for, or heard.
-
-    Attributes:
-        texts: pieces that are not shown yet, each with the second of the sound at which it is spoken.
-        chunks: its sound so far, [S] each.
-        ended: its last event, once it came.
-    """
+    """The answer that is waited for, or heard."""
 
     turn: SpokenTurn
-    texts: deque[tuple[str, float | None]] = field(default_factory=deque)
-    chunks: list[Tensor] = field(default_factory=list)
-    ended: Ended | None = None
+    texts: deque[tuple[str, float | None]] = field(
+        default_factory=deque
+    )  # pieces that are not shown yet, and when they are spoken
+    chunks: list[Tensor] = field(default_factory=list)  # its sound so far, [S] each
+    ended: Ended | None = None  # its last event, once it came
 
 
 class SpokenChat:

@@ -30,14 +30,7 @@ from omni.generate.question import longest
 
 @dataclass(eq=False)
 class Server:
-    """What the routes share.
-
-    Attributes:
-        sessions: the open Realtime sessions, by their ids.
-        requests: how many HTTP requests with an answer are under way, by the owners of their keys.
-        draining: no new session is taken.
-        idle: connections without a request, the oldest first.
-    """
+    """What the routes share."""
 
     host: EngineHost
     settings: ServeSettings
@@ -45,10 +38,12 @@ class Server:
     voices: Voices
     metrics: Metrics = field(default_factory=Metrics)
     vad: VoiceActivity = field(default_factory=VoiceActivity)
-    sessions: dict[str, RealtimeSession] = field(default_factory=dict)
-    requests: Counter[str] = field(default_factory=Counter)
-    draining: bool = False
-    idle: dict[Any, None] = field(default_factory=dict)
+    sessions: dict[str, RealtimeSession] = field(default_factory=dict)  # the open Realtime sessions, by their ids
+    requests: Counter[str] = field(
+        default_factory=Counter
+    )  # HTTP requests with an answer under way, by the owners of their keys
+    draining: bool = False  # no new session is taken
+    idle: dict[Any, None] = field(default_factory=dict)  # connections without a request, the oldest first
 
     def admit(self, headers: Any, protocols: list[str]) -> tuple[str, Any]:
         """The owner of a request's key, and its secret's configuration; Denied where it is not let in."""

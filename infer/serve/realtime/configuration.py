@@ -59,19 +59,13 @@ class SessionAudio(Section):
 
 
 class Omni(Section):
-    """This project's own settings.
-
-    Attributes:
-        temperature: of all streams; 0 takes the likeliest ids. None for the server's own.
-        task: `answer`, or `transcribe`: the answer is the transcript of the question.
-        partial_transcripts: tell what was understood while somebody speaks (`omni.input_audio_transcription.partial`).
-    """
+    """This project's own settings."""
 
     model_config = ConfigDict(extra="forbid")
 
-    temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
-    task: Literal["answer", "transcribe"] = "answer"
-    partial_transcripts: bool = False
+    temperature: Annotated[float, Field(ge=0, le=1000)] | None = None  # of all streams; None for the server's own
+    task: Literal["answer", "transcribe"] = "answer"  # `answer`, or `transcribe`: the answer is the transcript of the question
+    partial_transcripts: bool = False  # tell what was understood while somebody speaks
 
 
 Tokens = Annotated[int, Field(ge=1, le=2**20)] | Literal["inf"]

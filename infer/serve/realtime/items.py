@@ -42,24 +42,15 @@ LONGEST_ITEM_SECONDS = 300.0
 
 @dataclass(eq=False)
 class ContentPart:
-    """One part of a message's content.
-
-    Attributes:
-        sound: samples [S] at 24 kHz, int16, of a spoken question.
-        text: the text, or the transcript of sound; None where that is not known.
-        refused: the model cannot take it as a question: it is left out of the history.
-        forgotten: its samples were dropped, long after the model has forgotten them.
-        silent: nobody speaks in it: it has no answer, and an empty transcript.
-        turn: what the engine has heard of the sound while it came.
-    """
+    """One part of a message's content."""
 
     type: str
-    text: str | None = None
-    sound: np.ndarray | None = None
-    refused: bool = False
-    forgotten: bool = False
-    silent: bool = False
-    turn: TurnSound | None = None
+    text: str | None = None  # the text, or the transcript of sound; None where that is not known
+    sound: np.ndarray | None = None  # samples [S] at 24 kHz, int16, of a spoken question
+    refused: bool = False  # the model cannot take it as a question: it is left out of the history
+    forgotten: bool = False  # its samples were dropped, long after the model has forgotten them
+    silent: bool = False  # nobody speaks in it: it has no answer, and an empty transcript
+    turn: TurnSound | None = None  # what the engine has heard of the sound while it came
 
     def shown(self, form: SoundFormat | None = None) -> Event:
         """The part for the client; its sound too, where a format for it is given."""
@@ -73,29 +64,20 @@ class ContentPart:
 
 @dataclass(eq=False)
 class ConversationItem:
-    """One item.
-
-    Attributes:
-        values: what else the client gave (`call_id`, `name`, `arguments`, `output`).
-        prompt: what an assistant's message answers where nobody had asked: its instructions; None for one with a question.
-        answer: an assistant's message as the model's history has it; None for one that the client wrote.
-        version: counts the changes of its answer.
-        sent: seconds of its sound that were sent; `heard`, of which were heard, None for all.
-        cut_ms: milliseconds to which the client has cut it at the least; None where it has not.
-    """
+    """One item."""
 
     type: str
     role: str | None = None
     id: str = field(default_factory=lambda: new_id("item"))
     status: str = "completed"
     content: list[ContentPart] = field(default_factory=list)
-    values: Event = field(default_factory=dict)
-    prompt: ContentPart | None = None
-    answer: Message | None = None
-    version: int = 0
-    sent: float = 0.0
+    values: Event = field(default_factory=dict)  # what else the client gave (`call_id`, `name`, `arguments`, `output`)
+    prompt: ContentPart | None = None  # instructions that an assistant's message answers where nobody had asked
+    answer: Message | None = None  # an assistant's message as the model's history has it; None for one that the client wrote
+    version: int = 0  # counts the changes of its answer
+    sent: float = 0.0  # seconds of its sound that were sent; `heard`, of which were heard, None for all
     heard: float | None = None
-    cut_ms: int | None = None
+    cut_ms: int | None = None  # milliseconds to which the client has cut it at the least; None where it has not
 
     def shown(self, form: SoundFormat | None = None) -> Event:
         """The item for the client; with what its user said, where a format for that is given."""

@@ -36,24 +36,15 @@ QUEUE_LOOK = 0.5  # seconds between two looks at the place of a question that wa
 
 @dataclass
 class Wanted:
-    """What one response is to be.
+    """What one response is to be."""
 
-    Attributes:
-        configuration: the session's, with what `response.create` changed.
-        before, question: the turns before, and what is to be answered; None where there is nothing.
-        conversation: whether it becomes part of the session's conversation.
-        metadata: the client's, given back as it is.
-        since: when the question was known to be whole, by `time.monotonic`.
-        endpointing: seconds from the end of speech to that, where voice activity decided it.
-    """
-
-    configuration: Configuration
+    configuration: Configuration  # the session's, with what `response.create` changed
     before: Sequence[DialogueTurn]
-    question: DialogueTurn | None
-    conversation: bool = True
-    metadata: dict[str, str] | None = None
-    since: float = field(default_factory=time.monotonic)
-    endpointing: float | None = None
+    question: DialogueTurn | None  # the turns before, and what is to be answered; None where there is nothing
+    conversation: bool = True  # whether it becomes part of the session's conversation
+    metadata: dict[str, str] | None = None  # the client's, given back as it is
+    since: float = field(default_factory=time.monotonic)  # when the question was known to be whole, by `time.monotonic`
+    endpointing: float | None = None  # seconds from the end of speech to that, where voice activity decided it
 
 
 class Response:
