@@ -117,7 +117,7 @@ def take_questions(words: Sequence[str], kind: type[Any]) -> tuple[list[str], tu
                 rest.append(word)
                 takes_one = word in known and word not in flags
                 option = word if takes_one else ""
-        elif option == "--text" and not (values and _is_file(word)):
+        elif option == "--text" and not (values and (word == "-" or os.path.isfile(word))):
             found.append((TEXT, word))
             values += 1
         elif option and option != "--text":
@@ -135,7 +135,3 @@ def _close(option: str, values: int, rest: list[str]) -> None:
     """Passes a `--text` without a text on to the parser, which refuses it."""
     if option == "--text" and not values:
         rest.append(option)
-
-
-def _is_file(word: str) -> bool:
-    return word == "-" or os.path.isfile(word)

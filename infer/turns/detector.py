@@ -59,10 +59,6 @@ class SemanticVad(Section):
     create_response: bool = True
     interrupt_response: bool = True
 
-    @property
-    def longest_wait(self) -> float:
-        return EAGERNESS[self.eagerness]
-
 
 ONSET = 2  # frames above the threshold with which speech begins; one alone is a click
 HYSTERESIS = 0.15  # by how much the probability falls below the threshold where speech has ended, as in silero's own iterator
@@ -161,7 +157,7 @@ class TurnDetector:
         if isinstance(self.settings, SemanticVad):
             sure = self.now - self._quiet >= SURE[self.settings.eagerness]
             ended = sure if said is None else said and not self._run
-            ended = ended or self.now - self.voiced >= self.settings.longest_wait
+            ended = ended or self.now - self.voiced >= EAGERNESS[self.settings.eagerness]
         else:
             ended = self.now - self._quiet >= self.settings.silence_duration_ms / 1000
         if not ended:

@@ -239,7 +239,7 @@ class TrackListener:
             while True:
                 await asyncio.wait([coming], timeout=STALL)
                 if coming.done():
-                    frames = [coming.result(), *self._rest()]
+                    frames = [coming.result(), *(self._frames.get_nowait() for _ in range(self._frames.qsize()))]
                     coming = asyncio.ensure_future(self._frames.get())
                     samples = np.concatenate([self._samples(frame) for frame in frames])
                 elif self._due is not None:
@@ -250,10 +250,6 @@ class TrackListener:
                 await hear(self._rate.push(samples))
         finally:
             coming.cancel()
-
-    def _rest(self) -> list[AudioFrame]:
-        """The frames that wait."""
-        return [self._frames.get_nowait() for _ in range(self._frames.qsize())]
 
     def _samples(self, frame: AudioFrame) -> np.ndarray:
         """A frame's samples [S] at 48 kHz, after silence for what is missing before it."""

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from infer.pcm import PCM_RATE, to_int16
 from infer.serve.realtime.protocol import Event, ProtocolError
 from infer.serve.realtime.transcripts import MOST
-from infer.serve.rest.answers import MEDIA, begun, encoded, joined, raw, used, wav_header, whole
+from infer.serve.rest.answers import MEDIA, encoded, joined, raw, used, wav_header
 from infer.serve.rest.jobs import Job, StreamedResponse, event_stream, validated
 from infer.serve.rest.messages import decoded, in_decoder
 from infer.turns.vad import SpeechStream
@@ -49,35 +49,19 @@ async def speak(job: Job) -> Response:
     body = await job.read(SpeechRequest)
     if not job.server.voices.speaks:
         raise ProtocolError("this model has no sound", "model_not_supported")
+    rate: int = job.server.host.engine.sample_rate
+    options = job.server.settings.answering.keywords()
+    options["adapter"] = job.server.voices.adapter(body.voice)
     if body.form not in ("pcm", "wav"):
-        data = await job.while_connected(_file(job, body))
+        found = await job.whole(body.input, "T1A1", **options)
+        data = await asyncio.to_thread(lambda: encoded(joined(found.chunks, rate), body.form))
         if body.stream_format == "sse":
             return event_stream(job, _events(job, _one(data)))
         return Response(data, media_type=MEDIA[body.form])
-    rate: int = job.server.host.engine.sample_rate
-    events = await job.while_connected(_begun(job, body))
-    pieces = _grown(raw(events, rate), body.form)
-    return (
-        event_stream(job, _events(job, pieces))
-        if body.stream_format == "sse"
-        else StreamedResponse(job, pieces, MEDIA[body.form])
-    )
-
-
-async def _ask(job: Job, body: SpeechRequest, pace: Any) -> Any:
-    server = job.server
-    options = server.settings.answering.keywords()
-    return await job.ask(body.input, "T1A1", pace, adapter=server.voices.adapter(body.voice), **options)
-
-
-async def _begun(job: Job, body: SpeechRequest) -> AsyncIterator[Output]:
-    return await begun(await _ask(job, body, "read"))
-
-
-async def _file(job: Job, body: SpeechRequest) -> bytes:
-    rate: int = job.server.host.engine.sample_rate
-    found = await whole(await _ask(job, body, "whole"))
-    return await asyncio.to_thread(lambda: encoded(joined(found.chunks, rate), body.form))
+    pieces = _grown(raw(await job.begun(body.input, "T1A1", **options), rate), body.form)
+    if body.stream_format == "sse":
+        return event_stream(job, _events(job, pieces))
+    return StreamedResponse(job, pieces, MEDIA[body.form])
 
 
 async def _grown(samples: AsyncIterator[bytes], form: str) -> AsyncIterator[bytes]:
@@ -130,10 +114,11 @@ async def transcribe(job: Job) -> Response:
     job.server.keys.usage[job.owner].count(seconds=seconds)
     usage = {"type": "duration", "seconds": round(seconds, 3)}
     spoken = await job.while_connected(_has_speech(job, clip))
+    options = {"max_tokens": MOST, "temperature": body.temperature}
     if body.stream:
-        events = await job.while_connected(_begun_transcript(job, clip, body)) if spoken else None
+        events = await job.begun(clip, "A1T1", **options) if spoken else None
         return event_stream(job, _deltas(events, usage))
-    text = await job.while_connected(_text(job, clip, body)) if spoken else ""
+    text = (await job.whole(clip, "A1T1", **options)).text.strip() if spoken else ""
     if body.response_format == "text":
         return PlainTextResponse(f"{text}\n")
     if body.response_format == "json":
@@ -173,18 +158,6 @@ async def _has_speech(job: Job, clip: Tensor) -> bool:
         if max(await job.server.vad.push(stream, second), default=0.0) >= SPEECH:
             return True
     return False
-
-
-async def _ask_transcript(job: Job, clip: Tensor, body: TranscriptionRequest, pace: Any) -> Any:
-    return await job.ask(clip, "A1T1", pace, max_tokens=MOST, temperature=body.temperature)
-
-
-async def _begun_transcript(job: Job, clip: Tensor, body: TranscriptionRequest) -> AsyncIterator[Output]:
-    return await begun(await _ask_transcript(job, clip, body, "read"))
-
-
-async def _text(job: Job, clip: Tensor, body: TranscriptionRequest) -> str:
-    return (await whole(await _ask_transcript(job, clip, body, "whole"))).text.strip()
 
 
 async def _deltas(events: AsyncIterator[Output] | None, usage: Event) -> AsyncIterator[Event]:

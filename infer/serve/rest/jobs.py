@@ -25,10 +25,12 @@ from starlette.requests import ClientDisconnect
 from infer.serve.errors import AGAIN, Denied, Failure, failure_of
 from infer.serve.keys import key_of
 from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, kind_of, read_json
+from infer.serve.rest.answers import Whole, begun, whole
 from infer.serve.telemetry import LOG
 from omni.engine.client import Pace
 from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream
+from omni.generate.results import Event as Output
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -192,6 +194,22 @@ class Job:
         self.session = await asyncio.to_thread(lambda: engine.session(pace=pace, **options))
         answer: AnswerStream = self.session.ask(question, task)
         return answer
+
+    async def begun(self, question: str | Tensor, task: str, **options: Any) -> AsyncIterator[Output]:
+        """The events of an answer, as they are read, once the first has come; arguments and errors as of `ask`."""
+
+        async def work() -> AsyncIterator[Output]:
+            return await begun(await self.ask(question, task, "read", **options))
+
+        return await self.while_connected(work())
+
+    async def whole(self, question: str | Tensor, task: str, **options: Any) -> Whole:
+        """All of an answer, unless the client goes away meanwhile; arguments and errors as of `ask`."""
+
+        async def work() -> Whole:
+            return await whole(await self.ask(question, task, "whole", **options))
+
+        return await self.while_connected(work())
 
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
         """What the work returns; where the client goes away meanwhile it is cancelled, and ClientDisconnect is raised."""
