@@ -116,7 +116,7 @@ async def _serve_socket(server: Server, socket: WebSocket) -> None:
         await socket.accept("realtime" if "realtime" in protocols else None)
         session.log.info("session began", fields={"transport": "websocket", "owner": owner})
         server.metrics.sessions.labels("websocket").inc()
-        await SocketSession(socket, transport, session, server.keys, owner, limits).run()
+        await SocketSession(socket, transport, session, server.keys, owner).run()
     except ProtocolError as error:
         await refuse(socket, Denied(400, error.code, str(error)))
     except Exception:

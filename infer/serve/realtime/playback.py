@@ -171,6 +171,7 @@ class Transport(Protocol):
     """What carries a session; `unread` are bytes that were put and that the client has not taken."""
 
     sound_in_events: bool
+    sent_at: float  # when an event was put last, by `time.monotonic`
 
     @property
     def unread(self) -> int: ...

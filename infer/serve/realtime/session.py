@@ -24,7 +24,7 @@ from infer.serve.realtime.playback import Transport
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
 from infer.serve.realtime.transcripts import PartialTranscripts, Transcripts
-from infer.serve.settings import ServerLimits, ServeSettings
+from infer.serve.settings import ServeSettings
 from infer.serve.telemetry import Metrics, SessionLog
 from infer.turns.vad import VoiceActivity
 from omni.config import ModelConfig
@@ -265,18 +265,12 @@ class Closed(Exception):
 
 
 class SessionBounds:
-    """Ends a session that does not keep to its limits; the client is told by an `error` event.
+    """Ends a session that does not keep to its limits; the client is told by an `error` event. `came`: when anything came."""
 
-    Args:
-        sent_at: tells when an event was sent last, by `time.monotonic`; `came` is when anything came.
-    """
-
-    def __init__(
-        self, session: RealtimeSession, keys: Keys, owner: str, limits: ServerLimits, sent_at: Callable[[], float]
-    ) -> None:
-        self._session, self._keys, self._owner, self._limits, self._sent_at = session, keys, owner, limits, sent_at
+    def __init__(self, session: RealtimeSession, keys: Keys, owner: str) -> None:
+        self._session, self._keys, self._owner, self._limits = session, keys, owner, session.settings.limits
         self._began = self.came = time.monotonic()
-        self._usage = Quota(limits)
+        self._usage = Quota(self._limits)
 
     def count(self) -> None:
         """Count a message that was handled by the sound that it brought, or else as an event; Closed where it is too much."""
@@ -303,6 +297,6 @@ class SessionBounds:
                     f"Your session hit the maximum duration of {minutes:g} minutes.", "session_expired", "invalid_request_error"
                 )
                 raise Closed(EXPIRED, "session_expired")
-            if now - max(self.came, self._sent_at()) > self._limits.idle_seconds:
+            if now - max(self.came, self._session.transport.sent_at) > self._limits.idle_seconds:
                 self._session.tell_error("nothing came or went for too long", "session_idle_timeout", "invalid_request_error")
                 raise Closed(EXPIRED, "idle")

@@ -25,12 +25,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from infer.serve.errors import Denied, Failure, failure_of
-from infer.serve.keys import LOOPBACK, Quota
+from infer.serve.keys import LOOPBACK, Keys, Quota
 from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id, read_json
 from infer.serve.realtime.rtc_sound import CallOutlet, SoundTrack, TrackListener
 from infer.serve.realtime.session import Closed, RealtimeSession, SessionBounds
-from infer.serve.settings import ServerLimits
 
 if TYPE_CHECKING:
     from infer.serve.server import Server
@@ -100,12 +99,10 @@ class CallTransport:
 class Call:
     """One call of a key's owner, from its offer to its end; `opened` is set once its data channel is there."""
 
-    def __init__(
-        self, transport: CallTransport, session: RealtimeSession, owner: str, bounds: SessionBounds, limits: ServerLimits
-    ) -> None:
+    def __init__(self, transport: CallTransport, session: RealtimeSession, keys: Keys, owner: str) -> None:
         self.id, self.owner, self.session = new_id("rtc"), owner, session
-        self._transport, self._bounds, self._most = transport, bounds, limits.unread_bytes
-        self._usage = Quota(limits)
+        self._transport, self._bounds = transport, SessionBounds(session, keys, owner)
+        self._usage, self._most = Quota(session.settings.limits), session.settings.limits.unread_bytes
         self._pc = RTCPeerConnection(RTCConfiguration(iceServers=[], bundlePolicy=RTCBundlePolicy.MAX_BUNDLE))
         self._pc.on("connectionstatechange", self._changed)
         self._pc.on("datachannel", self._take_channel)
@@ -167,9 +164,6 @@ class Call:
         for one in (self._pc, self._transport.channel):  # what aiortc still holds does not hold the call
             if one is not None:
                 one.remove_all_listeners()
-
-    def hang_up(self, reason: str) -> None:
-        self._transport.end(reason)
 
     def _changed(self) -> None:
         if self._pc.connectionState in ("failed", "closed"):
@@ -275,16 +269,15 @@ class Calls:
     async def begin(self, owner: str, given: Event, offer: str, near: bool, wants_omni: bool) -> tuple[Call, str]:
         """A new call whose session has a configuration, and the answer to its offer. Denied where there are as many sessions as
         may be, ProtocolError where configuration or offer cannot be taken."""
-        server, limits = self._server, self._server.settings.limits
+        server = self._server
         server.enter(owner)
-        transport = CallTransport(limits.unread_bytes)
+        transport = CallTransport(server.settings.limits.unread_bytes)
         try:
             session = server.begin(transport, given, wants_omni)
         except ProtocolError:
             server.keys.leave(owner)
             raise
-        bounds = SessionBounds(session, server.keys, owner, limits, lambda: transport.sent_at)
-        call = Call(transport, session, owner, bounds, limits)
+        call = Call(transport, session, server.keys, owner)
         self._calls[call.id] = call
         server.metrics.sessions.labels("webrtc").inc()
         session.log.info("session began", fields={"transport": "webrtc", "owner": owner, "call": call.id})
@@ -320,7 +313,7 @@ class Calls:
     async def close(self) -> None:
         """End all of them."""
         for call in self._calls.values():
-            call.hang_up("the server ends")
+            call.session.transport.end("the server ends")
         await asyncio.gather(*self._tasks)
 
     async def _serve(self, call: Call) -> None:
@@ -370,7 +363,7 @@ def add_calls(app: FastAPI, server: Server) -> Calls:
     async def hang_up(request: Request, call_id: str) -> Response:
         owner, _ = server.admit(request.headers, [])
         try:
-            calls.find(call_id, owner).hang_up("the client hung up")
+            calls.find(call_id, owner).session.transport.end("the client hung up")
         except Failure as error:
             return error.response()
         return Response()

@@ -19,7 +19,6 @@ from infer.serve.keys import Keys
 from infer.serve.realtime.playback import Outlet, SentOutlet
 from infer.serve.realtime.protocol import Event, ProtocolError
 from infer.serve.realtime.session import EXPIRED, POLICY, Closed, RealtimeSession, SessionBounds
-from infer.serve.settings import ServerLimits
 
 RESTART, TRY_AGAIN, INTERNAL = 1012, 1013, 1011
 """Close codes of WebSockets: the server ends, connect again; another server, or later; a fault."""
@@ -84,17 +83,9 @@ class SocketTransport:
 class SocketSession:
     """Serves one WebSocket from its first to its last message."""
 
-    def __init__(
-        self,
-        socket: WebSocket,
-        transport: SocketTransport,
-        session: RealtimeSession,
-        keys: Keys,
-        owner: str,
-        limits: ServerLimits,
-    ) -> None:
+    def __init__(self, socket: WebSocket, transport: SocketTransport, session: RealtimeSession, keys: Keys, owner: str) -> None:
         self._socket, self._transport, self._session = socket, transport, session
-        self._bounds = SessionBounds(session, keys, owner, limits, lambda: transport.sent_at)
+        self._bounds = SessionBounds(session, keys, owner)
 
     async def run(self) -> None:
         """Returns when the socket is closed."""

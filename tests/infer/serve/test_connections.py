@@ -18,7 +18,7 @@ from infer.serve.host import EngineHost
 from infer.serve.keys import Keys, Quota
 from infer.serve.realtime.session import SessionBounds
 from infer.serve.realtime.webrtc import CONNECTING
-from infer.serve.settings import ServerLimits
+from infer.serve.settings import ServerLimits, ServeSettings
 from infer.serve.telemetry import LOG
 from tests.infer.serve.caller import Caller
 from tests.infer.serve.test_server import Flaky, closed, event, opened, serve
@@ -77,8 +77,10 @@ def test_as_many_as_may_be_speak_for_ten_minutes_within_the_default_limits(
     monkeypatch.setattr("infer.serve.keys.monotonic", clock)
     limits = ServerLimits()
     keys = Keys((), limits)
-    session: Any = SimpleNamespace(hearing=SimpleNamespace(uncounted=0.0), send=lambda event: pytest.fail(str(event)))
-    bounds, traffic = SessionBounds(session, keys, "anyone", limits, Clock()), Quota(limits)
+    session: Any = SimpleNamespace(
+        hearing=SimpleNamespace(uncounted=0.0), settings=ServeSettings(), send=lambda event: pytest.fail(str(event))
+    )
+    bounds, traffic = SessionBounds(session, keys, "anyone"), Quota(limits)
     for _ in range(600_000 // ms):
         clock.now += ms / 1000
         traffic.count(frames=1, bytes=64 * ms + 60)
