@@ -33,6 +33,13 @@ from omni.generate.session import Session
 from omni.tasks import Task
 from omni.utils.hardware import find_device
 
+REASONS = {
+    "length": "the answer was cut at the limit; see --max_seconds and --max_tokens",
+    "silence": "the answer was ended by its silence; see --max_silence",
+    "cache": "the answer was cut: the conversation fills the model's context; see --context",
+    "cancelled": "the answer was broken off",
+}
+
 
 def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> bool:
     """Ask every question and deliver the answers; returns whether none of them broke. What needs no model is checked first.
@@ -128,14 +135,6 @@ def _print_json(turn: dict[str, Any]) -> None:
     except UnicodeEncodeError:
         line = json.dumps(turn)
     print(line, flush=True)
-
-
-REASONS = {
-    "length": "the answer was cut at the limit; see --max_seconds and --max_tokens",
-    "silence": "the answer was ended by its silence; see --max_silence",
-    "cache": "the answer was cut: the conversation fills the model's context; see --context",
-    "cancelled": "the answer was broken off",
-}
 
 
 def follow(

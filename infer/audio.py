@@ -38,6 +38,10 @@ from omni.generate.question import longest
 from omni.generate.session import Session
 from omni.tasks import Task
 
+How = Literal["done", "stopped", "failed"]
+"""End of an answer: complete, interrupted by the user (sound written so far stays), or failed by an error (nothing
+stays)."""
+
 
 @dataclass(frozen=True)
 class Pending:
@@ -209,11 +213,6 @@ def _spoken(name: str, pipe: PipeReader | None, channel: int | Literal["mix"]) -
     with collect_warnings() as sound_warnings:
         sound = read_audio(name, channel=channel)
     return Pending(name, lambda: sound, sound_warnings=tuple(sound_warnings))
-
-
-How = Literal["done", "stopped", "failed"]
-"""End of an answer: complete, interrupted by the user (sound written so far stays), or failed by an error (nothing
-stays)."""
 
 
 class Output(Protocol):

@@ -36,7 +36,17 @@ from omni.tasks import TASKS, Task, find_task
 from omni.utils.hardware import check_device, check_dtype, check_quantize
 from omni.utils.remote import refuse_remote
 
+PIPE = "-"  # standard input among the questions, standard output as a place for the answer
 THREADS_PER_CORE = 4  # most threads per core; more would only wait for each other, and each takes a stack
+PLAYING = ("play_seconds", "nonstop", "barge_in", "plot")  # options that only count with `--sessions`
+MOST_SESSIONS = 1024  # of a bench
+SPEAKER_EXTRA = ("av", "onnxruntime", "pydantic", "silero_vad")  # modules that the extra `speaker` brings besides `sounddevice`
+
+SERVE_EXTRA = (
+    *("fastapi", "uvicorn", "uvloop", "websockets", "python_multipart", "aiortc", "av"),
+    *("onnxruntime", "silero_vad", "prometheus_client", "itsdangerous"),
+)
+"""Modules that the extra `serve` brings."""
 
 BENCH = {
     "seconds": Bound(1e-3, 30, "the longest question", whole=False),
@@ -46,6 +56,24 @@ BENCH = {
     "barge_in": Bound(0, 1, "a share of the answers", whole=False),
 }
 """Bounds of the bench's own options."""
+
+CHAT = {
+    "threshold": Bound(0, 1, "0.5 is the default", whole=False),
+    "silence_duration_ms": Bound(0, 60_000, "500 is the default"),
+}
+"""Bounds of the chat's own options: the server's."""
+
+SERVE = {
+    "port": Bound(0, 65_535, "0 takes a free one"),
+    "sessions": Bound(1, 10_000, "64 is the default"),
+    "session_minutes": Bound(0.01, 1e6, "60 is the default", whole=False),
+    "key_sessions": Bound(1, 10_000, "as many as there may be by default"),
+    "key_audio_minutes": Bound(1, 1e7, "an hour for each of its sessions by default", whole=False),
+    "slots": Bound(1, 65_536, "as many as there are conversations by default"),
+}
+"""Bounds of the server's own options."""
+
+Answering = TypeVar("Answering", AskOptions, ChatOptions, ServeOptions)  # options of a command that answers with a model
 
 
 def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
@@ -66,23 +94,6 @@ def check_bench(options: BenchOptions) -> None:
     if options.model is not None:
         check_model(options.model)
     check_playing(options)
-
-
-SERVE = {
-    "port": Bound(0, 65_535, "0 takes a free one"),
-    "sessions": Bound(1, 10_000, "64 is the default"),
-    "session_minutes": Bound(0.01, 1e6, "60 is the default", whole=False),
-    "key_sessions": Bound(1, 10_000, "as many as there may be by default"),
-    "key_audio_minutes": Bound(1, 1e7, "an hour for each of its sessions by default", whole=False),
-    "slots": Bound(1, 65_536, "as many as there are conversations by default"),
-}
-"""Bounds of the server's own options."""
-
-SERVE_EXTRA = (
-    *("fastapi", "uvicorn", "uvloop", "websockets", "python_multipart", "aiortc", "av"),
-    *("onnxruntime", "silero_vad", "prometheus_client", "itsdangerous"),
-)
-"""Modules that the extra `serve` brings."""
 
 
 def check_serve(options: ServeOptions) -> None:
@@ -150,11 +161,6 @@ def _is_loopback(host: str) -> bool:
     except (OSError, UnicodeError) as error:
         raise UserError(f"--host {host!r} is no address here: {getattr(error, 'strerror', None) or error}") from error
     return all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found)
-
-
-PLAYING = ("play_seconds", "nonstop", "barge_in", "plot")  # options that only count with `--sessions`
-
-MOST_SESSIONS = 1024
 
 
 def check_playing(options: BenchOptions) -> None:
@@ -270,12 +276,6 @@ def check_model(folder: str, another: str = "give --model FOLDER") -> None:
     check_folder(Path(find_model(folder)))
 
 
-PIPE = "-"  # standard input among the questions, standard output as a place for the answer
-
-
-Answering = TypeVar("Answering", AskOptions, ChatOptions, ServeOptions)  # options of a command that answers with a model
-
-
 def choose_model(options: Answering) -> tuple[Answering, list[str]]:
     """The options with the folder of their model, and what to tell of it: by default it is the one that the demonstration left
     here, else the one that ships with the package."""
@@ -360,15 +360,6 @@ def check_place(path: str, inputs: Sequence[str]) -> Path:
         if place.exists() and os.path.exists(given) and os.path.samefile(place, given):
             raise UserError(f"--out {path!r} is also the question; write the answer to another file")
     return place
-
-
-CHAT = {
-    "threshold": Bound(0, 1, "0.5 is the default", whole=False),
-    "silence_duration_ms": Bound(0, 60_000, "500 is the default"),
-}
-"""Bounds of the chat's own options: the server's."""
-
-SPEAKER_EXTRA = ("av", "onnxruntime", "pydantic", "silero_vad")  # modules that the extra `speaker` brings besides `sounddevice`
 
 
 def check_chat(options: ChatOptions) -> None:

@@ -18,6 +18,8 @@ WORDS: tuple[tuple[str, str], ...] = (
 )
 """Patterns of the library's messages, with their replacements on the command line."""
 
+LINE_SECONDS = 10.0  # seconds between two lines where there is no terminal
+
 
 def on_one_line(name: str) -> str:
     """Escapes line ends and control characters in a name, so that it fits on one line."""
@@ -29,9 +31,6 @@ def in_options(message: str) -> str:
     for pattern, words in WORDS:
         message = re.sub(pattern, words, message)
     return message
-
-
-LINE_SECONDS = 10.0  # seconds between two lines where there is no terminal
 
 
 class WorkBar:

@@ -21,6 +21,11 @@ from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.utils.hardware import find_dtype, multiplies_bf16
 
+SMALL_MODEL = 64 << 20
+"""Bytes of weights below which one thread is as fast as several: each operation of a step then takes microseconds,
+and threads that wait for each other cost more than they save (many times more where other programs want the cores
+too)."""
+
 
 def load(
     options: LocalOptions, device: torch.device, speaks: bool, otherwise: str = "", insists: bool = True
@@ -65,12 +70,6 @@ def missing_package(folder: str | os.PathLike[str]) -> PackageError | None:
     except PackageError as error:
         return error
     return None
-
-
-SMALL_MODEL = 64 << 20
-"""Bytes of weights below which one thread is as fast as several: each operation of a step then takes microseconds,
-and threads that wait for each other cost more than they save (many times more where other programs want the cores
-too)."""
 
 
 def bytes_of(model: SpeechModel) -> int:

@@ -17,6 +17,9 @@ from av.filter import Graph
 PCM_RATE, G711_RATE = 24_000, 8_000
 """Samples per second of the Realtime API: of `audio/pcm`, and of `audio/pcmu` and `audio/pcma`."""
 
+SUBTYPES = {"audio/pcm": "PCM_16", "audio/pcmu": "ULAW", "audio/pcma": "ALAW"}
+"""libsndfile's names of the formats that the Realtime API has."""
+
 
 def to_int16(samples: np.ndarray) -> np.ndarray:
     """Samples [S] as int16; what is beyond -1 to 1 is clipped."""
@@ -100,10 +103,6 @@ def _pulled(graph: Graph) -> np.ndarray:
             pieces.append(graph.pull().to_ndarray()[0])
         except (BlockingIOError, EOFError):
             return np.concatenate(pieces)
-
-
-SUBTYPES = {"audio/pcm": "PCM_16", "audio/pcmu": "ULAW", "audio/pcma": "ALAW"}
-"""libsndfile's names of the formats that the Realtime API has."""
 
 
 def decode(data: bytes, form: str) -> np.ndarray:

@@ -38,6 +38,16 @@ from omni.tasks import TASKS
 from omni.utils.hardware import find_device, synchronize
 from omni.utils.profiling import GIB, load, seconds_of, timed
 
+TASK = TASKS["A1A2"]
+
+READERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda w: w.sum(),
+    "dot": lambda w: torch.dot(w.view(-1), w.view(-1)),
+    "norm": lambda w: torch.linalg.vector_norm(w),
+    "matrix-vector": lambda w: torch.mv(w, w[0]),
+}
+"""Ways to read every element of a matrix and to write next to none. The fastest depends on the processor."""
+
 
 class FigureRow(NamedTuple):
     """A row of a table: name of the figure, its value and unit, and a note."""
@@ -145,9 +155,6 @@ def _machine(device: torch.device) -> dict[str, str | int | float | None]:
     return {"device": str(device), "processor": name, **rest}
 
 
-TASK = TASKS["A1A2"]
-
-
 def noise(seconds: float) -> Tensor:
     """Noise at the level of speech, [S] at 16 kHz: the content of a question does not change the cost of encoding it."""
     return 0.1 * torch.randn(round(seconds * SAMPLE_RATE), generator=torch.Generator().manual_seed(0))
@@ -225,14 +232,6 @@ def whole_answer(lm: SpeechLM, sound: Tensor, text_assist: bool, seconds: float,
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
-
-READERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda w: w.sum(),
-    "dot": lambda w: torch.dot(w.view(-1), w.view(-1)),
-    "norm": lambda w: torch.linalg.vector_norm(w),
-    "matrix-vector": lambda w: torch.mv(w, w[0]),
-}
-"""Ways to read every element of a matrix and to write next to none. The fastest depends on the processor."""
 
 
 def weights_of_a_step(lm: SpeechLM) -> list[Tensor]:

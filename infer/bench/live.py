@@ -47,6 +47,11 @@ from omni.utils.charts import COLORS, GRID, INK, printable, pyplot_quietly, save
 from omni.utils.process import say
 from omni.utils.profiling import GIB
 
+COLUMNS = (
+    *("sessions", "loop", "late\nms", "under-\nruns", "step\nms", "first audio\nms", "active", "engine\nCPU", "load\nCPU"),
+    *("a session\nCPU", "/ bare\nCPU", "waiting"),
+)
+
 
 def live_table(options: BenchOptions, device: torch.device, name: str | None, sound: Tensor) -> LiveTable:
     """Plays all numbers of sessions with a preset of random weights or the options' folder; UserError where they do not fit."""
@@ -172,42 +177,27 @@ def random_folder(folder: str, config: ModelConfig, dtype: torch.dtype) -> Speec
     return model
 
 
-COLUMNS = (
-    *("sessions", "loop", "late\nms", "under-\nruns", "step\nms", "first audio\nms", "active", "engine\nCPU", "load\nCPU"),
-    *("a session\nCPU", "/ bare\nCPU", "waiting"),
-)
-
-
 @dataclass(frozen=True)
 class LiveFigures:
-    """What a number of sessions gave. Times in seconds; CPU in shares of one core.
+    """What a number of sessions gave. Times in seconds; CPU in shares of one core."""
 
-    Attributes:
-        loop: `closed` for people, `nonstop` for rows that speak all the time.
-        lateness, first_audio: of chunks at their listeners, below zero early; from the end of a question to the first sound.
-        active, rows, waiting: mean numbers of answers under way, of rows of a step, and of questions that waited.
-        written: columns of all rows that were written in a second.
-        engine_cpu, generator_cpu: of the engine, with what it had decoded in this process, and of the load.
-        overhead: the engine's CPU time for a row's step over that of a bare runner and codec; None without a step.
-    """
-
-    loop: Literal["closed", "nonstop"]
+    loop: Literal["closed", "nonstop"]  # people, or rows that speak all the time
     sessions: int
     seconds: float
-    lateness: Percentiles
+    lateness: Percentiles  # of chunks at their listeners, below zero early
     underruns: int
     step: Percentiles
-    first_audio: Percentiles
-    active: float
-    rows: float
-    written: float
-    engine_cpu: float
-    generator_cpu: float
-    overhead: float | None
+    first_audio: Percentiles  # from the end of a question to its first sound
+    active: float  # mean number of answers under way
+    rows: float  # of a step
+    written: float  # columns of all rows that were written in a second
+    engine_cpu: float  # with what it had decoded in this process
+    generator_cpu: float  # of the load
+    overhead: float | None  # the engine's CPU time for a row's step over that of a bare runner and codec; None without a step
     questions: int
     answers: int
     interrupted: int
-    waiting: float
+    waiting: float  # mean number of questions that waited
     errors: int
 
 

@@ -28,6 +28,7 @@ from omni.generate.session import Session
 from omni.generate.turn_end import TurnFrames
 
 SPARE = 0.5  # seconds of the longest question that are left to the model, as the server leaves them
+LAST_WORDS = 10.0  # seconds in which the step under way may end when the program does
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,9 +245,6 @@ def _samples(seconds: float) -> int:
 
 
 QuestionFinder = VoiceQuestions | PressedQuestions
-
-
-LAST_WORDS = 10.0  # seconds in which the step under way may end when the program does
 
 
 class Answered(NamedTuple):

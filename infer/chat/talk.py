@@ -53,6 +53,8 @@ REASONS = {
 
 DEAD = 3.0  # seconds of zeros after which the microphone is said to be muted
 
+CONVERSATION = "conversation.safetensors"
+
 
 class MicrophoneBlock(NamedTuple):
     """A block of the microphone; `lost`: some before it was not taken in time."""
@@ -344,9 +346,6 @@ class SpokenChat:
         else:
             self._transcriber = None
             self._screen.tell(f"warning: no transcripts: {in_options(transcribed.error)}")
-
-
-CONVERSATION = "conversation.safetensors"
 
 
 class ChatFolder:

@@ -27,6 +27,10 @@ Doing = Literal["listening", "hearing you", "thinking", "speaking", "waiting", "
 
 STYLES: dict[str, str] = {"listening": "green", "hearing you": "bold red", "thinking": "yellow", "speaking": "bold cyan"}
 
+Key = Literal["enter", "end", "interrupt"]
+
+TWICE = 2.0  # seconds within which a second Ctrl-C leaves
+
 
 class ChatScreen:
     """A context manager; the terminal is as before afterwards. `caption` is the present answer, as far as it is shown."""
@@ -111,11 +115,6 @@ class ChatScreen:
         status.no_wrap, status.overflow = True, "ellipsis"
         caption = [Text.assemble(("model: ", "bold cyan"), self.caption)] if self.caption else []
         self._live.update(Group(*caption, status), refresh=True)
-
-
-Key = Literal["enter", "end", "interrupt"]
-
-TWICE = 2.0  # seconds within which a second Ctrl-C leaves
 
 
 @contextlib.contextmanager

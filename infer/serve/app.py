@@ -32,6 +32,9 @@ from infer.serve.telemetry import LOG
 from omni.engine.wire import EngineLost
 
 THREADS = 64  # threads for what waits for the engine's process
+LARGEST = 256 * 1024  # bytes of a request: the server keeps its configuration for as long as the secret is valid
+
+OWNER = "omni"
 
 
 def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] = ()) -> FastAPI:
@@ -131,9 +134,6 @@ async def _serve_socket(server: Server, socket: WebSocket) -> None:
             session.log.info("session ended")
 
 
-LARGEST = 256 * 1024  # bytes of a request: the server keeps its configuration for as long as the secret is valid
-
-
 class ExpiresAfter(BaseModel):
     anchor: Literal["created_at"] = "created_at"
     seconds: Annotated[int, Field(ge=10, le=LONGEST_SECRET)] = 600
@@ -155,9 +155,6 @@ async def make_secret(job: Job) -> Response:
     value, expires = server.keys.make_secret(job.owner, given, seconds)
     session = shown(configuration, server.voices, new_id("sess"), expires)
     return JSONResponse({"value": value, "expires_at": expires, "session": session})
-
-
-OWNER = "omni"
 
 
 def add_models(app: FastAPI, server: Server) -> None:

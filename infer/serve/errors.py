@@ -13,6 +13,9 @@ from omni.errors import RoomError, UserError
 
 AGAIN = 2  # seconds after which a request that found no room may come again
 
+OURS = ("this engine ", "this session ")
+"""How errors of the engine begin that are about itself, and not about what it was given."""
+
 
 class Failure(Exception):
     """A request that is not answered, or an answer that broke.
@@ -66,10 +69,6 @@ def failure_of(error: Exception) -> Failure:
         return Failure(400, str(error), "invalid_value")
     LOG.error("a request failed", exc_info=error)
     return Failure(500, f"the server failed ({type(error).__name__})", "server_error", "server_error")
-
-
-OURS = ("this engine ", "this session ")
-"""How errors of the engine begin that are about itself, and not about what it was given."""
 
 
 def told_of(error: Exception) -> ProtocolError:

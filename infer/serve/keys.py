@@ -30,6 +30,9 @@ LONGEST_SECRET = 7200  # seconds for which a client secret may be valid at most;
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
+LONGEST_TOKEN = 4096  # characters of a client secret, which travels in a header
+SECRET = "ek_"  # start of a client secret, by which OpenAI's clients know one
+
 
 def is_local(host: str) -> bool:
     """Whether a `Host` header names this machine by its loopback interface."""
@@ -38,10 +41,6 @@ def is_local(host: str) -> bool:
         name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
         return ip_address(name).is_loopback
     return name == "localhost"
-
-
-LONGEST_TOKEN = 4096  # characters of a client secret, which travels in a header
-SECRET = "ek_"  # start of a client secret, by which OpenAI's clients know one
 
 
 class Allowance:

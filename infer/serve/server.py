@@ -27,6 +27,29 @@ from infer.turns.vad import VoiceActivity
 from omni.errors import UserError
 from omni.generate.question import longest
 
+VERSION = importlib.metadata.version("omni-speech")
+
+PAGE = Path(__file__).parent / "page"
+
+POLICY = (
+    "default-src 'self'; connect-src 'self'; media-src 'self' blob:; img-src 'self' data:; worker-src 'self' blob:; "
+    "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Content security policy: nothing from another host, no inline script."""
+
+HEADERS = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"permissions-policy", b"microphone=(self), camera=(), geolocation=()"),
+    (b"cache-control", b"no-cache"),
+)
+
+HSTS = ((b"strict-transport-security", b"max-age=31536000"),)
+
+REALTIME = "/v1/realtime"  # path of the server's only WebSockets
+STATS_WAIT = 2.0  # seconds that the engine has to tell its figures before it counts as stuck
+
 
 @dataclass(eq=False)
 class Server:
@@ -80,30 +103,6 @@ class Server:
         """Tell every session that the engine was lost; the reason is for the log alone."""
         for session in list(self.sessions.values()):
             session.tell_error(LOST)
-
-
-VERSION = importlib.metadata.version("omni-speech")
-
-PAGE = Path(__file__).parent / "page"
-
-POLICY = (
-    "default-src 'self'; connect-src 'self'; media-src 'self' blob:; img-src 'self' data:; worker-src 'self' blob:; "
-    "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-"""Content security policy: nothing from another host, no inline script."""
-
-HEADERS = (
-    (b"content-security-policy", POLICY.encode()),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"permissions-policy", b"microphone=(self), camera=(), geolocation=()"),
-    (b"cache-control", b"no-cache"),
-)
-
-HSTS = ((b"strict-transport-security", b"max-age=31536000"),)
-
-REALTIME = "/v1/realtime"  # path of the server's only WebSockets
-STATS_WAIT = 2.0  # seconds that the engine has to tell its figures before it counts as stuck
 
 
 class Headers:

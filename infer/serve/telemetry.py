@@ -15,6 +15,26 @@ from omni.engine.stats import EngineStats
 
 LOG = logging.getLogger("infer.serve")
 
+SECONDS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+ENGINE: dict[str, tuple[str, Callable[[EngineStats], float | None]]] = {
+    "sessions": ("Conversations that the engine holds", lambda stats: stats.sessions),
+    "active": ("Answers under way", lambda stats: stats.active),
+    "live": ("Answers under way that somebody hears", lambda stats: stats.live),
+    "waiting": ("Questions that wait for room", lambda stats: stats.waiting),
+    "slots": ("Rows of the cache", lambda stats: stats.slots),
+    "free_slots": ("Rows that nobody holds", lambda stats: stats.free),
+    "underruns": ("Chunks of sound that were ready after they were due", lambda stats: stats.underruns),
+    "hearing_seconds": ("Seconds spent on questions while their sound came", lambda stats: stats.hearing),
+    "lateness_p99_seconds": (
+        "99th percentile of the newest chunks' lateness, below zero early",
+        lambda stats: stats.lateness.p99,
+    ),
+    "step_p50_seconds": ("Median of the newest steps", lambda stats: stats.step.p50),
+    "first_audio_p95_seconds": ("95th percentile of the newest answers' first sound", lambda stats: stats.first_audio.p95),
+}
+"""What is told of the engine."""
+
 
 class JsonFormatter(logging.Formatter):
     """Time, level, message, and what a record brings besides (`extra={"fields": {...}}`)."""
@@ -67,28 +87,6 @@ def write_logs() -> None:
     LOG.setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").addFilter(quieted)
     logging.getLogger("omni").setLevel(logging.WARNING)
-
-
-SECONDS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
-
-
-ENGINE: dict[str, tuple[str, Callable[[EngineStats], float | None]]] = {
-    "sessions": ("Conversations that the engine holds", lambda stats: stats.sessions),
-    "active": ("Answers under way", lambda stats: stats.active),
-    "live": ("Answers under way that somebody hears", lambda stats: stats.live),
-    "waiting": ("Questions that wait for room", lambda stats: stats.waiting),
-    "slots": ("Rows of the cache", lambda stats: stats.slots),
-    "free_slots": ("Rows that nobody holds", lambda stats: stats.free),
-    "underruns": ("Chunks of sound that were ready after they were due", lambda stats: stats.underruns),
-    "hearing_seconds": ("Seconds spent on questions while their sound came", lambda stats: stats.hearing),
-    "lateness_p99_seconds": (
-        "99th percentile of the newest chunks' lateness, below zero early",
-        lambda stats: stats.lateness.p99,
-    ),
-    "step_p50_seconds": ("Median of the newest steps", lambda stats: stats.step.p50),
-    "first_audio_p95_seconds": ("95th percentile of the newest answers' first sound", lambda stats: stats.first_audio.p95),
-}
-"""What is told of the engine."""
 
 
 class Metrics:

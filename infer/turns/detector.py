@@ -32,6 +32,34 @@ Eagerness = Literal["low", "medium", "high", "auto"]
 
 Milliseconds = Annotated[int, Field(ge=0, le=60_000)]
 
+ONSET = 2  # frames above the threshold with which speech begins; one alone is a click
+HYSTERESIS = 0.15  # by how much the probability falls below the threshold where speech has ended, as in silero's own iterator
+THRESHOLD = 0.5  # of `semantic_vad`, which has none to set
+PADDING = 0.1  # seconds of sound around speech that a question keeps: models answer best where they hear as much as in training
+PREFIX = 0.3  # seconds before speech that belong to its turn, of `semantic_vad`
+
+SURE = {"low": 1.2, "medium": 0.8, "high": 0.5, "auto": 0.8}
+"""Seconds of silence after which `semantic_vad` takes a turn for ended, by eagerness."""
+
+PROVE = 0.57  # seconds after which speech that made an answer softer, and still goes on, ends it: within 600 ms
+GAP = 0.13  # seconds of silence after which a short sound has ended
+
+HELD, MOST_HELD = 1.0, 3.0
+"""Seconds after a short sound, and after its onset, in which speech goes on from it: what it turns out to interrupt an answer
+with began there."""
+
+Kind = Literal["began", "ended", "duck", "restore", "idle"]
+
+LEAST = {"low": 0.4, "medium": 0.3, "high": 0.3, "auto": 0.3}
+"""Seconds of silence after which the head can end a turn, by eagerness."""
+
+UNSURE = 1.05  # seconds of silence that end a turn of which the head is not sure: more than between the words of a sentence
+
+KNOWN, HEARD = 0.99, 0.8
+"""A voice is known where the head is so sure of it in most frames of the last speech, of so many seconds."""
+
+MORE = 0.1  # probability of the end below which more must come
+
 
 class Section(BaseModel):
     """A part of the configuration; what is not given stays as it is."""
@@ -58,25 +86,6 @@ class SemanticVad(Section):
     eagerness: Eagerness = "auto"
     create_response: bool = True
     interrupt_response: bool = True
-
-
-ONSET = 2  # frames above the threshold with which speech begins; one alone is a click
-HYSTERESIS = 0.15  # by how much the probability falls below the threshold where speech has ended, as in silero's own iterator
-THRESHOLD = 0.5  # of `semantic_vad`, which has none to set
-PADDING = 0.1  # seconds of sound around speech that a question keeps: models answer best where they hear as much as in training
-PREFIX = 0.3  # seconds before speech that belong to its turn, of `semantic_vad`
-
-SURE = {"low": 1.2, "medium": 0.8, "high": 0.5, "auto": 0.8}
-"""Seconds of silence after which `semantic_vad` takes a turn for ended, by eagerness."""
-
-PROVE = 0.57  # seconds after which speech that made an answer softer, and still goes on, ends it: within 600 ms
-GAP = 0.13  # seconds of silence after which a short sound has ended
-
-HELD, MOST_HELD = 1.0, 3.0
-"""Seconds after a short sound, and after its onset, in which speech goes on from it: what it turns out to interrupt an answer
-with began there."""
-
-Kind = Literal["began", "ended", "duck", "restore", "idle"]
 
 
 @dataclass(frozen=True)
@@ -179,17 +188,6 @@ class TurnDetector:
             return []
         since, self._idle_since = self._idle_since, None
         return [TurnEvent("idle", since, self.now)]
-
-
-LEAST = {"low": 0.4, "medium": 0.3, "high": 0.3, "auto": 0.3}
-"""Seconds of silence after which the head can end a turn, by eagerness."""
-
-UNSURE = 1.05  # seconds of silence that end a turn of which the head is not sure: more than between the words of a sentence
-
-KNOWN, HEARD = 0.99, 0.8
-"""A voice is known where the head is so sure of it in most frames of the last speech, of so many seconds."""
-
-MORE = 0.1  # probability of the end below which more must come
 
 
 def has_ended(frames: TurnFrames | None, start: float, now: float, voiced: float, eagerness: str) -> bool | None:

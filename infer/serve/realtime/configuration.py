@@ -18,6 +18,27 @@ from infer.turns.detector import Section, SemanticVad, ServerVad
 
 LONGEST_TEXT = 100_000  # characters of instructions and of written questions
 
+TurnDetection = Annotated[ServerVad | SemanticVad, Field(discriminator="type")]
+
+Tokens = Annotated[int, Field(ge=1, le=2**20)] | Literal["inf"]
+
+BETA = {
+    "modalities": "output_modalities",
+    "voice": "audio.output.voice",
+    "speed": "audio.output.speed",
+    "input_audio_format": "audio.input.format",
+    "output_audio_format": "audio.output.format",
+    "input_audio_transcription": "audio.input.transcription",
+    "input_audio_noise_reduction": "audio.input.noise_reduction",
+    "turn_detection": "audio.input.turn_detection",
+    "max_response_output_tokens": "max_output_tokens",
+    "temperature": "omni.temperature",
+}
+"""Keys of the API's beta, and where they are now."""
+
+ECHOED = ("tools", *(f"audio.input.transcription.{name}" for name in ("model", "language", "prompt")))
+"""Settings that are told as they were given, for clients that look for them, and change nothing."""
+
 
 class SoundFormat(Section):
     type: Literal["audio/pcm", "audio/pcmu", "audio/pcma"] = "audio/pcm"
@@ -29,9 +50,6 @@ class SoundFormat(Section):
 
     def shown(self) -> Event:
         return {"type": self.type, "rate": PCM_RATE} if self.type == "audio/pcm" else {"type": self.type}
-
-
-TurnDetection = Annotated[ServerVad | SemanticVad, Field(discriminator="type")]
 
 
 class Transcription(Section):
@@ -68,9 +86,6 @@ class Omni(Section):
     partial_transcripts: bool = False  # tell what was understood while somebody speaks
 
 
-Tokens = Annotated[int, Field(ge=1, le=2**20)] | Literal["inf"]
-
-
 class Configuration(Section):
     """All of it, as in effect; a session of type `transcription` writes down what it hears and never answers."""
 
@@ -87,26 +102,6 @@ class Configuration(Section):
     include: list[str] | None = None
     prompt: dict[str, Any] | None = None
     omni: Omni = Field(default_factory=Omni)
-
-
-BETA = {
-    "modalities": "output_modalities",
-    "voice": "audio.output.voice",
-    "speed": "audio.output.speed",
-    "input_audio_format": "audio.input.format",
-    "output_audio_format": "audio.output.format",
-    "input_audio_transcription": "audio.input.transcription",
-    "input_audio_noise_reduction": "audio.input.noise_reduction",
-    "turn_detection": "audio.input.turn_detection",
-    "max_response_output_tokens": "max_output_tokens",
-    "temperature": "omni.temperature",
-}
-"""Keys of the API's beta, and where they are now."""
-
-ECHOED = ("tools", *(f"audio.input.transcription.{name}" for name in ("model", "language", "prompt")))
-"""Settings that are told as they were given, for clients that look for them, and change nothing."""
-
-LISTS = ("tools", "include", "output_modalities")
 
 
 class Voices:

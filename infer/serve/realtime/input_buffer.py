@@ -15,6 +15,8 @@ from omni.errors import UserError
 from omni.generate.listening import AudioSoFar
 from omni.generate.turn_end import TurnFrames
 
+PIECE = 0.1  # seconds of the pieces that are given at least; each takes some time of the loop
+
 
 class InputBuffer:
     """Samples at 24 kHz, at most so many seconds, from second `start` to `end` of the session's input."""
@@ -107,9 +109,6 @@ class InputBuffer:
         self.start = self.end
         self._pieces.clear()
         self._samples = 0
-
-
-PIECE = 0.1  # seconds of the pieces that are given at least; each takes some time of the loop
 
 
 class TurnSound:

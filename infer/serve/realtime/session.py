@@ -34,6 +34,9 @@ from omni.generate.question import longest
 LARGEST_SOUND = 2**20 - 2**14
 """Characters of base64 of an item that is retrieved: many clients take no message of more than 1 MiB."""
 
+EXPIRED, POLICY = 1000, 1008  # close codes of WebSockets: a regular end, and a limit
+LOOK = 5.0  # seconds between two looks at a session's limits
+
 
 class RealtimeSession:
     """One client's session.
@@ -250,10 +253,6 @@ HANDLERS: dict[str, Callable[[RealtimeSession, Any], Coroutine[Any, Any, None]]]
 def remembered(config: ModelConfig) -> float:
     """Seconds of questions that fill the model's context: older sound is never given to it again."""
     return config.decoder.context * config.projector.stack / config.encoder.frames_per_second
-
-
-EXPIRED, POLICY = 1000, 1008  # close codes of WebSockets: a regular end, and a limit
-LOOK = 5.0  # seconds between two looks at a session's limits
 
 
 class Closed(Exception):

@@ -21,6 +21,11 @@ from omni.generate.results import Ended, TextDelta
 
 AFTER = 1.0  # seconds for which a transcript waits for the first sound of the answer, which comes first
 MOST = 512  # tokens of a transcript
+EVERY = 0.6  # seconds between two of a turn at least
+REST = 3.0  # how many times as long as the last one took nothing is understood at least: a long turn takes longer each time
+CHARACTERS = 30  # characters of a second of speech at most; a model that writes more has lost its way, and nothing is told
+
+EVENT = "omni.input_audio_transcription.partial"
 
 
 class Transcripts:
@@ -68,13 +73,6 @@ class Transcripts:
         finally:
             await closed(session)
         return text.strip()
-
-
-EVERY = 0.6  # seconds between two of a turn at least
-REST = 3.0  # how many times as long as the last one took nothing is understood at least: a long turn takes longer each time
-CHARACTERS = 30  # characters of a second of speech at most; a model that writes more has lost its way, and nothing is told
-
-EVENT = "omni.input_audio_transcription.partial"
 
 
 class PartialTranscripts:

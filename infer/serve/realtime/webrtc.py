@@ -39,6 +39,11 @@ CLOSING = 2.0  # seconds that a client has to take its last events, and a connec
 LARGEST_OFFER = 100_000  # characters of an offer; a browser's has some thousands
 MOST_CANDIDATES = 20  # addresses of a client that are tried; others are left out
 
+PATH = "/v1/realtime/calls"
+
+CONNECTING = 8  # calls of a key that may be on their way at once, from the head of the request to the data channel
+BODY_SECONDS = 30.0  # seconds in which the body of a request has to come
+
 
 class CallTransport:
     """Sends events over the data channel, once it is open, and sound by a track; at most so many bytes may wait for a client.
@@ -249,12 +254,6 @@ def checked_offer(offer: str) -> str:
 
 def _bad_offer(problem: str) -> ProtocolError:
     return ProtocolError(f"the offer {problem}", "invalid_offer", "sdp")
-
-
-PATH = "/v1/realtime/calls"
-
-CONNECTING = 8  # calls of a key that may be on their way at once, from the head of the request to the data channel
-BODY_SECONDS = 30.0  # seconds in which the body of a request has to come
 
 
 class Calls:

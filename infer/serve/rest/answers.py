@@ -29,6 +29,23 @@ if TYPE_CHECKING:
 
 KEPT, KEPT_SECONDS = 1000, 3600  # number of spoken answers that can be referred to by their ids, and for how long
 
+FILES = {"mp3": ("MP3", None), "flac": ("FLAC", None), "opus": ("OGG", "OPUS")}
+"""libsndfile's names of the formats that are written when the sound is whole."""
+
+MEDIA = {
+    "mp3": "audio/mpeg",
+    "flac": "audio/flac",
+    "opus": "audio/ogg",
+    "wav": "audio/wav",
+    "pcm": "audio/pcm",
+    "pcm16": "audio/pcm",
+}
+"""Media types by format."""
+
+UNKNOWN = 0xFFFFFFFF  # bytes of a WAV file whose length is not known yet: players read to its end
+_BLOCK = 1 << 16  # samples that are encoded at a time
+_LEAST = PCM_RATE // 100  # samples of a file: those of some formats are none without any
+
 
 async def begun(answer: AnswerStream) -> AsyncIterator[Output]:
     """The events of an answer whose first one has come, so that what is wrong with the question is raised here. Failure where
@@ -136,25 +153,6 @@ class KeptAnswers:
         """The answer of that id; None where there is none any more, or it is another's."""
         whose, end, answer = self._found.get(answer_id, ("", 0.0, None))
         return answer if whose == owner and end >= time.time() else None
-
-
-FILES = {"mp3": ("MP3", None), "flac": ("FLAC", None), "opus": ("OGG", "OPUS")}
-"""libsndfile's names of the formats that are written when the sound is whole."""
-
-MEDIA = {
-    "mp3": "audio/mpeg",
-    "flac": "audio/flac",
-    "opus": "audio/ogg",
-    "wav": "audio/wav",
-    "pcm": "audio/pcm",
-    "pcm16": "audio/pcm",
-}
-"""Media types by format."""
-
-UNKNOWN = 0xFFFFFFFF  # bytes of a WAV file whose length is not known yet: players read to its end
-
-_BLOCK = 1 << 16  # samples that are encoded at a time
-_LEAST = PCM_RATE // 100  # samples of a file: those of some formats are none without any
 
 
 def wav_header(count: int = UNKNOWN) -> bytes:

@@ -28,6 +28,12 @@ from omni.generate.results import Event as Output
 from omni.generate.results import TextDelta
 
 LONGEST_INPUT = 4096  # characters of a text, as OpenAI limits it
+TIMED = ("srt", "vtt", "diarized_json")  # formats that tell who speaks when, which the model does not know
+
+UNKNOWN = ("timestamp_granularities", "include", "known_speaker_names", "known_speaker_references")
+"""Fields that ask for that, or for log probabilities."""
+
+SPEECH = 0.25  # probability of speech that the likeliest 32 ms of a sound have at least, or nothing is said in it
 
 
 class SpeechRequest(BaseModel):
@@ -84,14 +90,6 @@ async def _events(job: Job, pieces: AsyncIterator[bytes]) -> AsyncIterator[Event
     found = used(await asyncio.to_thread(lambda: session.turns))
     usage = {"input_tokens": found.read, "output_tokens": found.written, "total_tokens": found.read + found.written}
     yield {"type": "speech.audio.done", "usage": usage}
-
-
-TIMED = ("srt", "vtt", "diarized_json")  # formats that tell who speaks when, which the model does not know
-
-UNKNOWN = ("timestamp_granularities", "include", "known_speaker_names", "known_speaker_references")
-"""Fields that ask for that, or for log probabilities."""
-
-SPEECH = 0.25  # probability of speech that the likeliest 32 ms of a sound have at least, or nothing is said in it
 
 
 class TranscriptionRequest(BaseModel):

@@ -25,7 +25,6 @@ from omni.generate.messages import Message
 MOST_MESSAGES = 4096
 
 MOST_SECONDS = 600.0  # seconds of sound of all messages together; one question's may be less, as the model says
-
 MOST_CHANNELS, MOST_RATE = 2, 192_000  # of a sound file
 
 _DECODERS = ThreadPoolExecutor(2, "decode")
