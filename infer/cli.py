@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import typing
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ def command_parser(name: str) -> InferParser:
     kind = COMMANDS[name]
     parser = InferParser(prog=f"omni-infer [options] {name}", description=(kind.__doc__ or "").strip())
     hints = typing.get_type_hints(kind)
-    for f in sorted(dataclasses.fields(kind), key=lambda f: f.name not in vars(kind)["__annotations__"]):  # its own first
+    for f in sorted(dataclasses.fields(kind), key=lambda f: f.name not in inspect.get_annotations(kind)):  # its own first
         if "help" not in f.metadata:  # no option: `parse` fills it in
             continue
         more = dict(f.metadata)

@@ -34,7 +34,7 @@ class DeviceOptions:
 
 
 @dataclass(frozen=True)
-class AnswerOptions(DeviceOptions):
+class AnsweringOptions(DeviceOptions):
     """Options of every command that answers."""
 
     seed: int = option(0, "of the random draws")
@@ -50,7 +50,7 @@ class AnswerOptions(DeviceOptions):
 
 
 @dataclass(frozen=True)
-class LocalOptions(AnswerOptions):
+class LocalOptions(AnsweringOptions):
     """Options of the commands that answer one person."""
 
     model: str | None = option(None, MODEL)
@@ -123,7 +123,7 @@ class ChatOptions(LocalOptions):
 
 
 @dataclass(frozen=True)
-class ServeOptions(AnswerOptions):
+class ServeOptions(AnsweringOptions):
     """Serve a model to browsers and to clients of OpenAI's Realtime API, many at once.
 
     The page to talk with is at the address that is printed. Who reaches it from other machines needs a key (--key_file).

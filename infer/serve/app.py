@@ -48,7 +48,7 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
     async def life(app: FastAPI) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(THREADS, "omni-serve"))
-        host.on_lost.append(server.lost)
+        host.on_lost = server.lost
         watching = asyncio.create_task(host.watch())
         yield
         await calls.close()

@@ -30,7 +30,7 @@ class Failure(Exception):
         self,
         status: int,
         message: str,
-        code: str | None = None,
+        code: str = "",
         kind: str = "invalid_request_error",
         param: str | None = None,
         again: int | None = None,
@@ -40,7 +40,7 @@ class Failure(Exception):
 
     @property
     def body(self) -> Event:
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code or None}}
 
     def response(self) -> JSONResponse:
         headers = None if self.again is None else {"retry-after": str(self.again)}
@@ -83,7 +83,7 @@ def told_of(error: Exception) -> ProtocolError:
         message = f"instructions, {str(error).partition(':')[0]}: shorten instructions, history or question"
         return ProtocolError(message, "context_length_exceeded")
     failure = failure_of(error)
-    return ProtocolError(str(failure), failure.code or "invalid_value", failure.param, failure.kind)
+    return ProtocolError(str(failure), failure.code, failure.param, failure.kind)
 
 
 def broken(text: str | None, engine: Any) -> Exception:

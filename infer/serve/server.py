@@ -99,8 +99,8 @@ class Server:
         self.sessions[session.id] = session
         return session
 
-    def lost(self, reason: str) -> None:
-        """Tell every session that the engine was lost; the reason is for the log alone."""
+    def lost(self) -> None:
+        """Tell every session that the engine was lost."""
         for session in list(self.sessions.values()):
             session.tell_error(LOST)
 
