@@ -74,9 +74,7 @@ class PlayedAnswer:
     """The answer that is waited for, or heard."""
 
     turn: SpokenTurn
-    texts: deque[tuple[str, float | None]] = field(
-        default_factory=deque
-    )  # pieces that are not shown yet, and when they are spoken
+    texts: deque[tuple[str, float | None]] = field(default_factory=deque)  # that are not shown yet, and their seconds
     chunks: list[Tensor] = field(default_factory=list)  # its sound so far, [S] each
     ended: Ended | None = None  # its last event, once it came
 

@@ -62,9 +62,7 @@ class Server:
     metrics: Metrics = field(default_factory=Metrics)
     vad: VoiceActivity = field(default_factory=VoiceActivity)
     sessions: dict[str, RealtimeSession] = field(default_factory=dict)  # the open Realtime sessions, by their ids
-    requests: Counter[str] = field(
-        default_factory=Counter
-    )  # HTTP requests with an answer under way, by the owners of their keys
+    requests: Counter[str] = field(default_factory=Counter)  # HTTP requests under way, by the owners of their keys
     draining: bool = False  # no new session is taken
     idle: dict[Any, None] = field(default_factory=dict)  # connections without a request, the oldest first
 
