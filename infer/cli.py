@@ -51,7 +51,8 @@ def command_parser(name: str) -> InferParser:
     kind = COMMANDS[name]
     parser = InferParser(prog=f"omni-infer [options] {name}", description=(kind.__doc__ or "").strip())
     hints = typing.get_type_hints(kind)
-    for f in sorted(dataclasses.fields(kind), key=lambda f: f.name not in inspect.get_annotations(kind)):  # its own first
+    rank = {name: place for place, owner in reversed([*enumerate(kind.__mro__)]) for name in inspect.get_annotations(owner)}
+    for f in sorted(dataclasses.fields(kind), key=lambda f: rank[f.name]):  # its own first
         if "help" not in f.metadata:  # no option: `parse` fills it in
             continue
         more = dict(f.metadata)
