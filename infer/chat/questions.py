@@ -21,7 +21,7 @@ import numpy as np
 
 from infer.audio import collect_warnings
 from infer.pcm import PCM_RATE
-from infer.turns.detector import ONSET, SemanticVad, ServerVad, TurnDetector, has_ended
+from infer.turns.detector import ONSET, SemanticVad, ServerVad, TurnDetector
 from infer.turns.vad import FRAME_SECONDS, Silero, SpeechStream
 from omni.generate.results import Event
 from omni.generate.session import Session
@@ -155,7 +155,8 @@ class VoiceQuestions:
 
     def _judge(self, probability: float, parts: list[QuestionPart]) -> None:
         detector, semantic = self._detector, isinstance(self._settings, SemanticVad)
-        events = detector.push(probability, False, self._said())
+        frames = None if self.question is None else self.question.frames
+        events = detector.push(probability, False, detector.said(frames, self._began / PCM_RATE))
         for event in events:
             if event.kind == "began":
                 self._began = self._ahead = max(_samples(event.at) - self._padding, self._free, self._start)
@@ -178,13 +179,6 @@ class VoiceQuestions:
         elif semantic and now > (ahead := max(self._ahead, self._start)):
             parts.append(QuestionPart("ahead", samples=self._sound[ahead - self._start : now - self._start]))
             self._ahead = now
-
-    def _said(self) -> bool | None:
-        """What the model says of the question's end; None where it is not asked."""
-        detector, settings, question = self._detector, self._settings, self.question
-        if not isinstance(settings, SemanticVad) or question is None or not detector.speaking:
-            return None
-        return has_ended(question.frames, self._began / PCM_RATE, detector.now, detector.voiced, settings.eagerness)
 
     def _forget(self, before: int) -> None:
         gone = min(max(before - self._start, 0), len(self._sound))

@@ -174,6 +174,12 @@ class TurnDetector:
         self.stop()
         return [TurnEvent("ended", self.voiced, self.now)]
 
+    def said(self, frames: TurnFrames | None, start: float) -> bool | None:
+        """What the model says of the end of a turn whose sound begins at a second of the input; None where it is not asked."""
+        if not isinstance(self.settings, SemanticVad) or not self.speaking:
+            return None
+        return has_ended(frames, start, self.now, self.voiced, self.settings.eagerness)
+
     def stop(self) -> None:
         """End the turn, whatever was heard last."""
         self.speaking, self._run, self._idle_since, self._held = False, 0, None, self.now

@@ -14,7 +14,7 @@ from infer.serve.realtime.playback import Owner
 from infer.serve.realtime.protocol import ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
 from infer.serve.realtime.transcripts import PartialTranscripts
-from infer.turns.detector import SemanticVad, TurnDetector, TurnEvent, has_ended
+from infer.turns.detector import SemanticVad, TurnDetector, TurnEvent
 from infer.turns.vad import SpeechStream, VoiceActivity
 
 SHORTEST = 0.1  # seconds of the shortest sound that can be committed, as in OpenAI's
@@ -108,21 +108,14 @@ class SessionInput:
             detector = self._detector
             if detector is None:  # it was switched off meanwhile
                 return
-            for event in detector.push(probability, self._responses.playing, self._said(detector)):
+            said = detector.said(None if self._turn is None else self._turn.frames, self._first)
+            for event in detector.push(probability, self._responses.playing, said):
                 await self._act(event)
             if detector.speaking and detector.now - self._begins >= self._owner.longest - 0.5:
                 detector.stop()
                 await self._act(TurnEvent("ended", detector.now, detector.now))
             if not detector.speaking:
                 self.buffer.forget(detector.now - detector.padding - KEPT)
-
-    def _said(self, detector: TurnDetector) -> bool | None:
-        """What the model says of the turn's end; None where it is not asked."""
-        settings = detector.settings
-        if not isinstance(settings, SemanticVad) or not detector.speaking:
-            return None
-        frames = None if self._turn is None else self._turn.frames
-        return has_ended(frames, self._first, detector.now, detector.voiced, settings.eagerness)
 
     async def _act(self, event: TurnEvent) -> None:
         owner = self._owner
