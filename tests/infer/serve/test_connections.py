@@ -222,7 +222,7 @@ def test_calls_without_media_leave_places_for_others(calls: Any) -> None:
             assert answer.status_code == (201 if number < CONNECTING else 429), answer.text
         assert len(server.sessions) == CONNECTING
         for session in list(server.sessions.values()):
-            session.end("enough")
+            session.transport.end("enough")
 
     calls(body)
 
