@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infer.bench.measure import TASK
+from infer.bench.bench import TASK
 from omni.cpu.kernels import Kernels, apply, multiply
 from omni.generate.question import Asked, encode_questions
 from omni.generate.speech_lm import SpeechLM

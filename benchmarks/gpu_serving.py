@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks.report import Figures, run_checks
-from infer.bench.figures import LiveFigures
-from infer.bench.live import context_of, play, random_folder
-from infer.bench.measure import TASK, noise
+from infer.bench.bench import TASK, noise
+from infer.bench.live import LiveFigures, context_of, play, random_folder
 from infer.bench.people import Manner
 from infer.bench.random_model import random_codec, random_model, with_encoder_mode
 from omni.config import preset

@@ -24,11 +24,11 @@ from torch import Tensor
 from benchmarks.bare import BareLoop, answer
 from benchmarks.people import BarePeople
 from benchmarks.report import Figures, in_ms, run_checks
+from infer.bench.bench import TASK, first_audio, first_sound, noise, steps_and_readings, whole_answer
 from infer.bench.live import context_of, play, random_folder
-from infer.bench.measure import TASK, first_audio, first_sound, noise, steps_and_readings, whole_answer
 from infer.bench.people import Manner, PlayedAudio
 from infer.bench.random_model import preset_lm
-from infer.device import cpu_threads
+from infer.loading import cpu_threads
 from omni.audio.io import SAMPLE_RATE
 from omni.config import preset as named
 from omni.cpu.kernels import measure_kernels

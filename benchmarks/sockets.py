@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import Figures, in_ms, run_checks
-from infer.bench.measure import noise
+from infer.bench.bench import noise
 from infer.timing import Player
 from omni.audio.io import SAMPLE_RATE, read_audio
 from omni.audio.resample import resample

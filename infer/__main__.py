@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from infer.messages import in_options
+from infer.console import in_options
 from omni.errors import UserError, in_one_line
 from omni.plugins import take_plugins
 from omni.utils.process import BROKEN_PIPE, FAILED, INTERRUPTED, all_imported, forget, lead, open_streams, say
+
+if TYPE_CHECKING:
+    from infer.options import QuantizeOptions
 
 USER_MISTAKE = 2
 
@@ -48,11 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(words: Sequence[str]) -> bool:
     """Parse the words, import the modules of the command, and run it; returns whether no answer broke."""
-    from infer.chat.checks import check_chat
-    from infer.checks import check_ask, check_bench, check_quantizing, check_serve
+    from infer.checks import check_ask, check_bench, check_chat, check_quantizing, check_serve, choose_model, choose_questions
     from infer.cli import parse
     from infer.options import AskOptions, ChatOptions, QuantizeOptions, ServeOptions
-    from infer.places import choose_model, choose_questions
 
     options = parse(take_plugins(words))
     if isinstance(options, AskOptions):
@@ -74,9 +77,6 @@ def run(words: Sequence[str]) -> bool:
         return chat(options)
     if isinstance(options, QuantizeOptions):
         check_quantizing(options)
-        from infer.quantize import quantize
-
-        all_imported()
         quantize(options)
         return True
     if isinstance(options, ServeOptions):
@@ -94,6 +94,25 @@ def run(words: Sequence[str]) -> bool:
     all_imported()
     bench(options)
     return True
+
+
+def quantize(options: QuantizeOptions) -> None:
+    """Write the folder, showing the progress, and print what it holds; UserError as `quantize_folder` raises it."""
+    from infer.console import WorkBar
+    from omni.checkpoint.places import WEIGHTS
+    from omni.convert.omni_folder import quantize_folder
+    from omni.pretrained import find_model
+
+    all_imported()
+    source, target = Path(find_model(options.model)), Path(options.out)
+    before, started = (source / WEIGHTS).stat().st_size if (source / WEIGHTS).is_file() else 0, time.monotonic()
+    with WorkBar("quantising", on=not options.quiet) as shown:
+        files = quantize_folder(source, target, on_progress=shown)
+    size, seconds = files[WEIGHTS].bytes, time.monotonic() - started
+    print(f"{target}: {source} in int8")
+    for name, stamp in sorted(files.items()):
+        print(f"  {name:<28}{stamp.bytes:>16,} bytes   crc32 {stamp.crc32:08x}")
+    print(f"weights of {before / 1e9:.3g} GB became {size / 1e9:.3g} GB ({size / before:.1%}) in {seconds:.1f} s")
 
 
 def _tell(lines: Sequence[str]) -> None:

@@ -6,95 +6,60 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from infer.audio_in import Pending, collect, collect_warnings
-from infer.audio_out import EncodedOutput, Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput
-from infer.device import cpu_threads
-from infer.loading import audio_sampling, load
-from infer.messages import in_options, on_one_line
+from infer.audio import (
+    EncodedOutput,
+    Output,
+    Outputs,
+    Paced,
+    Pending,
+    PipeOutput,
+    SpeakerOutput,
+    WavOutput,
+    collect,
+    collect_warnings,
+)
+from infer.chat.devices import load_sounddevice
+from infer.checks import PIPE
+from infer.console import in_options, on_one_line
+from infer.loading import cpu_threads, load
 from infer.options import AskOptions
-from infer.places import PIPE
-from infer.portaudio import load_sounddevice
 from infer.timing import AnswerMeter, Figures
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta, Timings
-from omni.generate.sampling import Sampling
 from omni.generate.session import Session
 from omni.tasks import Task
 from omni.utils.hardware import find_device
 
-
-@dataclass(frozen=True)
-class TurnReport:
-    """The fields that `--json` prints about a turn.
-
-    Attributes:
-        question: the file's name, `-` for standard input, or the text.
-        audio: the file that the answer was written to, None where there is none.
-        seconds: length of the answer's sound.
-        ended: `end`, `length` (a limit was reached), `cache` (the conversation is full), `error`, or `cancelled` (Ctrl-C or a
-            signal; the other fields then describe the part that was delivered before).
-        warnings: reasons to doubt the question (silent, very short, perhaps cut short); empty for none.
-        error: what happened and what to do, where `ended` is `error`; there is no sound then.
-    """
-
-    task: str
-    question: str
-    text: str
-    audio: str | None
-    seconds: float
-    first_text_ms: float | None
-    first_audio_ms: float | None
-    real_time_factor: float | None
-    underruns: int
-    ended: str
-    warnings: tuple[str, ...] = ()
-    error: str | None = None
+REASONS = {
+    "length": "the answer was cut at the limit; see --max_seconds and --max_tokens",
+    "silence": "the answer was ended by its silence; see --max_silence",
+    "cache": "the answer was cut: the conversation fills the model's context; see --context",
+    "cancelled": "the answer was broken off",
+}
 
 
 def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> bool:
-    """Ask every question and deliver the answers; returns whether none of them broke.
-
-    Everything that can be checked without the model is checked first.
+    """Ask every question and deliver the answers; returns whether none of them broke. What needs no model is checked first.
 
     Args:
         answers: the task of each question and the file of its answer, as `infer.checks` has found them.
-
-    Raises:
-        UserError: something is wrong with the options, a question, the model folder or a place to write to.
-        BrokenPipeError: the reader of standard output went away.
     """
-    sampling = {"audio": audio_sampling(options), "text": _text_sampling(options)}
     device = find_device(options.device, options.quantize)
     asked = collect(options, sys.stdin.buffer)
     if options.speaker:
         load_sounddevice()
     speaks = any(task.audio for task, _ in answers)
     insists = options.speaker or any(one is not None for one in (options.task, options.out, options.max_silence))
-    lm, adapter, edits = load(options, device, speaks, ", or ask for text only with --task A1T2 or T1T2", insists)
+    lm, keywords = load(options, device, speaks, ", or ask for text only with --task A1T2 or T1T2", insists)
     say, whole = sys.stderr if options.out == PIPE else sys.stdout, True
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(options.threads, lm.model))
 
         def new_session() -> Session:
-            return stack.enter_context(
-                lm.session(
-                    sampling=sampling,
-                    seed=options.seed,
-                    max_seconds=options.max_seconds,
-                    max_tokens=options.max_tokens,
-                    max_silence=options.max_silence,
-                    text_assist=options.text_assist,
-                    overflow="forget" if options.forget else "end",
-                    context=options.context,
-                    adapter=adapter,
-                    edits=edits,
-                    system=options.system,
-                )
-            )
+            return stack.enter_context(lm.session(max_tokens=options.max_tokens, **keywords))
 
         session = new_session()
         for number, (question, (task, place)) in enumerate(zip(asked, answers, strict=True)):
@@ -161,33 +126,22 @@ def named(question: Pending) -> Iterator[None]:
         raise UserError(f"{on_one_line(question.name)}: {error}") from error
 
 
-def _print_json(turn: TurnReport) -> None:
+def _print_json(turn: dict[str, Any]) -> None:
     """Print a turn as one line of JSON; characters that the stream's encoding lacks (and bytes of a name that are not UTF-8)
     are escaped."""
-    line = json.dumps(asdict(turn), ensure_ascii=False)
+    line = json.dumps(turn, ensure_ascii=False)
     try:
         line.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
-        line = json.dumps(asdict(turn))
+        line = json.dumps(turn)
     print(line, flush=True)
-
-
-REASONS = {
-    "length": "the answer was cut at the limit; see --max_seconds and --max_tokens",
-    "silence": "the answer was ended by its silence; see --max_silence",
-    "cache": "the answer was cut: the conversation fills the model's context; see --context and --forget",
-    "cancelled": "the answer was broken off",
-}
 
 
 def follow(
     events: Iterable[Event], meter: AnswerMeter, outputs: Outputs | Output, live: TextIO | None, pieces: list[str]
 ) -> tuple[Figures, Ended]:
     """Pass an answer on as it comes: text to `live` (and, piece by piece, into `pieces`), sound to `outputs`. Returns the
-    figures and the last event.
-
-    The meter's clock is paused while text and sound are being written.
-    """
+    figures and the last event. The meter's clock is paused while text and sound are being written."""
     figures, ended = meter.figures(), Ended("cancelled", Timings())
     try:
         for event in events:
@@ -211,44 +165,37 @@ def follow(
 
 
 def report(
-    task: Task, question: Pending, text: str, file: str | None, figures: Figures, ended: Ended, warnings: Sequence[str] = ()
-) -> TurnReport:
-    """Make the report of a turn, with rounded figures."""
+    task: Task, question: Pending, text: str, file: str | None, figures: Figures, ended: Ended, warnings: Sequence[str]
+) -> dict[str, Any]:
+    """What `--json` prints of a turn; of one that was cancelled, what was delivered before."""
 
     def milliseconds(seconds: float | None) -> float | None:
         return None if seconds is None else round(seconds * 1e3, 1)
 
     factor = figures.real_time_factor
-    return TurnReport(
-        task=task.name,
-        question=question.name,
-        text=text,
-        audio=file,
-        seconds=round(figures.sound, 3),
-        first_text_ms=milliseconds(figures.first_text),
-        first_audio_ms=milliseconds(figures.first_audio),
-        real_time_factor=None if factor is None else round(factor, 4),
-        underruns=figures.underruns,
-        ended=ended.reason,
-        warnings=tuple(warnings),
-        error=None if ended.error is None else in_options(ended.error),
-    )
-
-
-def _text_sampling(o: AskOptions) -> Sampling:
-    return Sampling(
-        temperature=o.temperature if o.text_temperature is None else o.text_temperature,
-        top_k=o.top_k if o.text_top_k is None else o.text_top_k,
-        top_p=o.top_p if o.text_top_p is None else o.text_top_p,
-        repetition_penalty=o.repetition_penalty if o.text_repetition_penalty is None else o.text_repetition_penalty,
-    )
+    return {
+        "task": task.name,
+        "question": question.name,
+        "text": text,
+        "audio": file,
+        "seconds": round(figures.sound, 3),
+        "first_text_ms": milliseconds(figures.first_text),
+        "first_audio_ms": milliseconds(figures.first_audio),
+        "real_time_factor": None if factor is None else round(factor, 4),
+        "underruns": figures.underruns,
+        "ended": ended.reason,
+        "warnings": list(warnings),
+        "error": None if ended.error is None else in_options(ended.error),
+    }
 
 
 def _outputs(options: AskOptions, place: Path | None, rate: int) -> list[Output]:
     """Opens all outputs of the sound; where one cannot be opened, those before it are ended, and nothing stays."""
-    pace = rate if options.realtime else None
     outputs: list[Output] = []
     with ExitStack() as undo:
+
+        def paced(output: Output) -> Output:
+            return Paced(output, rate) if options.realtime else output
 
         def add(output: Output) -> None:
             outputs.append(output)
@@ -258,12 +205,8 @@ def _outputs(options: AskOptions, place: Path | None, rate: int) -> list[Output]
             add(Paced(SpeakerOutput(rate)))
         if place is not None:
             wav = place.suffix.lower() == ".wav"
-            add(_paced(WavOutput(place, rate) if wav else EncodedOutput(place, rate), pace))
+            add(paced(WavOutput(place, rate) if wav else EncodedOutput(place, rate)))
         if options.out == PIPE:
-            add(_paced(PipeOutput(sys.stdout.buffer), pace))
+            add(paced(PipeOutput(sys.stdout.buffer)))
         undo.pop_all()
     return outputs
-
-
-def _paced(output: Output, rate: int | None) -> Output:
-    return output if rate is None else Paced(output, rate)

@@ -1,4 +1,4 @@
-"""Checks of the options before anything heavy is imported: numbers out of their bounds, missing questions and files."""
+"""Checks the options of every command before anything heavy is imported, and finds model, tasks and files of answers."""
 
 from __future__ import annotations
 
@@ -8,28 +8,45 @@ import os
 import re
 import socket
 import ssl
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import TypeVar
 
-from infer.given import SOUND
-from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions, QuantizeOptions, ServeOptions
-from infer.places import PIPE, choose_tasks, places
+from infer.chat.devices import load_sounddevice
+from infer.options import (
+    DEFAULT_MODEL,
+    SOUND,
+    AskOptions,
+    BenchOptions,
+    ChatOptions,
+    DeviceOptions,
+    QuantizeOptions,
+    ServeOptions,
+)
+from omni.audio.wav import FORMATS
 from omni.checkpoint.places import CONFIG, adapters_in, check_folder
 from omni.errors import UserError
-from omni.files import real_place, replaceable
+from omni.files import beside, real_place, replaceable
 from omni.generate.options import BOUNDS, Bound, check_number
-from omni.pretrained import find_model
+from omni.pretrained import NAMES, QUESTION, find_model, find_question, shipped
 from omni.stores.reading import local_path
-from omni.tasks import Task
-from omni.utils.hardware import QUANTIZED, check_device, check_dtype, check_kernels, check_quantize
+from omni.tasks import TASKS, Task, find_task
+from omni.utils.hardware import check_device, check_dtype, check_quantize
 from omni.utils.remote import refuse_remote
 
-THREADS_PER_CORE = 4
-"""Most threads per core; more would only wait for each other, and each takes a stack."""
+PIPE = "-"  # standard input among the questions, standard output as a place for the answer
+THREADS_PER_CORE = 4  # most threads per core; more would only wait for each other, and each takes a stack
+PLAYING = ("play_seconds", "nonstop", "barge_in", "plot")  # options that only count with `--sessions`
+MOST_SESSIONS = 1024  # of a bench
+SPEAKER_EXTRA = ("av", "onnxruntime", "pydantic", "silero_vad")  # modules that the extra `speaker` brings besides `sounddevice`
 
-SAMPLED = ("temperature", "top_k", "top_p", "repetition_penalty")
-"""Options that can be set separately for the text stream, as `text_...`."""
+SERVE_EXTRA = (
+    *("fastapi", "uvicorn", "uvloop", "websockets", "python_multipart", "aiortc", "av"),
+    *("onnxruntime", "silero_vad", "prometheus_client", "itsdangerous"),
+)
+"""Modules that the extra `serve` brings."""
 
 BENCH = {
     "seconds": Bound(1e-3, 30, "the longest question", whole=False),
@@ -40,14 +57,28 @@ BENCH = {
 }
 """Bounds of the bench's own options."""
 
+CHAT = {
+    "threshold": Bound(0, 1, "0.5 is the default", whole=False),
+    "silence_duration_ms": Bound(0, 60_000, "500 is the default"),
+}
+"""Bounds of the chat's own options: the server's."""
+
+SERVE = {
+    "port": Bound(0, 65_535, "0 takes a free one"),
+    "sessions": Bound(1, 10_000, "64 is the default"),
+    "session_minutes": Bound(0.01, 1e6, "60 is the default", whole=False),
+    "key_sessions": Bound(1, 10_000, "as many as there may be by default"),
+    "key_audio_minutes": Bound(1, 1e7, "an hour for each of its sessions by default", whole=False),
+    "slots": Bound(1, 65_536, "as many as there are conversations by default"),
+}
+"""Bounds of the server's own options."""
+
+Answering = TypeVar("Answering", AskOptions, ChatOptions, ServeOptions)  # options of a command that answers with a model
+
 
 def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
     """Checks the options of `ask`; returns each question's task and its answer's file. UserError for the first bad option."""
-    check_numbers(options, {**BOUNDS, **{f"text_{name}": BOUNDS[name] for name in SAMPLED}})
-    check_device(options.device)
-    check_dtype(options.dtype)
-    check_quantize(options.quantize, options.device)
-    check_kernels(options.kernels)
+    check_options(options, BOUNDS)
     check_questions(options.files, options.text, options.chat)
     tasks = choose_tasks(options.task, [kind == SOUND for kind in options.kinds])
     where = places(options, tasks)
@@ -57,11 +88,7 @@ def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
 
 def check_bench(options: BenchOptions) -> None:
     """Checks the options of `bench`. UserError for the first bad option."""
-    check_numbers(options, BENCH)
-    check_device(options.device)
-    check_dtype(options.dtype)
-    check_quantize(options.quantize, options.device)
-    check_kernels(options.kernels)
+    check_options(options, BENCH)
     if options.question is not None:
         check_file(options.question)
     if options.model is not None:
@@ -69,48 +96,12 @@ def check_bench(options: BenchOptions) -> None:
     check_playing(options)
 
 
-SERVE = {
-    "port": Bound(0, 65_535, "0 takes a free one"),
-    "sessions": Bound(1, 10_000, "64 is the default"),
-    "session_minutes": Bound(0.01, 1e6, "60 is the default", whole=False),
-    "idle_minutes": Bound(0.01, 1e6, "15 is the default", whole=False),
-    "key_sessions": Bound(1, 10_000, "as many as there may be by default"),
-    "key_audio_minutes": Bound(1, 1e7, "an hour for each of its sessions by default", whole=False),
-    "key_events": Bound(1, 10**9, "2,000 for each of its sessions by default"),
-    "padding_ms": Bound(0, 2000, "100 is the default", whole=False),
-    "lead_ms": Bound(100, 500, "300 is the default", whole=False),
-    "drain": Bound(0, 3600, "30 is the default", whole=False),
-    "slots": Bound(1, 65_536, "as many as there are conversations by default"),
-    "queue": Bound(0, 10**6, "any number by default"),
-}
-"""Bounds of the server's own options."""
-
-EXTRA = (
-    *("fastapi", "uvicorn", "uvloop", "websockets", "python_multipart", "aiortc", "av"),
-    *("onnxruntime", "silero_vad", "prometheus_client", "itsdangerous"),
-)
-"""Modules that the extra `serve` brings."""
-
-
 def check_serve(options: ServeOptions) -> None:
     """Checks the options of `serve`. UserError for the first bad option."""
-    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f'serve needs {", ".join(missing)}; install them: pip install "omni-speech[serve]"')
-    check_numbers(options, {**BOUNDS, **SERVE})
-    check_device(options.device)
-    check_dtype(options.dtype)
-    check_quantize(options.quantize, options.device)
-    check_kernels(options.kernels)
-    for name, known in (("instructions", ("use", "ignore")), ("log", ("debug", "info", "warning", "error"))):
-        if getattr(options, name) not in known:
-            raise UserError(f"--{name} {getattr(options, name)!r} is unknown; use {', '.join(known)}")
+    check_extra("serve", "serve", SERVE_EXTRA)
+    check_options(options, {**BOUNDS, **SERVE})
     if (options.certificate is None) != (options.private_key is None):
         raise UserError("--certificate and --private_key belong together; give both, or neither")
-    for name in ("key_file", "certificate", "private_key"):
-        given = getattr(options, name)
-        if given is not None and (not os.path.exists(given) or os.path.isdir(given)):
-            raise UserError(f"--{name} {given!r} {'is a folder; name a file' if os.path.isdir(given) else 'does not exist'}")
     if options.certificate is not None and options.private_key is not None:
         _check_certificate(options.certificate, options.private_key)
     for origin in options.origins:
@@ -125,10 +116,7 @@ def check_serve(options: ServeOptions) -> None:
 
 def read_adapters(given: Sequence[str], model: str) -> dict[str, str]:
     """Folders of adapters by name: those in the model's folder, and those of `NAME=FOLDER` or `FOLDER`, which replace them.
-
-    Raises:
-        UserError: a name that is empty, comes twice or is taken, or a folder that does not exist.
-    """
+    UserError for a name that is empty, comes twice or is taken, or a folder that does not exist."""
     found: dict[str, str] = {}
     for one in given:
         name, sign, folder = one.partition("=")
@@ -159,14 +147,8 @@ def _check_certificate(certificate: str, private_key: str) -> None:
 
 def _check_origin(origin: str) -> None:
     """UserError for one that no browser sends."""
-    parts = urlsplit(origin)
-    usual = {"http": 80, "https": 443}
-    try:
-        port = parts.port
-    except ValueError:
-        port = -1
-    plain = f"{parts.scheme}://{parts.hostname or ''}{'' if port is None else f':{port}'}"
-    if parts.scheme not in usual or not parts.hostname or origin != plain or port == usual[parts.scheme]:
+    usual = re.fullmatch(r"http://.*:80|https://.*:443", origin)
+    if usual or not re.fullmatch(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9]\d{0,4})?", origin):
         raise UserError(
             f"--origins {origin!r} is no origin that a browser sends; give http:// or https:// and the host, in small letters, "
             "with the port where it is not the usual one, and nothing after it"
@@ -179,12 +161,6 @@ def _is_loopback(host: str) -> bool:
     except (OSError, UnicodeError) as error:
         raise UserError(f"--host {host!r} is no address here: {getattr(error, 'strerror', None) or error}") from error
     return all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found)
-
-
-PLAYING = ("play_seconds", "nonstop", "barge_in", "plot")
-"""Options that only count with `--sessions`."""
-
-MOST_SESSIONS = 1024
 
 
 def check_playing(options: BenchOptions) -> None:
@@ -221,8 +197,6 @@ def check_picture(file: str) -> None:
 
 def check_quantizing(options: QuantizeOptions) -> None:
     """Checks the options of `quantize`. UserError for the first bad option, or a place that would lose something."""
-    if options.format not in QUANTIZED:
-        raise UserError(f"--format {options.format!r} is unknown; there is {' and '.join(QUANTIZED)}")
     for name in ("model", "out"):
         if not getattr(options, name):
             raise UserError(f"{name.upper()} is empty; give the folder {'to write' if name == 'out' else 'of a model'}")
@@ -249,14 +223,24 @@ def check_quantizing(options: QuantizeOptions) -> None:
         raise UserError(f"{out} holds {foreign}, which is none of its model's files; move that away, or give another name")
 
 
-def check_numbers(options: object, bounds: Mapping[str, Bound]) -> None:
-    """Check numbers among a command's options, and its `--threads`. UserError for the first out of its bound."""
+def check_options(options: DeviceOptions, bounds: Mapping[str, Bound]) -> None:
+    """Check numbers among a command's options, and where its model runs. UserError for the first bad one."""
     cores = os.cpu_count() or 1
     bounds = {**bounds, "threads": Bound(1, THREADS_PER_CORE * cores, f"{THREADS_PER_CORE} for each of {cores} cores")}
     for name, bound in bounds.items():
         value = getattr(options, name, None)  # some bounds are for the Python interface only
         if value is not None:
             check_number(name, value, bound, f"--{name}")
+    check_device(options.device)
+    check_dtype(options.dtype)
+    check_quantize(options.quantize, options.device)
+
+
+def check_extra(command: str, extra: str, modules: Sequence[str]) -> None:
+    """UserError where modules that an extra of the package brings are not installed."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f'{command} needs {", ".join(missing)}; install them: pip install "omni-speech[{extra}]"')
 
 
 def check_questions(files: Sequence[str], texts: Sequence[str], chat: bool) -> None:
@@ -290,3 +274,119 @@ def check_model(folder: str, another: str = "give --model FOLDER") -> None:
     if folder == DEFAULT_MODEL and not Path(folder).exists():
         raise UserError(f"there is no model in {folder} yet; `omni-train demo` trains one, or {another}")
     check_folder(Path(find_model(folder)))
+
+
+def choose_model(options: Answering) -> tuple[Answering, list[str]]:
+    """The options with the folder of their model, and what to tell of it: by default it is the one that the demonstration left
+    here, else the one that ships with the package."""
+    if options.model is not None:
+        return replace(options, model=find_model(options.model)), []
+    another = "omni-infer serve MODEL" if isinstance(options, ServeOptions) else "--model"
+    ships = None if os.path.exists(DEFAULT_MODEL) else shipped(NAMES[0])
+    name = DEFAULT_MODEL if ships is None else "the one that ships with omni-speech"
+    return replace(options, model=ships or DEFAULT_MODEL), [f"model: {name} ({another} names another)"]
+
+
+def choose_questions(options: AskOptions) -> tuple[AskOptions, list[str]]:
+    """The options with the question that ships with the package, where its name is no file here, and what to tell of it."""
+    files = tuple(find_question(file) for file in options.files)
+    notes = [] if files == options.files else [f"{QUESTION}: the one that ships with omni-speech"]
+    return replace(options, files=files), notes
+
+
+def choose_tasks(name: str | None, spoken: Sequence[bool]) -> list[Task]:
+    """The task of each question: the one called `name`, or the one that answers its kind in text and speech.
+
+    For sound and text together, `name` is the task of one kind, and questions of the other kind get the same kind of answer.
+    UserError for an unknown task, or one that does not fit."""
+    if len(set(spoken)) == 1:
+        return [choose_task(name, spoken[0])] * len(spoken)
+    both = {True: "A1A2", False: "T1A2"}
+    if name is not None:
+        given = find_task(name)
+        both = {True: f"A1{given.name[2:]}", False: f"T1{given.name[2:]}"}
+        if not {*both.values()} <= TASKS.keys():
+            raise UserError(f"--task {given.name} is for one kind of question, but sound and --text were given; leave it out")
+    return [TASKS[both[one]] for one in spoken]
+
+
+def choose_task(name: str | None, spoken: bool) -> Task:
+    """The task of that name, or the one that answers questions of this kind in text and speech; UserError where it does
+    not fit."""
+    task = find_task(name or ("A1A2" if spoken else "T1A2"))
+    if (task.question == "audio") != spoken:
+        given, use = ("sound was given", "--text") if spoken else ("--text was given", "a sound file")
+        raise UserError(f"--task {task.name} asks by {task.question}, but {given}; choose another task, or give {use}")
+    return task
+
+
+def places(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:
+    """The sound file of each answer: `answer.wav`, or `answer-1.wav`, `answer-2.wav`, ... for several; None for no
+    file."""
+    written = next((f"--task {task.name}" for task in tasks if not task.audio), "")
+    wants = "--json" if options.json else "--out -" if options.out == PIPE else written
+    if wants and sys.__stdout__ is None:
+        raise UserError(f"{wants} wants standard output, but that was closed; leave it open")
+    spoken, several = [task.audio for task in tasks], len(tasks) > 1
+    if options.json and options.out == PIPE:
+        raise UserError("--json and --out - both want standard output; write the sound to a file, or leave --json out")
+    if options.out == PIPE and not any(spoken):
+        raise UserError(f"--out - wants sound, but --task {tasks[0].name} answers in text only; leave --out out")
+    if options.out == PIPE or (options.out is None and options.speaker):
+        return [None] * len(tasks)
+    given = Path("answer.wav" if options.out is None else options.out)
+    names = [given.with_stem(f"{given.stem}-{n}") if several else given for n in range(1, len(tasks) + 1)]
+    return [check_place(str(name), options.files) if heard else None for name, heard in zip(names, spoken, strict=True)]
+
+
+def check_place(path: str, inputs: Sequence[str]) -> Path:
+    """Checks the path of a sound file that is to be written; UserError where it is a remote address, its folder is missing, it
+    cannot be written or replaced, its suffix names no format, or it is one of the inputs."""
+    refuse_remote(path, "answer", write=True)
+    place = Path(path)
+    if not os.path.isdir(place.parent):
+        raise UserError(f"--out {path!r}: there is no folder {str(place.parent)!r}; make it, or write elsewhere")
+    if os.path.isdir(place):
+        raise UserError(f"--out {path!r} is a folder; name a file in it, such as {str(place / 'answer.wav')!r}")
+    part = beside(replaceable(place), place)
+    try:
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise UserError(f"--out {path!r} cannot be written: {error.strerror}; name a file elsewhere") from error
+    if place.suffix.lower() not in FORMATS:
+        raise UserError(f"--out {path!r}: the suffix says how sound is written; use {', '.join(FORMATS)}")
+    for given in inputs:
+        if place.exists() and os.path.exists(given) and os.path.samefile(place, given):
+            raise UserError(f"--out {path!r} is also the question; write the answer to another file")
+    return place
+
+
+def check_chat(options: ChatOptions) -> None:
+    """Checks the options of `chat`. UserError for the first bad option."""
+    if not options.list_devices:
+        check_options(options, {**BOUNDS, **CHAT})
+        if options.push_to_talk and options.headphones:
+            raise UserError(
+                "--push_to_talk and --headphones were given together, but a key begins questions then; leave one out"
+            )
+        if options.save is not None:
+            check_new_folder(options.save)
+    load_sounddevice("chat", " (libportaudio2 on Debian and Ubuntu)")
+    check_extra("chat", "speaker", SPEAKER_EXTRA)
+    if not options.list_devices:
+        check_model(DEFAULT_MODEL if options.model is None else options.model)
+
+
+def check_new_folder(folder: str) -> None:
+    """UserError for a folder that cannot be made, or has something in it."""
+    refuse_remote(folder, "folder", write=True)
+    place = Path(folder)
+    if not folder or (place.exists() and not place.is_dir()):
+        raise UserError(f"--save {folder!r} is no folder; name a new one")
+    if place.is_dir() and any(place.iterdir()):
+        raise UserError(f"--save {folder!r} has files in it; name a new folder")
+    if not place.parent.is_dir():
+        raise UserError(f"--save {folder!r}: there is no folder {str(place.parent)!r}; make it first")
+    if not os.access(place if place.is_dir() else place.parent, os.W_OK):
+        raise UserError(f"--save {folder!r} cannot be written; name a folder elsewhere")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import os
 import typing
 from collections.abc import Sequence
 from typing import Any
 
 import jsonargparse
 
-from infer.given import take_questions
-from infer.options import AskOptions, BenchOptions, ChatOptions, QuantizeOptions, ServeOptions
+from infer.options import SOUND, TEXT, AskOptions, BenchOptions, ChatOptions, QuantizeOptions, ServeOptions
 from omni.errors import UserError, closest
-from omni.utils.arguments import StrictParser
+from omni.utils.arguments import StrictParser, is_option
 
 COMMANDS: dict[str, type[Any]] = {
     "ask": AskOptions,
@@ -50,7 +51,8 @@ def command_parser(name: str) -> InferParser:
     kind = COMMANDS[name]
     parser = InferParser(prog=f"omni-infer [options] {name}", description=(kind.__doc__ or "").strip())
     hints = typing.get_type_hints(kind)
-    for f in dataclasses.fields(kind):
+    rank = {name: place for place, owner in reversed([*enumerate(kind.__mro__)]) for name in inspect.get_annotations(owner)}
+    for f in sorted(dataclasses.fields(kind), key=lambda f: rank[f.name]):  # its own first
         if "help" not in f.metadata:  # no option: `parse` fills it in
             continue
         more = dict(f.metadata)
@@ -73,12 +75,8 @@ def _given(hint: Any) -> Any:
 
 
 def parse(words: Sequence[str]) -> Command:
-    """Parses the words of a command line into the options of their command.
-
-    Raises:
-        UserError: an unknown command or option (naming the closest), or a value of the wrong type.
-        SystemExit: after `--help`.
-    """
+    """Parses the words of a command line into the options of their command; UserError for an unknown command or option (the
+    closest is named) or a value of the wrong type, SystemExit after `--help`."""
     if not words:
         raise UserError(f"no command was given; use one of {', '.join(COMMANDS)} (see omni-infer --help)")
     name, *rest = words
@@ -92,3 +90,50 @@ def parse(words: Sequence[str]) -> Command:
         asked = {"files": files, "text": texts, "order": order}
     values = command_parser(name).read(rest)
     return COMMANDS[name](**{**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}, **asked})
+
+
+def take_questions(words: Sequence[str], kind: type[Any]) -> tuple[list[str], tuple[str, ...], tuple[str, ...], str]:
+    """Take files and texts out of a command's words, in their order, wherever they are among the options: parsers take a list
+    of positionals in one piece only.
+
+    Words after `--text`, up to the next option, are texts; but a word after the first that is the name of a file (or `-`) is
+    that file, so that `--text "hello" q.wav` asks both. Returns the other words, the files, the texts, and the kind of each
+    question in order, `s` or `t`."""
+    flags = {f"--{name}" for name, hint in typing.get_type_hints(kind).items() if hint is bool}
+    known = {f"--{f.name}" for f in dataclasses.fields(kind)} | {"-h", "--help"}
+    rest: list[str] = []
+    found: list[tuple[str, str]] = []
+    option, values = "", 0  # the option that the next words may belong to, and the number of words that did
+
+    for at, word in enumerate(words):
+        if word == "--":  # files whose names start with a dash
+            found += [(SOUND, name) for name in words[at + 1 :]]
+            break
+        if is_option(word):
+            _close(option, values, rest)
+            option, values = word, 0
+            if word.startswith("--text="):
+                found.append((TEXT, word.removeprefix("--text=")))
+                option = ""
+            elif word != "--text":
+                rest.append(word)
+                takes_one = word in known and word not in flags
+                option = word if takes_one else ""
+        elif option == "--text" and not (values and (word == "-" or os.path.isfile(word))):
+            found.append((TEXT, word))
+            values += 1
+        elif option and option != "--text":
+            rest.append(word)
+            option = ""
+        else:
+            found.append((SOUND, word))
+    _close(option, values, rest)
+    files = tuple(word for kind_, word in found if kind_ == SOUND)
+    texts = tuple(word for kind_, word in found if kind_ == TEXT)
+    return rest, files, texts, "".join(kind_ for kind_, _ in found)
+
+
+def _close(option: str, values: int, rest: list[str]) -> None:
+    """Passes a `--text` without a text on to the parser, which refuses it."""
+    if option == "--text" and not values:
+        rest.append(option)

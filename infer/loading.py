@@ -1,62 +1,36 @@
-"""Loads the model that `ask` and `chat` answer with, and what acts beside it."""
+"""Loads the model that answers and what acts beside it, in a number format and with as many CPU threads as suit it."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from infer.device import serving_dtype
-from infer.options import DEFAULT_MODEL
-from omni.checkpoint.folder import load_codec_of, read_config
-from omni.edit.deltas import Edits
+from infer.options import DEFAULT_MODEL, LocalOptions
+from omni.checkpoint.folder import load_codec_of, read_config, stored_dtype
+from omni.checkpoint.places import WEIGHTS
 from omni.edit.storage import load_edits
 from omni.errors import PackageError, UserError
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
+from omni.model.speech_model import SpeechModel
+from omni.utils.hardware import find_dtype, multiplies_bf16
+
+SMALL_MODEL = 64 << 20
+"""Bytes of weights below which one thread is as fast as several: each operation of a step then takes microseconds,
+and threads that wait for each other cost more than they save (many times more where other programs want the cores
+too)."""
 
 
-class ModelOptions(Protocol):
-    """Options of a command that say which model answers; `infer.options` documents them."""
-
-    @property
-    def model(self) -> str | None: ...
-    @property
-    def codec_folder(self) -> str | None: ...
-    @property
-    def adapter(self) -> str | None: ...
-    @property
-    def edits(self) -> str | None: ...
-    @property
-    def dtype(self) -> str | None: ...
-    @property
-    def quantize(self) -> str | None: ...
-    @property
-    def kernels(self) -> str: ...
-    @property
-    def chunk_ms(self) -> int | None: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-
-
-class Loaded(NamedTuple):
-    """A model, the name of the adapter that answers, and the corrections that act, where there are any."""
-
-    lm: SpeechLM
-    adapter: str | None
-    edits: Edits | None
-
-
-def load(options: ModelOptions, device: torch.device, speaks: bool, otherwise: str = "", insists: bool = True) -> Loaded:
-    """Load the model of the options.
+def load(
+    options: LocalOptions, device: torch.device, speaks: bool, otherwise: str = "", insists: bool = True
+) -> tuple[SpeechLM, dict[str, Any]]:
+    """Load the model of the options, and what acts beside it; returns it and keywords of its sessions.
 
     Args:
         speaks: whether answers are to be heard.
@@ -68,41 +42,68 @@ def load(options: ModelOptions, device: torch.device, speaks: bool, otherwise: s
     """
     folder = DEFAULT_MODEL if options.model is None else options.model
     dtype = serving_dtype(options.dtype, device, folder)
-    lm = SpeechLM.from_pretrained(
-        folder,
-        device,
-        dtype,
-        quantize=options.quantize,
-        kernels=options.kernels,
-        codec_folder=options.codec_folder,
-        chunk_ms=options.chunk_ms,
-    )
-    missing = missing_package(folder, options.codec_folder) if speaks and lm.codec is None else None
+    lm = SpeechLM.from_pretrained(folder, device, dtype, quantize=options.quantize)
+    missing = missing_package(folder) if speaks and lm.codec is None else None
     if missing is not None and insists:
         raise UserError(f"{missing}{otherwise}")
     if missing is not None:
         print(f"answers are text alone: {missing}", file=sys.stderr)
     elif speaks and lm.codec is None:
         raise UserError(
-            f"{folder} has no weights of the codec {lm.config.codec!r}, so it cannot be heard; name their folder with "
-            f"--codec_folder, {'or ' * (not otherwise)}put them into {folder}/codec{otherwise}"
+            f"{folder} has no weights of the codec {lm.config.codec!r}, so it cannot be heard; put them into "
+            f"{folder}/codec{otherwise}"
         )
-    adapter = lm.load_adapter(options.adapter) if options.adapter is not None else None
-    edits = load_edits(options.edits, lm.model) if options.edits is not None else None
+    names = ("seed", "max_seconds", "max_silence", "text_assist", "context", "system")
+    keywords: dict[str, Any] = {name: getattr(options, name) for name in names}
+    keywords["sampling"] = Sampling(options.temperature, options.top_k, options.top_p, options.repetition_penalty)
+    keywords["adapter"] = lm.load_adapter(options.adapter) if options.adapter is not None else None
+    keywords["edits"] = load_edits(options.edits, lm.model) if options.edits is not None else None
     if dtype == torch.bfloat16 and options.dtype is None:
         print("weights in bfloat16, as this GPU multiplies them; --dtype auto keeps them as stored", file=sys.stderr)
-    return Loaded(lm, adapter, edits)
+    return lm, {**keywords, "overflow": "forget"}
 
 
-def missing_package(folder: str | os.PathLike[str], codec_folder: str | None) -> PackageError | None:
+def missing_package(folder: str | os.PathLike[str]) -> PackageError | None:
     """The error about a package that the codec of a model folder needs and that is not installed; None where there is none."""
     try:
-        load_codec_of(folder, read_config(folder), codec_folder)
+        load_codec_of(folder, read_config(folder))
     except PackageError as error:
         return error
     return None
 
 
-def audio_sampling(options: ModelOptions) -> Sampling:
-    """How the audio streams are drawn."""
-    return Sampling(options.temperature, options.top_k, options.top_p, options.repetition_penalty)
+def bytes_of(model: SpeechModel) -> int:
+    """Bytes of a model's weights."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def is_small(folder: str) -> bool:
+    """Whether a model folder's weights are those of a small model."""
+    weights = Path(folder) / WEIGHTS
+    return weights.is_file() and weights.stat().st_size < SMALL_MODEL
+
+
+def serving_dtype(given: str | None, device: torch.device, folder: str) -> torch.dtype | None:
+    """The number format to answer in: what `--dtype` gives (None for `auto`, as stored).
+
+    Without it, bf16 for weights that are stored in fp32, on a GPU that multiplies bf16: there fp32 takes twice the memory and
+    no tensor cores. On a CPU, fp32 for a small model that is stored in bf16: many have no bf16, and only fp32 is compiled.
+    """
+    if given is not None or (device.type == "cuda" and not multiplies_bf16("cuda")):
+        return find_dtype(given)
+    stored = stored_dtype(folder)
+    if device.type == "cuda":
+        return torch.bfloat16 if stored == torch.float32 else None
+    return torch.float32 if device.type == "cpu" and stored == torch.bfloat16 and is_small(folder) else None
+
+
+@contextmanager
+def cpu_threads(wanted: int | None, model: SpeechModel) -> Iterator[int]:
+    """Compute with `wanted` CPU threads, or as many as suit the model; the number from before is restored afterwards."""
+    before = torch.get_num_threads()
+    count = wanted or (1 if bytes_of(model) < SMALL_MODEL and model.device.type == "cpu" else before)
+    torch.set_num_threads(count)
+    try:
+        yield count
+    finally:
+        torch.set_num_threads(before)

@@ -8,13 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from infer.given import SOUND, TEXT
-
-DEFAULT_MODEL = "runs/nano/model"
-"""The model folder that `make demo` writes."""
+SOUND, TEXT = "s", "t"  # kinds of questions
+DEFAULT_MODEL = "runs/nano/model"  # the model folder that `make demo` writes
 
 MODEL = f"model folder; by default {DEFAULT_MODEL}, or the model that ships with omni-speech (nano) where that is not there"
-ADAPTER = "LoRA (PEFT's format) that answers, beside the model's weights: its folder, or its name in the model's adapters/"
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
@@ -24,7 +21,50 @@ def option(default: Any, help: str, **more: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class AskOptions:
+class DeviceOptions:
+    """Options of every command that runs a model."""
+
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
+    threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
+    dtype: str | None = option(
+        None, "float32, bfloat16, float16, or auto for as stored, which is the default but for fp32 on a GPU: bfloat16 there"
+    )
+    quantize: str | None = option(None, "int8: linears and tables in int8, on a CPU")
+    debug: bool = option(False, "show the traceback of an error")
+
+
+@dataclass(frozen=True)
+class AnsweringOptions(DeviceOptions):
+    """Options of every command that answers."""
+
+    seed: int = option(0, "of the random draws")
+    temperature: float = option(0.0, "of the sampling; 0 takes the likeliest")
+    top_k: int = option(0, "draw from the k likeliest ids; 0 is no limit")
+    top_p: float = option(1.0, "draw from the likeliest ids that make up this probability")
+    text_assist: bool = option(False, "let a second row write the text of spoken answers (mini-omni's batch of two)")
+    max_seconds: float = option(30.0, "longest spoken answer")
+    context: int | None = option(
+        None,
+        "positions of a conversation, which drops its oldest turns when full; by default the model's, 4096 at most",
+    )
+
+
+@dataclass(frozen=True)
+class LocalOptions(AnsweringOptions):
+    """Options of the commands that answer one person."""
+
+    model: str | None = option(None, MODEL)
+    adapter: str | None = option(
+        None, "LoRA (PEFT's format) that answers, beside the model's weights: its folder, or its name in the model's adapters/"
+    )
+    edits: str | None = option(None, "folder of corrections (train edit apply), which act beside the model's weights")
+    system: str = option("", "system message before the first question, for a model that was trained with some")
+    repetition_penalty: float = option(1.0, "above 1, what was said becomes less likely")
+    max_silence: float | None = option(None, "seconds of silence after which a spoken answer ends; by default none do")
+
+
+@dataclass(frozen=True)
+class AskOptions(LocalOptions):
     """Ask a model and get its answer while it is made.
 
     Spoken questions are sound files, or a sound file or raw PCM on standard input (`-`); written ones follow `--text`.
@@ -35,50 +75,17 @@ class AskOptions:
         (), "sound files, or - for one, or raw PCM (s16le, mono), on standard input", positional=True
     )
     text: tuple[str, ...] = option((), "written questions", metavar="TEXT")
-    model: str | None = option(None, MODEL)
-    codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
-    adapter: str | None = option(None, ADAPTER)
-    edits: str | None = option(None, "folder of corrections (train edit apply), which act beside the model's weights")
-    system: str = option("", "system message before the first question, for a model that was trained with some")
     task: str | None = option(None, "A1A2, A1T2, A1T1, T1A2, T1T2 or T1A1; A1A2 for sound and T1A2 for text by default")
     chat: bool = option(False, "the questions are turns of one conversation")
     input_rate: int = option(16000, "samples per second of raw PCM on standard input")
     channel: int | None = option(None, "which channel of the files to hear, from 0; one or two are mixed by default")
-
     out: str | None = option(
         None, "WAV, FLAC, OGG or MP3 file for the answer (answer.wav by default), or - for raw PCM (s16le) on standard output"
     )
     speaker: bool = option(False, "play the answer")
     realtime: bool = option(False, "write the sound no faster than it plays")
     json: bool = option(False, "one JSON object per turn on standard output, and no other text there")
-
-    seed: int = option(0, "of the random draws")
-    temperature: float = option(0.0, "of the sampling; 0 takes the likeliest")
-    top_k: int = option(0, "draw from the k likeliest ids; 0 is no limit")
-    top_p: float = option(1.0, "draw from the likeliest ids that make up this probability")
-    repetition_penalty: float = option(1.0, "above 1, what was said becomes less likely")
-    text_temperature: float | None = option(None, "of the text stream, where it differs")
-    text_top_k: int | None = option(None, "of the text stream, where it differs")
-    text_top_p: float | None = option(None, "of the text stream, where it differs")
-    text_repetition_penalty: float | None = option(None, "of the text stream, where it differs")
-    text_assist: bool = option(False, "let a second row write the text of spoken answers (mini-omni's batch of two)")
-    max_seconds: float = option(30.0, "longest spoken answer")
     max_tokens: int = option(512, "longest written answer, in tokens")
-    max_silence: float | None = option(None, "seconds of silence after which a spoken answer ends; by default none do")
-    context: int | None = option(None, "positions of a conversation; by default the model's, 4096 at most")
-    forget: bool = option(False, "drop the oldest turns of a chat when it is full, instead of ending it")
-
-    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
-    threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
-    dtype: str | None = option(
-        None, "float32, bfloat16, float16, or auto for as stored, which is the default but for fp32 on a GPU: bfloat16 there"
-    )
-    quantize: str | None = option(None, "int8: linears and tables in int8, on a CPU")
-    kernels: str = option("measured", "measured: what `bench` found to be faster on this CPU; or reference")
-    chunk_ms: int | None = option(
-        None, "how much of a question a chunked encoder hears at once, 0 for all of it; by default what the model has"
-    )
-    debug: bool = option(False, "show the traceback of an error")
 
     order: str = ""
     """Not an option: the kind of each question in the given order, `s` for sound and `t` for text; "" for sound first."""
@@ -90,18 +97,12 @@ class AskOptions:
 
 
 @dataclass(frozen=True)
-class ChatOptions:
+class ChatOptions(LocalOptions):
     """Talk with a model by microphone and loudspeaker.
 
     It listens all the time, answers when you have stopped speaking, and shows what it says. Enter or Ctrl-C stops an answer;
     Ctrl-C twice, or Ctrl-D, leaves. With --headphones you also interrupt it by speaking. Needs the extra `speaker`.
     """
-
-    model: str | None = option(None, MODEL)
-    codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
-    adapter: str | None = option(None, ADAPTER)
-    edits: str | None = option(None, "folder of corrections (train edit apply), which act beside the model's weights")
-    system: str = option("", "system message before the first question, for a model that was trained with some")
 
     headphones: bool = option(
         False, "the microphone does not hear the loudspeaker (headphones, or echo cancellation): speech interrupts an answer"
@@ -111,92 +112,18 @@ class ChatOptions:
     silence_duration_ms: int = option(500, "milliseconds of silence after which a question has ended")
     eagerness: str = option(
         "auto",
-        "how soon a model with a turn head ends questions: low, medium, high or auto; or silence, for --silence_duration_ms",
+        "how soon a model with a turn head ends questions; or silence, for --silence_duration_ms",
+        choices=("low", "medium", "high", "auto", "silence"),
     )
-    padding_ms: float = option(100.0, "milliseconds of sound around speech that questions keep")
     transcribe: bool = option(False, "show what was heard, as the model transcribes it (task A1T1)")
     device_in: str | None = option(None, "microphone: its number, or a part of its name; by default the system's")
     device_out: str | None = option(None, "loudspeaker: its number, or a part of its name; by default the system's")
     list_devices: bool = option(False, "list microphones and loudspeakers, and do nothing else")
     save: str | None = option(None, "new folder for questions and answers as WAV files, and for the conversation")
 
-    seed: int = option(0, "of the random draws")
-    temperature: float = option(0.0, "of the sampling; 0 takes the likeliest")
-    top_k: int = option(0, "draw from the k likeliest ids; 0 is no limit")
-    top_p: float = option(1.0, "draw from the likeliest ids that make up this probability")
-    repetition_penalty: float = option(1.0, "above 1, what was said becomes less likely")
-    text_assist: bool = option(False, "let a second row write the text of the answers (mini-omni's batch of two)")
-    max_seconds: float = option(30.0, "longest answer")
-    max_silence: float | None = option(None, "seconds of silence after which an answer ends; by default none do")
-    context: int | None = option(
-        None,
-        "positions of the conversation, which drops its oldest turns when full; by default the model's, 4096 at most",
-    )
-
-    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
-    threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
-    dtype: str | None = option(
-        None, "float32, bfloat16, float16, or auto for as stored, which is the default but for fp32 on a GPU: bfloat16 there"
-    )
-    quantize: str | None = option(None, "int8: linears and tables in int8, on a CPU")
-    kernels: str = option("measured", "measured: what `bench` found to be faster on this CPU; or reference")
-    chunk_ms: int | None = option(
-        None, "how much of a question a chunked encoder hears at once, 0 for all of it; by default what the model has"
-    )
-    debug: bool = option(False, "show the traceback of an error")
-
 
 @dataclass(frozen=True)
-class BenchOptions:
-    """Measure this machine: first audio, real-time factor, steps against the reading of the weights, live sessions.
-
-    Weights are random (their values cost no time) unless `--model` names a folder.
-    """
-
-    preset: str | None = option(
-        None, "presets to measure, with commas between them; nano and qwen2-0.5b-omni by default (nano with --sessions)"
-    )
-    model: str | None = option(None, "measure this model folder instead")
-    codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
-    sessions: str | None = option(
-        None, "instead play these numbers of live sessions against the clock, such as 1,4,16; the engine has its own process"
-    )
-    play_seconds: float = option(60.0, "with --sessions: seconds for which each number is measured")
-    nonstop: bool = option(False, "with --sessions: all ask again at once, so that every row speaks all the time")
-    barge_in: float = option(0.1, "with --sessions: share of answers that are interrupted")
-    plot: str | None = option(None, "with --sessions: PNG file for lateness, steps and first audio over their numbers")
-    question: str | None = option(None, "sound file to ask; noise by default, which costs the same")
-    seconds: float = option(2.0, "length of that noise")
-    answer_seconds: float = option(4.0, "length of the answer that the real-time factor is taken over")
-    repeat: int = option(3, "measurements of each figure, after one to warm up; the median is shown")
-    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
-    dtype: str | None = option(
-        None, "float32, bfloat16 or float16; float32 by default (bfloat16 on a GPU), a folder's as stored"
-    )
-    quantize: str | None = option(None, "int8: linears and tables in int8, on a CPU")
-    kernels: str = option("measured", "measured: measure first which products are faster on this CPU; or reference")
-    threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
-    json: bool = option(False, "one JSON object on standard output instead of tables")
-    debug: bool = option(False, "show the traceback of an error")
-
-
-@dataclass(frozen=True)
-class QuantizeOptions:
-    """Write a model folder again with its weights in fewer bits, for answering on a CPU.
-
-    Read, rounded and written a piece of a tensor at a time: the model is never in memory as a whole.
-    """
-
-    model: str = option("", "model folder in full precision", positional=True)
-    out: str = option("", "the folder to write", positional=True)
-    format: str = option("int8", "int8: linears and tables as whole numbers with a scale per row")
-    overwrite: bool = option(False, "replace a model folder that is there already")
-    quiet: bool = option(False, "show nothing while it works")
-    debug: bool = option(False, "show the traceback of an error")
-
-
-@dataclass(frozen=True)
-class ServeOptions:
+class ServeOptions(AnsweringOptions):
     """Serve a model to browsers and to clients of OpenAI's Realtime API, many at once.
 
     The page to talk with is at the address that is printed. Who reaches it from other machines needs a key (--key_file).
@@ -209,47 +136,67 @@ class ServeOptions:
     adapter: tuple[str, ...] = option(
         (), "LoRAs that clients choose as voices, as NAME=FOLDER, besides those in the model's adapters/", metavar="ADAPTER"
     )
-    codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
     key_file: str | None = option(None, "file with the keys of those who may connect, one a line")
     certificate: str | None = option(None, "PEM file of the certificate, for TLS")
     private_key: str | None = option(None, "PEM file of its key")
     origins: tuple[str, ...] = option((), "origins of pages, besides the server's own, that may connect", metavar="ORIGIN")
-
     sessions: int = option(64, "sessions at once; more are told to try again")
     slots: int | None = option(None, "conversations that have a place in the cache; by default as many as there are")
-    queue: int | None = option(None, "questions that may wait for room before more are refused; by default any number")
     session_minutes: float = option(60.0, "longest session")
-    idle_minutes: float = option(15.0, "minutes in which nothing comes or goes, after which a session ends")
     key_sessions: int | None = option(None, "sessions of one key at once; by default as many as there may be")
     key_audio_minutes: float | None = option(
         None, "minutes of sound that one key may send in an hour; by default an hour for each of its sessions"
     )
-    key_events: int | None = option(
-        None, "events without sound and requests that one key may send in a minute; by default 2,000 for each of its sessions"
-    )
-    padding_ms: float = option(100.0, "milliseconds of sound around speech that questions keep, where the server ends turns")
-    lead_ms: float = option(300.0, "milliseconds of sound that are sent ahead of what is heard; at most 500")
-    drain: float = option(30.0, "seconds that answers under way have after SIGTERM")
-
     instructions: str = option(
-        "ignore", "use: give clients' instructions to the model, where it was trained with some; or ignore"
+        "ignore",
+        "use: give clients' instructions to the model, where it was trained with some; or ignore",
+        choices=("use", "ignore"),
     )
-    temperature: float = option(0.0, "of the sampling; 0 takes the likeliest")
-    top_k: int = option(0, "draw from the k likeliest ids; 0 is no limit")
-    top_p: float = option(1.0, "draw from the likeliest ids that make up this probability")
-    seed: int = option(0, "of the random draws")
-    max_seconds: float = option(30.0, "longest spoken answer")
     max_tokens: int = option(512, "longest written answer, in tokens")
-    text_assist: bool = option(False, "let a second row write the text of spoken answers")
-    context: int | None = option(None, "positions of a conversation; by default the model's, 4096 at most")
 
-    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
-    threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
-    dtype: str | None = option(None, "float32, bfloat16, float16, or auto for as stored")
-    quantize: str | None = option(None, "int8: linears and tables in int8, on a CPU")
-    kernels: str = option("measured", "measured: what `bench` found to be faster on this CPU; or reference")
-    chunk_ms: int | None = option(
-        None, "how much of a question a chunked encoder hears at once, 0 for all of it; by default what the model has"
+
+@dataclass(frozen=True)
+class BenchOptions(DeviceOptions):
+    """Measure this machine: first audio, real-time factor, steps against the reading of the weights, live sessions.
+
+    Weights are random (their values cost no time) unless `--model` names a folder.
+    """
+
+    preset: str | None = option(
+        None, "presets to measure, with commas between them; nano and qwen2-0.5b-omni by default (nano with --sessions)"
     )
-    log: str = option("info", "least important lines of the log: debug, info, warning or error")
+    model: str | None = option(None, "measure this model folder instead")
+    sessions: str | None = option(
+        None, "instead play these numbers of live sessions against the clock, such as 1,4,16; the engine has its own process"
+    )
+    play_seconds: float = option(60.0, "with --sessions: seconds for which each number is measured")
+    nonstop: bool = option(False, "with --sessions: all ask again at once, so that every row speaks all the time")
+    barge_in: float = option(0.1, "with --sessions: share of answers that are interrupted")
+    plot: str | None = option(None, "with --sessions: PNG file for lateness, steps and first audio over their numbers")
+    question: str | None = option(None, "sound file to ask; noise by default, which costs the same")
+    seconds: float = option(2.0, "length of that noise")
+    answer_seconds: float = option(4.0, "length of the answer that the real-time factor is taken over")
+    repeat: int = option(3, "measurements of each figure, after one to warm up; the median is shown")
+    dtype: str | None = option(
+        None, "float32, bfloat16 or float16; float32 by default (bfloat16 on a GPU), a folder's as stored"
+    )
+    kernels: str = option(
+        "measured",
+        "measured: measure first which products are faster on this CPU; or reference",
+        choices=("measured", "reference"),
+    )
+    json: bool = option(False, "one JSON object on standard output instead of tables")
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """Write a model folder again with its weights in int8, for answering on a CPU.
+
+    Read, rounded and written a piece of a tensor at a time: the model is never in memory as a whole.
+    """
+
+    model: str = option("", "model folder in full precision", positional=True)
+    out: str = option("", "the folder to write", positional=True)
+    overwrite: bool = option(False, "replace a model folder that is there already")
+    quiet: bool = option(False, "show nothing while it works")
     debug: bool = option(False, "show the traceback of an error")

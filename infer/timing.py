@@ -18,11 +18,7 @@ from omni.generate.results import Clock
 
 
 class Player:
-    """Simulates a player, to count underruns.
-
-    Attributes:
-        dry_at: when it has played all that came, in seconds; None before the first chunk.
-    """
+    """Simulates a player, to count underruns; `dry_at`: second at which it has played all that came."""
 
     def __init__(self, sample_rate: int) -> None:
         self.sample_rate = sample_rate
@@ -39,12 +35,7 @@ class Player:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of an answer. Times in seconds; None where there was no text or no sound.
-
-    Attributes:
-        total: until the answer was complete.
-        sound: length of the answer.
-    """
+    """Figures of an answer: seconds until its first text, first sound and end, and of its sound; None where there was none."""
 
     first_text: float | None
     first_audio: float | None

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from infer.checks import check_file, check_model
-from infer.places import check_place
+from infer.checks import check_file, check_model, check_place
 from omni.audio.io import read_audio
 from omni.codec.registry import load_codec
 from omni.convert.formats import open_foreign

@@ -10,22 +10,22 @@ import asyncio
 import gc
 import math
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
 from torch import Tensor
 
-from infer.bench.figures import LiveFigures, LiveTable
-from infer.bench.measure import TASK
 from infer.bench.people import LiveLoad, Manner, PlayedAudio
 from infer.bench.random_model import bench_dtype, random_model, with_encoder_mode
-from infer.device import cpu_threads, is_small
+from infer.console import print_table
+from infer.loading import cpu_threads, is_small
 from infer.options import BenchOptions
 from omni import plugins
 from omni.checkpoint.folder import read_config, save_folder
@@ -40,10 +40,16 @@ from omni.model.int8_model import to_int8
 from omni.model.speech_model import SpeechModel
 from omni.pretrained import find_model
 from omni.stores.reading import local_path
-from omni.tasks import Turn, prompt
+from omni.tasks import TASKS, Turn, prompt
 from omni.text import Tokenizer
+from omni.utils.charts import COLORS, GRID, INK, printable, pyplot_quietly, save_figure
 from omni.utils.process import say
 from omni.utils.profiling import GIB
+
+COLUMNS = (
+    *("sessions", "loop", "late\nms", "under-\nruns", "step\nms", "first audio\nms", "active", "engine\nCPU", "load\nCPU"),
+    *("a session\nCPU", "/ bare\nCPU", "waiting"),
+)
 
 
 def live_table(options: BenchOptions, device: torch.device, name: str | None, sound: Tensor) -> LiveTable:
@@ -102,7 +108,7 @@ async def play(
 
 def context_of(config: ModelConfig, sound: Tensor, answer_seconds: float) -> int:
     """Positions of a conversation of four turns before it forgets; UserError where the model's do not hold one."""
-    question = len(prompt(config.layout, Turn(TASK, features=config.features(len(sound)))))
+    question = len(prompt(config.layout, Turn(TASKS["A1A2"], features=config.features(len(sound)))))
     answer = math.ceil(answer_seconds * CODECS.find(config.codec).frame_rate) + config.layout.max_delay + 1
     if question + answer > config.decoder.context:
         raise UserError(
@@ -116,8 +122,8 @@ def folder_config(options: BenchOptions) -> ModelConfig:
     """A model folder's configuration; UserError where nobody can hear its answers."""
     folder = local_path(find_model(options.model or ""))
     config = read_config(folder)
-    if CODECS.find(config.codec).weights and options.codec_folder is None and not (folder / CODEC).is_dir():
-        raise UserError(f"{folder} has no weights of the codec {config.codec!r}; name their folder with --codec_folder")
+    if CODECS.find(config.codec).weights and not (folder / CODEC).is_dir():
+        raise UserError(f"{folder} has no weights of the codec {config.codec!r}; put them into {folder / CODEC}")
     return config
 
 
@@ -149,7 +155,7 @@ def _started(
                     measure_kernels(to_int8(model) if options.quantize else model)
             del model
         threads = options.threads or (1 if device.type == "cpu" and is_small(folder) else torch.get_num_threads())
-        own: Any = {key: getattr(options, key) for key in ("quantize", "kernels", "codec_folder")}
+        own: Any = {key: getattr(options, key) for key in ("quantize", "kernels")}
         own |= {"device": str(device), "dtype": dtype, "compile": device.type == "cuda" and name is not None}
         engine = stack.enter_context(EngineProcess(folder, slots=slots, context=context, threads=threads, **own))
         of = f"{threads} thread{'s' * (threads > 1)}"
@@ -168,3 +174,92 @@ def random_folder(folder: str, config: ModelConfig, dtype: torch.dtype) -> Speec
     model = random_model(config, torch.device("cpu"), dtype)
     save_folder(folder, config, model.state_dict(), Tokenizer.bytes())
     return model
+
+
+@dataclass(frozen=True)
+class LiveFigures:
+    """What a number of sessions gave. Times in seconds; CPU in shares of one core."""
+
+    loop: Literal["closed", "nonstop"]  # people, or rows that speak all the time
+    sessions: int
+    seconds: float
+    lateness: Percentiles  # of chunks at their listeners, below zero early
+    underruns: int
+    step: Percentiles
+    first_audio: Percentiles  # from the end of a question to its first sound
+    active: float  # mean number of answers under way
+    rows: float  # of a step
+    written: float  # columns of all rows that were written in a second
+    engine_cpu: float  # with what it had decoded in this process
+    generator_cpu: float  # of the load
+    overhead: float | None  # the engine's CPU time for a row's step over that of a bare runner and codec; None without a step
+    questions: int
+    answers: int
+    interrupted: int
+    waiting: float  # mean number of questions that waited
+    errors: int
+
+
+@dataclass(frozen=True)
+class LiveTable:
+    """Figures of one model, whose frames of sound play for `frame` seconds each."""
+
+    title: str
+    frame: float
+    runs: list[LiveFigures]
+
+    def plain(self) -> dict[str, Any]:
+        """The table for JSON."""
+        return {"title": self.title, "frame_seconds": self.frame, "runs": [asdict(run) for run in self.runs]}
+
+    def show(self) -> None:
+        """Prints the table; three times are the 50th, 95th and 99th percentile."""
+        print_table(self.title, COLUMNS, [cells(run) for run in self.runs], left=[1])
+        print(f"a frame plays {1e3 * self.frame:.0f} ms; times are 50th, 95th and 99th percentile; CPU in shares of a core")
+
+    def largest_without_underrun(self) -> int | None:
+        """The largest number up to which somebody heard something, and nobody a gap; None for none."""
+        best = None
+        for run in self.runs:
+            if run.underruns or run.errors:
+                break
+            best = run.sessions if run.first_audio.count else best
+        return best
+
+
+def cells(run: LiveFigures) -> list[str]:
+    """A line of the table."""
+    late, step, first = (_three(times) for times in (run.lateness, run.step, run.first_audio))
+    shares = [f"{run.active:.1f}", f"{run.engine_cpu:.2f}", f"{run.generator_cpu:.2f}", f"{run.engine_cpu / run.sessions:.4f}"]
+    rest = ["" if run.overhead is None else f"{run.overhead:.2f}", f"{run.waiting:.1f}"]
+    return [str(run.sessions), run.loop, late, str(run.underruns), step, first, *shares, *rest]
+
+
+def _three(found: Percentiles) -> str:
+    times = [None if value is None else 1e3 * value for value in (found.p50, found.p95, found.p99)]
+    return " ".join("-" if value is None else f"{value:.1f}" if abs(value) < 10 else f"{value:.0f}" for value in times)
+
+
+def draw(table: LiveTable, file: Path) -> Path:
+    """Draws lateness, steps and first audio over the number of sessions as a PNG file."""
+    figure, axes = pyplot_quietly().subplots(3, 1, figsize=(9.5, 9), sharex=True, height_ratios=(3, 2, 2))
+    numbers, best = [run.sessions for run in table.runs], table.largest_without_underrun()
+    for axis, name in zip(axes, ("lateness", "step", "first_audio"), strict=True):
+        for part, color in (("p50", COLORS[0]), ("p95", COLORS[1]), ("p99", COLORS[3])):
+            points = [(run.sessions, getattr(getattr(run, name), part)) for run in table.runs]
+            if points := [(number, 1e3 * value) for number, value in points if value is not None]:
+                axis.plot(*zip(*points, strict=True), "-o", color=color, markersize=4, label=part)
+        if best is not None:
+            axis.axvline(best, color=COLORS[2], linewidth=1.2, linestyle=":", label=f"{best} without underrun")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(numbers, [str(n) for n in numbers])
+        axis.minorticks_off()
+        axis.set_ylabel(f"{name.replace('_', ' ')} (ms)")
+        axis.grid(color=GRID, linewidth=0.6)
+    axes[0].axhline(0.0, color=INK, linewidth=1.2, label="due")
+    axes[1].axhline(1e3 * table.frame, color=INK, linewidth=1.2, label=f"a frame, {1e3 * table.frame:.0f} ms")
+    for axis in (axis for axis in axes if axis.get_legend_handles_labels()[0]):
+        axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes[2].set_xlabel("live sessions")
+    axes[0].set_title("\n".join(textwrap.wrap(printable(table.title, 200), 95)), fontsize=10, loc="left")
+    return save_figure(figure, file)

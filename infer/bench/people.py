@@ -26,10 +26,8 @@ from omni.audio.io import SAMPLE_RATE
 from omni.engine.process import EngineProcess
 from omni.generate.results import AudioChunk, Ended, Timings
 
-PAUSE = (0.5, 2.0)
-"""Seconds between the end of an answer, as it is heard, and the next question; drawn evenly."""
-BARGE = (0.25, 0.75)
-"""When somebody interrupts: parts of the longest answer, from its first sound; drawn evenly."""
+PAUSE = (0.5, 2.0)  # seconds between the end of an answer, as it is heard, and the next question; drawn evenly
+BARGE = (0.25, 0.75)  # when somebody interrupts: parts of the longest answer, from its first sound; drawn evenly
 
 
 @dataclass

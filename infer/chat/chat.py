@@ -10,36 +10,27 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from infer.chat.devices import find_device, show_devices
-from infer.chat.keys import interruptions, keys
-from infer.chat.loudspeaker import Loudspeaker
-from infer.chat.microphone import MicrophoneInput
+from infer.chat.devices import find_device, load_sounddevice, show_devices
 from infer.chat.questions import PressedQuestions, QuestionFinder, VoiceQuestions
-from infer.chat.saving import ChatFolder
-from infer.chat.screen import ChatScreen
-from infer.chat.talk import Lost, MicrophoneBlock, SpokenChat
-from infer.device import cpu_threads
-from infer.loading import audio_sampling, load
+from infer.chat.streams import Loudspeaker, MicrophoneInput
+from infer.chat.talk import ChatFolder, Lost, MicrophoneBlock, SpokenChat
+from infer.chat.terminal import ChatScreen, interruptions, keys
+from infer.loading import cpu_threads, load
 from infer.options import ChatOptions
-from infer.portaudio import load_sounddevice
-from infer.turns.settings import PCM_RATE, Eagerness, SemanticVad, ServerVad
+from infer.pcm import PCM_RATE
+from infer.turns.detector import PADDING, Eagerness, SemanticVad, ServerVad
 from infer.turns.vad import Silero
-from omni.edit.deltas import Edits
 from omni.errors import UserError
 from omni.generate.question import longest
 from omni.generate.speech_lm import SpeechLM
 from omni.utils import hardware
 
-TRANSCRIPT_TOKENS = 512
-"""Most tokens of a transcript."""
+TRANSCRIPT_TOKENS = 512  # most tokens of a transcript
 
 
 def chat(options: ChatOptions) -> bool:
-    """Talk until the user leaves; returns whether no answer broke.
-
-    Raises:
-        UserError: something is wrong with the options, a device or the model, or a device went away.
-    """
+    """Talk until the user leaves; returns whether no answer broke. UserError for a bad device or model, or a device that is
+    gone."""
     sound = load_sounddevice("chat")
     if options.list_devices:
         show_devices(sound)
@@ -54,22 +45,9 @@ def chat(options: ChatOptions) -> bool:
         stack.callback(microphone.close)
         screen = stack.enter_context(ChatScreen())
         screen.doing("loading the model")
-        lm, adapter, edits = load(options, device, speaks=True)
+        lm, keywords = load(options, device, speaks=True)
         stack.enter_context(cpu_threads(options.threads, lm.model))
-        session = stack.enter_context(
-            lm.session(
-                sampling=audio_sampling(options),
-                seed=options.seed,
-                max_seconds=options.max_seconds,
-                max_silence=options.max_silence,
-                text_assist=options.text_assist,
-                overflow="forget",
-                context=options.context,
-                adapter=adapter,
-                edits=edits,
-                system=options.system,
-            )
-        )
+        session = stack.enter_context(lm.session(**keywords))
         eagerness = eagerness_of(options, lm)
         talk = SpokenChat(
             events,
@@ -79,7 +57,7 @@ def chat(options: ChatOptions) -> bool:
             judged=eagerness is not None,
             barge_in=options.headphones,
             pressed=options.push_to_talk,
-            transcribe=transcriber(lm, adapter, edits) if options.transcribe else None,
+            transcribe=transcriber(lm, {name: keywords[name] for name in ("adapter", "edits")}) if options.transcribe else None,
             folder=None if options.save is None else ChatFolder(options.save),
         )
         loudspeaker = Loudspeaker(sound, target, session.sample_rate, lambda: events.put(Lost("output")))
@@ -94,11 +72,8 @@ def chat(options: ChatOptions) -> bool:
 
 
 def eagerness_of(options: ChatOptions, lm: SpeechLM) -> Eagerness | None:
-    """With which the model ends questions; None where a key or silence does.
-
-    Raises:
-        UserError: the model is to, and has no turn head.
-    """
+    """With which the model ends questions; None where a key or silence does. UserError where the model is to and has no turn
+    head."""
     judges = lm.config.turn and lm.config.encoder.chunk_samples is not None
     if options.push_to_talk or options.eagerness == "silence" or (options.eagerness == "auto" and not judges):
         return None
@@ -117,14 +92,14 @@ def question_finder(options: ChatOptions, most: float, eagerness: Eagerness | No
     settings: ServerVad | SemanticVad = ServerVad(threshold=options.threshold, silence_duration_ms=options.silence_duration_ms)
     if eagerness is not None:
         settings = SemanticVad(eagerness=eagerness)
-    return VoiceQuestions(Silero(), settings, options.padding_ms / 1000, most)
+    return VoiceQuestions(Silero(), settings, PADDING, most)
 
 
-def transcriber(lm: SpeechLM, adapter: str | None, edits: Edits | None) -> Callable[[np.ndarray], str]:
-    """Writes down a question [S], beside the conversation."""
+def transcriber(lm: SpeechLM, beside: dict[str, Any]) -> Callable[[np.ndarray], str]:
+    """Writes down a question [S], beside the conversation; `beside`: keywords of what acts beside the model."""
 
     def transcribe(question: np.ndarray) -> str:
-        answer = lm.generate(question, "A1T1", sample_rate=PCM_RATE, max_tokens=TRANSCRIPT_TOKENS, adapter=adapter, edits=edits)
+        answer = lm.generate(question, "A1T1", sample_rate=PCM_RATE, max_tokens=TRANSCRIPT_TOKENS, **beside)
         if answer.error is not None:
             raise UserError(answer.error)
         return answer.text

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from infer.console import print_table
 from omni.errors import UserError
 
 Kind = Literal["input", "output"]
@@ -18,19 +19,12 @@ Kind = Literal["input", "output"]
 NAMES = {"input": "microphone", "output": "loudspeaker"}
 OPTIONS = {"input": "--device_in", "output": "--device_out"}
 
-LATENCY = 0.06
-"""Seconds that a device is asked to hold: its callbacks are Python's, and wait for other threads."""
+LATENCY = 0.06  # seconds that a device is asked to hold: its callbacks are Python's, and wait for other threads
 
 
 @dataclass(frozen=True)
 class SoundDevice:
-    """A device of PortAudio.
-
-    Attributes:
-        inputs, outputs: its channels.
-        rate: its own samples per second.
-        default: it is the default microphone, loudspeaker, or both.
-    """
+    """A device of PortAudio: its channels, its own samples per second, and as what it is the system's default."""
 
     index: int
     name: str
@@ -75,11 +69,7 @@ def listing(devices: list[SoundDevice], kind: Kind) -> str:
 
 
 def find_device(sound: Any, kind: Kind, given: str | None) -> SoundDevice:
-    """The device of a number or a part of a name, by default the system's.
-
-    Raises:
-        UserError: none, several, or one of the other kind; it names those that there are.
-    """
+    """The device of a number or a part of a name, by default the system's; UserError for none, several, or the other kind."""
     devices, name, option = all_devices(sound), NAMES[kind], OPTIONS[kind]
     able = [device for device in devices if device.channels(kind)]
     if given is None:
@@ -105,27 +95,13 @@ def find_device(sound: Any, kind: Kind, given: str | None) -> SoundDevice:
     return found[0]
 
 
-@dataclass(frozen=True)
-class OpenStream:
-    """A stream that was opened, and not started, with the rate and the channels that the device took."""
-
-    stream: Any
-    rate: int
-    channels: int
-
-
 def open_stream(
     sound: Any, device: SoundDevice, kind: Kind, rate: int, callback: Callable[..., None], finished: Callable[[], None]
-) -> OpenStream:
-    """Open a stream on a device, at `rate` where it takes that.
+) -> tuple[Any, int, int]:
+    """Open a stream on a device, at `rate` where it takes that; returns it, its rate and its channels.
 
-    Args:
-        callback: PortAudio's: called in a thread of its own with a buffer, its frames, their times and the status.
-        finished: called in that thread when the stream has ended.
-
-    Raises:
-        UserError: the device takes no rate and no number of channels that was tried.
-    """
+    PortAudio calls `callback` and `finished` (once the stream has ended) in a thread of its own. UserError where the device
+    takes no form that was tried."""
     make = sound.RawInputStream if kind == "input" else sound.RawOutputStream
     refusals: dict[str, None] = {}
     for channels, one in _forms(device.channels(kind), rate, device.rate):
@@ -142,7 +118,7 @@ def open_stream(
         except sound.PortAudioError as error:
             refusals[f"{one} Hz in {channels} channel{'s' * (channels > 1)}: {' '.join(str(error).split())}"] = None
         else:
-            return OpenStream(stream, one, channels)
+            return stream, one, channels
     raise UserError(
         f"the {NAMES[kind]} {device} cannot be opened ({'; '.join(refusals)}); end other programs that use it, or choose "
         f"another with {OPTIONS[kind]}: {listing(all_devices(sound), kind)}"
@@ -176,19 +152,28 @@ def close_stream(sound: Any, stream: Any) -> None:
 
 def show_devices(sound: Any) -> None:
     """Print a table of the devices."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     devices = all_devices(sound)
     if not devices:
         print("PortAudio finds no microphone and no loudspeaker; connect one, or give this user access to it")
         return
-    table = Table(box=box.SIMPLE)
-    for head in ("", "device", "by", "in", "out", "Hz", "default"):
-        table.add_column(head, justify="right" if head in ("", "in", "out", "Hz") else "left", overflow="fold")
+    lines = []
     for one in devices:
         channels = [str(number or "") for number in (one.inputs, one.outputs)]
         usual = ", ".join(NAMES[kind] for kind in one.default)
-        table.add_row(str(one.index), one.name, one.host, *channels, str(one.rate), usual)
-    Console().print(table)
+        lines.append((str(one.index), one.name, one.host, *channels, str(one.rate), usual))
+    print_table("", ("", "device", "by", "in", "out", "Hz", "default"), lines, left=(1, 2, 6))
+
+
+def load_sounddevice(what: str = "--speaker", otherwise: str = ", or use --out answer.wav") -> Any:
+    """The optional module `sounddevice`, through which PortAudio is reached; UserError where it or its library is missing.
+
+    Args:
+        what: what needs it; `otherwise`, what can be done without it.
+    """
+    try:
+        import sounddevice
+    except ImportError as error:
+        raise UserError(f'{what} needs the package sounddevice: pip install "omni-speech[speaker]"') from error
+    except OSError as error:
+        raise UserError(f"{what} needs the PortAudio library ({error}): install it{otherwise}") from error
+    return sounddevice

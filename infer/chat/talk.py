@@ -11,32 +11,38 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from infer.chat.asking import Answered, Asker, Failed, Remarked, SpokenTurn, Transcribed, Transcriber
 from infer.chat.devices import NAMES, OPTIONS, Kind, SoundDevice, all_devices, listing
-from infer.chat.keys import Key
-from infer.chat.loudspeaker import Loudspeaker
-from infer.chat.microphone import MicrophoneInput
-from infer.chat.questions import QuestionFinder, QuestionPart
-from infer.chat.saving import ChatFolder
-from infer.chat.screen import ChatScreen
-from infer.messages import in_options, on_one_line
-from infer.turns.settings import PCM_RATE
+from infer.chat.questions import (
+    Answered,
+    Asker,
+    Failed,
+    QuestionFinder,
+    QuestionPart,
+    Remarked,
+    SpokenTurn,
+    Transcribed,
+    Transcriber,
+)
+from infer.chat.streams import Loudspeaker, MicrophoneInput
+from infer.chat.terminal import ChatScreen, Key
+from infer.console import in_options, on_one_line
+from infer.pcm import PCM_RATE
+from omni.audio.wav import write_audio
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.session import Session
 
-GONE = 5.0
-"""Seconds after which a device that gives or takes no sound is taken for gone."""
-
-ECHO = 0.3
-"""Seconds for which the room is not heard after an answer was, where the microphone hears the loudspeaker."""
+GONE = 5.0  # seconds after which a device that gives or takes no sound is taken for gone
+ECHO = 0.3  # seconds for which the room is not heard after an answer was, where the microphone hears the loudspeaker
 
 REASONS = {
     "length": "the answer was cut at the limit; see --max_seconds",
@@ -45,8 +51,9 @@ REASONS = {
 }
 """What is said of an answer that the model did not end."""
 
-DEAD = 3.0
-"""Seconds of zeros after which the microphone is said to be muted."""
+DEAD = 3.0  # seconds of zeros after which the microphone is said to be muted
+
+CONVERSATION = "conversation.safetensors"
 
 
 class MicrophoneBlock(NamedTuple):
@@ -64,18 +71,12 @@ class Lost(NamedTuple):
 
 @dataclass
 class PlayedAnswer:
-    """The answer that is waited for, or heard.
-
-    Attributes:
-        texts: pieces that are not shown yet, each with the second of the sound at which it is spoken.
-        chunks: its sound so far, [S] each.
-        ended: its last event, once it came.
-    """
+    """The answer that is waited for, or heard."""
 
     turn: SpokenTurn
-    texts: deque[tuple[str, float | None]] = field(default_factory=deque)
-    chunks: list[Tensor] = field(default_factory=list)
-    ended: Ended | None = None
+    texts: deque[tuple[str, float | None]] = field(default_factory=deque)  # that are not shown yet, and their seconds
+    chunks: list[Tensor] = field(default_factory=list)  # its sound so far, [S] each
+    ended: Ended | None = None  # its last event, once it came
 
 
 class SpokenChat:
@@ -84,13 +85,8 @@ class SpokenChat:
     Args:
         events: of the microphone, the answers and the keys, in the order in which they came.
         barge_in: listen while an answer is heard.
-        pressed: a key begins and ends questions.
-        judged: the model's turn head ends questions.
+        pressed, judged: a key begins and ends questions; the model's turn head ends them.
         transcribe: returns the transcript of a question [S]; None to show none.
-        folder: keeps what is said.
-
-    Attributes:
-        whole: no answer broke so far.
     """
 
     def __init__(
@@ -123,11 +119,8 @@ class SpokenChat:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self, microphone: MicrophoneInput, loudspeaker: Loudspeaker) -> bool:
-        """Talk until the input ends; returns whether no answer broke.
-
-        Raises:
-            UserError: a device is gone, or the model does not take a question.
-        """
+        """Talk until the input ends; returns whether no answer broke. UserError where a device is gone, or for a question that
+        the model does not take."""
         self._microphone, self._loudspeaker = microphone, loudspeaker
         try:
             microphone.start()
@@ -351,3 +344,30 @@ class SpokenChat:
         else:
             self._transcriber = None
             self._screen.tell(f"warning: no transcripts: {in_options(transcribed.error)}")
+
+
+class ChatFolder:
+    """Writes `question-1.wav`, `answer-1.wav`, ..., and `conversation.safetensors` into a folder; UserError where it cannot."""
+
+    def __init__(self, folder: str) -> None:
+        self.place = Path(folder)
+        self.place.mkdir(exist_ok=True)
+
+    def question(self, number: int, pieces: Sequence[np.ndarray]) -> None:
+        """Write a question, samples int16 at `PCM_RATE`."""
+        sound = np.concatenate([np.zeros(0, np.int16), *pieces])
+        self._write(f"question-{number}.wav", torch.from_numpy(sound.astype(np.float32) / 32768), PCM_RATE)
+
+    def answer(self, number: int, chunks: Sequence[torch.Tensor], rate: int, played: float | None) -> None:
+        """Write an answer, samples float32; as far as it was heard where `played` is given, in seconds."""
+        sound = torch.cat([torch.zeros(0), *chunks])
+        self._write(f"answer-{number}.wav", sound if played is None else sound[: round(played * rate)], rate)
+
+    def _write(self, name: str, sound: torch.Tensor, rate: int) -> None:
+        if len(sound):
+            write_audio(self.place / name, sound, rate)
+
+    def conversation(self, session: Session) -> None:
+        """Write the conversation, where it has a turn."""
+        if session.turns:
+            session.save(self.place / CONVERSATION)

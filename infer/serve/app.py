@@ -1,42 +1,44 @@
-"""The server's application: its routes, and what begins and ends with it."""
+"""The server's application: its routes, as OpenAI names them, and what begins and ends with it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request, WebSocket
+from fastapi import FastAPI, Request, Response, WebSocket
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
+from infer.serve.errors import Denied, Failure, failure_of
 from infer.serve.host import EngineHost
-from infer.serve.keys import Denied, Keys
-from infer.serve.logs import LOG
-from infer.serve.realtime.calls import add_calls
-from infer.serve.realtime.configuration import Voices
-from infer.serve.realtime.protocol import ProtocolError
+from infer.serve.keys import LONGEST_SECRET, SECRET, Keys
+from infer.serve.realtime.configuration import Configuration, Voices, shown, updated
+from infer.serve.realtime.protocol import Event, ProtocolError, new_id
 from infer.serve.realtime.session import RealtimeSession
+from infer.serve.realtime.webrtc import add_calls
 from infer.serve.realtime.websocket import INTERNAL, SocketSession, SocketTransport, refuse
-from infer.serve.rest.errors import Failure, failure_of
-from infer.serve.rest.routes import add_rest
-from infer.serve.server import Server
+from infer.serve.rest.audio import speak, transcribe
+from infer.serve.rest.chat import Completions
+from infer.serve.rest.jobs import Job, Jobs
+from infer.serve.server import REALTIME, Gate, Headers, Server, add_web, too_large
 from infer.serve.settings import ServeSettings
-from infer.serve.web import REALTIME, Gate, Headers, add_web, told_error, too_large
+from infer.serve.telemetry import LOG
 from omni.engine.wire import EngineLost
 
-THREADS = 64
-"""Threads for what waits for the engine's process."""
+THREADS = 64  # threads for what waits for the engine's process
+LARGEST = 256 * 1024  # bytes of a request: the server keeps its configuration for as long as the secret is valid
+
+OWNER = "omni"
 
 
 def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] = ()) -> FastAPI:
-    """The application over an engine that was opened.
-
-    Args:
-        keys: of those who may connect; none: whoever reaches it may.
-    """
+    """The application over an engine that was opened; `keys` are of those who may connect, none: whoever reaches it may."""
     engine = host.engine
     server = Server(
         host, settings, Keys(keys, settings.limits), Voices(settings.adapters, settings.model, engine.codec is not None)
@@ -46,7 +48,7 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
     async def life(app: FastAPI) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(THREADS, "omni-serve"))
-        host.on_lost.append(server.lost)
+        host.on_lost = server.lost
         watching = asyncio.create_task(host.watch())
         yield
         await calls.close()
@@ -78,7 +80,7 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
     @app.exception_handler(Denied)
     async def denied(request: Request, error: Denied) -> JSONResponse:
         server.metrics.refused.labels(error.code).inc()
-        return Failure(error.status, str(error), error.code, error.kind).response()
+        return error.response()
 
     @app.exception_handler(EngineLost)
     async def lost(request: Request, error: EngineLost) -> JSONResponse:
@@ -87,8 +89,8 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
     @app.exception_handler(HTTPException)
     async def failed(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 413:
-            return told_error(too_large(settings.limits.body_bytes), 413, "too_large")
-        response = told_error(str(error.detail), error.status_code)
+            return too_large(settings.limits.body_bytes)
+        response = Failure(error.status_code, str(error.detail)).response()
         response.headers.update(error.headers or {})
         return response
 
@@ -117,7 +119,7 @@ async def _serve_socket(server: Server, socket: WebSocket) -> None:
         await socket.accept("realtime" if "realtime" in protocols else None)
         session.log.info("session began", fields={"transport": "websocket", "owner": owner})
         server.metrics.sessions.labels("websocket").inc()
-        await SocketSession(socket, transport, session, server.keys, owner, limits).run()
+        await SocketSession(socket, transport, session, server.keys, owner).run()
     except ProtocolError as error:
         await refuse(socket, Denied(400, error.code, str(error)))
     except Exception:
@@ -130,3 +132,54 @@ async def _serve_socket(server: Server, socket: WebSocket) -> None:
             del server.sessions[session.id]
             server.metrics.sessions.labels("websocket").dec()
             session.log.info("session ended")
+
+
+class ExpiresAfter(BaseModel):
+    anchor: Literal["created_at"] = "created_at"
+    seconds: Annotated[int, Field(ge=10, le=LONGEST_SECRET)] = 600
+
+
+class SecretRequest(BaseModel):
+    expires_after: ExpiresAfter | None = None
+    session: dict[str, Any] | None = None
+
+
+async def make_secret(job: Job) -> Response:
+    """Answers a request; Denied where a client secret asks for another one, which would prolong it."""
+    if job.key.startswith(SECRET):
+        raise Denied(403, "insufficient_permissions", "a client secret makes no secrets; use the key")
+    body = await job.read(SecretRequest, most=LARGEST)
+    given, server = body.session or {}, job.server
+    configuration = updated(Configuration(), given, started=False)
+    seconds = (body.expires_after or ExpiresAfter()).seconds
+    value, expires = server.keys.make_secret(job.owner, given, seconds)
+    session = shown(configuration, server.voices, new_id("sess"), expires)
+    return JSONResponse({"value": value, "expires_at": expires, "session": session})
+
+
+def add_models(app: FastAPI, server: Server) -> None:
+    """Add the routes that tell of the model. Requests for answers may name any model; this one answers."""
+    shown: Event = {"id": server.voices.model, "object": "model", "created": int(time.time()), "owned_by": OWNER}
+
+    @app.get("/v1/models", response_model=None)
+    async def models(request: Request) -> Event:
+        server.admit(request.headers, [])
+        return {"object": "list", "data": [shown]}
+
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def model(request: Request, name: str) -> Response:
+        server.admit(request.headers, [])
+        if name == server.voices.model:
+            return JSONResponse(shown)
+        message = f"the model {name[:80]!r} does not exist; this server has {server.voices.model!r}"
+        return Failure(404, message, "model_not_found", param="model").response()
+
+
+def add_rest(app: FastAPI, server: Server) -> None:
+    """Add the routes to an application, which tells `Denied` and HTTP's own errors in OpenAI's form."""
+    jobs = Jobs(server)
+    add_models(app, server)
+    jobs.add(app, "/v1/chat/completions", Completions().handle)
+    jobs.add(app, "/v1/audio/transcriptions", transcribe)
+    jobs.add(app, "/v1/audio/speech", speak)
+    jobs.add(app, "/v1/realtime/client_secrets", make_secret)

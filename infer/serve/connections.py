@@ -16,10 +16,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
 
-from infer.serve.keys import Denied, Quota
-from infer.serve.logs import LOG
-from infer.serve.realtime.bounds import POLICY
+from infer.serve.errors import Denied
+from infer.serve.keys import Quota
 from infer.serve.realtime.protocol import ProtocolError
+from infer.serve.realtime.session import POLICY
+from infer.serve.telemetry import LOG
 
 HEAD_SECONDS, LINGER = 10.0, 5.0
 """Seconds in which the head of a request has to come, and those that a client has to take what its WebSocket was sent last."""

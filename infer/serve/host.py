@@ -14,14 +14,9 @@ from omni.errors import UserError
 
 LOG = logging.getLogger(__name__)
 
-LOOK = 0.1
-"""Seconds between two looks at the engine."""
-
-STUCK = 5.0
-"""Seconds without a step, while answers are under way, after which the stepping thread counts as stuck."""
-
-AGAIN = 1.0
-"""Seconds after which an engine that could not be started is started again."""
+LOOK = 0.1  # seconds between two looks at the engine
+STUCK = 5.0  # seconds without a step, while answers are under way, after which the stepping thread counts as stuck
+AGAIN = 1.0  # seconds after which an engine that could not be started is started again
 
 
 class EngineHost:
@@ -32,8 +27,7 @@ class EngineHost:
         adapters: folders of LoRAs, by name, that each engine loads first.
 
     Attributes:
-        restarts: how often it was started again.
-        on_lost: called in the loop with the reason when an engine was lost.
+        on_lost: called in the loop when an engine was lost.
     """
 
     def __init__(self, start: Callable[[], Any], adapters: Mapping[str, str] | None = None) -> None:
@@ -42,7 +36,7 @@ class EngineHost:
         self._closing = False
         self._seen = (0, time.monotonic())  # steps, and when there were that many first
         self.restarts = 0
-        self.on_lost: list[Callable[[str], None]] = []
+        self.on_lost: Callable[[], None] = lambda: None
 
     def open(self) -> None:
         """Start the first engine; UserError where the model or an adapter cannot be loaded."""
@@ -104,8 +98,7 @@ class EngineHost:
                 continue
             lost = getattr(getattr(self._engine, "_link", None), "lost", None)
             LOG.error("engine lost: %s", lost)
-            for tell in list(self.on_lost):
-                tell(str(lost))
+            self.on_lost()
             while not self._closing and not self.alive:
                 try:
                     engine = await asyncio.to_thread(self._make)
@@ -118,15 +111,12 @@ class EngineHost:
                 await asyncio.to_thread(old.close)
                 LOG.warning("engine started again")
 
-    def close(self, drain: float = 0.0) -> None:
-        """End the engine, after at most `drain` seconds in which answers may end."""
+    def close(self) -> None:
+        """End the engine."""
         self._closing = True
         if self._engine is not None:
-            _close(self._engine, drain)
+            _close(self._engine)
 
 
-def _close(engine: Any, drain: float = 0.0) -> None:
-    if isinstance(engine, EngineProcess):
-        engine.close(drain)
-    else:
-        engine.engine.close()
+def _close(engine: Any) -> None:
+    (engine if isinstance(engine, EngineProcess) else engine.engine).close()

@@ -21,16 +21,17 @@ from urllib.parse import urlsplit
 
 from itsdangerous import BadData, URLSafeSerializer
 
+from infer.serve.errors import Denied
 from infer.serve.settings import ServerLimits
 from omni.errors import UserError
 
-SUBPROTOCOL = "openai-insecure-api-key."
-"""Start of the WebSocket subprotocol that brings a key."""
-
-LONGEST_SECRET = 7200
-"""Seconds for which a client secret may be valid at most; 600 by default, as OpenAI's."""
+SUBPROTOCOL = "openai-insecure-api-key."  # start of the WebSocket subprotocol that brings a key
+LONGEST_SECRET = 7200  # seconds for which a client secret may be valid at most; 600 by default, as OpenAI's
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+LONGEST_TOKEN = 4096  # characters of a client secret, which travels in a header
+SECRET = "ek_"  # start of a client secret, by which OpenAI's clients know one
 
 
 def is_local(host: str) -> bool:
@@ -40,27 +41,6 @@ def is_local(host: str) -> bool:
         name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
         return ip_address(name).is_loopback
     return name == "localhost"
-
-
-LONGEST_TOKEN = 4096
-"""Characters of a client secret, which travels in a header."""
-
-SECRET = "ek_"
-"""Start of a client secret, by which OpenAI's clients know one."""
-
-
-class Denied(Exception):
-    """Whoever asks may not.
-
-    Attributes:
-        status: of HTTP: 401, 403, 429 or 503.
-        code: for programs; kind: of the error, as OpenAI has it.
-    """
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-        self.kind = {429: "rate_limit_exceeded", 503: "server_error"}.get(status, "invalid_request_error")
 
 
 class Allowance:
@@ -100,11 +80,8 @@ class Quota:
 
 
 def read_keys(path: str | Path) -> tuple[str, ...]:
-    """Keys of a file, one a line; empty lines and those that begin with `#` are left out.
-
-    Raises:
-        UserError: it cannot be read, has no key, or one that is too short, has spaces, or begins as client secrets do.
-    """
+    """Keys of a file, one a line; empty lines and those that begin with `#` are left out. UserError where it cannot be read,
+    has no key, or one that is too short, has spaces, or begins as client secrets do."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -130,11 +107,7 @@ def read_keys(path: str | Path) -> tuple[str, ...]:
 
 
 class Keys:
-    """The keys of a server and what they have used.
-
-    Args:
-        keys: none: everybody may connect.
-    """
+    """The keys of a server, none where everybody may connect, and what they have used."""
 
     def __init__(self, keys: Iterable[str], limits: ServerLimits) -> None:
         self._keys = {_digest(key): f"key-{number}" for number, key in enumerate(keys, 1)}
@@ -151,11 +124,7 @@ class Keys:
         return bool(self._keys)
 
     def owner(self, key: str | None) -> tuple[str, Mapping[str, Any]]:
-        """Name of the key's owner, and the configuration that a secret brings.
-
-        Raises:
-            Denied: no key, or one that is not known or no longer valid.
-        """
+        """Name of the key's owner, and the configuration that a secret brings; Denied without a key that is known and valid."""
         if key is not None and key.startswith(SECRET):
             return self._of_secret(key.removeprefix(SECRET))
         if not self._keys:
@@ -185,8 +154,6 @@ class Keys:
             raise Denied(400, "session_too_long", "the session is too long for a client secret; set the rest by session.update")
         return value, expires
 
-    # --- what an owner has used ---------------------------------------------------------------------------------------
-
     def enter(self, owner: str) -> None:
         """Count a session; Denied where the owner has too many, or has no sound left."""
         if self.sessions[owner] >= self._limits.key_sessions:
@@ -199,10 +166,6 @@ class Keys:
         self.sessions[owner] -= 1
         if self.sessions[owner] <= 0:
             del self.sessions[owner]
-
-    def use_sound(self, owner: str, seconds: float) -> None:
-        """Count a request's sound; Denied beyond the key's hour."""
-        self.usage[owner].count(seconds=seconds)
 
 
 def _digest(key: str) -> bytes:
@@ -221,11 +184,7 @@ def key_of(headers: Mapping[str, str], protocols: Sequence[str] = ()) -> str | N
 
 
 def check_origin(headers: Mapping[str, str], allowed: Sequence[str], open_access: bool) -> None:
-    """Refuse pages of other sites, and, where nobody needs a key, names that were bent to this machine (DNS rebinding).
-
-    Raises:
-        Denied: with status 403.
-    """
+    """Refuse pages of other sites, and, where nobody needs a key, names that were bent to this machine (DNS rebinding)."""
     host = headers.get("host", "")
     if open_access and not is_local(host):
         raise Denied(403, "invalid_host", "without keys this server answers to localhost alone")

@@ -18,29 +18,24 @@ import uvicorn
 import uvloop
 
 from infer.checks import read_adapters
-from infer.device import is_small, serving_dtype
-from infer.loading import missing_package
+from infer.loading import is_small, missing_package, serving_dtype
 from infer.options import DEFAULT_MODEL, ServeOptions
 from infer.serve.app import create_app
 from infer.serve.connections import HttpConnection, SocketConnection, most_connections
 from infer.serve.host import EngineHost
 from infer.serve.keys import read_keys
-from infer.serve.logs import LOG, write_logs
 from infer.serve.server import Server
-from infer.serve.settings import Answering, ServerLimits, ServeSettings
+from infer.serve.settings import SESSION_KEYWORDS, Answering, ServerLimits, ServeSettings
+from infer.serve.telemetry import LOG, write_logs
 from omni.engine.process import EngineProcess
 from omni.errors import SoundWarning, UserError
 from omni.utils.hardware import find_device
 from omni.utils.process import say
 
-LARGEST_MESSAGE = 21 * 2**20
-"""Bytes of a WebSocket's message: 15 MiB of sound in base64, and some more."""
-
-LAST_WORDS = 2.0
-"""Seconds in which sockets that end are told so."""
-
-DRAIN_LOOK = 0.1
-"""Seconds between two looks whether answers are still under way."""
+LARGEST_MESSAGE = 21 * 2**20  # bytes of a WebSocket's message: 15 MiB of sound in base64, and some more
+LAST_WORDS = 2.0  # seconds in which sockets that end are told so
+DRAIN = 30.0  # seconds that answers under way have after SIGTERM
+DRAIN_LOOK = 0.1  # seconds between two looks whether answers are still under way
 
 
 def serve(options: ServeOptions) -> None:
@@ -49,12 +44,12 @@ def serve(options: ServeOptions) -> None:
     keys = () if options.key_file is None else read_keys(options.key_file)
     listening = listen(options.host, options.port)
     try:
-        write_logs(options.log)
+        write_logs()
         warnings.simplefilter("ignore", SoundWarning)  # they tell what was said
         host = EngineHost(lambda: start_engine(model, options), read_adapters(options.adapter, model))
         say(f"loading {model} in a process of its own, and measuring what a step of it costs")
         host.open()
-        missing = missing_package(model, options.codec_folder) if host.engine.codec is None else None
+        missing = missing_package(model) if host.engine.codec is None else None
         if missing is not None:
             say(f"answers are text alone: {missing}")
         try:
@@ -78,14 +73,10 @@ def start_engine(model: str, options: ServeOptions) -> EngineProcess:
         slots=options.slots,
         context=options.context,
         patience=10.0,
-        queue=options.queue,
         threads=options.threads or (1 if small else None),
         device=options.device,
         dtype=dtype,
         quantize=options.quantize,
-        kernels=options.kernels,
-        codec_folder=options.codec_folder,
-        chunk_ms=options.chunk_ms,
     )
     engine.call("engine.measure")
     warm_up(engine)
@@ -107,27 +98,16 @@ def settings_of(model: str, options: ServeOptions) -> ServeSettings:
         model=options.name or name_of(model),
         adapters=tuple(read_adapters(options.adapter, model)),
         origins=options.origins,
-        padding=options.padding_ms / 1000,
-        lead=options.lead_ms / 1000,
         limits=ServerLimits(
             sessions=options.sessions,
             key_sessions=key_sessions,
             connections=most_connections(options.sessions),
             session_seconds=options.session_minutes * 60,
-            idle_seconds=options.idle_minutes * 60,
             key_audio_seconds=60 * (options.key_audio_minutes or 60 * key_sessions),
-            key_events=options.key_events or ServerLimits.session_events * key_sessions,
+            key_events=ServerLimits.session_events * key_sessions,
         ),
         answering=Answering(
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed,
-            max_seconds=options.max_seconds,
-            max_tokens=options.max_tokens,
-            text_assist=options.text_assist,
-            context=options.context,
-            use_instructions=options.instructions == "use",
+            use_instructions=options.instructions == "use", **{name: getattr(options, name) for name in SESSION_KEYWORDS}
         ),
     )
 
@@ -202,7 +182,7 @@ async def run(server: Server, app: object, listening: socket.socket, options: Se
         tell_address(listening, tls)
         await asyncio.wait([serving, waiting], return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
-            await drain(server, hurry, options.drain)
+            await drain(server, hurry)
     finally:
         waiting.cancel()
         web.should_exit = True
@@ -221,7 +201,7 @@ def tell_address(listening: socket.socket, tls: bool) -> None:
     print(f"talk to it at http{place}   (API: ws{place}v1/realtime){more}", flush=True)
 
 
-async def drain(server: Server, hurry: asyncio.Event, seconds: float) -> None:
+async def drain(server: Server, hurry: asyncio.Event, seconds: float = DRAIN) -> None:
     """Take no new session, wait for the answers under way, for at most that many seconds or until `hurry`, and end sessions."""
     server.draining = True
     under_way = server.answering
@@ -234,7 +214,7 @@ async def drain(server: Server, hurry: asyncio.Event, seconds: float) -> None:
         await asyncio.sleep(DRAIN_LOOK)
     for session in list(server.sessions.values()):
         session.tell_error("this server ends; connect again", "server_shutting_down")
-        session.end("the server ends")
+        session.transport.end("the server ends")
     until = loop.time() + LAST_WORDS
     while server.sessions and loop.time() < until:  # else uvicorn closes their sockets before these were sent
         await asyncio.sleep(0.01)

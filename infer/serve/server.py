@@ -1,31 +1,59 @@
-"""What the routes of a server share: the engine, the keys, the open sessions."""
+"""What the routes share (engine, keys, open sessions), the page, what operators look at, and the headers of every answer."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib.metadata
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from infer.serve.errors import Denied, Failure
 from infer.serve.host import EngineHost
-from infer.serve.keys import Denied, Keys, check_origin, key_of
-from infer.serve.metrics import Metrics
+from infer.serve.keys import LOOPBACK, Keys, check_origin, is_local, key_of
 from infer.serve.realtime.configuration import Configuration, Voices, updated
 from infer.serve.realtime.protocol import LOST
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.settings import ServeSettings
+from infer.serve.telemetry import Metrics
 from infer.turns.vad import VoiceActivity
+from omni.errors import UserError
+from omni.generate.question import longest
+
+VERSION = importlib.metadata.version("omni-speech")
+
+PAGE = Path(__file__).parent / "page"
+
+POLICY = (
+    "default-src 'self'; connect-src 'self'; media-src 'self' blob:; img-src 'self' data:; worker-src 'self' blob:; "
+    "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Content security policy: nothing from another host, no inline script."""
+
+HEADERS = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"permissions-policy", b"microphone=(self), camera=(), geolocation=()"),
+    (b"cache-control", b"no-cache"),
+)
+
+HSTS = ((b"strict-transport-security", b"max-age=31536000"),)
+
+REALTIME = "/v1/realtime"  # path of the server's only WebSockets
+STATS_WAIT = 2.0  # seconds that the engine has to tell its figures before it counts as stuck
 
 
 @dataclass(eq=False)
 class Server:
-    """What the routes share.
-
-    Attributes:
-        sessions: the open Realtime sessions, by their ids.
-        requests: how many HTTP requests with an answer are under way, by the owners of their keys.
-        draining: no new session is taken.
-        idle: connections without a request, the oldest first.
-    """
+    """What the routes share."""
 
     host: EngineHost
     settings: ServeSettings
@@ -33,10 +61,10 @@ class Server:
     voices: Voices
     metrics: Metrics = field(default_factory=Metrics)
     vad: VoiceActivity = field(default_factory=VoiceActivity)
-    sessions: dict[str, RealtimeSession] = field(default_factory=dict)
-    requests: Counter[str] = field(default_factory=Counter)
-    draining: bool = False
-    idle: dict[Any, None] = field(default_factory=dict)
+    sessions: dict[str, RealtimeSession] = field(default_factory=dict)  # the open Realtime sessions, by their ids
+    requests: Counter[str] = field(default_factory=Counter)  # HTTP requests under way, by the owners of their keys
+    draining: bool = False  # no new session is taken
+    idle: dict[Any, None] = field(default_factory=dict)  # connections without a request, the oldest first
 
     def admit(self, headers: Any, protocols: list[str]) -> tuple[str, Any]:
         """The owner of a request's key, and its secret's configuration; Denied where it is not let in."""
@@ -69,7 +97,142 @@ class Server:
         self.sessions[session.id] = session
         return session
 
-    def lost(self, reason: str) -> None:
-        """Tell every session that the engine was lost; the reason is for the log alone."""
+    def lost(self) -> None:
+        """Tell every session that the engine was lost."""
         for session in list(self.sessions.values()):
             session.tell_error(LOST)
+
+
+class Headers:
+    """Adds headers to every answer of an ASGI application."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        host = dict(scope.get("headers", ())).get(b"host", b"").decode("latin-1")
+        by_tls = scope.get("scheme") == "https" and not is_local(host)  # other servers of this machine are `localhost` too
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), *HEADERS, *HSTS * by_tls]
+            await send(message)
+
+        await self._app(scope, receive, with_headers if scope["type"] == "http" else send)
+
+
+class Gate:
+    """Refuses what no route of an ASGI application takes: WebSockets at other places, and bodies of more bytes than may be
+    (announced ones before they come)."""
+
+    def __init__(self, app: Any, most: int) -> None:
+        self._app, self._most = app, most
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket" and scope["path"] != REALTIME:
+            respond = Failure(404, f"there is no WebSocket at {scope['path'][:80]!r}; connect to {REALTIME}").response()
+            if "websocket.http.response" in scope.get("extensions", {}):
+                await respond(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1008, "reason": f"connect to {REALTIME}"})
+        elif scope["type"] == "http" and length_of(scope) > self._most:
+            await too_large(self._most)(scope, receive, send)
+        else:
+            await self._app(scope, self._counted(receive) if scope["type"] == "http" else receive, send)
+
+    def _counted(self, receive: Any) -> Any:
+        came = 0
+
+        async def counted() -> Any:
+            nonlocal came
+            message = await receive()
+            came += len(message.get("body", b""))
+            if came > self._most:
+                raise HTTPException(413)
+            return message
+
+        return counted
+
+
+def length_of(scope: Any) -> int:
+    """Bytes of the body that a request announces; 0 for none."""
+    announced = dict(scope["headers"]).get(b"content-length", b"")
+    return int(announced) if announced.isdigit() else 0
+
+
+def too_large(most: int) -> JSONResponse:
+    """What is told of a body that has more bytes."""
+    message = f"the body is larger than {most / 2**20:g} MiB, the most that is taken; send less, or sound in a smaller format"
+    return Failure(413, message, "too_large").response()
+
+
+def add_web(app: FastAPI, server: Server) -> None:
+    """Add the routes of this file to an application."""
+
+    @app.get("/page/config.json")
+    async def page_config() -> dict[str, Any]:
+        """What the page shows before it connects."""
+        return {
+            "model": server.voices.model,
+            "needs_key": server.keys.needed,
+            "voices": list(server.voices.names),
+            "speaks": server.voices.speaks,
+            "tasks": ["answer", "transcribe"],
+            "max_seconds": longest(server.host.engine.config),
+            "version": VERSION,
+        }
+
+    @app.api_route("/", methods=["GET", "HEAD"])
+    async def page() -> FileResponse:
+        return FileResponse(PAGE / "index.html")
+
+    app.mount("/page", StaticFiles(directory=PAGE), name="page")
+
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    async def health() -> dict[str, str]:
+        """The server's process answers."""
+        return {"status": "ok"}
+
+    @app.api_route("/ready", methods=["GET", "HEAD"])
+    async def ready() -> JSONResponse:
+        """Whether a new session would be served: 503 with the reasons where it would not."""
+        reasons = await unready(server)
+        return JSONResponse({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Figures for Prometheus, for this machine alone."""
+        if not _is_near(request):
+            return Failure(403, "metrics are for this machine, by the name of localhost").response()
+        try:
+            stats = await asyncio.wait_for(asyncio.to_thread(server.host.stats), STATS_WAIT)
+        except (UserError, asyncio.TimeoutError):
+            stats = None
+        return Response(server.metrics.page(stats, server.host.restarts), media_type=CONTENT_TYPE_LATEST)
+
+
+def _is_near(request: Request) -> bool:
+    """Whether a request comes from this machine, by a name of its own, and is no proxy's and no page's of another origin."""
+    headers = request.headers
+    near = request.client is not None and request.client.host in LOOPBACK and is_local(headers.get("host", ""))
+    if not near or "x-forwarded-for" in headers or "forwarded" in headers:
+        return False
+    return "origin" not in headers or headers["origin"].partition("://")[2] == headers["host"]
+
+
+async def unready(server: Server) -> list[str]:
+    """Why no new session would be served."""
+    reasons = ["draining"] if server.draining else []
+    if len(server.sessions) >= server.settings.limits.sessions:
+        reasons.append("full")
+    if server.requests.total() >= server.settings.limits.sessions:
+        reasons.append("full of requests")
+    if not server.host.alive:
+        return [*reasons, "the engine is being started"]
+    try:
+        stats = await asyncio.wait_for(asyncio.to_thread(server.host.stats), STATS_WAIT)
+    except (UserError, asyncio.TimeoutError):
+        return [*reasons, "the engine does not answer"]
+    if server.host.stuck(stats):
+        reasons.append("the stepping thread is stuck")
+    return reasons

@@ -1,4 +1,4 @@
-"""Decides from probabilities of speech when a turn begins and ends, and when it interrupts an answer.
+"""Decides from probabilities of speech, and the model's turn head, when a turn begins and ends, and when it interrupts.
 
 `server_vad`: speech begins with `ONSET` frames above the threshold, and has ended after a fixed silence.
 
@@ -10,36 +10,39 @@ lasts for `PROVE` seconds, and was a "mm-hmm" or a cough where it has ended befo
         answer plays         speech                              still speech after PROVE
         ------------- duck ------------------------------------ began: interrupts --- ... --- ended
                            speech ends before: restore; speech that goes on within HELD began there
+
+A turn head that was trained on some voices is often sure of nothing with others. So what it says of the end counts after a
+least silence, and where it does not know the voice, or does not clearly say that more must come, silence alone ends the turn.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from infer.turns.settings import SemanticVad, ServerVad
+from pydantic import BaseModel, ConfigDict, Field
+
 from infer.turns.vad import FRAME_SECONDS
+from omni.generate.turn_end import END, RULES, VOICE, TurnFrames
 
-ONSET = 2
-"""Frames above the threshold with which speech begins; one alone is a click."""
+EAGERNESS = {"low": 8.0, "medium": 4.0, "high": 2.0, "auto": 4.0}
+"""Seconds of the longest wait of `semantic_vad`, as OpenAI states them."""
 
-HYSTERESIS = 0.15
-"""By how much the probability falls below the threshold where speech has ended, as in silero's own iterator."""
+Eagerness = Literal["low", "medium", "high", "auto"]
 
-THRESHOLD = 0.5
-"""Of `semantic_vad`, which has none to set."""
+Milliseconds = Annotated[int, Field(ge=0, le=60_000)]
 
-PREFIX = 0.3
-"""Seconds before speech that belong to its turn, of `semantic_vad`."""
+ONSET = 2  # frames above the threshold with which speech begins; one alone is a click
+HYSTERESIS = 0.15  # by how much the probability falls below the threshold where speech has ended, as in silero's own iterator
+THRESHOLD = 0.5  # of `semantic_vad`, which has none to set
+PADDING = 0.1  # seconds of sound around speech that a question keeps: models answer best where they hear as much as in training
+PREFIX = 0.3  # seconds before speech that belong to its turn, of `semantic_vad`
 
 SURE = {"low": 1.2, "medium": 0.8, "high": 0.5, "auto": 0.8}
 """Seconds of silence after which `semantic_vad` takes a turn for ended, by eagerness."""
 
-PROVE = 0.57
-"""Seconds after which speech that made an answer softer, and still goes on, ends it: within 600 ms."""
-
-GAP = 0.13
-"""Seconds of silence after which a short sound has ended."""
+PROVE = 0.57  # seconds after which speech that made an answer softer, and still goes on, ends it: within 600 ms
+GAP = 0.13  # seconds of silence after which a short sound has ended
 
 HELD, MOST_HELD = 1.0, 3.0
 """Seconds after a short sound, and after its onset, in which speech goes on from it: what it turns out to interrupt an answer
@@ -47,15 +50,47 @@ with began there."""
 
 Kind = Literal["began", "ended", "duck", "restore", "idle"]
 
+LEAST = {"low": 0.4, "medium": 0.3, "high": 0.3, "auto": 0.3}
+"""Seconds of silence after which the head can end a turn, by eagerness."""
+
+UNSURE = 1.05  # seconds of silence that end a turn of which the head is not sure: more than between the words of a sentence
+
+KNOWN, HEARD = 0.99, 0.8
+"""A voice is known where the head is so sure of it in most frames of the last speech, of so many seconds."""
+
+MORE = 0.1  # probability of the end below which more must come
+
+
+class Section(BaseModel):
+    """A part of the configuration; what is not given stays as it is."""
+
+    model_config = ConfigDict(extra="ignore", validate_assignment=True)
+
+
+class ServerVad(Section):
+    """Turns end after a fixed silence."""
+
+    type: Literal["server_vad"] = "server_vad"
+    threshold: Annotated[float, Field(ge=0, le=1)] = 0.5
+    prefix_padding_ms: Milliseconds = 300
+    silence_duration_ms: Milliseconds = 500
+    idle_timeout_ms: Annotated[int, Field(ge=5000, le=30_000)] | None = None
+    create_response: bool = True
+    interrupt_response: bool = True
+
+
+class SemanticVad(Section):
+    """Turns end sooner where speech has clearly ended, and an answer goes on under a short sound of its listener."""
+
+    type: Literal["semantic_vad"] = "semantic_vad"
+    eagerness: Eagerness = "auto"
+    create_response: bool = True
+    interrupt_response: bool = True
+
 
 @dataclass(frozen=True)
 class TurnEvent:
-    """What was decided.
-
-    Attributes:
-        at: second of the input at which speech began or ended.
-        decided: second of the input at which that was decided.
-    """
+    """What was decided at a second of the input, of speech that began or ended at another."""
 
     kind: Kind
     at: float
@@ -63,39 +98,19 @@ class TurnEvent:
 
 
 class TurnDetector:
-    """Follows one session's input.
-
-    Args:
-        start: second of the input at which it begins to follow.
-
-    Attributes:
-        speaking: a turn is under way.
-        now: seconds of input that were followed.
-    """
+    """Follows one session's input, from second `start` to `now`; `speaking` while a turn is under way, with speech last at
+    `voiced`."""
 
     def __init__(self, settings: ServerVad | SemanticVad, start: float = 0.0) -> None:
         self.settings, self.now = settings, start
         self.speaking = False
         self._run = 0  # frames of speech without a break
         self._onset = start  # where the present speech began
-        self._voiced = start  # end of the last frame that was speech
+        self.voiced = start
         self._quiet = start  # end of the last frame that was not clearly silent
         self._held = start  # until when what begins goes on from that onset
         self._ducked: float | None = None  # since when the answer is softer
         self._idle_since: float | None = None
-
-    @property
-    def semantic(self) -> bool:
-        return isinstance(self.settings, SemanticVad)
-
-    @property
-    def ducked(self) -> bool:
-        return self._ducked is not None
-
-    @property
-    def voiced(self) -> float:
-        """Second of the input at which the last frame that was speech ended."""
-        return self._voiced
 
     @property
     def padding(self) -> float:
@@ -107,10 +122,10 @@ class TurnDetector:
         start, self.now = self.now, self.now + FRAME_SECONDS
         threshold = THRESHOLD if isinstance(self.settings, SemanticVad) else self.settings.threshold
         if probability >= threshold:
-            if self._run == 0 and not (self.ducked or self.speaking) and start >= self._held:
+            if self._run == 0 and self._ducked is None and not self.speaking and start >= self._held:
                 self._onset = start
             self._run += 1
-            self._voiced = self._quiet = self.now
+            self.voiced = self._quiet = self.now
         else:
             self._run = 0
             if probability >= max(threshold - HYSTERESIS, 0.01):
@@ -125,17 +140,17 @@ class TurnDetector:
             return self._prove(self._ducked, playing)
         if self._run < ONSET:
             return []
-        if playing and self.semantic and self.settings.interrupt_response:
+        if playing and isinstance(self.settings, SemanticVad) and self.settings.interrupt_response:
             self._ducked = self.now
             return [TurnEvent("duck", self._onset, self.now)]
         return [self._began()]
 
     def _prove(self, since: float, playing: bool) -> list[TurnEvent]:
         """Whether the sound that made an answer softer interrupts it."""
-        if self.now - self._voiced >= GAP:
+        if self.now - self.voiced >= GAP:
             self._ducked = None
-            self._held = min(self._voiced + HELD, self._onset + MOST_HELD)
-            return [TurnEvent("restore", self._voiced, self.now)]
+            self._held = min(self.voiced + HELD, self._onset + MOST_HELD)
+            return [TurnEvent("restore", self.voiced, self.now)]
         if not playing or (self.now - since >= PROVE and self._run):
             self._ducked = None
             return [self._began()]
@@ -143,7 +158,7 @@ class TurnDetector:
 
     def _began(self) -> TurnEvent:
         self.speaking, self._idle_since = True, None
-        self._quiet = self._voiced
+        self._quiet = self.voiced
         return TurnEvent("began", self._onset, self.now)
 
     def _end(self, said: bool | None) -> list[TurnEvent]:
@@ -151,13 +166,19 @@ class TurnDetector:
         if isinstance(self.settings, SemanticVad):
             sure = self.now - self._quiet >= SURE[self.settings.eagerness]
             ended = sure if said is None else said and not self._run
-            ended = ended or self.now - self._voiced >= self.settings.longest_wait
+            ended = ended or self.now - self.voiced >= EAGERNESS[self.settings.eagerness]
         else:
             ended = self.now - self._quiet >= self.settings.silence_duration_ms / 1000
         if not ended:
             return []
         self.stop()
-        return [TurnEvent("ended", self._voiced, self.now)]
+        return [TurnEvent("ended", self.voiced, self.now)]
+
+    def said(self, frames: TurnFrames | None, start: float) -> bool | None:
+        """What the model says of the end of a turn whose sound begins at a second of the input; None where it is not asked."""
+        if not isinstance(self.settings, SemanticVad) or not self.speaking:
+            return None
+        return has_ended(frames, start, self.now, self.voiced, self.settings.eagerness)
 
     def stop(self) -> None:
         """End the turn, whatever was heard last."""
@@ -173,3 +194,25 @@ class TurnDetector:
             return []
         since, self._idle_since = self._idle_since, None
         return [TurnEvent("idle", since, self.now)]
+
+
+def has_ended(frames: TurnFrames | None, start: float, now: float, voiced: float, eagerness: str) -> bool | None:
+    """Whether a turn has ended that began at a second of the input, was followed until `now`, and was `voiced` last at
+    another; None where the model does not judge it."""
+    if frames is None:
+        return None
+    second, voiced = now - start, voiced - start
+    if second - voiced >= UNSURE and not waited_for(frames, second, voiced):
+        return True
+    return second - voiced >= LEAST[eagerness] and frames.ended(second, voiced, RULES[eagerness])
+
+
+def waited_for(frames: TurnFrames, second: float, voiced: float) -> bool:
+    """Whether more is waited for at a second of a turn whose last speech was at `voiced`: its frames come late, or the head
+    knows who speaks and clearly says that more must come."""
+    known, last, count = frames.known, int(voiced * frames.rate), int(HEARD * frames.rate)
+    now = min(int(second * frames.rate), len(known))
+    if now < last:
+        return True
+    speech, silence = known[max(last - count, 0) : last, VOICE], known[max(now - 2, 0) : now, END]
+    return len(speech) == count and float(speech.median()) >= KNOWN and float(silence.mean()) < MORE

@@ -21,30 +21,21 @@ import onnxruntime
 import torch
 from torchaudio.transforms import Resample
 
-from infer.turns.settings import PCM_RATE
+from infer.pcm import PCM_RATE
 
 RATE, FRAME, CONTEXT = 16_000, 512, 64
 """Samples per second of the model; samples of a frame, and of those before it that the model sees again."""
 
 FRAME_SECONDS = FRAME / RATE
 
-MARGIN = 24
-"""Samples at 24 kHz on either side of what is resampled; the filter reaches ten of them."""
-
-STEP, BEFORE = FRAME * PCM_RATE // RATE, CONTEXT * PCM_RATE // RATE + MARGIN
-"""Samples at 24 kHz of a frame, and before it."""
-
-GATHER = 0.008
-"""Seconds for which frames of several sessions are gathered."""
+MARGIN = 24  # samples at 24 kHz on either side of what is resampled; the filter reaches ten of them
+STEP, BEFORE = FRAME * PCM_RATE // RATE, CONTEXT * PCM_RATE // RATE + MARGIN  # samples at 24 kHz of a frame, and before it
+GATHER = 0.008  # seconds for which frames of several sessions are gathered
 
 
 @dataclass(eq=False)
 class SpeechStream:
-    """One session's sound on its way through the model.
-
-    Attributes:
-        pieces: samples at 24 kHz from the context of the next frame on; `count`, their number.
-    """
+    """One session's sound on its way through the model: pieces at 24 kHz from the context of the next frame on."""
 
     state: np.ndarray = field(default_factory=lambda: np.zeros((2, 128), np.float32))
     pieces: list[np.ndarray] = field(default_factory=lambda: [np.zeros(BEFORE, np.int16)])

@@ -17,7 +17,7 @@ import torch
 from benchmarks.apart import ResourceUse, run_apart
 from benchmarks.bare import BareLoop
 from benchmarks.report import run_checks
-from infer.bench.measure import noise
+from infer.bench.bench import noise
 from infer.bench.random_model import random_model
 from omni.codec.registry import load_codec
 from omni.errors import UserError

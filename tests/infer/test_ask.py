@@ -15,7 +15,7 @@ import soundfile
 import torch
 
 from infer.ask import follow
-from infer.audio_out import Outputs, PipeOutput, WavOutput
+from infer.audio import Outputs, PipeOutput, WavOutput
 from infer.timing import AnswerMeter
 from omni.audio.io import read_audio
 from omni.audio.wav import pcm16
@@ -122,13 +122,6 @@ def test_equal_seeds_repeat_and_others_differ(run, tmp_path):
         return json.loads(done.text)["text"], samples_of(tmp_path / "answer.wav")
 
     assert said("--seed", "1") == said("--seed", "1") != said("--seed", "2")
-
-
-def test_the_text_can_be_sampled_otherwise_than_the_sound(run, lm, tmp_path):
-    run("ask", "--text", "hello", "--temperature", "1", "--text_temperature", "0", "--max_seconds", "0.8")
-    plan = {"audio": Sampling(1.0), "text": Sampling(0.0)}
-    wanted = lm.generate("hello", "T1A2", sampling=plan, max_seconds=0.8)
-    assert samples_of(tmp_path / "answer.wav") == pcm16(wanted.audio)
 
 
 @pytest.mark.parametrize("spoken", [True, False])

@@ -17,8 +17,8 @@ import pytest
 import soundfile
 import torch
 
-from infer import audio_in
-from infer.audio_in import PipeReader
+from infer import audio
+from infer.audio import PipeReader
 from omni.audio.io import read_audio
 from omni.audio.wav import SampleForm, wav_form
 from omni.checkpoint.folder import save_folder
@@ -206,7 +206,7 @@ def test_a_model_without_a_streaming_encoder_waits_for_the_end(
 ) -> None:
     monkeypatch.setattr(PipeReader, "heard", lambda *_: pytest.fail("it listens"))
     data = write_question(tmp_path / "q.wav").read_bytes()
-    pending = audio_in.Pending("-", (reader := PipeReader(io.BytesIO(data), 16_000)).take, pipe=reader)
+    pending = audio.Pending("-", (reader := PipeReader(io.BytesIO(data), 16_000)).take, pipe=reader)
     with lm.session() as session:
         found = pending.hear(session, None)  # type: ignore[arg-type]
     assert isinstance(found, torch.Tensor) and len(found) == 9600

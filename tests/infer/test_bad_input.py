@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from infer.messages import in_options
+from infer.console import in_options
 from tests.infer.conftest import write_question
 
 
@@ -112,12 +112,12 @@ def test_bad_raw_sound_is_refused(data, part, run, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_chat_that_finds_no_room_says_so_after_the_turns_that_did(run, tmp_path):
+def test_a_chat_that_is_full_forgets_its_oldest_turns(run, tmp_path):
     done = run("ask", "--text", "hello there", "and now?", "--chat", "--context", "40", "--json")
+    assert done.code == 0 and len(done.text.splitlines()) == 2
+    done = run("ask", "--text", "hello there", "and now? " * 9, "--chat", "--context", "40", "--json")
     assert done.code == 2 and len(done.text.splitlines()) == 1
-    assert "40" in done.err and done.err.startswith("error: ") and "use --forget, or leave --chat out" in done.err
-    roomy = run("ask", "--text", "hello there", "and now?", "--chat", "--context", "40", "--json", "--forget")
-    assert roomy.code == 0 and len(roomy.text.splitlines()) == 2
+    assert "40" in done.err and done.err.startswith("error: ") and "shorten the question" in done.err
 
 
 def test_debug_shows_the_traceback_above_the_line(run):
@@ -132,7 +132,6 @@ KEYWORD = re.compile(r"\b[a-z_]+=['\d]|sampling:")
     ("said", "told"),
     [
         ("choose one with channel=0 to channel=7", "choose one with --channel 0 to --channel 7"),
-        ("give overflow='forget'", "give --forget"),
         ("load the model in float32, or fetch it", "use --dtype float32, or fetch it"),
         (
             "'.raw' has no header: give raw PCM with its sample rate instead",

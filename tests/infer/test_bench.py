@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from infer.bench import bench as bench_module
-from infer.bench import measure
 from infer.bench import random_model as random_models
-from infer.bench.measure import READERS, first_audio, noise, readings, steps_and_readings, weights_of_a_step, whole_answer
+from infer.bench.bench import READERS, first_audio, noise, readings, steps_and_readings, weights_of_a_step, whole_answer
 from infer.bench.random_model import random_model
 from omni.codec.base import AudioCodec
 from omni.codec.registry import load_codec
@@ -89,7 +88,7 @@ def test_a_whole_answer_is_as_long_as_asked(lm):
     frames = -(-0.5 * lm.codec.frame_rate // 1)
     assert figures.sound == pytest.approx(frames / lm.codec.frame_rate)
     assert figures.real_time_factor == figures.total / figures.sound
-    assert measure.codec_alone(lm, 2) > 0
+    assert bench_module.codec_alone(lm, 2) > 0
 
 
 def test_steps_and_readings_are_of_the_same_weights(lm):

@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 
 from infer.bench import people
-from infer.bench.figures import COLUMNS, LiveFigures, LiveTable, cells, draw
+from infer.bench.live import COLUMNS, LiveFigures, LiveTable, cells, draw
 from infer.bench.people import AnswerListener, LiveLoad, Manner, PlayedAudio
 from omni import plugins
 from omni.codec.registry import CODECS, load_codec
@@ -352,7 +352,7 @@ def test_the_largest_number_is_the_last_before_the_first_gap() -> None:
 
 def test_the_curve_has_every_line_and_the_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr("infer.bench.figures.save_figure", lambda figure, file: drawn.append(figure) or file)
+    monkeypatch.setattr("infer.bench.live.save_figure", lambda figure, file: drawn.append(figure) or file)
     runs = [figures(n, underruns=n > 4, late=0.01 * (n - 5)) for n in (1, 4, 16)]
     draw(LiveTable("nano", 0.04, runs), tmp_path / "x.png")
     late, step, first = drawn[0].axes
@@ -410,4 +410,4 @@ def test_a_model_without_its_codec_is_refused(run: Any, folder: Path, tmp_path: 
     config["model"] |= {"codec": "snac", "layout": to_dict(Layout.build([4096] * 7, 300))}
     (tmp_path / "mute" / "config.json").write_text(json.dumps(config))
     done = run("bench", "--model", tmp_path / "mute", "--sessions", "1")
-    assert done.code == 2 and "no weights of the codec 'snac'" in done.err and "--codec_folder" in done.err
+    assert done.code == 2 and "no weights of the codec 'snac'" in done.err and "mute/codec" in done.err

@@ -95,7 +95,7 @@ REFUSED = {
     ("--host", "0.0.0.0"): "--key_file",
     ("--certificate", "x.pem"): "--private_key",
     ("--port", "70000"): "--port",
-    ("--key_file", "nowhere"): "--key_file 'nowhere' does not exist",
+    ("--key_file", "nowhere"): "--key_file 'nowhere' cannot be read: No such file",
     ("--host", "nohost.invalid"): "--host 'nohost.invalid'",
     ("--adapter", "soft"): "NAME=FOLDER",
     ("--adapter", "a=.", "--adapter", "a=."): "'a' is taken",

@@ -11,7 +11,7 @@ import types
 import numpy as np
 import pytest
 
-from infer.audio_in import PipeReader
+from infer.audio import PipeReader
 from infer.options import AskOptions
 from omni.errors import UserError
 from tests.infer.odd_sounds import NOISE, odd_sounds
@@ -90,7 +90,7 @@ def test_standard_input_without_end_is_refused(run, monkeypatch):
 
     pipe = Endless()
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=pipe))
-    monkeypatch.setattr("infer.audio_in.MAX_SECONDS", 2.0)
+    monkeypatch.setattr("infer.audio.MAX_SECONDS", 2.0)
     done = run("ask", "-")
     assert done.code == 2 and "continues after 2 s" in done.err and pipe.taken < 100_000
 

@@ -24,7 +24,7 @@ def model(folder: Path, tmp_path: Path) -> Path:
 
 def test_the_folder_answers_as_the_model_does_in_int8(run, model, tmp_path):
     write_question(tmp_path / "q.wav")
-    done = run("quantize", "model", "small", "--format", "int8")
+    done = run("quantize", "model", "small")
     size = (tmp_path / "small" / "model.safetensors").stat().st_size
     assert done.code == 0 and not done.err
     assert "small: model in int8" in done.text and f"{size:,} bytes" in done.text and "weights of" in done.text

@@ -13,7 +13,7 @@ import torch
 
 from infer.__main__ import main
 from infer.checks import read_adapters
-from infer.device import serving_dtype
+from infer.loading import serving_dtype
 from omni import pretrained
 from omni.checkpoint.folder import read_config, stored_dtype
 from omni.codec import codec2

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from infer.progress import WorkBar
+from infer.console import WorkBar
 from omni.errors import UserError, closest
 from tests.realtime.answer_points import ANSWERS, ASKING, WIRE
 from tests.realtime.client import address_of, read_question

@@ -1,20 +1,17 @@
 /**
  * The voice page: puts its parts together and shows their state.
  *
- *      talk-button -> voice-input ----> connection -> conversation -> captions
+ *      talk (button, input) ----------> connection -> conversation -> captions
  *                     ^ microphone                    v
  *      settings ----> session.update                  player, meters
  */
 
-import { Microphone, Player, canRecord, openContext } from './audio.js';
+import { Meter, Microphone, Player, canRecord, openContext, run, toWav } from './audio.js';
 import { Captions } from './captions.js';
 import { Connection } from './connection.js';
 import { Conversation } from './conversation.js';
-import { Meter, run } from './meters.js';
-import { toWav } from './pcm.js';
 import { Settings } from './settings.js';
-import { TalkButton } from './talk-button.js';
-import { VoiceInput } from './voice-input.js';
+import { TalkButton, VoiceInput } from './talk.js';
 
 const REPLAY = 'replay'; // the player's name of a turn that is heard again
 const KEY = 'omni.key'; // in sessionStorage

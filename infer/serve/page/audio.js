@@ -1,11 +1,64 @@
 /**
- * The page's sound: one AudioContext at 24 kHz, the microphone and the player.
+ * The page's sound: PCM as the Realtime protocol carries it (int16, mono, 24 kHz, in base64), one AudioContext, the microphone,
+ * the player, and their levels as rows of bars.
  *
  *      microphone -> analyser -> capture worklet -> pieces of 40 ms
  *      playback worklet -> gain (ducking) -> analyser -> speaker
  */
 
-import { RATE } from './pcm.js';
+export const RATE = 24000;
+
+/** Int16Array to base64. Its bytes are little-endian, as those of every browser's typed arrays. */
+export function toBase64(samples) {
+  const bytes = new Uint8Array(samples.buffer, samples.byteOffset, samples.byteLength);
+  return btoa(String.fromCharCode(...bytes));
+}
+
+/** Base64 to Int16Array. */
+export function fromBase64(text) {
+  const characters = atob(text);
+  const bytes = new Uint8Array(characters.length & ~1);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = characters.charCodeAt(i);
+  return new Int16Array(bytes.buffer);
+}
+
+/** One Int16Array of several. */
+export function joined(pieces) {
+  const whole = new Int16Array(pieces.reduce((length, piece) => length + piece.length, 0));
+  let place = 0;
+  for (const piece of pieces) {
+    whole.set(piece, place);
+    place += piece.length;
+  }
+  return whole;
+}
+
+export function toSamples(milliseconds) {
+  return Math.round((milliseconds * RATE) / 1000);
+}
+
+export function toMilliseconds(samples) {
+  return Math.floor((samples * 1000) / RATE);
+}
+
+/** A WAV file (RIFF, format 1 = PCM, one channel of 16 bits) as a Blob. */
+export function toWav(samples) {
+  const header = new DataView(new ArrayBuffer(44));
+  const text = (place, value) => [...value].forEach((letter, i) => header.setUint8(place + i, letter.charCodeAt(0)));
+  text(0, 'RIFF');
+  header.setUint32(4, 36 + samples.byteLength, true);
+  text(8, 'WAVEfmt ');
+  header.setUint32(16, 16, true); // bytes of the format
+  header.setUint16(20, 1, true); // PCM
+  header.setUint16(22, 1, true); // channels
+  header.setUint32(24, RATE, true);
+  header.setUint32(28, RATE * 2, true); // bytes per second
+  header.setUint16(32, 2, true); // bytes of a sample
+  header.setUint16(34, 16, true); // bits of a sample
+  text(36, 'data');
+  header.setUint32(40, samples.byteLength, true);
+  return new Blob([header, samples], { type: 'audio/wav' });
+}
 
 const DUCKED_GAIN = 0.2;
 const DUCKING_SECONDS = 0.02;
@@ -24,10 +77,7 @@ export const canRecord = () => Boolean(navigator.mediaDevices?.getUserMedia);
 /** A running context with both worklets. Call it from a click or a key, so that the browser lets it sound. */
 export async function openContext(speaker) {
   const context = new AudioContext({ sampleRate: RATE, latencyHint: 'interactive' });
-  await Promise.all([
-    context.audioWorklet.addModule('/page/capture-worklet.js'),
-    context.audioWorklet.addModule('/page/playback-worklet.js'),
-  ]);
+  await context.audioWorklet.addModule('/page/worklets.js');
   if (speaker && context.setSinkId) await context.setSinkId(speaker).catch(() => {}); // unplugged: the default one stays
   return context;
 }
@@ -194,4 +244,77 @@ export class Player {
   underrun() {
     this.underruns++;
   }
+}
+
+const BAR = 3; // CSS pixels, and as many between bars
+const BAR_MILLISECONDS = 50;
+const LOUD = 0.25; // root mean square of a full bar
+
+export class Meter {
+  /** `analyser()` gives an AnalyserNode, or null while there is no sound; `direction` is -1 for bars that move to the left. */
+  constructor(canvas, direction, analyser) {
+    this.canvas = canvas;
+    this.direction = direction;
+    this.analyser = analyser;
+    this.samples = new Float32Array(1024);
+    this.levels = [];
+    this.level = 0;
+    new ResizeObserver(() => this.resize()).observe(canvas);
+  }
+
+  resize() {
+    const { canvas } = this;
+    canvas.width = canvas.clientWidth * devicePixelRatio;
+    canvas.height = canvas.clientHeight * devicePixelRatio;
+    this.bars = Math.floor(canvas.clientWidth / (2 * BAR));
+    this.levels = new Array(this.bars).fill(0);
+    this.draw();
+  }
+
+  /** Measure, and draw where there is something new. */
+  step(isStill) {
+    const analyser = this.analyser();
+    this.level = analyser ? this.measure(analyser) : 0;
+    const wasQuiet = !this.levels.some(Boolean);
+    this.levels = isStill ? [this.level] : [this.level, ...this.levels].slice(0, this.bars);
+    if (this.level || !wasQuiet) this.draw();
+  }
+
+  measure(analyser) {
+    analyser.getFloatTimeDomainData(this.samples);
+    const power = this.samples.reduce((sum, sample) => sum + sample * sample, 0) / this.samples.length;
+    return Math.min(1, Math.sqrt(Math.sqrt(power) / LOUD));
+  }
+
+  draw() {
+    const { canvas, levels, direction } = this;
+    const context = canvas.getContext('2d');
+    const width = canvas.clientWidth;
+    const middle = canvas.clientHeight / 2;
+    context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
+    context.clearRect(0, 0, width, canvas.clientHeight);
+    context.fillStyle = getComputedStyle(canvas).color;
+    levels.forEach((level, i) => {
+      const half = Math.max(BAR / 2, level * middle);
+      const place = i * 2 * BAR;
+      context.globalAlpha = 1 - (0.85 * i) / this.bars;
+      context.beginPath();
+      context.roundRect(direction < 0 ? width - place - BAR : place, middle - half, BAR, 2 * half, BAR / 2);
+      context.fill();
+    });
+  }
+}
+
+/** Step the meters as long as the page is seen; `onLevel` gets the louder one's level, 0 to 1. */
+export function run(meters, onLevel) {
+  const reduced = matchMedia('(prefers-reduced-motion: reduce)');
+  let last = 0;
+  const frame = (now) => {
+    requestAnimationFrame(frame);
+    if (now - last < BAR_MILLISECONDS) return;
+    last = now;
+    meters.forEach((meter) => meter.step(reduced.matches));
+    onLevel(reduced.matches ? 0 : Math.max(...meters.map(({ level }) => level)));
+  };
+  requestAnimationFrame(frame);
 }

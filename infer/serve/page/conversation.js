@@ -7,7 +7,7 @@
  * States, for the page: idle, listening, thinking, speaking, ducked.
  */
 
-import { fromBase64, joined, toMilliseconds } from './pcm.js';
+import { fromBase64, joined, toMilliseconds } from './audio.js';
 
 const HARMLESS = ['response_cancel_not_active']; // the answer ended while its cancellation was under way
 

@@ -2,7 +2,7 @@
  * The settings form: what was chosen is kept in localStorage and becomes the session's configuration.
  */
 
-import { RATE } from './pcm.js';
+import { RATE } from './audio.js';
 
 const STORE = 'omni.settings';
 const DEVICES = { microphone: 'audioinput', speaker: 'audiooutput' };

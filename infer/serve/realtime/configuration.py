@@ -12,14 +12,32 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
+from infer.pcm import G711_RATE, PCM_RATE
 from infer.serve.realtime.protocol import Event, ProtocolError, first_mistake
-from infer.turns.settings import PCM_RATE, Section, SemanticVad, ServerVad
+from infer.turns.detector import Section, SemanticVad, ServerVad
 
-G711_RATE = 8_000
-"""Samples per second of `audio/pcmu` and `audio/pcma`; `PCM_RATE` is that of `audio/pcm`."""
+LONGEST_TEXT = 100_000  # characters of instructions and of written questions
 
-LONGEST_TEXT = 100_000
-"""Characters of instructions and of written questions."""
+TurnDetection = Annotated[ServerVad | SemanticVad, Field(discriminator="type")]
+
+Tokens = Annotated[int, Field(ge=1, le=2**20)] | Literal["inf"]
+
+BETA = {
+    "modalities": "output_modalities",
+    "voice": "audio.output.voice",
+    "speed": "audio.output.speed",
+    "input_audio_format": "audio.input.format",
+    "output_audio_format": "audio.output.format",
+    "input_audio_transcription": "audio.input.transcription",
+    "input_audio_noise_reduction": "audio.input.noise_reduction",
+    "turn_detection": "audio.input.turn_detection",
+    "max_response_output_tokens": "max_output_tokens",
+    "temperature": "omni.temperature",
+}
+"""Keys of the API's beta, and where they are now."""
+
+ECHOED = ("tools", *(f"audio.input.transcription.{name}" for name in ("model", "language", "prompt")))
+"""Settings that are told as they were given, for clients that look for them, and change nothing."""
 
 
 class SoundFormat(Section):
@@ -32,9 +50,6 @@ class SoundFormat(Section):
 
     def shown(self) -> Event:
         return {"type": self.type, "rate": PCM_RATE} if self.type == "audio/pcm" else {"type": self.type}
-
-
-TurnDetection = Annotated[ServerVad | SemanticVad, Field(discriminator="type")]
 
 
 class Transcription(Section):
@@ -62,30 +77,17 @@ class SessionAudio(Section):
 
 
 class Omni(Section):
-    """This project's own settings.
-
-    Attributes:
-        temperature: of all streams; 0 takes the likeliest ids. None for the server's own.
-        task: `answer`, or `transcribe`: the answer is the transcript of the question.
-        partial_transcripts: tell what was understood while somebody speaks (`omni.input_audio_transcription.partial`).
-    """
+    """This project's own settings."""
 
     model_config = ConfigDict(extra="forbid")
 
-    temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
-    task: Literal["answer", "transcribe"] = "answer"
-    partial_transcripts: bool = False
-
-
-Tokens = Annotated[int, Field(ge=1, le=2**20)] | Literal["inf"]
+    temperature: Annotated[float, Field(ge=0, le=1000)] | None = None  # of all streams; None for the server's own
+    task: Literal["answer", "transcribe"] = "answer"  # `answer`, or `transcribe`: the answer is the transcript of the question
+    partial_transcripts: bool = False  # tell what was understood while somebody speaks
 
 
 class Configuration(Section):
-    """All of it, as in effect.
-
-    Attributes:
-        type: a `transcription` session writes down what it hears and never answers.
-    """
+    """All of it, as in effect; a session of type `transcription` writes down what it hears and never answers."""
 
     type: Literal["realtime", "transcription"] = "realtime"
     model: str | None = None
@@ -102,34 +104,8 @@ class Configuration(Section):
     omni: Omni = Field(default_factory=Omni)
 
 
-BETA = {
-    "modalities": "output_modalities",
-    "voice": "audio.output.voice",
-    "speed": "audio.output.speed",
-    "input_audio_format": "audio.input.format",
-    "output_audio_format": "audio.output.format",
-    "input_audio_transcription": "audio.input.transcription",
-    "input_audio_noise_reduction": "audio.input.noise_reduction",
-    "turn_detection": "audio.input.turn_detection",
-    "max_response_output_tokens": "max_output_tokens",
-    "temperature": "omni.temperature",
-}
-"""Keys of the API's beta, and where they are now."""
-
-ECHOED = ("tools", *(f"audio.input.transcription.{name}" for name in ("model", "language", "prompt")))
-"""Settings that are told as they were given, for clients that look for them, and change nothing."""
-
-LISTS = ("tools", "include", "output_modalities")
-
-
 class Voices:
-    """The voices of a server: `default`, and one for each adapter.
-
-    Args:
-        adapters: names of the adapters.
-        model: name of the model.
-        speaks: whether it answers in sound.
-    """
+    """The voices of a server: `default`, and one for each adapter; with the name of its model, and whether that speaks."""
 
     def __init__(self, adapters: Sequence[str], model: str, speaks: bool = True) -> None:
         self.adapters, self.model, self.speaks = tuple(adapters), model, speaks
@@ -149,14 +125,8 @@ class Voices:
 
 
 def updated(now: Configuration, change: Event, started: bool) -> Configuration:
-    """The configuration with the given parts changed.
-
-    Args:
-        started: the session has begun: its type stays.
-
-    Raises:
-        ProtocolError: a value that cannot be, with its place.
-    """
+    """The configuration with the given parts changed; the type stays once the session has `started`. ProtocolError with the
+    place of a value that cannot be."""
     change = _without_unset(change)
     beta = [key for key in BETA if key in change]
     if beta:

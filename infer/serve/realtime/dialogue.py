@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from infer.pcm import PCM_RATE
 from infer.serve.host import EngineHost
-from infer.serve.realtime.configuration import PCM_RATE
 from infer.serve.realtime.items import ContentPart, ConversationItem
 from omni.engine.wire import EngineLost
 from omni.errors import UserError
@@ -29,8 +29,7 @@ Mark = tuple[str, int, str | None, int]
 """Identifies a turn: the question's item and part, and its answer's item and version (None and 0 for one without)."""
 
 
-PROMPT = ("", 0)
-"""Begin of the mark of a turn without a question of the user's."""
+PROMPT = ("", 0)  # begin of the mark of a turn without a question of the user's
 
 
 @dataclass(frozen=True)
@@ -97,14 +96,7 @@ def prompted(items: Sequence[ConversationItem], own: str, instructions: str) -> 
 
 
 class Dialogue:
-    """One conversation.
-
-    Args:
-        host: of the engine.
-
-    Attributes:
-        engine: that was asked last.
-    """
+    """One conversation; `engine` is that which was asked last."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
@@ -122,15 +114,8 @@ class Dialogue:
         task: str,
         options: dict[str, Any],
     ) -> AnswerStream:
-        """Ask a question after the turns before it; its events are those of the result.
-
-        Args:
-            answer: the item that is going to be the answer.
-            options: keywords of `SpeechLM.session`.
-
-        Raises:
-            UserError: of the engine, also `omni.engine.wire.EngineLost`.
-        """
+        """Ask a question after the turns before it; its events are those of the result. `answer` is the item that is going to
+        be the answer, `options` are keywords of `SpeechLM.session`. UserError of the engine, also EngineLost."""
         async with self._lock:
             session, before = await self._session_for(before, options)
             self._marks = [turn.mark for turn in before] + [(*question.mark[:2], answer.id, answer.version)]

@@ -6,36 +6,24 @@ from typing import Any
 
 import numpy as np
 
-from infer.samples import to_int16
-from infer.serve.realtime.configuration import PCM_RATE, Configuration
-from infer.serve.realtime.input_buffer import InputBuffer
+from infer.pcm import PCM_RATE, to_int16
+from infer.serve.realtime.configuration import Configuration
+from infer.serve.realtime.input_buffer import InputBuffer, TurnSound
 from infer.serve.realtime.items import check_length
-from infer.serve.realtime.owner import Owner
-from infer.serve.realtime.partials import PartialTranscripts
+from infer.serve.realtime.playback import Owner
 from infer.serve.realtime.protocol import ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
-from infer.serve.realtime.turn_sound import TurnSound
-from infer.turns.detector import TurnDetector, TurnEvent
-from infer.turns.settings import SemanticVad
-from infer.turns.turn_end import has_ended
+from infer.serve.realtime.transcripts import PartialTranscripts
+from infer.turns.detector import SemanticVad, TurnDetector, TurnEvent
 from infer.turns.vad import SpeechStream, VoiceActivity
 
-SHORTEST = 0.1
-"""Seconds of the shortest sound that can be committed, as in OpenAI's."""
-
-KEPT = 4.0
-"""Seconds that are kept, while nobody speaks, besides the padding of a turn."""
-
-FAINT = 64
-"""Steps of 16 bits between the lowest and the highest sample of silence: -60 dB."""
+SHORTEST = 0.1  # seconds of the shortest sound that can be committed, as in OpenAI's
+KEPT = 4.0  # seconds that are kept, while nobody speaks, besides the padding of a turn
+FAINT = 64  # steps of 16 bits between the lowest and the highest sample of silence: -60 dB
 
 
 class SessionInput:
-    """The input of one session.
-
-    Attributes:
-        uncounted: seconds of sound that came and were not yet counted for the client's key.
-    """
+    """The input of one session; `uncounted` are seconds of sound that came and were not yet counted for the client's key."""
 
     def __init__(self, owner: Owner, responses: Responses, vad: VoiceActivity, partials: PartialTranscripts) -> None:
         self._owner, self._responses, self._vad, self._partials = owner, responses, vad, partials
@@ -120,7 +108,8 @@ class SessionInput:
             detector = self._detector
             if detector is None:  # it was switched off meanwhile
                 return
-            for event in detector.push(probability, self._responses.playing, self._said(detector)):
+            said = detector.said(None if self._turn is None else self._turn.frames, self._first)
+            for event in detector.push(probability, self._responses.playing, said):
                 await self._act(event)
             if detector.speaking and detector.now - self._begins >= self._owner.longest - 0.5:
                 detector.stop()
@@ -128,21 +117,13 @@ class SessionInput:
             if not detector.speaking:
                 self.buffer.forget(detector.now - detector.padding - KEPT)
 
-    def _said(self, detector: TurnDetector) -> bool | None:
-        """What the model says of the turn's end; None where it is not asked."""
-        settings = detector.settings
-        if not isinstance(settings, SemanticVad) or not detector.speaking:
-            return None
-        frames = None if self._turn is None else self._turn.frames
-        return has_ended(frames, self._first, detector.now, detector.voiced, settings.eagerness)
-
     async def _act(self, event: TurnEvent) -> None:
         owner = self._owner
         detection = owner.configuration.audio.input.turn_detection
         if event.kind in ("duck", "restore"):
-            self._duck(event.kind == "duck")
+            self._responses.duck(event.kind == "duck")
         elif event.kind == "began":
-            self._duck(False)
+            self._responses.duck(False)
             padding = 0.0 if self._detector is None else self._detector.padding
             self._item, self._begins = new_id("item"), max(event.at - min(padding, owner.settings.padding), 0.0)
             started = {"audio_start_ms": round(max(event.at - padding, 0.0) * 1000), "item_id": self._item}
@@ -170,9 +151,6 @@ class SessionInput:
         detection = owner.configuration.audio.input.turn_detection
         if owner.configuration.type == "realtime" and detection is not None and detection.create_response:
             self._responses.respond_to_turn(endpointing)
-
-    def _duck(self, on: bool) -> None:
-        self._responses.duck(on)
 
     def commit(self) -> None:
         """Make an item of the whole buffer, as the client asks; ProtocolError where it has too little, or too much, which is

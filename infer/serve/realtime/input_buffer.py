@@ -1,27 +1,25 @@
-"""The sound that a client has sent and that is no item yet."""
+"""The sound that a client has sent and that is no item yet, and what of it the engine hears while somebody speaks."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import numpy as np
 
-from infer.resampler import Resampler
-from infer.samples import to_int16
-from infer.serve.realtime.configuration import G711_RATE, PCM_RATE
+from infer.pcm import G711_RATE, PCM_RATE, Resampler, decode, to_int16
 from infer.serve.realtime.protocol import ProtocolError
-from infer.serve.sound import decode
+from omni.errors import UserError
+from omni.generate.listening import AudioSoFar
+from omni.generate.turn_end import TurnFrames
+
+PIECE = 0.1  # seconds of the pieces that are given at least; each takes some time of the loop
 
 
 class InputBuffer:
-    """Samples at 24 kHz, each with its second of the session's input.
-
-    Args:
-        most: seconds that it holds.
-
-    Attributes:
-        start, end: seconds of the input at which what it holds begins and ends.
-    """
+    """Samples at 24 kHz, at most so many seconds, from second `start` to `end` of the session's input."""
 
     def __init__(self, most: float) -> None:
         self.most, self.start = most, 0.0
@@ -41,10 +39,7 @@ class InputBuffer:
 
     def append(self, data: bytes, form: str) -> np.ndarray:
         """Take raw sound of a format, in pieces that may end within a sample; returns its whole samples [S] at 24 kHz, int16.
-
-        Raises:
-            ProtocolError: more sound than it holds.
-        """
+        ProtocolError for more sound than it holds."""
         if form != self._form:
             given = PCM_RATE if form == "audio/pcm" else G711_RATE
             self._form, self._rate, self._half = form, Resampler(given, PCM_RATE), b""
@@ -114,3 +109,80 @@ class InputBuffer:
         self.start = self.end
         self._pieces.clear()
         self._samples = 0
+
+
+class TurnSound:
+    """The sound of one turn; `over`: it is listened to no more.
+
+    Args:
+        listen: makes the engine's listening (`omni.generate.listening.Listening`) for the conversation.
+    """
+
+    def __init__(self, listen: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        self.over = False
+        self._listen = listen
+        self._listening: Any = None
+        self._given: list[np.ndarray] = []
+        self._count = self._peeked = 0  # samples, of which the latter may not belong to the turn
+
+    @property
+    def frames(self) -> TurnFrames | None:
+        """What the model's turn head says of its frames; None where it is not asked."""
+        listening = self._listening
+        return None if listening is None or self.over else listening.turn
+
+    async def begin(self) -> None:
+        """Begin to listen; a question that the engine cannot listen to is asked whole."""
+        try:
+            self._listening = await self._listen()
+        except UserError:
+            self.over = True
+        if self.over:
+            await self.drop()
+
+    def so_far(self) -> AudioSoFar | None:
+        """What was heard of it by now, as a question; None where it is not listened to."""
+        return None if self._listening is None or self.over else self._listening.so_far()
+
+    def follow(self, buffer: InputBuffer, first: float | None, last: float) -> None:
+        """Give what the buffer has of the turn, which begins at second `first` of the input (None for the buffer's first), and
+        to which all before second `last` surely belongs. The turn head also hears what came since."""
+        if self._listening is None or self.over:
+            return
+        if len(samples := buffer.part(first, self._count, last)) >= PIECE * PCM_RATE:
+            self._give(samples)
+        if self.frames is None or self.over:
+            return
+        given = max(self._count, self._peeked)
+        if len(samples := buffer.part(first, given, buffer.end)) >= PIECE * PCM_RATE and self._try("peek", samples):
+            self._peeked = given + len(samples)
+
+    def _give(self, samples: np.ndarray) -> None:
+        if self._try("push", samples):
+            self._given.append(samples)
+            self._count += len(samples)
+
+    def _try(self, method: str, samples: np.ndarray) -> bool:
+        try:
+            getattr(self._listening, method)(samples)
+        except UserError:  # too long, or the engine was lost: the question says so
+            self.over = True
+        return not self.over
+
+    def heard(self, session: Any, sound: np.ndarray) -> Any:
+        """What a session has heard of the committed sound [S], with the rest of it; None where it has not listened to it."""
+        listening = self._listening
+        if listening is None or self.over or listening.session is not session:
+            return None
+        given = np.concatenate([*self._given, sound[:0]])
+        if not np.array_equal(given, sound[: len(given)]):
+            return None
+        self._give(sound[len(given) :])
+        return None if self.over else listening
+
+    async def drop(self) -> None:
+        """It was no question."""
+        self.over = True
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            await asyncio.to_thread(listening.drop)

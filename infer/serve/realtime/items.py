@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from infer.resampler import Resampler
-from infer.serve.realtime.configuration import LONGEST_TEXT, PCM_RATE, SoundFormat
+from infer.pcm import PCM_RATE, Resampler, decode, encode
+from infer.serve.realtime.configuration import LONGEST_TEXT, SoundFormat
+from infer.serve.realtime.input_buffer import TurnSound
 from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
-from infer.serve.realtime.turn_sound import TurnSound
-from infer.serve.sound import decode, encode
 from omni.generate.messages import Message
 
 CONTENT = {
@@ -32,11 +31,8 @@ CONTENT = {
 OLD_NAMES = {"text": "output_text", "audio": "output_audio"}
 """Names that content of assistants had before, which clients still send."""
 
-HALF = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair, which no text can have that a model reads."""
-
-DATA_URL = re.compile(r"\s*data:[^,]{0,200},", re.IGNORECASE)
-"""What comes before the base64 of a data URL."""
+HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which no text can have that a model reads
+DATA_URL = re.compile(r"\s*data:[^,]{0,200},", re.IGNORECASE)  # what comes before the base64 of a data URL
 
 KINDS = ("message", "function_call", "function_call_output")
 
@@ -46,24 +42,15 @@ LONGEST_ITEM_SECONDS = 300.0
 
 @dataclass(eq=False)
 class ContentPart:
-    """One part of a message's content.
-
-    Attributes:
-        sound: samples [S] at 24 kHz, int16, of a spoken question.
-        text: the text, or the transcript of sound; None where that is not known.
-        refused: the model cannot take it as a question: it is left out of the history.
-        forgotten: its samples were dropped, long after the model has forgotten them.
-        silent: nobody speaks in it: it has no answer, and an empty transcript.
-        turn: what the engine has heard of the sound while it came.
-    """
+    """One part of a message's content."""
 
     type: str
-    text: str | None = None
-    sound: np.ndarray | None = None
-    refused: bool = False
-    forgotten: bool = False
-    silent: bool = False
-    turn: TurnSound | None = None
+    text: str | None = None  # the text, or the transcript of sound; None where that is not known
+    sound: np.ndarray | None = None  # samples [S] at 24 kHz, int16, of a spoken question
+    refused: bool = False  # the model cannot take it as a question: it is left out of the history
+    forgotten: bool = False  # its samples were dropped, long after the model has forgotten them
+    silent: bool = False  # nobody speaks in it: it has no answer, and an empty transcript
+    turn: TurnSound | None = None  # what the engine has heard of the sound while it came
 
     def shown(self, form: SoundFormat | None = None) -> Event:
         """The part for the client; its sound too, where a format for it is given."""
@@ -77,29 +64,20 @@ class ContentPart:
 
 @dataclass(eq=False)
 class ConversationItem:
-    """One item.
-
-    Attributes:
-        values: what else the client gave (`call_id`, `name`, `arguments`, `output`).
-        prompt: what an assistant's message answers where nobody had asked: its instructions; None for one with a question.
-        answer: an assistant's message as the model's history has it; None for one that the client wrote.
-        version: counts the changes of its answer.
-        sent: seconds of its sound that were sent; `heard`, of which were heard, None for all.
-        cut_ms: milliseconds to which the client has cut it at the least; None where it has not.
-    """
+    """One item."""
 
     type: str
     role: str | None = None
     id: str = field(default_factory=lambda: new_id("item"))
     status: str = "completed"
     content: list[ContentPart] = field(default_factory=list)
-    values: Event = field(default_factory=dict)
-    prompt: ContentPart | None = None
-    answer: Message | None = None
-    version: int = 0
-    sent: float = 0.0
+    values: Event = field(default_factory=dict)  # what else the client gave (`call_id`, `name`, `arguments`, `output`)
+    prompt: ContentPart | None = None  # instructions that an assistant's message answers where nobody had asked
+    answer: Message | None = None  # an assistant's message as the model's history has it; None for one that the client wrote
+    version: int = 0  # counts the changes of its answer
+    sent: float = 0.0  # seconds of its sound that were sent; `heard`, of which were heard, None for all
     heard: float | None = None
-    cut_ms: int | None = None
+    cut_ms: int | None = None  # milliseconds to which the client has cut it at the least; None where it has not
 
     def shown(self, form: SoundFormat | None = None) -> Event:
         """The item for the client; with what its user said, where a format for that is given."""
@@ -123,14 +101,8 @@ def in_format(sound: np.ndarray, form: SoundFormat) -> bytes:
 
 
 def read_item(given: Event, longest: float, place: str = "item") -> ConversationItem:
-    """Read an item of a client.
-
-    Args:
-        longest: seconds of the longest question that the model takes.
-
-    Raises:
-        ProtocolError: an unknown type or role, content that does not fit it, no base64, a question that no model takes.
-    """
+    """Read an item of a client; ProtocolError for an unknown type or role, content that does not fit it, no base64, or a
+    question of more than the longest seconds."""
     if not isinstance(given, dict):
         raise ProtocolError(f"{place} is a {type(given).__name__}; give an object", param=place)
     kind = given.get("type", "message")
@@ -190,12 +162,7 @@ def _part(given: Any, role: str, longest: float, place: str) -> ContentPart:
 
 
 def check_length(samples: float, longest: float, name: str, way: str, param: str) -> None:
-    """ProtocolError where samples at 24 kHz last longer than a question may.
-
-    Args:
-        name: of the sound, for the message.
-        way: what to do.
-    """
+    """ProtocolError, with a way out, where samples at 24 kHz of that name last longer than a question may."""
     seconds = samples / PCM_RATE
     if seconds > longest:
         raise ProtocolError(f"{name} has {_seconds(seconds)} of sound; at most {longest:g} s are taken: {way}", param=param)
@@ -237,12 +204,8 @@ def _text(given: Any, place: str, optional: bool = False) -> Any:
 
 
 class Items:
-    """The items of a conversation, in their order.
-
-    Args:
-        most: number that it holds.
-        kept: seconds of spoken questions whose samples are kept, the newest ones.
-    """
+    """The items of a conversation, in their order, at most so many; the samples of the newest `kept` seconds of questions
+    stay."""
 
     def __init__(self, most: int = 4096, kept: float = 600.0) -> None:
         self.most, self.kept = most, kept
@@ -267,11 +230,8 @@ class Items:
         return self._items[place - 1].id if place else None
 
     def add(self, item: ConversationItem, after: str | None = None) -> None:
-        """Put an item at the end, or after that of an id (`root`: first).
-
-        Raises:
-            ProtocolError: its id is taken, there is no such item to follow, or there are too many.
-        """
+        """Put an item at the end, or after that of an id (`root`: first). ProtocolError where its id is taken, there is no such
+        item to follow, or there are too many."""
         if any(one.id == item.id for one in self._items):
             raise ProtocolError(f"there is an item {item.id[:80]!r} already", "item_create_duplicate_item_id", "item.id")
         if len(self._items) >= self.most:

@@ -18,12 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 Id = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 Event = dict[str, Any]
 
-LONGEST_APPEND = 15 * 2**20
-"""Bytes of one append, as OpenAI limits it; in base64 they take a third more."""
+LONGEST_APPEND = 15 * 2**20  # bytes of one append, as OpenAI limits it; in base64 they take a third more
 
 
-COSTLY = 50_000
-"""Most signs `{`, `[` and `,` of JSON: to read each takes some 100 ns, and nobody else is served meanwhile."""
+COSTLY = 50_000  # most signs `{`, `[` and `,` of JSON: to read each takes some 100 ns, and nobody else is served meanwhile
 
 SHORT = reprlib.Repr()
 SHORT.maxlevel, SHORT.maxstring = 0, 80  # it looks at the beginning of a value alone, however large that is
@@ -39,19 +37,25 @@ class ProtocolError(Exception):
         code: for programs; clients compare some of them.
         param: the field that is wrong, as `session.audio.input`.
         kind: `invalid_request_error`, or `server_error`.
-        event_id: the client's event, where another than the one that is being handled.
+        event_id: the client's event, of a message that could not be read.
     """
 
     def __init__(
-        self, message: str, code: str = "invalid_value", param: str | None = None, kind: str = "invalid_request_error"
+        self,
+        message: str,
+        code: str = "invalid_value",
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        event_id: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.code, self.param, self.kind = code, param, kind
+        self.code, self.param, self.kind, self.event_id = code, param, kind, event_id
 
     def event(self, event_id: str | None = None) -> Event:
         """The event; `event_id` is the client's."""
-        error = {"type": self.kind, "code": self.code, "message": str(self), "param": self.param, "event_id": event_id}
-        return {"type": "error", "error": {key: value for key, value in error.items() if value is not None}}
+        named = self.event_id or event_id
+        error = {"type": self.kind, "code": self.code, "message": str(self), "param": self.param, "event_id": named}
+        return {"type": "error", "error": filled(error)}
 
 
 class _Message(BaseModel):
@@ -137,11 +141,8 @@ TYPES = tuple(kind.model_fields["type"].annotation.__args__[0] for kind in Clien
 
 
 def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
-    """Read one message of a client: its event, and the id that the client gave it.
-
-    Raises:
-        ProtocolError: no JSON, no object, an unknown type, or a field of the wrong kind; `event_id` in it where there is one.
-    """
+    """Read one message of a client: its event, and the id that the client gave it; ProtocolError for no JSON, no object, an
+    unknown type, or a field of the wrong kind."""
     check_costly(text)
     given = read_json(text, "the message")
     if not isinstance(given, dict):
@@ -150,11 +151,12 @@ def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
     event_id = event_id if isinstance(event_id, str) and len(event_id) <= 512 else None
     if given.get("type") not in TYPES:
         shown = SHORT.repr(given.get("type"))[:80]
-        raise Refused(f"event type {shown} is unknown; use one of {', '.join(TYPES)}", "invalid_event_type", "type", event_id)
+        message = f"event type {shown} is unknown; use one of {', '.join(TYPES)}"
+        raise ProtocolError(message, "invalid_event_type", "type", event_id=event_id)
     try:
         return _READER.validate_python(given), event_id
     except ValidationError as error:
-        raise Refused(*first_mistake(error, given), event_id) from None
+        raise ProtocolError(*first_mistake(error, given), event_id=event_id) from None
 
 
 def check_costly(text: Any, left: int = COSTLY) -> int:
@@ -191,21 +193,9 @@ def _finite(text: str) -> float:
     return number
 
 
-class Refused(ProtocolError):
-    """A message that could not be read; it names the client's event."""
-
-    def __init__(self, message: str, code: str, param: str | None, event_id: str | None) -> None:
-        super().__init__(message, code, param)
-        self.event_id = event_id
-
-
 def first_mistake(error: ValidationError, given: Any = None, under: str = "") -> tuple[str, str, str]:
-    """Message, code and field of the first mistake that pydantic found.
-
-    Args:
-        given: what was read: of the place, only what it has is told, and no names of pydantic's own; None for all.
-        under: name of what was read.
-    """
+    """Message, code and field of the first mistake that pydantic found in what was `given` under a name; of the place, only
+    what was given is told, and no names of pydantic's own."""
     found = error.errors(include_url=False, include_input=True)[0]
     missing = found["type"] == "missing"
     parts = found["loc"] if given is None else _own(found["loc"], given, missing)
@@ -234,3 +224,18 @@ def new_id(prefix: str) -> str:
 def filled(values: Event) -> Event:
     """The values that are not None: strict clients drop events with null where they expect nothing."""
     return {key: value for key, value in values.items() if value is not None}
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, such as `a list`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    kinds: dict[str, Any] = {"a text": str, "a number": (int, float), "a list": list, "an object": dict}
+    return next(name for name, kind in kinds.items() if isinstance(value, kind))
+
+
+def shown(value: Any) -> str:
+    """A value for an error: short ones themselves, and of others what they are."""
+    return repr(value)[:60] if isinstance(value, (str, int, float)) and not isinstance(value, bool) else kind_of(value)

@@ -15,16 +15,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from infer.resampler import Resampler
+from infer.pcm import Resampler, encode
+from infer.serve.errors import broken, is_of_the_question, told_of
 from infer.serve.realtime.configuration import Configuration
 from infer.serve.realtime.dialogue import PROMPT, Dialogue, DialogueTurn
-from infer.serve.realtime.failures import broken, is_of_the_question, told_of
 from infer.serve.realtime.items import ContentPart, ConversationItem
-from infer.serve.realtime.owner import Owner
-from infer.serve.realtime.playback import Outlet, Pacer
+from infer.serve.realtime.playback import Outlet, Owner, Pacer
 from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
-from infer.serve.settings import ServerLimits, limited
-from infer.serve.sound import encode
+from infer.serve.settings import limited
 from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream
 from omni.generate.results import AudioChunk, Ended, TextDelta
@@ -33,41 +31,27 @@ Why = Literal["turn_detected", "client_cancelled"]
 
 NOTHING = "there is no question without an answer; add a user's item, commit the input buffer, or give instructions"
 
-QUEUE_LOOK = 0.5
-"""Seconds between two looks at the place of a question that waits for room."""
+QUEUE_LOOK = 0.5  # seconds between two looks at the place of a question that waits for room
 
 
 @dataclass
 class Wanted:
-    """What one response is to be.
+    """What one response is to be."""
 
-    Attributes:
-        configuration: the session's, with what `response.create` changed.
-        before, question: the turns before, and what is to be answered; None where there is nothing.
-        conversation: whether it becomes part of the session's conversation.
-        metadata: the client's, given back as it is.
-        since: when the question was known to be whole, by `time.monotonic`.
-        endpointing: seconds from the end of speech to that, where voice activity decided it.
-    """
-
-    configuration: Configuration
+    configuration: Configuration  # the session's, with what `response.create` changed
     before: Sequence[DialogueTurn]
-    question: DialogueTurn | None
-    conversation: bool = True
-    metadata: dict[str, str] | None = None
-    since: float = field(default_factory=time.monotonic)
-    endpointing: float | None = None
+    question: DialogueTurn | None  # the turns before, and what is to be answered; None where there is nothing
+    conversation: bool = True  # whether it becomes part of the session's conversation
+    metadata: dict[str, str] | None = None  # the client's, given back as it is
+    since: float = field(default_factory=time.monotonic)  # when the question was known to be whole, by `time.monotonic`
+    endpointing: float | None = None  # seconds from the end of speech to that, where voice activity decided it
 
 
 class Response:
-    """A response under way, or the last one.
+    """A response under way, or the last one; `item` is its answer.
 
     Attributes:
-        item: the answer.
-        outlet: where its sound goes.
-        first: set with its first output, or its end.
-        over: set when `response.done` was sent.
-        status: how it ended.
+        first, over: set with its first output or its end, and when `response.done` was sent.
     """
 
     def __init__(self, owner: Owner, dialogue: Dialogue, wanted: Wanted) -> None:
@@ -99,7 +83,9 @@ class Response:
         """The first events; `run` sends the others."""
         send = self._owner.send
         send({"type": "response.created", "response": self._shown("in_progress")})
-        send({"type": "rate_limits.updated", "rate_limits": _rate_limits(self._owner.settings.limits)})
+        most = self._owner.settings.limits.key_events
+        limit = {"name": "requests", "limit": most, "remaining": most, "reset_seconds": 60.0}
+        send({"type": "rate_limits.updated", "rate_limits": [limit]})
 
     async def run(self) -> None:
         """Answer, up to `response.done`."""
@@ -132,8 +118,11 @@ class Response:
         """Ask, and pass the answer on; returns its end once all was sent."""
         if question.part.silent:
             raise ProtocolError("there is no speech in the sound that was committed", "no_speech")
-        options = self._options()
-        task = self._task(question)
+        configuration = self.wanted.configuration
+        options = options_of(self._owner, configuration, self.speaks)
+        task = task_of(configuration, question.spoken, self.speaks)
+        if task == "A1T1":
+            self.speaks, self._part.type = False, "output_text"
         self._events = events = await self._dialogue.ask(self.wanted.before, question, self.item, task, options)
         if self._why is not None:
             return Ended("cancelled", None)  # type: ignore[arg-type]
@@ -186,17 +175,6 @@ class Response:
     def silence(self) -> None:
         """Send nothing more: nobody is there."""
         self._pacer.stop()
-
-    def _task(self, question: DialogueTurn) -> str:
-        """The task's name (`omni.tasks`)."""
-        task = task_of(self.wanted.configuration, question.spoken, self.speaks)
-        if task == "A1T1":
-            self.speaks, self._part.type = False, "output_text"
-        return task
-
-    def _options(self) -> dict[str, Any]:
-        """Keywords of the engine's session."""
-        return options_of(self._owner, self.wanted.configuration, self.speaks)
 
     async def _tell_place(self) -> None:
         """Tell the page its place while the question waits for room."""
@@ -264,11 +242,6 @@ class Response:
             }
             where = {"item_id": self.item.id, "response_id": self.id}
             self._owner.send({"type": "omni.timings", **where, **milliseconds})
-
-    @property
-    def first_audio(self) -> float | None:
-        """Seconds from the question to the first sound that was sent."""
-        return self._first_audio
 
     async def _finish(self, ended: Ended, error: Exception | None) -> None:
         """Settle the history and send the events of the end."""
@@ -383,8 +356,3 @@ def options_of(owner: Owner, wanted: Configuration, speaks: bool) -> dict[str, A
     options["adapter"] = owner.voices.adapter(wanted.audio.output.voice)
     options["system"] = wanted.instructions if answering.use_instructions else ""
     return options
-
-
-def _rate_limits(limits: ServerLimits) -> list[Event]:
-    most = limits.key_events
-    return [{"name": "requests", "limit": most, "remaining": most, "reset_seconds": 60.0}]

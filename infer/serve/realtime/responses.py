@@ -8,22 +8,21 @@ from infer.serve.host import EngineHost
 from infer.serve.realtime import protocol
 from infer.serve.realtime.configuration import BETA, Configuration, check_modalities, updated
 from infer.serve.realtime.dialogue import Dialogue, prompted, turns_of
+from infer.serve.realtime.input_buffer import TurnSound
 from infer.serve.realtime.items import ConversationItem, read_item
-from infer.serve.realtime.owner import Owner
+from infer.serve.realtime.playback import Owner
 from infer.serve.realtime.protocol import Event, ProtocolError
 from infer.serve.realtime.response import Response, Wanted, Why, options_of, speaks, task_of
-from infer.serve.realtime.turn_sound import TurnSound
 
 CHANGEABLE = ("instructions", "output_modalities", "audio", "max_output_tokens", "tools", "tool_choice", "omni")
 """Fields of the configuration that `response.create` may change for its response."""
 
 
 class Responses:
-    """The responses of one session: those of its conversation, one after another, and those beside it.
+    """The responses of one session: those of its conversation, one after another (`last`), and those beside it.
 
     Attributes:
-        last: the last response of the conversation.
-        ducked: its sound is softer, because somebody speaks.
+        ducked: the sound of the last is softer, because somebody speaks.
     """
 
     def __init__(self, owner: Owner, host: EngineHost) -> None:

@@ -21,38 +21,18 @@ from av.audio.codeccontext import AudioCodecContext
 from av.audio.frame import AudioFrame
 from av.packet import Packet
 
-from infer.resampler import Resampler
-from infer.samples import SampleQueue
-from infer.serve.realtime.configuration import PCM_RATE
+from infer.pcm import PCM_RATE, Resampler, SampleQueue, encode, faded
 from infer.serve.realtime.playback import Outlet
-from infer.serve.sound import encode, faded
 
-RATE = 48_000
-"""Samples per second of Opus in RTP."""
-
-FRAME = 960
-"""Samples of a packet: 20 ms."""
-
-FADE = 480
-"""Samples in which sound that is cut dies away: 10 ms."""
-
-EDGE = 240
-"""Samples in which sound ends and begins again around a gap: 5 ms."""
-
-LATE = 0.2
-"""Seconds by which the clock may be behind and still send everything; later it leaves out what is past."""
-
-QUIET = 5
-"""Silent frames that are encoded, for what sounds on, before `SILENCE` stands for all that follow."""
-
-SILENCE = bytes.fromhex("f8fffe")
-"""The packet of 20 ms of silence: that of an encoder which has heard nothing else."""
-
-STALL = 0.5
-"""Seconds without a frame of the client's, after which it is taken to be silent."""
-
-WAITING = 500
-"""Frames of the client's that may wait to be heard; older ones are dropped."""
+RATE = 48_000  # samples per second of Opus in RTP
+FRAME = 960  # samples of a packet: 20 ms
+FADE = 480  # samples in which sound that is cut dies away: 10 ms
+EDGE = 240  # samples in which sound ends and begins again around a gap: 5 ms
+LATE = 0.2  # seconds by which the clock may be behind and still send everything; later it leaves out what is past
+QUIET = 5  # silent frames that are encoded, for what sounds on, before `SILENCE` stands for all that follow
+SILENCE = bytes.fromhex("f8fffe")  # the packet of 20 ms of silence: that of an encoder which has heard nothing else
+STALL = 0.5  # seconds without a frame of the client's, after which it is taken to be silent
+WAITING = 500  # frames of the client's that may wait to be heard; older ones are dropped
 
 
 class SoundTrack(MediaStreamTrack):
@@ -232,11 +212,7 @@ def _new_codec() -> AudioCodecContext:
 
 
 class TrackListener:
-    """What a client says, as samples at 24 kHz; what was lost on the way, or not sent, is silence.
-
-    Args:
-        track: the client's, of 48 kHz.
-    """
+    """What a client says on its track of 48 kHz, as samples at 24 kHz; what was lost on the way, or not sent, is silence."""
 
     def __init__(self, track: MediaStreamTrack) -> None:
         self._track = track
@@ -263,7 +239,7 @@ class TrackListener:
             while True:
                 await asyncio.wait([coming], timeout=STALL)
                 if coming.done():
-                    frames = [coming.result(), *self._rest()]
+                    frames = [coming.result(), *(self._frames.get_nowait() for _ in range(self._frames.qsize()))]
                     coming = asyncio.ensure_future(self._frames.get())
                     samples = np.concatenate([self._samples(frame) for frame in frames])
                 elif self._due is not None:
@@ -274,10 +250,6 @@ class TrackListener:
                 await hear(self._rate.push(samples))
         finally:
             coming.cancel()
-
-    def _rest(self) -> list[AudioFrame]:
-        """The frames that wait."""
-        return [self._frames.get_nowait() for _ in range(self._frames.qsize())]
 
     def _samples(self, frame: AudioFrame) -> np.ndarray:
         """A frame's samples [S] at 48 kHz, after silence for what is missing before it."""

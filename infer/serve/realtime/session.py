@@ -1,4 +1,4 @@
-"""A Realtime session: what a client's events do, whatever carries them.
+"""A Realtime session: what a client's events do, whatever carries them, and its bounds: how much comes, how long it lasts.
 
 client's events --> handle --> configuration, items, input buffer --> turns --> responses --> send
 """
@@ -13,20 +13,19 @@ from typing import Any
 
 import numpy as np
 
+from infer.serve.errors import Denied, told_of
 from infer.serve.host import EngineHost
-from infer.serve.logs import SessionLog
-from infer.serve.metrics import Metrics
+from infer.serve.keys import Keys, Quota
 from infer.serve.realtime import protocol
 from infer.serve.realtime.configuration import Configuration, Voices, ignored, shown, updated
-from infer.serve.realtime.failures import told_of
 from infer.serve.realtime.hearing import SessionInput
 from infer.serve.realtime.items import ContentPart, ConversationItem, Items, from_base64, read_item
-from infer.serve.realtime.owner import Transport
-from infer.serve.realtime.partials import PartialTranscripts
+from infer.serve.realtime.playback import Transport
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
-from infer.serve.realtime.transcripts import Transcripts
+from infer.serve.realtime.transcripts import PartialTranscripts, Transcripts
 from infer.serve.settings import ServeSettings
+from infer.serve.telemetry import Metrics, SessionLog
 from infer.turns.vad import VoiceActivity
 from omni.config import ModelConfig
 from omni.errors import UserError
@@ -35,17 +34,18 @@ from omni.generate.question import longest
 LARGEST_SOUND = 2**20 - 2**14
 """Characters of base64 of an item that is retrieved: many clients take no message of more than 1 MiB."""
 
+EXPIRED, POLICY = 1000, 1008  # close codes of WebSockets: a regular end, and a limit
+LOOK = 5.0  # seconds between two looks at a session's limits
+
 
 class RealtimeSession:
     """One client's session.
 
     Args:
         vad: the voice activity of all sessions.
-        configuration: how it begins.
         wants_omni: the client takes this project's own events (`omni.…`).
 
     Attributes:
-        items: the conversation.
         longest: seconds of the longest question that the model takes.
         responses: its answers; `hearing`, its input.
     """
@@ -103,7 +103,7 @@ class RealtimeSession:
             event, event_id = protocol.read_event(text)
             await HANDLERS[event.type](self, event)
         except ProtocolError as error:
-            self.send(error.event(getattr(error, "event_id", None) or event_id))
+            self.send(error.event(event_id))
         except Exception as error:
             if not isinstance(error, UserError):
                 self.log.exception("an event failed")
@@ -224,10 +224,6 @@ class RealtimeSession:
         if not task.cancelled() and task.exception() is not None:
             self.log.error("a task of the session failed", exc_info=task.exception())
 
-    def end(self, reason: str) -> None:
-        """Have the transport end the session, once what was sent before has gone."""
-        self.transport.end(reason)
-
     async def close(self) -> None:
         """End all of it, and free its slot."""
         self.responses.silence()
@@ -257,3 +253,49 @@ HANDLERS: dict[str, Callable[[RealtimeSession, Any], Coroutine[Any, Any, None]]]
 def remembered(config: ModelConfig) -> float:
     """Seconds of questions that fill the model's context: older sound is never given to it again."""
     return config.decoder.context * config.projector.stack / config.encoder.frames_per_second
+
+
+class Closed(Exception):
+    """The server ends the session, with the code and reason of a WebSocket's close frame."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code, self.reason = code, reason[:120]
+
+
+class SessionBounds:
+    """Ends a session that does not keep to its limits; the client is told by an `error` event. `came`: when anything came."""
+
+    def __init__(self, session: RealtimeSession, keys: Keys, owner: str) -> None:
+        self._session, self._keys, self._owner, self._limits = session, keys, owner, session.settings.limits
+        self._began = self.came = time.monotonic()
+        self._usage = Quota(self._limits)
+
+    def count(self) -> None:
+        """Count a message that was handled by the sound that it brought, or else as an event; Closed where it is too much."""
+        self.came = time.monotonic()
+        seconds, self._session.hearing.uncounted = self._session.hearing.uncounted, 0.0
+        came = {"seconds": seconds} if seconds else {"events": 1}
+        self._keys.usage[self._owner].count(False, **came)
+        try:
+            self._usage.count(**came)
+        except Denied as error:
+            self._session.send(ProtocolError(str(error), error.code, kind=error.kind).event())
+            raise Closed(POLICY, str(error)) from None
+
+    async def watch(self) -> None:
+        """Raises Closed when the session lasts too long, or nothing happens in it."""
+        while True:
+            await asyncio.sleep(min(LOOK, self._limits.idle_seconds / 4, self._limits.session_seconds / 4))
+            if self._session.hearing.uncounted:  # of a call, whose sound comes by a way of its own
+                self.count()
+            now = time.monotonic()
+            if now - self._began > self._limits.session_seconds:
+                minutes = self._limits.session_seconds / 60
+                self._session.tell_error(
+                    f"Your session hit the maximum duration of {minutes:g} minutes.", "session_expired", "invalid_request_error"
+                )
+                raise Closed(EXPIRED, "session_expired")
+            if now - max(self.came, self._session.transport.sent_at) > self._limits.idle_seconds:
+                self._session.tell_error("nothing came or went for too long", "session_idle_timeout", "invalid_request_error")
+                raise Closed(EXPIRED, "idle")

@@ -1,26 +1,31 @@
-"""Transcripts of spoken items by the model itself (task A1T1), beside the conversation."""
+"""Transcripts of spoken items by the model itself (task A1T1), and of turns while somebody speaks, where there is time."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
 
+from infer.pcm import PCM_RATE
+from infer.serve.errors import broken, told_of
 from infer.serve.host import EngineHost
-from infer.serve.realtime.configuration import PCM_RATE
 from infer.serve.realtime.dialogue import closed, opened
-from infer.serve.realtime.failures import broken, told_of
 from infer.serve.realtime.items import ConversationItem
-from infer.serve.realtime.owner import Owner
+from infer.serve.realtime.playback import Owner
 from infer.serve.realtime.protocol import ProtocolError
 from infer.serve.realtime.responses import Responses
 from omni.errors import UserError
 from omni.generate.results import Ended, TextDelta
 
-AFTER = 1.0
-"""Seconds for which a transcript waits for the first sound of the answer, which comes first."""
+AFTER = 1.0  # seconds for which a transcript waits for the first sound of the answer, which comes first
+MOST = 512  # tokens of a transcript
+EVERY = 0.6  # seconds between two of a turn at least
+REST = 3.0  # how many times as long as the last one took nothing is understood at least: a long turn takes longer each time
+CHARACTERS = 30  # characters of a second of speech at most; a model that writes more has lost its way, and nothing is told
 
-MOST = 512
-"""Tokens of a transcript."""
+EVENT = "omni.input_audio_transcription.partial"
 
 
 class Transcripts:
@@ -68,3 +73,91 @@ class Transcripts:
         finally:
             await closed(session)
         return text.strip()
+
+
+class PartialTranscripts:
+    """Writes down a session's turn again and again, until it is committed or dropped.
+
+    One session of the engine is asked each time, which holds what it was asked before of the same sound.
+    """
+
+    def __init__(self, owner: Owner, host: EngineHost) -> None:
+        self._owner, self._host = owner, host
+        self._session: Any = None
+        self._engine: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # with those that were cancelled
+        self._due = self._asked = 0.0
+        self._sent_text = ""
+
+    def follow(self, item: str, first: float, last: float, question: Callable[[], Any]) -> None:
+        """More of a turn has come: from second `first` to `last` of the input, for the item that it is going to be. `question`
+        makes what is asked; None where there is nothing yet."""
+        if self._task is None and last > self._asked and time.monotonic() >= self._due:
+            self._due, self._asked = time.monotonic() + EVERY, last
+            self._task = asyncio.create_task(self._write(item, last - first, question))
+            self._tasks.add(self._task)
+            self._task.add_done_callback(self._ended)
+
+    def stop(self) -> None:
+        """The turn was committed or dropped: what is under way is cancelled, and nobody waits for it."""
+        task, self._task, self._sent_text = self._task, None, ""
+        self._due = time.monotonic() + EVERY
+        if task is not None:
+            task.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._task is task:
+            self._task = None
+        if not task.cancelled() and task.exception() is not None:
+            self._owner.log.error("a partial transcript failed", exc_info=task.exception())
+
+    async def _write(self, item: str, seconds: float, question: Callable[[], Any]) -> None:
+        start, session = time.monotonic(), None
+        try:
+            if not await asyncio.to_thread(self._host.spare) or (asked := question()) is None:
+                return
+            session = await self._ready()
+            text = await self._text(session, asked, round(CHARACTERS * (seconds + 1)))
+            if text and text != self._sent_text:
+                self._sent_text = text
+                self._owner.send({"type": EVENT, "item_id": item, "content_index": 0, "transcript": text})
+            session = None
+        except UserError:  # nothing was heard yet, or the engine was lost: the turn's own transcript says so
+            pass
+        finally:
+            self._due = max(self._due, time.monotonic() + REST * (time.monotonic() - start))
+            if session is not None:  # its history is not known
+                self._session = None
+                with contextlib.suppress(UserError):
+                    await closed(session)
+
+    async def _ready(self) -> Any:
+        engine = self._host.engine
+        if self._session is None or self._engine is not engine:
+            context = self._owner.settings.answering.context
+            self._session, self._engine = await opened(engine, max_tokens=MOST, context=context), engine
+        return self._session
+
+    async def _text(self, session: Any, question: Any, most: int) -> str:
+        """What the model understands, none of more than that many characters; the session forgets it."""
+        text = ""
+        async with session.ask(question, "A1T1", sample_rate=PCM_RATE) as events:
+            async for event in events:
+                if isinstance(event, TextDelta):
+                    text += event.text
+                if len(text) > most or (isinstance(event, Ended) and event.reason == "error"):
+                    text = ""
+                    break
+            await asyncio.to_thread(session.withdraw, events.running)
+        return text.strip()
+
+    async def close(self) -> None:
+        """End it, and free its session."""
+        self.stop()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        session, self._session = self._session, None
+        if session is not None:
+            with contextlib.suppress(UserError):
+                await closed(session)

@@ -11,44 +11,45 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from aiortc import RTCConfiguration, RTCDataChannel, RTCPeerConnection, RTCRtpSender, RTCSessionDescription
 from aiortc.rtcconfiguration import RTCBundlePolicy
 from aiortc.sdp import SessionDescription
+from fastapi import FastAPI, Request, Response
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from infer.serve.keys import Denied, Quota
-from infer.serve.realtime.bounds import Closed, SessionBounds
+from infer.serve.errors import Denied, Failure, failure_of
+from infer.serve.keys import LOOPBACK, Keys, Quota
 from infer.serve.realtime.playback import Outlet
-from infer.serve.realtime.protocol import Event, ProtocolError, new_id
+from infer.serve.realtime.protocol import Event, ProtocolError, new_id, read_json
 from infer.serve.realtime.rtc_sound import CallOutlet, SoundTrack, TrackListener
-from infer.serve.realtime.session import RealtimeSession
-from infer.serve.settings import ServerLimits
+from infer.serve.realtime.session import Closed, RealtimeSession, SessionBounds
 
-CONNECT = 30.0
-"""Seconds that a client has from its offer to its data channel."""
+if TYPE_CHECKING:
+    from infer.serve.server import Server
 
-CLOSING = 2.0
-"""Seconds that a client has to take its last events, and a connection to close."""
+CONNECT = 30.0  # seconds that a client has from its offer to its data channel
+CLOSING = 2.0  # seconds that a client has to take its last events, and a connection to close
+LARGEST_OFFER = 100_000  # characters of an offer; a browser's has some thousands
+MOST_CANDIDATES = 20  # addresses of a client that are tried; others are left out
 
-LARGEST_OFFER = 100_000
-"""Characters of an offer; a browser's has some thousands."""
+PATH = "/v1/realtime/calls"
 
-MOST_CANDIDATES = 20
-"""Addresses of a client that are tried; others are left out."""
+CONNECTING = 8  # calls of a key that may be on their way at once, from the head of the request to the data channel
+BODY_SECONDS = 30.0  # seconds in which the body of a request has to come
 
 
 class CallTransport:
-    """Sends events over the data channel, once it is open, and sound by a track.
-
-    Args:
-        most: bytes that may wait for a client that does not read.
+    """Sends events over the data channel, once it is open, and sound by a track; at most so many bytes may wait for a client.
 
     Attributes:
         ending: set where the call is to end, with the reason.
-        sent_at: when an event was put last.
     """
 
     sound_in_events = False
@@ -101,22 +102,12 @@ class CallTransport:
 
 
 class Call:
-    """One call, from its offer to its end.
+    """One call of a key's owner, from its offer to its end; `opened` is set once its data channel is there."""
 
-    Args:
-        owner: of the key that began it.
-        bounds: of its session.
-
-    Attributes:
-        opened: set once its data channel is there.
-    """
-
-    def __init__(
-        self, transport: CallTransport, session: RealtimeSession, owner: str, bounds: SessionBounds, limits: ServerLimits
-    ) -> None:
+    def __init__(self, transport: CallTransport, session: RealtimeSession, keys: Keys, owner: str) -> None:
         self.id, self.owner, self.session = new_id("rtc"), owner, session
-        self._transport, self._bounds, self._most = transport, bounds, limits.unread_bytes
-        self._usage = Quota(limits)
+        self._transport, self._bounds = transport, SessionBounds(session, keys, owner)
+        self._usage, self._most = Quota(session.settings.limits), session.settings.limits.unread_bytes
         self._pc = RTCPeerConnection(RTCConfiguration(iceServers=[], bundlePolicy=RTCBundlePolicy.MAX_BUNDLE))
         self._pc.on("connectionstatechange", self._changed)
         self._pc.on("datachannel", self._take_channel)
@@ -125,14 +116,8 @@ class Call:
         self._waiting = 0  # bytes of them
 
     async def answer(self, offer: str, near: bool) -> str:
-        """The answer to a client's offer (SDP).
-
-        Args:
-            near: the client is on this machine.
-
-        Raises:
-            ProtocolError: the offer is none that can be taken.
-        """
+        """The answer to an offer (SDP) of a client, who may be on this machine (`near`); ProtocolError for one that cannot be
+        taken."""
         transceiver = self._pc.addTransceiver(self._transport.track, "sendrecv")
         opus = [codec for codec in RTCRtpSender.getCapabilities("audio").codecs if codec.mimeType == "audio/opus"]
         transceiver.setCodecPreferences(opus)
@@ -185,9 +170,6 @@ class Call:
             if one is not None:
                 one.remove_all_listeners()
 
-    def hang_up(self, reason: str) -> None:
-        self._transport.end(reason)
-
     def _changed(self) -> None:
         if self._pc.connectionState in ("failed", "closed"):
             self._transport.end(f"the connection {self._pc.connectionState}")
@@ -238,12 +220,9 @@ def _reason(done: set[asyncio.Future[Any]]) -> str:
 
 
 def checked_offer(offer: str) -> str:
-    """An offer with the addresses that are tried.
-
-    A browser may give its addresses under names that only multicast finds; it is answered where its packets come from.
-
-    Raises:
-        ProtocolError: it is no SDP, or not of one stream of sound that goes both ways and a data channel.
+    """An offer with the addresses that are tried; ProtocolError where it is not of one stream of sound that goes both ways and
+    a data channel. A browser may give its addresses under names that only multicast finds; it is answered where its packets
+    come from.
     """
     if len(offer) > LARGEST_OFFER:
         raise _bad_offer(f"has {len(offer):,} characters; at most {LARGEST_OFFER:,} can be taken")
@@ -275,3 +254,153 @@ def checked_offer(offer: str) -> str:
 
 def _bad_offer(problem: str) -> ProtocolError:
     return ProtocolError(f"the offer {problem}", "invalid_offer", "sdp")
+
+
+class Calls:
+    """The calls of one server."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._calls: dict[str, Call] = {}
+        self._asking: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def begin(self, owner: str, given: Event, offer: str, near: bool, wants_omni: bool) -> tuple[Call, str]:
+        """A new call whose session has a configuration, and the answer to its offer. Denied where there are as many sessions as
+        may be, ProtocolError where configuration or offer cannot be taken."""
+        server = self._server
+        server.enter(owner)
+        transport = CallTransport(server.settings.limits.unread_bytes)
+        try:
+            session = server.begin(transport, given, wants_omni)
+        except ProtocolError:
+            server.keys.leave(owner)
+            raise
+        call = Call(transport, session, server.keys, owner)
+        self._calls[call.id] = call
+        server.metrics.sessions.labels("webrtc").inc()
+        session.log.info("session began", fields={"transport": "webrtc", "owner": owner, "call": call.id})
+        try:
+            answer = await call.answer(offer, near)
+        except BaseException:
+            await self._end(call, "no answer to the offer")
+            raise
+        task = asyncio.create_task(self._serve(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return call, answer
+
+    @contextlib.contextmanager
+    def asking(self, owner: str) -> Iterator[None]:
+        """Count an offer that is still coming; Denied where too many calls of its key are not connected."""
+        connecting = sum(call.owner == owner and not call.opened.is_set() for call in self._calls.values())
+        if self._asking[owner] + connecting >= CONNECTING:
+            raise Denied(429, "rate_limit_exceeded", f"{CONNECTING} calls of this key are not connected yet; wait")
+        self._asking[owner] += 1
+        try:
+            yield
+        finally:
+            self._asking[owner] -= 1
+
+    def find(self, call_id: str, owner: str) -> Call:
+        """A call of an owner's; Failure where there is none."""
+        call = self._calls.get(call_id)
+        if call is None or call.owner != owner:
+            raise Failure(404, f"there is no call {call_id[:80]!r}, or it has ended", "call_not_found")
+        return call
+
+    async def close(self) -> None:
+        """End all of them."""
+        for call in self._calls.values():
+            call.session.transport.end("the server ends")
+        await asyncio.gather(*self._tasks)
+
+    async def _serve(self, call: Call) -> None:
+        reason = "the server failed"
+        try:
+            reason = await call.run()
+        except Exception:
+            call.session.log.exception("a call failed")
+        finally:
+            await self._end(call, reason)
+
+    async def _end(self, call: Call, reason: str) -> None:
+        """Close a call, and count it no longer."""
+        try:
+            await call.close()
+        finally:
+            del self._calls[call.id], self._server.sessions[call.session.id]
+            self._server.keys.leave(call.owner)
+            self._server.metrics.sessions.labels("webrtc").dec()
+            call.session.log.info("session ended", fields={"reason": reason})
+
+
+def add_calls(app: FastAPI, server: Server) -> Calls:
+    """Add the routes of this file to an application; returns its calls."""
+    calls = Calls(server)
+
+    @app.post(PATH)
+    async def create(request: Request) -> Response:
+        owner, secret = server.admit(request.headers, [])
+        try:
+            with calls.asking(owner):
+                offer, session = await asyncio.wait_for(_read(request), BODY_SECONDS)
+            near = request.client is not None and request.client.host in LOOPBACK
+            wants_omni = request.query_params.get("omni") == "1"
+            call, answer = await calls.begin(owner, _joined(secret, session), offer, near, wants_omni)
+        except (Denied, HTTPException):
+            raise
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except asyncio.TimeoutError:
+            return Failure(408, "the body did not come in time", "request_timeout").response()
+        except Exception as error:
+            return failure_of(error).response()
+        return Response(answer, 201, {"location": f"{PATH}/{call.id}"}, "application/sdp")
+
+    @app.post(PATH + "/{call_id}/hangup")
+    async def hang_up(request: Request, call_id: str) -> Response:
+        owner, _ = server.admit(request.headers, [])
+        try:
+            calls.find(call_id, owner).session.transport.end("the client hung up")
+        except Failure as error:
+            return error.response()
+        return Response()
+
+    return calls
+
+
+async def _read(request: Request) -> tuple[str, Event]:
+    """A request's offer and configuration, of a body of `application/sdp` or a form; ProtocolError where it has none."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/sdp":
+        return (await request.body()).decode("utf-8", "replace"), {}
+    if kind != "multipart/form-data":
+        raise ProtocolError("send the offer as application/sdp, or as multipart/form-data with sdp and session", "invalid_form")
+    try:
+        async with request.form(max_files=2, max_fields=8) as form:
+            offer, session = [await _text(form.get(name)) for name in ("sdp", "session")]
+    except HTTPException as error:
+        if error.status_code != 400:
+            raise
+        raise ProtocolError(f"the form cannot be read: {error.detail}", "invalid_form") from None
+    if offer is None:
+        raise ProtocolError("the form has no sdp, the offer", "missing_required_parameter", "sdp")
+    given = read_json(session or "{}", "session", "session")
+    if not isinstance(given, dict):
+        raise ProtocolError("session is no object; send one", "invalid_json", "session")
+    return offer, given
+
+
+async def _text(field: UploadFile | str | None) -> str | None:
+    """A form's field, which some clients send as a file."""
+    return (await field.read()).decode("utf-8", "replace") if isinstance(field, UploadFile) else field
+
+
+def _joined(below: Mapping[str, Any], above: Event) -> Event:
+    """Two configurations in one: what the second does not say is as in the first."""
+    out = dict(below)
+    for key, value in above.items():
+        old = out.get(key)
+        out[key] = _joined(old, value) if isinstance(old, Mapping) and isinstance(value, dict) else value
+    return out

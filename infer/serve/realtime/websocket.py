@@ -14,12 +14,11 @@ import numpy as np
 from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
-from infer.serve.keys import Denied, Keys
-from infer.serve.realtime.bounds import EXPIRED, POLICY, Closed, SessionBounds
+from infer.serve.errors import Denied
+from infer.serve.keys import Keys
 from infer.serve.realtime.playback import Outlet, SentOutlet
 from infer.serve.realtime.protocol import Event, ProtocolError
-from infer.serve.realtime.session import RealtimeSession
-from infer.serve.settings import ServerLimits
+from infer.serve.realtime.session import EXPIRED, POLICY, Closed, RealtimeSession, SessionBounds
 
 RESTART, TRY_AGAIN, INTERNAL = 1012, 1013, 1011
 """Close codes of WebSockets: the server ends, connect again; another server, or later; a fault."""
@@ -27,18 +26,11 @@ RESTART, TRY_AGAIN, INTERNAL = 1012, 1013, 1011
 GONE = (WebSocketDisconnect, RuntimeError, OSError, asyncio.TimeoutError)
 """What a socket raises whose client has gone, or does not take what is sent."""
 
-CLOSING = 5.0
-"""Seconds that a client has to take its last events."""
+CLOSING = 5.0  # seconds that a client has to take its last events
 
 
 class SocketTransport:
-    """Sends events in their order; one that a client does not read waits, up to a number of bytes.
-
-    Attributes:
-        unread: bytes that wait.
-        overfull: the client reads too slowly; nothing more is sent.
-        sent_at: when an event was put last.
-    """
+    """Sends events in their order; one that a client does not read waits (`unread`), up to a number of bytes (`overfull`)."""
 
     sound_in_events = True
 
@@ -89,23 +81,11 @@ class SocketTransport:
 
 
 class SocketSession:
-    """Serves one WebSocket from its first to its last message.
+    """Serves one WebSocket from its first to its last message."""
 
-    Args:
-        owner: of the key, for its limits.
-    """
-
-    def __init__(
-        self,
-        socket: WebSocket,
-        transport: SocketTransport,
-        session: RealtimeSession,
-        keys: Keys,
-        owner: str,
-        limits: ServerLimits,
-    ) -> None:
+    def __init__(self, socket: WebSocket, transport: SocketTransport, session: RealtimeSession, keys: Keys, owner: str) -> None:
         self._socket, self._transport, self._session = socket, transport, session
-        self._bounds = SessionBounds(session, keys, owner, limits, lambda: transport.sent_at)
+        self._bounds = SessionBounds(session, keys, owner)
 
     async def run(self) -> None:
         """Returns when the socket is closed."""

@@ -1,15 +1,24 @@
-"""Answers of the engine for requests: their options and events, what they used, and those that can be referred to later."""
+"""Answers of the engine for requests: their events, their sound at 24 kHz in OpenAI's formats, what they used, and kept ones.
+
+S samples, float32 within -1 to 1.
+"""
 
 from __future__ import annotations
 
+import io
+import struct
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import soundfile
+
+from infer.pcm import PCM_RATE, Resampler, encode
+from infer.serve.errors import AGAIN, Failure
 from infer.serve.realtime.protocol import Event
-from infer.serve.rest.errors import AGAIN, Failure
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.results import Event as Output
 from omni.tasks import Turn
@@ -18,17 +27,29 @@ if TYPE_CHECKING:
     from omni.generate.answer_stream import AnswerStream
     from omni.generate.messages import Message
 
-KEPT, KEPT_SECONDS = 1000, 3600
-"""Number of spoken answers that can be referred to by their ids, and for how long."""
+KEPT, KEPT_SECONDS = 1000, 3600  # number of spoken answers that can be referred to by their ids, and for how long
+
+FILES = {"mp3": ("MP3", None), "flac": ("FLAC", None), "opus": ("OGG", "OPUS")}
+"""libsndfile's names of the formats that are written when the sound is whole."""
+
+MEDIA = {
+    "mp3": "audio/mpeg",
+    "flac": "audio/flac",
+    "opus": "audio/ogg",
+    "wav": "audio/wav",
+    "pcm": "audio/pcm",
+    "pcm16": "audio/pcm",
+}
+"""Media types by format."""
+
+UNKNOWN = 0xFFFFFFFF  # bytes of a WAV file whose length is not known yet: players read to its end
+_BLOCK = 1 << 16  # samples that are encoded at a time
+_LEAST = PCM_RATE // 100  # samples of a file: those of some formats are none without any
 
 
 async def begun(answer: AnswerStream) -> AsyncIterator[Output]:
-    """The events of an answer whose first one has come, so that what is wrong with the question is raised here.
-
-    Raises:
-        UserError: of the question.
-        Failure: the answer broke; also by the iterator, where it breaks later.
-    """
+    """The events of an answer whose first one has come, so that what is wrong with the question is raised here. Failure where
+    the answer broke, also by the iterator."""
     first = _unbroken(await answer.__anext__())
 
     async def events() -> AsyncIterator[Output]:
@@ -47,8 +68,7 @@ def _unbroken(event: Output) -> Output:
     return event
 
 
-@dataclass(frozen=True)
-class Whole:
+class Whole(NamedTuple):
     """All of an answer: its text, its chunks of sound, and its end."""
 
     text: str
@@ -71,12 +91,8 @@ async def whole(answer: AnswerStream) -> Whole:
 
 @dataclass(frozen=True)
 class Used:
-    """Tokens of a conversation: ids of text, and positions of sound (features of questions, frames of answers).
-
-    Attributes:
-        read_text, read_audio: of the last question and all that was before it.
-        written_text, written_audio: of the last answer.
-    """
+    """Tokens of a conversation, ids of text and positions of sound: read up to its last question, and written in its last
+    answer."""
 
     read_text: int = 0
     read_audio: int = 0
@@ -137,3 +153,42 @@ class KeptAnswers:
         """The answer of that id; None where there is none any more, or it is another's."""
         whose, end, answer = self._found.get(answer_id, ("", 0.0, None))
         return answer if whose == owner and end >= time.time() else None
+
+
+def wav_header(count: int = UNKNOWN) -> bytes:
+    """The 44 bytes before `count` bytes of 16-bit mono samples at 24 kHz."""
+    form = struct.pack("<HHIIHH", 1, 1, PCM_RATE, PCM_RATE * 2, 2, 16)
+    riff = count if count == UNKNOWN else 36 + count
+    head = b"RIFF" + struct.pack("<I", riff) + b"WAVEfmt " + struct.pack("<I", len(form))
+    return head + form + b"data" + struct.pack("<I", count)
+
+
+def encoded(samples: np.ndarray, form: str) -> bytes:
+    """Samples [S] at 24 kHz in one of the formats of `MEDIA`; what is beyond -1 to 1 is clipped."""
+    if form not in FILES:
+        data = encode(samples, "audio/pcm")
+        return wav_header(len(data)) + data if form == "wav" else data
+    samples = np.pad(np.clip(samples, -1, 1), (0, max(_LEAST - len(samples), 0)))
+    container, coding = FILES[form]
+    out = io.BytesIO()
+    with soundfile.SoundFile(out, "w", PCM_RATE, 1, format=container, subtype=coding) as file:
+        for start in range(0, len(samples), _BLOCK):
+            file.write(samples[start : start + _BLOCK])
+    return out.getvalue()
+
+
+def joined(chunks: Iterable[AudioChunk], rate: int) -> np.ndarray:
+    """Samples [S] at 24 kHz of all chunks of an answer at `rate` samples per second."""
+    resampler = Resampler(rate, PCM_RATE)
+    pieces: list[Any] = [resampler.push(chunk.samples.numpy()) for chunk in chunks]
+    return np.concatenate([*pieces, resampler.finish()])
+
+
+async def raw(events: AsyncIterator[Output], rate: int) -> AsyncIterator[bytes]:
+    """16-bit samples at 24 kHz of an answer's sound, as it comes."""
+    resampler = Resampler(rate, PCM_RATE)
+    async for event in events:
+        if isinstance(event, AudioChunk) and len(samples := resampler.push(event.samples.numpy())):
+            yield encode(samples, "audio/pcm")
+    if len(samples := resampler.finish()):
+        yield encode(samples, "audio/pcm")

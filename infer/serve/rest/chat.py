@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 from fastapi import Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, Field
+from torch import Tensor
 
+from infer.pcm import PCM_RATE, Resampler, encode
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
-from infer.serve.rest.answers import KeptAnswers, begun, chat_usage, used, whole
-from infer.serve.rest.formats import Sounding, encoded, joined
+from infer.serve.rest.answers import KeptAnswers, Whole, chat_usage, encoded, joined, used
 from infer.serve.rest.jobs import Job, event_stream
 from infer.serve.rest.messages import MOST_MESSAGES, Chat, MessageReader, in_decoder
 from infer.serve.settings import limited
-from infer.serve.sound import encode
 from omni.generate.question import longest
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.results import Event as Output
@@ -80,11 +80,7 @@ class ChatRequest(BaseModel):
 
 
 class Completions:
-    """Answers the requests of one server.
-
-    Attributes:
-        kept: spoken answers that later requests may refer to.
-    """
+    """Answers the requests of one server, and keeps the spoken answers that later ones may refer to."""
 
     def __init__(self) -> None:
         self.kept = KeptAnswers()
@@ -98,11 +94,12 @@ class Completions:
         config = job.server.host.engine.config
         reader = MessageReader(longest(config), lambda answer_id: self.kept.find(answer_id, job.owner))
         chat = await in_decoder(reader.read, body.messages)
-        job.server.keys.use_sound(job.owner, chat.seconds)
+        job.server.keys.usage[job.owner].count(seconds=chat.seconds)
         completion = Completion(job, body, chat, self.kept)
+        question, task, options = completion.asked()
         if not body.stream:
-            return JSONResponse(await job.while_connected(completion.whole()))
-        events = await job.while_connected(completion.begun())
+            return JSONResponse(await completion.whole(await job.whole(question, task, **options)))
+        events = await job.begun(question, task, **options)
         return event_stream(job, completion.chunks(events), last="[DONE]")
 
 
@@ -114,7 +111,8 @@ class Completion:
         self._id, self._created = new_id("chatcmpl"), int(time.time())
         self._rate: int = job.server.host.engine.sample_rate
 
-    async def _ask(self) -> Any:
+    def asked(self) -> tuple[str | Tensor, str, dict[str, Any]]:
+        """The question, its task and keywords of its session."""
         body, chat, server = self._body, self._chat, self._job.server
         options = server.settings.answering.keywords(body.temperature, body.top_p, body.seed)
         options = limited(options, body.max_completion_tokens or body.max_tokens, body.speaks)
@@ -123,8 +121,7 @@ class Completion:
         if body.speaks and body.audio is not None:
             options["adapter"] = server.voices.adapter(body.audio.voice)
         task = f"{'A' if chat.spoken else 'T'}1{'A' if body.speaks else 'T'}2"
-        pace: Any = "read" if body.stream else "whole"
-        return await self._job.ask(chat.question, task, pace, history=chat.history(), overflow="forget", **options)
+        return chat.question, task, {**options, "history": chat.history(), "overflow": "forget"}
 
     async def _settled(self, audio_id: str) -> tuple[Event, int]:
         """What the answer used, and when its sound is forgotten (0 for one without); it has ended."""
@@ -135,9 +132,8 @@ class Completion:
         answer = await asyncio.to_thread(lambda: session.last_answer)
         return usage, self._kept.add(audio_id, self._job.owner, answer)
 
-    async def whole(self) -> Event:
+    async def whole(self, found: Whole) -> Event:
         """The `chat.completion`."""
-        found = await whole(await self._ask())
         audio_id = new_id("audio")
         usage, expires = await self._settled(audio_id)
         message: Event = {"role": "assistant", "content": found.text, "refusal": None}
@@ -149,12 +145,9 @@ class Completion:
         choice = {"index": 0, "message": message, "finish_reason": _finish(found.ended), "logprobs": None}
         return {**self._head("chat.completion"), "choices": [choice], "usage": usage}
 
-    async def begun(self) -> AsyncIterator[Output]:
-        return await begun(await self._ask())
-
     async def chunks(self, events: AsyncIterator[Output]) -> AsyncIterator[Event]:
         """The `chat.completion.chunk`s."""
-        audio_id, speaks, sounding = new_id("audio"), self._body.speaks, Sounding(self._rate)
+        audio_id, speaks, resampler = new_id("audio"), self._body.speaks, Resampler(self._rate, PCM_RATE)
         yield self._chunk({"role": "assistant", "refusal": None} if speaks else {"role": "assistant", "content": ""})
         finish = "stop"
         async for event in events:
@@ -162,9 +155,9 @@ class Completion:
                 yield self._chunk({"audio": {"id": audio_id, "transcript": event.text}} if speaks else {"content": event.text})
             elif isinstance(event, Ended):
                 finish = _finish(event)
-            samples = sounding.push(event) if isinstance(event, AudioChunk) else None
+            samples = resampler.push(event.samples.numpy()) if isinstance(event, AudioChunk) else None
             if isinstance(event, Ended) and speaks:
-                samples = sounding.finish()
+                samples = resampler.finish()
             if samples is not None and len(samples):
                 data = base64.b64encode(encode(samples, "audio/pcm")).decode()
                 yield self._chunk({"audio": {"id": audio_id, "data": data}})

@@ -22,14 +22,15 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from infer.serve.keys import Denied, key_of
-from infer.serve.logs import LOG
-from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, read_json
-from infer.serve.rest.errors import AGAIN, Failure, failure_of
-from infer.serve.rest.values import kind_of
+from infer.serve.errors import AGAIN, Denied, Failure, failure_of
+from infer.serve.keys import key_of
+from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, kind_of, read_json
+from infer.serve.rest.answers import Whole, begun, whole
+from infer.serve.telemetry import LOG
 from omni.engine.client import Pace
 from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream
+from omni.generate.results import Event as Output
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,24 +40,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
-BODY_SECONDS, BODY_PAUSE = 120.0, 30.0
-"""Seconds in which a request's body has to come, and those in which more of it has to."""
-
-GONE = 499
-"""Status of a request whose client went away, for the figures alone."""
-
-FIELDS = 64
-"""Most fields of a form, besides its file."""
+BODY_SECONDS, BODY_PAUSE = 120.0, 30.0  # seconds in which a request's body has to come, and those in which more of it has to
+GONE = 499  # status of a request whose client went away, for the figures alone
+FIELDS = 64  # most fields of a form, besides its file
 
 Handler = Callable[["Job"], Awaitable[Response]]
 
 
 class Jobs:
-    """The requests under way of one server.
-
-    Attributes:
-        coming: how many requests there are whose bodies are still coming, by the owners of their keys.
-    """
+    """The requests under way of one server; `coming` are those whose bodies are still coming, by the owners of their keys."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -121,12 +113,7 @@ class Jobs:
 
 
 class Job:
-    """One request under way.
-
-    Attributes:
-        key: that it brought, "" for none; owner: of the key.
-        session: of the engine, once something was asked.
-    """
+    """One request under way, with the key that it brought ("" for none) and the engine's session, once something was asked."""
 
     def __init__(self, jobs: Jobs, request: Request, owner: str) -> None:
         self.server, self.owner = jobs.server, owner
@@ -140,14 +127,8 @@ class Job:
     # --- its body -----------------------------------------------------------------------------------------------------
 
     async def read(self, kind: type[M], most: int | None = None) -> M:
-        """The body as JSON.
-
-        Args:
-            most: bytes of it, where less than any body may have.
-
-        Raises:
-            ProtocolError: it is no JSON, or has a field of the wrong kind.
-        """
+        """The body as JSON, of `most` bytes where that is less than any may have; ProtocolError for no JSON, or a field of the
+        wrong kind."""
         body = await self._within(self._body())
         if most is not None and len(body) > most:
             raise Failure(413, f"the body has {len(body):,} bytes; at most {most:,} are taken here", "too_large")
@@ -207,18 +188,28 @@ class Job:
     # --- its answer ---------------------------------------------------------------------------------------------------
 
     async def ask(self, question: str | Tensor, task: str, pace: Pace, **options: Any) -> AnswerStream:
-        """Ask a text, or samples [S] at 16 kHz, in a session of its own, which ends with this request.
-
-        Args:
-            options: keywords of `SpeechLM.session`.
-
-        Raises:
-            UserError: of the engine, also `omni.engine.wire.EngineLost`.
-        """
+        """Ask a text, or samples [S] at 16 kHz, in a session of its own (`options`), which ends with this request. UserError of
+        the engine, also EngineLost."""
         engine = self.server.host.engine
         self.session = await asyncio.to_thread(lambda: engine.session(pace=pace, **options))
         answer: AnswerStream = self.session.ask(question, task)
         return answer
+
+    async def begun(self, question: str | Tensor, task: str, **options: Any) -> AsyncIterator[Output]:
+        """The events of an answer, as they are read, once the first has come; arguments and errors as of `ask`."""
+
+        async def work() -> AsyncIterator[Output]:
+            return await begun(await self.ask(question, task, "read", **options))
+
+        return await self.while_connected(work())
+
+    async def whole(self, question: str | Tensor, task: str, **options: Any) -> Whole:
+        """All of an answer, unless the client goes away meanwhile; arguments and errors as of `ask`."""
+
+        async def work() -> Whole:
+            return await whole(await self.ask(question, task, "whole", **options))
+
+        return await self.while_connected(work())
 
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
         """What the work returns; where the client goes away meanwhile it is cancelled, and ClientDisconnect is raised."""
@@ -286,11 +277,7 @@ class StreamedResponse(StreamingResponse):
 
 
 def event_stream(job: Job, events: AsyncIterator[Event], last: str | None = None) -> StreamedResponse:
-    """Events as server-sent ones; what breaks them is told as the last of them.
-
-    Args:
-        last: data that ends the stream.
-    """
+    """Events as server-sent ones, and data that ends the stream; what breaks them is told as the last of them."""
 
     async def pieces() -> AsyncIterator[bytes]:
         try:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from infer.serve.realtime.configuration import LONGEST_TEXT
 from infer.serve.realtime.items import from_base64
-from infer.serve.realtime.protocol import ProtocolError
-from infer.serve.rest.values import kind_of, shown
+from infer.serve.realtime.protocol import ProtocolError, kind_of, shown
 from omni.audio.io import SAMPLE_RATE, opened
 from omni.audio.waveform import read_sound
 from omni.errors import UserError
@@ -25,16 +24,13 @@ from omni.generate.messages import Message
 
 MOST_MESSAGES = 4096
 
-MOST_SECONDS = 600.0
-"""Seconds of sound of all messages together; one question's may be less, as the model says."""
-
+MOST_SECONDS = 600.0  # seconds of sound of all messages together; one question's may be less, as the model says
 MOST_CHANNELS, MOST_RATE = 2, 192_000  # of a sound file
 
 _DECODERS = ThreadPoolExecutor(2, "decode")
 T = TypeVar("T")
 
-SHORTEST = 0.1
-"""Seconds of a sound at least, as OpenAI's: what is shorter is answered with anything at all."""
+SHORTEST = 0.1  # seconds of a sound at least, as OpenAI's: what is shorter is answered with anything at all
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -64,13 +60,7 @@ class ChatTurn:
 
 @dataclass(frozen=True)
 class Chat:
-    """What messages say.
-
-    Attributes:
-        before, question: the turns before, and what is to be answered.
-        system: texts of the system messages.
-        seconds: length of all sound.
-    """
+    """What messages say: the turns before, what is to be answered, texts of system messages, and the seconds of all sound."""
 
     before: Sequence[ChatTurn]
     question: str | Tensor
@@ -86,12 +76,8 @@ class Chat:
 
 
 class MessageReader:
-    """Reads the messages of one request.
-
-    Args:
-        longest: seconds of one question.
-        find: the kept answer of an id, None for an unknown one.
-    """
+    """Reads the messages of one request, whose questions last at most `longest` seconds; `find` finds kept answers by their
+    ids."""
 
     def __init__(self, longest: float, find: Callable[[str], Message | None]) -> None:
         self._longest, self._find = longest, find
@@ -102,11 +88,7 @@ class MessageReader:
 
     def read(self, messages: Sequence[Any]) -> Chat:
         """What the messages say. Each sound, and the text of each message, is a turn; answers without a question, and messages
-        of tools, are left out. It decodes sound: a thread should do it.
-
-        Raises:
-            ProtocolError: with the place of what cannot be read, or there is no question at the end.
-        """
+        of tools, are left out. It decodes sound: a thread should do it. ProtocolError with the place of what cannot be read."""
         for number, given in enumerate(messages):
             self._message(given, f"messages.{number}")
         if not self._turns or self._turns[-1].answer is not None:
@@ -211,12 +193,8 @@ async def in_decoder(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def decoded(data: bytes, longest: float, place: str) -> Tensor:
-    """Samples [S] at 16 kHz of a sound file's bytes.
-
-    Raises:
-        ProtocolError: with the place: no sound file that is read here, one that is cut, of more than two channels or above
-            `MOST_RATE`, shorter than `SHORTEST` seconds or longer than `longest`.
-    """
+    """Samples [S] at 16 kHz of a sound file's bytes; ProtocolError with the place where it is none that is read here, is cut,
+    or has too many channels, too high a rate, or less than `SHORTEST` or more than `longest` seconds."""
     if not data:
         raise ProtocolError(f"{place} is empty; send a sound file", "invalid_audio", place)
     try:

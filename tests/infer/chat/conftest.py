@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer.chat.asking import SpokenTurn
+from infer.chat.questions import SpokenTurn
 from omni.generate.session import Session
 from tests.infer.chat.fake_sound import FakeSound, LevelVad, LockstepQueue, Script
 from tests.infer.conftest import Done

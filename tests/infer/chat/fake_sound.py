@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from infer.chat.asking import Answered
+from infer.chat.questions import Answered
 from infer.turns.vad import BEFORE, STEP, SpeechStream
 from omni.generate.results import AudioChunk, Ended
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer.chat.checks import CHAT
 from infer.chat.devices import find_device
-from infer.chat.loudspeaker import Loudspeaker
-from infer.options import ChatOptions, ServeOptions
-from infer.turns.settings import ServerVad
+from infer.chat.streams import Loudspeaker
+from infer.checks import CHAT
+from infer.options import ChatOptions
+from infer.turns.detector import ServerVad
 from omni.errors import UserError
 from tests.infer.chat.conftest import Talks
 from tests.infer.chat.fake_sound import LATENCY, RATE, FakeSound, FakeStream
@@ -102,7 +102,6 @@ def test_mistakes_are_one_line(talk: Talks, tmp_path: Any, words: tuple[str, ...
 def test_options_have_the_names_defaults_and_bounds_of_the_server() -> None:
     mine, of_session = ChatOptions(), ServerVad()
     assert mine.threshold == of_session.threshold and mine.silence_duration_ms == of_session.silence_duration_ms
-    assert mine.padding_ms == ServeOptions().padding_ms
     for name in ("threshold", "silence_duration_ms"):
         bounds = ServerVad.model_fields[name].metadata
         assert {CHAT[name].least, CHAT[name].most} == {

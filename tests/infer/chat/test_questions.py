@@ -12,7 +12,7 @@ import pytest
 from infer.chat.questions import PressedQuestions, QuestionFinder, VoiceQuestions
 from infer.serve.realtime.configuration import Configuration
 from infer.serve.realtime.hearing import SessionInput
-from infer.turns.settings import ServerVad
+from infer.turns.detector import ServerVad
 from infer.turns.vad import Silero, SpeechStream
 from tests.infer.chat.fake_sound import RATE, LevelVad
 from tests.infer.turns.test_turns import at24, say

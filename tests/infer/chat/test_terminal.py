@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from infer.chat.keys import TWICE, interruptions, keys
-from infer.chat.screen import ChatScreen
+from infer.chat.terminal import TWICE, ChatScreen, interruptions, keys
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from infer.serve.host import EngineHost
-from infer.serve.metrics import Metrics
 from infer.serve.realtime.configuration import Configuration, Voices, updated
 from infer.serve.realtime.playback import Outlet, SentOutlet
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.settings import Answering, ServerLimits, ServeSettings
+from infer.serve.telemetry import Metrics
 from infer.turns.vad import VoiceActivity
 from omni.generate.speech_lm import SpeechLM
 from tests.infer.serve.caller import calls

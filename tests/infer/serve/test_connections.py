@@ -16,10 +16,10 @@ import pytest
 from infer.serve import connections
 from infer.serve.host import EngineHost
 from infer.serve.keys import Keys, Quota
-from infer.serve.logs import LOG
-from infer.serve.realtime.bounds import SessionBounds
-from infer.serve.realtime.calls import CONNECTING
-from infer.serve.settings import ServerLimits
+from infer.serve.realtime.session import SessionBounds
+from infer.serve.realtime.webrtc import CONNECTING
+from infer.serve.settings import ServerLimits, ServeSettings
+from infer.serve.telemetry import LOG
 from tests.infer.serve.caller import Caller
 from tests.infer.serve.test_server import Flaky, closed, event, opened, serve
 
@@ -77,8 +77,10 @@ def test_as_many_as_may_be_speak_for_ten_minutes_within_the_default_limits(
     monkeypatch.setattr("infer.serve.keys.monotonic", clock)
     limits = ServerLimits()
     keys = Keys((), limits)
-    session: Any = SimpleNamespace(hearing=SimpleNamespace(uncounted=0.0), send=lambda event: pytest.fail(str(event)))
-    bounds, traffic = SessionBounds(session, keys, "anyone", limits, Clock()), Quota(limits)
+    session: Any = SimpleNamespace(
+        hearing=SimpleNamespace(uncounted=0.0), settings=ServeSettings(), send=lambda event: pytest.fail(str(event))
+    )
+    bounds, traffic = SessionBounds(session, keys, "anyone"), Quota(limits)
     for _ in range(600_000 // ms):
         clock.now += ms / 1000
         traffic.count(frames=1, bytes=64 * ms + 60)
@@ -220,7 +222,7 @@ def test_calls_without_media_leave_places_for_others(calls: Any) -> None:
             assert answer.status_code == (201 if number < CONNECTING else 429), answer.text
         assert len(server.sessions) == CONNECTING
         for session in list(server.sessions.values()):
-            session.end("enough")
+            session.transport.end("enough")
 
     calls(body)
 
@@ -288,7 +290,7 @@ def test_the_servers_end_asks_clients_to_connect_again(serve: Any) -> None:
         async with opened(place) as ws:
             await ws.recv()
             for session in list(server.sessions.values()):
-                session.end("the server ends")
+                session.transport.end("the server ends")
             server.draining = True
             async with opened(place) as new:
                 events, code = await closed(new)

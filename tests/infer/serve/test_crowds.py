@@ -43,7 +43,7 @@ def start(folder: Any) -> Iterator[Callable[..., tuple[str, psutil.Process]]]:
 
     def begin(files: int | None = None) -> tuple[str, psutil.Process]:
         port = free_port()
-        words = [sys.executable, "-m", "infer", "serve", str(folder), "--port", str(port), "--drain", "1"]
+        words = [sys.executable, "-m", "infer", "serve", str(folder), "--port", str(port)]
         few = None if files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
         running.append(subprocess.Popen(words, cwd=ROOT, preexec_fn=few))
         answers(f"http://127.0.0.1:{port}/ready", seconds=180)

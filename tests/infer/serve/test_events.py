@@ -14,8 +14,8 @@ import pytest
 from openai.types.realtime import RealtimeServerEvent
 from pydantic import TypeAdapter
 
+from infer.pcm import decode, encode
 from infer.serve.realtime.dialogue import turns_of
-from infer.serve.sound import decode, encode
 from tests.infer.serve.conftest import Client, deltas, noise, pcm, sound_of
 
 READER: Any = TypeAdapter(RealtimeServerEvent)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from infer.serve.host import EngineHost
-from infer.serve.realtime import partials
-from infer.serve.realtime.partials import EVENT, PartialTranscripts
+from infer.serve.realtime import transcripts
+from infer.serve.realtime.transcripts import EVENT, PartialTranscripts
 from omni.generate.speech_lm import SpeechLM
 from tests.infer.serve.conftest import Client, noise, pcm, with_client
 from tests.infer.serve.test_turn_sound import append, chunked  # noqa: F401
@@ -24,8 +24,8 @@ Run = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """An untrained model writes without end."""
-    monkeypatch.setattr(partials, "MOST", 6)
-    monkeypatch.setattr(partials, "EVERY", 0.05)
+    monkeypatch.setattr(transcripts, "MOST", 6)
+    monkeypatch.setattr(transcripts, "EVERY", 0.05)
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_what_is_cleared_is_understood_no_more(run: Run) -> None:
 
 
 def test_a_model_that_writes_without_end_is_stopped_and_tells_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partials, "CHARACTERS", 0)
+    monkeypatch.setattr(transcripts, "CHARACTERS", 0)
     asked: list[str] = []
     text = PartialTranscripts._text
 

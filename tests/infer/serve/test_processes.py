@@ -26,7 +26,7 @@ pytestmark = pytest.mark.long
 def running(folder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server's address without a scheme, and its process."""
     port = free_port()
-    words = [sys.executable, "-m", "infer", "serve", str(folder), "--port", str(port), "--drain", "20", "--max_seconds", "3"]
+    words = [sys.executable, "-m", "infer", "serve", str(folder), "--port", str(port), "--max_seconds", "3"]
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     answers(f"http://127.0.0.1:{port}/ready")
     yield f"127.0.0.1:{port}", process

@@ -18,9 +18,9 @@ from fastapi import FastAPI
 
 from infer.serve.app import create_app
 from infer.serve.host import EngineHost
-from infer.serve.rest.formats import MEDIA, encoded, joined, wav_header
+from infer.serve.rest.answers import MEDIA, encoded, joined, wav_header
+from infer.serve.rest.audio import SPEECH
 from infer.serve.rest.messages import decoded
-from infer.serve.rest.transcriptions import SPEECH
 from infer.serve.settings import ServeSettings
 from omni.generate.results import AudioChunk
 from omni.generate.speech_lm import SpeechLM
@@ -47,8 +47,8 @@ def wav(seconds: float = 0.6, rate: int = 16_000, form: str = "WAV", seed: int =
 @pytest.fixture(autouse=True)
 def short_transcripts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model never ends one by itself, and what it hears here is noise."""
-    monkeypatch.setattr("infer.serve.rest.transcriptions.MOST", 12)
-    monkeypatch.setattr("infer.serve.rest.transcriptions.SPEECH", 0.0)
+    monkeypatch.setattr("infer.serve.rest.audio.MOST", 12)
+    monkeypatch.setattr("infer.serve.rest.audio.SPEECH", 0.0)
 
 
 def at_24khz(answer: Any) -> np.ndarray:
@@ -129,7 +129,7 @@ def test_what_browsers_and_telephones_record_is_transcribed(app: FastAPI, lm: Sp
 
 
 def test_nothing_is_transcribed_where_nobody_speaks(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.serve.rest.transcriptions.SPEECH", SPEECH)
+    monkeypatch.setattr("infer.serve.rest.audio.SPEECH", SPEECH)
 
     async def body(client: openai.AsyncOpenAI) -> None:
         create: Any = client.audio.transcriptions.create
@@ -152,7 +152,7 @@ def test_two_sounds_are_decoded_at_once(app: FastAPI, monkeypatch: pytest.Monkey
         running.pop()
         return decoded(*arguments)
 
-    monkeypatch.setattr("infer.serve.rest.transcriptions.decoded", slow)
+    monkeypatch.setattr("infer.serve.rest.audio.decoded", slow)
 
     async def body(client: openai.AsyncOpenAI) -> None:
         create: Any = client.audio.transcriptions.create

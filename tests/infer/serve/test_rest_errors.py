@@ -12,11 +12,10 @@ import torch
 from fastapi import FastAPI
 
 from infer.serve.app import create_app
+from infer.serve.errors import Failure
 from infer.serve.host import EngineHost
-from infer.serve.rest.errors import Failure
 from infer.serve.rest.jobs import Job
 from infer.serve.settings import ServeSettings
-from omni.errors import BusyError
 from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
 from tests.infer.serve.test_rest_jobs import CHAT, KEYS, QUESTION, app, connect, error_of, guarded, nothing_left, post, use
 
@@ -84,15 +83,6 @@ def test_a_websocket_elsewhere_is_told_where_to_connect(app: FastAPI, path: str,
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_busy_engine(app: FastAPI, host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    def busy(**options: Any) -> None:
-        raise BusyError("no room")
-
-    monkeypatch.setattr(host.engine, "session", busy)
-    response = post(app, CHAT, QUESTION)
-    assert error_of(response, 429)["type"] == "rate_limit_exceeded" and "retry-after" in response.headers
 
 
 def test_a_lost_engine(settings: ServeSettings, host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:

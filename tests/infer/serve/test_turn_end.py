@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from infer.serve.host import EngineHost
-from infer.serve.realtime.turn_sound import TurnSound
+from infer.serve.realtime.input_buffer import TurnSound
 from infer.serve.settings import ServeSettings
-from infer.turns.detector import SURE, TurnDetector
-from infer.turns.settings import SemanticVad
-from infer.turns.turn_end import has_ended
+from infer.turns.detector import SURE, SemanticVad, TurnDetector, has_ended
 from infer.turns.vad import FRAME_SECONDS
 from omni.codec.codec2 import Codec2Codec
 from omni.generate.speech_lm import SpeechLM

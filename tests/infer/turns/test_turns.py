@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torchaudio.functional as audio
 
-from infer.turns.detector import SURE, TurnDetector
-from infer.turns.settings import SemanticVad, ServerVad
+from infer.turns.detector import SURE, SemanticVad, ServerVad, TurnDetector
 from infer.turns.vad import FRAME_SECONDS, Silero, SpeechStream, VoiceActivity
 from train.data.tts.espeak import synthesise, variants
 

@@ -14,7 +14,7 @@ import pytest
 import soundfile
 import torch
 
-from infer.audio_out import Outputs, Paced
+from infer.audio import Outputs, Paced
 from omni.audio.wav import pcm16
 from omni.errors import UserError
 from tests.infer.conftest import ROOT, write_question

@@ -1,31 +1,39 @@
-"""What a chat shows: the conversation, and under it one line that says what happens at present.
+"""The terminal of a chat: the conversation, one line under it that says what happens at present, keys and Ctrl-C.
 
-On a terminal the answer grows as a caption above that line. Elsewhere the conversation goes to standard output, and a line of
-standard error tells each change of what happens.
+Where there is no terminal the conversation goes to standard output, and a line of standard error tells each change of what
+happens.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
+import signal
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Literal
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from infer.messages import on_one_line
+from infer.console import on_one_line
 
 Doing = Literal["listening", "hearing you", "thinking", "speaking", "waiting", "loading the model", "warming up"]
 
 STYLES: dict[str, str] = {"listening": "green", "hearing you": "bold red", "thinking": "yellow", "speaking": "bold cyan"}
 
+Key = Literal["enter", "end", "interrupt"]
+
+TWICE = 2.0  # seconds within which a second Ctrl-C leaves
+
 
 class ChatScreen:
-    """A context manager; the terminal is as before afterwards.
-
-    Attributes:
-        caption: the present answer, as far as it is shown.
-    """
+    """A context manager; the terminal is as before afterwards. `caption` is the present answer, as far as it is shown."""
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
@@ -107,3 +115,82 @@ class ChatScreen:
         status.no_wrap, status.overflow = True, "ellipsis"
         caption = [Text.assemble(("model: ", "bold cyan"), self.caption)] if self.caption else []
         self._live.update(Group(*caption, status), refresh=True)
+
+
+@contextlib.contextmanager
+def keys(deliver: Callable[[Key], None], piped: bool = False) -> Iterator[None]:
+    """Deliver the keys of the terminal on standard input (`piped`: lines of what is none, too), in a thread of their own,
+    while the block runs. The terminal shows nothing that is typed meanwhile; it is restored afterwards."""
+    try:
+        number = sys.stdin.fileno()
+        terminal = os.isatty(number)
+    except (OSError, ValueError, AttributeError):  # closed, or a stand-in
+        number, terminal = -1, False
+    if number < 0 or not (terminal or piped):
+        yield
+        return
+    woken, wake = os.pipe()
+    thread = threading.Thread(target=_read, args=(number, woken, deliver), name="omni-keys", daemon=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, woken)
+        if terminal:
+            stack.enter_context(_quiet(number))
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(os.close, wake)
+        yield
+
+
+def _read(number: int, woken: int, deliver: Callable[[Key], None]) -> None:
+    """Until the input or the pipe `woken` ends; past Python's buffer, whose lock would keep the process from ending."""
+    while True:
+        ready, _, _ = select.select([number, woken], [], [])
+        if woken in ready:
+            return
+        try:
+            typed = os.read(number, 1024)
+        except OSError:  # the terminal is gone
+            typed = b""
+        for _ in range(typed.count(b"\n")):
+            deliver("enter")
+        if not typed:
+            deliver("end")
+            return
+
+
+@contextlib.contextmanager
+def _quiet(number: int) -> Iterator[None]:
+    """A terminal that shows nothing that is typed."""
+    import termios
+
+    before = termios.tcgetattr(number)
+    quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    try:
+        termios.tcsetattr(number, termios.TCSADRAIN, quiet)
+        yield
+    finally:
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
+def interruptions(deliver: Callable[[Key], None], clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Deliver Ctrl-C while the block runs; a second one within `TWICE` seconds raises KeyboardInterrupt."""
+    latest = -TWICE
+
+    def came(number: int, frame: FrameType | None) -> None:
+        nonlocal latest
+        now = clock()
+        if now - latest < TWICE:
+            raise KeyboardInterrupt
+        latest = now
+        deliver("interrupt")
+
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before == signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, came)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infer.device import serving_dtype
+from infer.loading import serving_dtype
 from omni.checkpoint.folder import stored_dtype
 from omni.generate.speech_lm import SpeechLM
 

@@ -1,11 +1,74 @@
 /**
- * What of the microphone goes to the server, and the record of it from which a turn's sound is cut.
+ * The round button, and what of the microphone goes to the server, with the record from which a turn's sound is cut.
  *
- * Hands-free, every piece is sent and the server finds the turns. Otherwise only what is said while the button is held is
- * sent, with the pieces just before it; one more piece comes after the release, since sound takes some time to get here.
+ * A long press talks while it lasts. A short press starts, and the next press ends. Hands-free, every press is a short one,
+ * every piece is sent and the server finds the turns. Otherwise only what is said while the button is held is sent, with the
+ * pieces just before it; one more piece comes after the release, since sound takes some time to get here.
  */
 
-import { RATE, joined, toBase64, toMilliseconds, toSamples } from './pcm.js';
+import { RATE, joined, toBase64, toMilliseconds, toSamples } from './audio.js';
+
+const SHORT = 300; // milliseconds
+
+export class TalkButton {
+  constructor(element, { onBegin, onEnd }) {
+    this.element = element;
+    this.onBegin = onBegin;
+    this.onEnd = onEnd;
+    this.isSwitch = false;
+    this.isOn = false;
+    this.listen();
+  }
+
+  listen() {
+    const { element } = this;
+    element.addEventListener('pointerdown', (event) => {
+      if (event.button !== 0) return;
+      element.setPointerCapture(event.pointerId);
+      this.press();
+    });
+    element.addEventListener('pointerup', () => this.release());
+    element.addEventListener('pointercancel', () => this.release());
+    element.addEventListener('contextmenu', (event) => event.preventDefault());
+    element.addEventListener('click', (event) => {
+      if (event.detail === 0) this.set(!this.isOn); // neither pointer nor key: assistive software
+    });
+    document.addEventListener('keydown', (event) => {
+      if (!this.isMine(event)) return;
+      event.preventDefault();
+      if (!event.repeat) this.press();
+    });
+    document.addEventListener('keyup', (event) => {
+      if (!this.isMine(event)) return;
+      event.preventDefault();
+      this.release();
+    });
+    window.addEventListener('blur', () => this.release());
+  }
+
+  /** The space bar is the button's wherever it does nothing else. */
+  isMine(event) {
+    if (event.target === this.element) return event.key === ' ' || event.key === 'Enter';
+    return event.key === ' ' && !event.target.closest('input, select, button, dialog');
+  }
+
+  press() {
+    this.pressedAt = performance.now();
+    this.set(!this.isOn);
+  }
+
+  release() {
+    if (this.isOn && !this.isSwitch && performance.now() - this.pressedAt > SHORT) this.set(false);
+  }
+
+  set(isOn) {
+    if (isOn === this.isOn) return;
+    this.isOn = isOn;
+    this.element.setAttribute('aria-pressed', String(isOn));
+    if (isOn) this.onBegin();
+    else this.onEnd();
+  }
+}
 
 const PIECES_BEFORE = 5; // of 40 ms, sent with a held turn
 const SHORTEST = 0.2; // seconds of a held turn

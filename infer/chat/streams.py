@@ -1,4 +1,4 @@
-"""The loudspeaker: plays answers as they come, stops at once, and knows what was played.
+"""The microphone, which records blocks as they come, and the loudspeaker, which stops at once and knows what was played.
 
 PortAudio asks for the samples that are to be heard at a time ahead of the present one. Each piece of an answer is noted with
 that time, so that what was played is known between two of its calls, gaps left out:
@@ -18,22 +18,17 @@ from typing import Any
 import numpy as np
 
 from infer.chat.devices import SoundDevice, close_stream, open_stream, start_stream
-from infer.samples import SampleQueue, to_int16
+from infer.pcm import PCM_RATE, Resampler, SampleQueue, to_int16
 
-MOST_AHEAD = 2.0
-"""Seconds by which a device can be ahead; where it tells more, or less than none, its latency is taken."""
+MOST_AHEAD = 2.0  # seconds by which a device can be ahead; where it tells more, or less than none, its latency is taken
 
 
 class Loudspeaker:
-    """Plays one answer after another.
+    """Plays one answer after another; UserError where the device cannot be opened.
 
     Args:
-        sound: the module `sounddevice`.
         rate: samples per second of the answers.
         lost: called in PortAudio's thread when the device is gone.
-
-    Raises:
-        UserError: the device cannot be opened.
     """
 
     def __init__(self, sound: Any, device: SoundDevice, rate: int, lost: Callable[[], None]) -> None:
@@ -44,16 +39,8 @@ class Loudspeaker:
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=512)  # when heard, first sample, samples
         self._whole = self._stopping = False
         self._last_time = 0.0
-        opened = open_stream(sound, device, "output", rate, self._fill, self._finished)
-        self._stream, self._rate, self._channels = opened.stream, opened.rate, opened.channels
-        self._resample = self._resampler()
-
-    def _resampler(self) -> Any:
-        if self._rate == self._given_rate:
-            return None
-        from infer.resampler import Resampler  # PyAV, which most loudspeakers do not need
-
-        return Resampler(self._given_rate, self._rate)
+        self._stream, self._rate, self._channels = open_stream(sound, device, "output", rate, self._fill, self._finished)
+        self._resampler = Resampler(rate, self._rate)
 
     def begin(self) -> None:
         """Make ready for an answer; UserError where the device refuses."""
@@ -61,7 +48,7 @@ class Loudspeaker:
             self._queue.clear()
             self._marks.clear()
             self._taken, self._whole = 0, False
-        self._resample = self._resampler()
+        self._resampler = Resampler(self._given_rate, self._rate)
         if not self._stream.active:
             if not self._stream.stopped:  # the device ended it by itself
                 self._stream.stop()
@@ -71,13 +58,12 @@ class Loudspeaker:
     def write(self, samples: np.ndarray) -> None:
         """Play samples [S], float32, after those before."""
         with self._lock:
-            self._queue.push(samples if self._resample is None else self._resample.push(samples))
+            self._queue.push(self._resampler.push(samples))
 
     def end(self) -> None:
         """The answer has no more samples."""
         with self._lock:
-            if self._resample is not None:
-                self._queue.push(self._resample.finish())
+            self._queue.push(self._resampler.finish())
             self._whole = True
 
     @property
@@ -144,3 +130,41 @@ class Loudspeaker:
     def close(self) -> None:
         self._stopping = True
         close_stream(self._sound, self._stream)
+
+
+class MicrophoneInput:
+    """Records until it is closed; UserError where the device cannot be opened.
+
+    Args:
+        deliver: called with the raw samples of each block and whether some before it were lost, in PortAudio's thread.
+        lost: called there when the device is gone.
+    """
+
+    def __init__(
+        self, sound: Any, device: SoundDevice, deliver: Callable[[np.ndarray, bool], None], lost: Callable[[], None]
+    ) -> None:
+        self.device, self.sound, self._deliver, self._lost = device, sound, deliver, lost
+        self._closed = False
+        self._stream, self._rate, self._channels = open_stream(sound, device, "input", PCM_RATE, self._take, self._finished)
+        self._resampler = Resampler(self._rate, PCM_RATE)
+
+    def start(self) -> None:
+        """UserError where the device refuses."""
+        start_stream(self.sound, self.device, "input", self._stream)
+
+    def _take(self, data: Any, frames: int, time: Any, status: Any) -> None:
+        self._deliver(np.frombuffer(bytes(data), np.int16), bool(status.input_overflow))
+
+    def _finished(self) -> None:
+        if not self._closed:
+            self._lost()
+
+    def samples(self, raw: np.ndarray) -> np.ndarray:
+        """The samples [S] of the next block that was delivered: two channels are averaged, another rate is resampled."""
+        if self._channels == 1 and self._rate == PCM_RATE:
+            return raw
+        return to_int16(self._resampler.push(raw.reshape(-1, self._channels).astype(np.float32).mean(axis=1) / 32768))
+
+    def close(self) -> None:
+        self._closed = True
+        close_stream(self.sound, self._stream)

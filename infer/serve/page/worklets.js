@@ -1,6 +1,11 @@
 /**
- * Plays items of sound that is still arriving, one after the other, without clicks.
+ * Cuts the microphone's sound into pieces of 40 ms, and plays items of sound that is still arriving, without clicks.
  *
+ * capture, at the context's rate of 24 kHz
+ * out: each piece, an Int16Array
+ * in:  anything: the microphone was closed
+ *
+ * playback
  * in:  {type: 'samples', item, samples: Int16Array}, {type: 'end', item} (no more of it comes), {type: 'stop'} (all items)
  * out: {type: 'started', item}, {type: 'progress' | 'finished', item, played}, {type: 'underrun', item, held}, and for a stop,
  *      after its fade, {type: 'stopped', items: [{item, played}]}; `played` and `held` count samples
@@ -15,6 +20,36 @@
  *                 /           \         /
  *           0  __/             \_______/          held samples run out, and come again
  */
+
+const PIECE = 960;
+
+class Capture extends AudioWorkletProcessor {
+  constructor() {
+    super();
+    this.open = true;
+    this.piece = new Int16Array(PIECE);
+    this.filled = 0;
+    this.port.onmessage = () => {
+      this.open = false;
+    };
+  }
+
+  process([[channel]]) {
+    for (const sample of channel ?? []) {
+      this.piece[this.filled++] = Math.round(Math.max(-1, Math.min(1, sample)) * 32767);
+      if (this.filled === PIECE) this.post();
+    }
+    return this.open;
+  }
+
+  post() {
+    this.port.postMessage(this.piece, [this.piece.buffer]);
+    this.piece = new Int16Array(PIECE);
+    this.filled = 0;
+  }
+}
+
+registerProcessor('capture', Capture);
 
 const MILLISECOND = sampleRate / 1000;
 const FADE = Math.round(5 * MILLISECOND);

@@ -1,63 +1,60 @@
-"""Reads the questions: sound files (also on standard input), raw PCM on standard input, or texts.
+"""Questions in and answers out: reads sound files, standard input and texts, and writes the answer's sound while it is made.
 
 Data from a pipe is identified by its first bytes: a sound file is decoded by its format, text and other files are
 refused by name, and the rest is raw PCM. Everything is read and checked before the model is loaded, except standard
 input: it is drained in the background from the start, so that a recorder that writes into the pipe is never blocked, and
 the question has ended when the pipe ends. Raw PCM and WAV are heard while they come, where the model's encoder hears in chunks.
 
-Dimensions: S samples.
+S samples.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from infer.given import SOUND
-from infer.options import AskOptions
-from infer.places import PIPE
+from infer.chat.devices import load_sounddevice
+from infer.checks import PIPE
+from infer.options import SOUND, AskOptions
 from omni.audio.io import MAX_SECONDS, MAX_STREAM_BYTES, SAMPLE_RATE, from_pcm16, read_audio
 from omni.audio.sniff import HEAD, container, foreign
-from omni.audio.wav import SampleForm, wav_form
+from omni.audio.wav import SampleForm, WavWriter, pcm16, wav_form, write_audio
 from omni.errors import SoundWarning, UserError
 from omni.generate.listening import Listening
 from omni.generate.question import longest
 from omni.generate.session import Session
 from omni.tasks import Task
 
+How = Literal["done", "stopped", "failed"]
+"""End of an answer: complete, interrupted by the user (sound written so far stays), or failed by an error (nothing
+stays)."""
+
 
 @dataclass(frozen=True)
 class Pending:
-    """One question, which may still be coming in.
+    """One question, which may still be coming in."""
 
-    Attributes:
-        name: the file, `-`, or the text.
-        spoken: whether it is sound.
-        take: returns the text, or the sound [S] at 16 kHz; waits until the question has ended.
-        sound_warnings: warnings about the sound from when it was read.
-        pipe: standard input, where it is that.
-    """
-
-    name: str
-    take: Callable[[], str | Tensor]
-    spoken: bool = True
-    sound_warnings: tuple[str, ...] = ()
-    pipe: PipeReader | None = None
+    name: str  # the file, `-`, or the text
+    take: Callable[[], str | Tensor]  # returns the text, or the sound [S] at 16 kHz; waits until the question has ended
+    spoken: bool = True  # whether it is sound
+    sound_warnings: tuple[str, ...] = ()  # warnings about the sound from when it was read
+    pipe: PipeReader | None = None  # standard input, where it is that
 
     def hear(self, session: Session, task: Task) -> str | Tensor | Listening:
-        """The question once it has ended; what is still coming is heard meanwhile.
-
-        Raises:
-            UserError: as `take`; or it is longer than the model takes, as soon as it is.
-        """
+        """The question once it has ended; what is still coming is heard meanwhile. UserError as of `take`, or as soon as it is
+        longer than the model takes."""
         if self.pipe is None or session.config.encoder.chunk_samples is None:
             return self.take()
         listening = self.pipe.heard(session, task)
@@ -122,10 +119,7 @@ class PipeReader:
 
     def heard(self, session: Session, task: Task) -> Listening | None:
         """What a session has heard of it, once it has ended; None for what is decoded whole, or is wrong (`take` says so).
-
-        Raises:
-            UserError: it is too long, as soon as it is.
-        """
+        UserError as soon as it is too long."""
         form, listening = self._form(), None
         if form is None:
             return None
@@ -218,3 +212,174 @@ def _spoken(name: str, pipe: PipeReader | None, channel: int | Literal["mix"]) -
     with collect_warnings() as sound_warnings:
         sound = read_audio(name, channel=channel)
     return Pending(name, lambda: sound, sound_warnings=tuple(sound_warnings))
+
+
+class Output(Protocol):
+    """Takes chunks [S] of one answer as they come; `kept`: it has ended and left a file."""
+
+    @property
+    def kept(self) -> bool: ...
+
+    def write(self, samples: Tensor) -> None: ...
+
+    def end(self, outcome: How) -> None: ...
+
+
+class WavOutput:
+    """Writes a WAV file, which appears when it is closed, and only if it holds a sample."""
+
+    def __init__(self, path: str | os.PathLike[str], sample_rate: int) -> None:
+        self._writer = WavWriter(path, sample_rate)
+        self.kept = False
+
+    def write(self, samples: Tensor) -> None:
+        self._writer.append(samples)
+
+    def end(self, outcome: How) -> None:
+        if self._writer.samples and outcome != "failed":
+            self._writer.close()
+            self.kept = True
+        else:
+            self._writer.abort()
+
+
+class EncodedOutput:
+    """Writes a FLAC, OGG or MP3 file at the end, and only if there is a sample."""
+
+    def __init__(self, path: str | os.PathLike[str], sample_rate: int) -> None:
+        self._path, self._rate = path, sample_rate
+        self._chunks: list[Tensor] = []
+        self.kept = False
+
+    def write(self, samples: Tensor) -> None:
+        self._chunks.append(samples)
+
+    def end(self, outcome: How) -> None:
+        if any(map(len, self._chunks)) and outcome != "failed":
+            write_audio(self._path, torch.cat(self._chunks), self._rate)
+            self.kept = True
+
+
+class PipeOutput:
+    """Writes raw PCM (s16le) to a stream, each chunk at once; answers follow one another, so the stream stays open."""
+
+    kept = False
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def write(self, samples: Tensor) -> None:
+        self._stream.write(pcm16(samples))
+        self._stream.flush()
+
+    def end(self, outcome: How) -> None:
+        pass
+
+
+class SpeakerOutput:
+    """Plays on the default loudspeaker; UserError where sounddevice or PortAudio is missing, or none plays this rate."""
+
+    kept = False
+
+    def __init__(self, sample_rate: int) -> None:
+        device = load_sounddevice()
+        try:
+            self._stream = device.RawOutputStream(samplerate=sample_rate, channels=1, dtype="int16", latency="low")
+            self._stream.start()
+        except device.PortAudioError as error:
+            raise UserError(f"no loudspeaker plays {sample_rate} Hz ({error}); use --out answer.wav") from error
+
+    def write(self, samples: Tensor) -> None:
+        self._stream.write(pcm16(samples))
+
+    def end(self, outcome: How) -> None:
+        if outcome == "done":
+            self._stream.stop()  # plays what is left
+        else:
+            self._stream.abort()
+        self._stream.close()
+
+
+class Paced:
+    """Passes chunks on to an output in its own thread, so that a slow output (a loudspeaker) never blocks the model; an error
+    there is raised by the next `write`, or at the end.
+
+    Args:
+        sample_rate: where given, a chunk is passed on no earlier than `ahead` seconds before a player that started
+            with the first chunk would need it.
+    """
+
+    def __init__(self, output: Output, sample_rate: int | None = None, ahead: float = 0.1) -> None:
+        self._output, self._rate, self._ahead = output, sample_rate, ahead
+        self._queue: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._pass_on, daemon=True)
+        self._thread.start()
+
+    @property
+    def kept(self) -> bool:
+        return self._output.kept
+
+    def write(self, samples: Tensor) -> None:
+        self._check()
+        self._queue.put(samples)
+
+    def end(self, outcome: How) -> None:
+        if outcome != "done":
+            self._stop.set()
+        self._queue.put(None)
+        try:
+            self._thread.join()
+        except (KeyboardInterrupt, SystemExit):
+            self.end("stopped")
+            raise
+        self._output.end("failed" if self._error is not None else outcome)
+        if outcome == "done":
+            self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _pass_on(self) -> None:
+        due = time.monotonic()
+        while (samples := self._queue.get()) is not None and not self._stop.is_set():
+            if self._rate is not None:
+                now = time.monotonic()
+                if self._stop.wait(max(due - self._ahead - now, 0)):
+                    return
+                due = max(due, time.monotonic()) + len(samples) / self._rate
+            try:
+                self._output.write(samples)
+            except Exception as error:  # raised again in the caller's thread
+                self._error = error
+                return
+
+
+class Outputs:
+    """All outputs of one answer, as a context: Ctrl-C (and any other exit) stops them; an error, and `broken`, make them
+    fail."""
+
+    def __init__(self, outputs: Sequence[Output]) -> None:
+        self._outputs = outputs
+        self.broken = False
+
+    @property
+    def kept(self) -> bool:
+        """Whether one of them has left a file."""
+        return any(output.kept for output in self._outputs)
+
+    def write(self, samples: Tensor) -> None:
+        for output in self._outputs:
+            output.write(samples)
+
+    def __enter__(self) -> Outputs:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        outcome: How = "done" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
+        outcome = "failed" if self.broken else outcome
+        with contextlib.ExitStack() as stack:
+            for output in self._outputs:
+                stack.callback(output.end, outcome)

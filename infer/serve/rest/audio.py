@@ -1,7 +1,9 @@
-"""`/v1/audio/transcriptions`: what a sound file says (task A1T1), whole or as it is written."""
+"""`/v1/audio/speech`, a text spoken (task T1A1), and `/v1/audio/transcriptions`, what a sound file says (A1T1)."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
@@ -13,13 +15,12 @@ from starlette.datastructures import FormData, UploadFile
 from torch import Tensor
 from torch.nn.functional import pad
 
-from infer.samples import to_int16
+from infer.pcm import PCM_RATE, to_int16
 from infer.serve.realtime.protocol import Event, ProtocolError
 from infer.serve.realtime.transcripts import MOST
-from infer.serve.rest.answers import begun, whole
-from infer.serve.rest.jobs import Job, event_stream, validated
+from infer.serve.rest.answers import MEDIA, encoded, joined, raw, used, wav_header
+from infer.serve.rest.jobs import Job, StreamedResponse, event_stream, validated
 from infer.serve.rest.messages import decoded, in_decoder
-from infer.turns.settings import PCM_RATE
 from infer.turns.vad import SpeechStream
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.resample import resample
@@ -27,25 +28,74 @@ from omni.generate.question import longest
 from omni.generate.results import Event as Output
 from omni.generate.results import TextDelta
 
-TASK = "A1T1"
-
-TIMED = ("srt", "vtt", "diarized_json")
-"""Formats that tell who speaks when, which the model does not know."""
+LONGEST_INPUT = 4096  # characters of a text, as OpenAI limits it
+TIMED = ("srt", "vtt", "diarized_json")  # formats that tell who speaks when, which the model does not know
 
 UNKNOWN = ("timestamp_granularities", "include", "known_speaker_names", "known_speaker_references")
 """Fields that ask for that, or for log probabilities."""
 
-SPEECH = 0.25
-"""Probability of speech that the likeliest 32 ms of a sound have at least, or nothing is said in it."""
+SPEECH = 0.25  # probability of speech that the likeliest 32 ms of a sound have at least, or nothing is said in it
+
+
+class SpeechRequest(BaseModel):
+    """A request; fields that change nothing here (the model's name, instructions) are left alone. The model has one speed."""
+
+    input: Annotated[str, Field(min_length=1, max_length=LONGEST_INPUT)]
+    voice: Any = None
+    response_format: Literal["mp3", "wav", "flac", "opus", "pcm"] | None = None
+    speed: Annotated[float, Field(ge=1, le=1)] | None = None
+    stream_format: Literal["sse", "audio"] | None = None
+
+    @property
+    def form(self) -> str:
+        return self.response_format or "mp3"
+
+
+async def speak(job: Job) -> Response:
+    """Answers a request: `pcm` and `wav` as the sound is made, other formats when it is whole."""
+    body = await job.read(SpeechRequest)
+    if not job.server.voices.speaks:
+        raise ProtocolError("this model has no sound", "model_not_supported")
+    rate: int = job.server.host.engine.sample_rate
+    options = job.server.settings.answering.keywords()
+    options["adapter"] = job.server.voices.adapter(body.voice)
+    if body.form not in ("pcm", "wav"):
+        found = await job.whole(body.input, "T1A1", **options)
+        data = await asyncio.to_thread(lambda: encoded(joined(found.chunks, rate), body.form))
+        if body.stream_format == "sse":
+            return event_stream(job, _events(job, _one(data)))
+        return Response(data, media_type=MEDIA[body.form])
+    pieces = _grown(raw(await job.begun(body.input, "T1A1", **options), rate), body.form)
+    if body.stream_format == "sse":
+        return event_stream(job, _events(job, pieces))
+    return StreamedResponse(job, pieces, MEDIA[body.form])
+
+
+async def _grown(samples: AsyncIterator[bytes], form: str) -> AsyncIterator[bytes]:
+    """A file that grows: the samples, after a header where the format has one."""
+    if form == "wav":
+        yield wav_header()
+    async for piece in samples:
+        yield piece
+
+
+async def _one(data: bytes) -> AsyncIterator[bytes]:
+    yield data
+
+
+async def _events(job: Job, pieces: AsyncIterator[bytes]) -> AsyncIterator[Event]:
+    """Pieces of sound as events."""
+    async for piece in pieces:
+        yield {"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()}
+    session = job.session
+    found = used(await asyncio.to_thread(lambda: session.turns))
+    usage = {"input_tokens": found.read, "output_tokens": found.written, "total_tokens": found.read + found.written}
+    yield {"type": "speech.audio.done", "usage": usage}
 
 
 class TranscriptionRequest(BaseModel):
-    """Fields of the form besides the file; those that change nothing here (model, prompt, chunking) are left alone.
-
-    Attributes:
-        language: of the sound, which is given back in `verbose_json`.
-        temperature: 0, the default, takes the likeliest ids.
-    """
+    """Fields of the form besides the file; those that change nothing here (model, prompt, chunking) are left alone, and the
+    language is given back in `verbose_json`."""
 
     response_format: Literal["json", "text", "verbose_json"] = "json"
     language: Annotated[str, Field(max_length=64)] | None = None
@@ -56,17 +106,18 @@ class TranscriptionRequest(BaseModel):
 async def transcribe(job: Job) -> Response:
     """Answers a request."""
     async with job.form() as form:
-        body, data = read_fields(form), await _file(form)
+        body, data = read_fields(form), await _uploaded(form)
     limit = longest(job.server.host.engine.config)
     clip = await in_decoder(decoded, data, limit, "file")
     seconds = len(clip) / SAMPLE_RATE
-    job.server.keys.use_sound(job.owner, seconds)
+    job.server.keys.usage[job.owner].count(seconds=seconds)
     usage = {"type": "duration", "seconds": round(seconds, 3)}
     spoken = await job.while_connected(_has_speech(job, clip))
+    options = {"max_tokens": MOST, "temperature": body.temperature}
     if body.stream:
-        events = await job.while_connected(_begun(job, clip, body)) if spoken else None
+        events = await job.begun(clip, "A1T1", **options) if spoken else None
         return event_stream(job, _deltas(events, usage))
-    text = await job.while_connected(_text(job, clip, body)) if spoken else ""
+    text = (await job.whole(clip, "A1T1", **options)).text.strip() if spoken else ""
     if body.response_format == "text":
         return PlainTextResponse(f"{text}\n")
     if body.response_format == "json":
@@ -89,7 +140,7 @@ def read_fields(form: FormData) -> TranscriptionRequest:
     return validated(TranscriptionRequest, given)
 
 
-async def _file(form: FormData) -> bytes:
+async def _uploaded(form: FormData) -> bytes:
     file = form.get("file")
     if not isinstance(file, UploadFile):
         raise ProtocolError(
@@ -106,18 +157,6 @@ async def _has_speech(job: Job, clip: Tensor) -> bool:
         if max(await job.server.vad.push(stream, second), default=0.0) >= SPEECH:
             return True
     return False
-
-
-async def _ask(job: Job, clip: Tensor, body: TranscriptionRequest, pace: Any) -> Any:
-    return await job.ask(clip, TASK, pace, max_tokens=MOST, temperature=body.temperature)
-
-
-async def _begun(job: Job, clip: Tensor, body: TranscriptionRequest) -> AsyncIterator[Output]:
-    return await begun(await _ask(job, clip, body, "read"))
-
-
-async def _text(job: Job, clip: Tensor, body: TranscriptionRequest) -> str:
-    return (await whole(await _ask(job, clip, body, "whole"))).text.strip()
 
 
 async def _deltas(events: AsyncIterator[Output] | None, usage: Event) -> AsyncIterator[Event]:

@@ -1,0 +1,129 @@
+"""Logs, one JSON object a line with the session's id, and figures for Prometheus; nothing of what anybody says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from omni.engine.stats import EngineStats
+
+LOG = logging.getLogger("infer.serve")
+
+SECONDS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+ENGINE: dict[str, tuple[str, Callable[[EngineStats], float | None]]] = {
+    "sessions": ("Conversations that the engine holds", lambda stats: stats.sessions),
+    "active": ("Answers under way", lambda stats: stats.active),
+    "live": ("Answers under way that somebody hears", lambda stats: stats.live),
+    "waiting": ("Questions that wait for room", lambda stats: stats.waiting),
+    "slots": ("Rows of the cache", lambda stats: stats.slots),
+    "free_slots": ("Rows that nobody holds", lambda stats: stats.free),
+    "underruns": ("Chunks of sound that were ready after they were due", lambda stats: stats.underruns),
+    "hearing_seconds": ("Seconds spent on questions while their sound came", lambda stats: stats.hearing),
+    "lateness_p99_seconds": (
+        "99th percentile of the newest chunks' lateness, below zero early",
+        lambda stats: stats.lateness.p99,
+    ),
+    "step_p50_seconds": ("Median of the newest steps", lambda stats: stats.step.p50),
+    "first_audio_p95_seconds": ("95th percentile of the newest answers' first sound", lambda stats: stats.first_audio.p95),
+}
+"""What is told of the engine."""
+
+
+class JsonFormatter(logging.Formatter):
+    """Time, level, message, and what a record brings besides (`extra={"fields": {...}}`)."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{stamp}.{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+class SessionLog(logging.LoggerAdapter[logging.Logger]):
+    """The log of one session."""
+
+    def __init__(self, session: str) -> None:
+        super().__init__(LOG, {})
+        self._session = session
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        fields = {"session": self._session, **kwargs.pop("fields", {})}
+        return msg, {**kwargs, "extra": {"fields": fields}}
+
+
+def quieted(record: logging.LogRecord) -> bool:
+    """Whether a record of uvicorn's is worth a line, which it makes short: any client can cause some of its errors at will.
+
+    A text that is no UTF-8 is a warning without a traceback; a WebSocket that was refused with a status of HTTP, which uvicorn
+    takes for one that was forgotten, is nothing.
+    """
+    text = record.getMessage()
+    if text.startswith("Invalid UTF-8"):
+        record.msg, record.args, record.exc_info = "a client sent a text that is no UTF-8", (), None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+    return not text.startswith("ASGI callable returned without completing handshake")
+
+
+def write_logs() -> None:
+    """Have the server's logs, and warnings of its libraries, written to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    LOG.setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").addFilter(quieted)
+    logging.getLogger("omni").setLevel(logging.WARNING)
+
+
+class Metrics:
+    """The figures of one server."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        named: dict[str, Any] = {"registry": registry}
+        self.sessions = Gauge("omni_sessions", "Open Realtime sessions", ["transport"], **named)
+        self.refused = Counter("omni_refused", "Connections and requests that were refused", ["reason"], **named)
+        self.errors = Counter("omni_errors", "Error events, by code", ["code"], **named)
+        self.answers = Counter("omni_answers", "Answers, by how they ended", ["status"], **named)
+        self.first = Histogram(
+            "omni_first_audio_seconds", "From a question that is whole to its first sound", buckets=SECONDS, **named
+        )
+        self.endpointing = Histogram(
+            "omni_endpointing_seconds", "From the end of speech to the commit of its turn", buckets=SECONDS, **named
+        )
+        self.sent_underruns = Counter("omni_sent_underruns", "Gaps in sound as it was sent", **named)
+        self.restarts = Gauge("omni_engine_restarts", "How often the engine was started again", **named)
+        self.requests = Counter("omni_requests", "Requests besides Realtime", ["path", "status"], **named)
+        self._engine = {name: Gauge(f"omni_engine_{name}", text, **named) for name, (text, _) in ENGINE.items()}
+
+    def endpointed(self, seconds: float | None) -> None:
+        if seconds is not None:
+            self.endpointing.observe(seconds)
+
+    def answered(self, status: str, underruns: int) -> None:
+        """Count an answer that ended with a status, and its gaps as it was sent."""
+        self.answers.labels(status).inc()
+        self.sent_underruns.inc(underruns)
+
+    def page(self, stats: Any, restarts: int) -> bytes:
+        """All figures in Prometheus's text format; `stats` of the engine, None while there is none."""
+        self.restarts.set(restarts)
+        if stats is not None:
+            for name, (_, read) in ENGINE.items():
+                value = read(stats)
+                self._engine[name].set(float("nan") if value is None else value)
+        return generate_latest(self.registry)
