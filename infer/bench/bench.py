@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from infer.bench.figures import draw, print_table
+from infer.bench.figures import draw
 from infer.bench.live import folder_config, live_table
 from infer.bench.measure import codec_alone, first_audio, noise, steps_and_readings, whole_answer
 from infer.bench.random_model import preset_lm
@@ -24,6 +24,7 @@ from omni.config import preset
 from omni.cpu.kernels import machine, measure_kernels
 from omni.generate.speech_lm import SpeechLM
 from omni.pretrained import find_model
+from omni.utils.charts import print_table
 from omni.utils.hardware import find_device
 from omni.utils.profiling import GIB, load
 
@@ -59,7 +60,7 @@ def bench(options: BenchOptions) -> None:
         for title, rows in _tables(options, device, subject, sound):
             plain.append({"title": title, "rows": [row._asdict() for row in rows]})
             if not options.json:
-                print_table(title, ("figure", "", "unit", ""), [(a, _figure(b), *more) for a, b, *more in rows], (0, 2, 3))
+                print_table(title, ("figure", "", "unit", ""), [(a, _figure(b), *more) for a, b, *more in rows])
     if options.json:
         print(json.dumps({**_machine(device), "tables": plain}, indent=2))
     else:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from omni.engine.stats import Percentiles
-from omni.utils.charts import COLORS, GRID, INK, printable, pyplot_quietly, save_figure
+from omni.utils.charts import BESIDE, INK, drawn, print_table, printable
 
 COLUMNS = (
     *("sessions", "loop", "late\nms", "under-\nruns", "step\nms", "first audio\nms", "active", "engine\nCPU", "load\nCPU"),
@@ -65,7 +63,7 @@ class LiveTable:
 
     def show(self) -> None:
         """Prints the table; three times are the 50th, 95th and 99th percentile."""
-        print_table(self.title, COLUMNS, [cells(run) for run in self.runs], left=[1])
+        print_table(self.title, COLUMNS, [cells(run) for run in self.runs])
         print(f"a frame plays {1e3 * self.frame:.0f} ms; times are 50th, 95th and 99th percentile; CPU in shares of a core")
 
     def largest_without_underrun(self) -> int | None:
@@ -91,40 +89,24 @@ def _three(found: Percentiles) -> str:
     return " ".join("-" if value is None else f"{value:.1f}" if abs(value) < 10 else f"{value:.0f}" for value in times)
 
 
-def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], left: Sequence[int]) -> None:
-    """Prints a table whose cells are never wrapped; `left` are the columns that are left-aligned."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE, title_style="bold", padding=(0, 1, 0, 0))
-    for number, name in enumerate(columns):
-        shown.add_column(name, justify="left" if number in left else "right", no_wrap=True)
-    for line in lines:
-        shown.add_row(*line)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 132).print(shown)
-
-
 def draw(table: LiveTable, file: Path) -> Path:
     """Draws lateness, steps and first audio over the number of sessions as a PNG file."""
-    figure, axes = pyplot_quietly().subplots(3, 1, figsize=(9.5, 9), sharex=True, height_ratios=(3, 2, 2))
     numbers, best = [run.sessions for run in table.runs], table.largest_without_underrun()
-    for axis, name in zip(axes, ("lateness", "step", "first_audio"), strict=True):
-        for part, color in (("p50", COLORS[0]), ("p95", COLORS[1]), ("p99", COLORS[3])):
-            points = [(run.sessions, getattr(getattr(run, name), part)) for run in table.runs]
-            if points := [(number, 1e3 * value) for number, value in points if value is not None]:
-                axis.plot(*zip(*points, strict=True), "-o", color=color, markersize=4, label=part)
-        if best is not None:
-            axis.axvline(best, color=COLORS[2], linewidth=1.2, linestyle=":", label=f"{best} without underrun")
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(numbers, [str(n) for n in numbers])
-        axis.minorticks_off()
-        axis.set_ylabel(f"{name.replace('_', ' ')} (ms)")
-        axis.grid(color=GRID, linewidth=0.6)
-    axes[0].axhline(0.0, color=INK, linewidth=1.2, label="due")
-    axes[1].axhline(1e3 * table.frame, color=INK, linewidth=1.2, label=f"a frame, {1e3 * table.frame:.0f} ms")
-    for axis in (axis for axis in axes if axis.get_legend_handles_labels()[0]):
-        axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    axes[2].set_xlabel("live sessions")
-    axes[0].set_title("\n".join(textwrap.wrap(printable(table.title, 200), 95)), fontsize=10, loc="left")
-    return save_figure(figure, file)
+    with drawn(file, 3, 1, (9.5, 9), BESIDE, sharex=True, height_ratios=(3, 2, 2)) as axes:
+        for axis, name in zip(axes[:, 0], ("lateness", "step", "first_audio"), strict=True):
+            for part, color in (("p50", "C0"), ("p95", "C1"), ("p99", "C3")):
+                points = [(run.sessions, getattr(getattr(run, name), part)) for run in table.runs]
+                if points := [(number, 1e3 * value) for number, value in points if value is not None]:
+                    axis.plot(*zip(*points, strict=True), "-o", color=color, label=part)
+            if best is not None:
+                axis.axvline(best, color="C2", linewidth=1.2, linestyle=":", label=f"{best} without underrun")
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(numbers, [str(n) for n in numbers])
+            axis.minorticks_off()
+            axis.set_ylabel(f"{name.replace('_', ' ')} (ms)")
+        late, step, first = axes[:, 0]
+        late.axhline(0.0, color=INK, linewidth=1.2, label="due")
+        step.axhline(1e3 * table.frame, color=INK, linewidth=1.2, label=f"a frame, {1e3 * table.frame:.0f} ms")
+        first.set_xlabel("live sessions")
+        late.set_title("\n".join(textwrap.wrap(printable(table.title, 200), 95)))
+    return file

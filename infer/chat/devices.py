@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from omni.errors import UserError
+from omni.utils.charts import print_table
 
 Kind = Literal["input", "output"]
 
@@ -176,19 +177,13 @@ def close_stream(sound: Any, stream: Any) -> None:
 
 def show_devices(sound: Any) -> None:
     """Print a table of the devices."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     devices = all_devices(sound)
     if not devices:
         print("PortAudio finds no microphone and no loudspeaker; connect one, or give this user access to it")
         return
-    table = Table(box=box.SIMPLE)
-    for head in ("", "device", "by", "in", "out", "Hz", "default"):
-        table.add_column(head, justify="right" if head in ("", "in", "out", "Hz") else "left", overflow="fold")
-    for one in devices:
-        channels = [str(number or "") for number in (one.inputs, one.outputs)]
-        usual = ", ".join(NAMES[kind] for kind in one.default)
-        table.add_row(str(one.index), one.name, one.host, *channels, str(one.rate), usual)
-    Console().print(table)
+    usual = [", ".join(NAMES[kind] for kind in one.default) for one in devices]
+    rows = [
+        (str(one.index), one.name, one.host, str(one.inputs or ""), str(one.outputs or ""), str(one.rate), kinds)
+        for one, kinds in zip(devices, usual, strict=True)
+    ]
+    print_table("", ("", "device", "by", "in", "out", "Hz", "default"), rows)

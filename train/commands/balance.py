@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 from omni.errors import UserError
 from omni.files import write_json
 from omni.tasks import find_task
+from omni.utils.charts import INK, drawn, print_table
 from omni.utils.process import end_by_signal, importing
 from train.balance.section import BalanceSection, check_balance
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.console.options import Parser, check_least
 from train.console.progress import percent
-from train.console.tables import print_table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -164,29 +164,19 @@ def draw(found: ExperimentCounts, file: Path) -> Path:
     """Draws exact match of every method by task: a point for each seed, and all together with the interval."""
     import numpy as np
 
-    from omni.utils.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
-
-    pyplot = pyplot_quietly()
-    figure_, axis = pyplot.subplots(figsize=(8, 4))
-    room = 0.8 / len(found.methods)
-    for i, method in enumerate(found.methods):
-        color = COLORS[i % len(COLORS)]
-        for j, task in enumerate(found.tasks):
-            x, of = j - 0.4 + room * (i + 0.5), found.counts[method][task]
-            whole = found.share(method, task)
-            axis.bar(x, whole.value, 0.9 * room, color=color, alpha=0.35, label=method if j == 0 else None)
-            axis.vlines(x, whole.low, whole.high, color=color, linewidth=2)
-            axis.plot(np.full(len(of), x), of[:, 0] / of[:, 1], "o", color=INK, markersize=3)
-    axis.set_xticks(range(len(found.tasks)), found.tasks)
-    axis.set_ylim(0, 1.03)
-    axis.set_ylabel("exact match, held out")
-    axis.grid(axis="y", color=GRID, linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.tick_params(colors=INK)
-    axis.legend(frameon=False, fontsize=9)
-    axis.set_title(f"balance of the tasks: {len(found.seeds)} seeds, equal steps", fontsize=11, loc="left")
-    return save_figure(figure_, file)
+    with drawn(file, size=(8, 4)) as axes:
+        axis, room = axes[0, 0], 0.8 / len(found.methods)
+        for i, method in enumerate(found.methods):
+            for j, task in enumerate(found.tasks):
+                x, of = j - 0.4 + room * (i + 0.5), found.counts[method][task]
+                whole = found.share(method, task)
+                axis.bar(x, whole.value, 0.9 * room, color=f"C{i}", alpha=0.35, label=method if j == 0 else None)
+                axis.vlines(x, whole.low, whole.high, color=f"C{i}", linewidth=2)
+                axis.plot(np.full(len(of), x), of[:, 0] / of[:, 1], "o", color=INK, markersize=3)
+        axis.set_xticks(range(len(found.tasks)), found.tasks)
+        axis.set(ylim=(0, 1.03), ylabel="exact match, held out")
+        axis.set_title(f"balance of the tasks: {len(found.seeds)} seeds, equal steps")
+    return file
 
 
 def shown(found: ExperimentCounts) -> tuple[str, tuple[str, ...], list[list[str]]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
+from omni.utils.charts import print_table
 from omni.utils.process import importing
 from train.console.options import Parser, add_progress, check_least, given_path
-from train.console.tables import print_table
 from train.data.inspect.display import add_processes, chosen_processes
 from train.data.inspect.filter import DROPPED, filter_rows
 from train.data.inspect.rules import read_rules

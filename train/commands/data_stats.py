@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from omni.errors import UserError
 from omni.tasks import find_task
+from omni.utils.charts import print_table
 from omni.utils.process import importing
 from train.console.options import Parser, add_progress, given_path
 from train.console.progress import counted, duration
-from train.console.tables import print_table
 from train.data.inspect.display import add_processes, chosen_processes, make_folder, save_report
 from train.data.inspect.scan import Scan
 from train.data.inspect.stats import COLUMNS, SHOWN, STATS, TEXT_COLUMNS, collect, plain

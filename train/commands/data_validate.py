@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from omni.utils.charts import print_table
 from omni.utils.remote import spelled
 from train.console.options import Parser, add_progress, check_least, given_path
 from train.console.progress import counted, duration
-from train.console.tables import print_table
 from train.data.inspect.checks import Bounds
 from train.data.inspect.display import add_processes, chosen_processes, make_folder, save_report
 from train.data.inspect.findings import KINDS, Findings

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from omni.checkpoint.places import check_folder
+from omni.utils.charts import print_table
 from omni.utils.process import importing, say
 from omni.utils.remote import check_there
 from train.config.parse import ConfigParser, file_first
 from train.console.command import check_command
 from train.console.options import given_model, given_path
 from train.console.progress import counted
-from train.console.tables import print_table
 from train.edit.config import ApplyConfig, EditEvalConfig, EditFitConfig
 
 HELP = """usage: omni-train edit COMMAND [options]

@@ -32,6 +32,7 @@ from omni.edit.storage import load_edits
 from omni.errors import UserError
 from omni.generate.results import Answer
 from omni.generate.speech_lm import SpeechLM
+from omni.utils.charts import INK, drawn
 from train.data.build import held_out_of
 from train.data.rows.row import Row
 from train.edit.apply import check_out, draw_untouched
@@ -221,25 +222,19 @@ def _heard(
 
 def draw(figures: Mapping[str, EditFigure], file: Path) -> None:
     """Draws shares as bars with their intervals."""
-    from omni.utils.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
-
-    pyplot = pyplot_quietly()
     shares = {name: f for name, f in figures.items() if f.low is not None and f.high is not None}
-    figure, axis = pyplot.subplots(figsize=(8, 0.9 + 0.42 * len(shares)))
     names = list(shares)[::-1]
     values = [shares[name].value for name in names]
     errors: Any = [
         [max(0.0, shares[n].value - (shares[n].low or 0)) for n in names],
         [max(0.0, (shares[n].high or 0) - shares[n].value) for n in names],
     ]
-    axis.barh(names, values, xerr=errors, color=COLORS[0], ecolor=INK, height=0.6)
-    for name, value in zip(names, values, strict=True):
-        axis.text(0.01, name, f"{100 * value:.1f} %  of {shares[name].questions}", va="center", color="white", fontsize=8)
-    axis.set_xlim(0, 1)
-    axis.grid(axis="x", color=GRID, linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    save_figure(figure, file)
+    with drawn(file, size=(8, 0.9 + 0.42 * len(shares))) as axes:
+        axis = axes[0, 0]
+        axis.barh(names, values, xerr=errors, ecolor=INK, height=0.6)
+        for name, value in zip(names, values, strict=True):
+            axis.text(0.01, name, f"{100 * value:.1f} %  of {shares[name].questions}", va="center", color="white", fontsize=8)
+        axis.set_xlim(0, 1)
 
 
 def check_figures(figures: Mapping[str, EditFigure]) -> list[tuple[str, str, str, str]]:

@@ -88,7 +88,7 @@ def as_markdown(found: Comparison) -> str:
         f"- {found.common} questions that both answered; differences are B minus A, intervals by a paired bootstrap",
         *(f"- {note}" for note in found.notes),
         "",
-        *change_table(found.changes, "A", "B"),
+        change_table(found.changes, "A", "B"),
     ]
     return "\n".join(lines) + "\n"
 

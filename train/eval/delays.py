@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from omni.checkpoint.folder import read_config
 from omni.errors import UserError
 from omni.files import write_json, write_whole
+from omni.utils.charts import drawn, markdown_table
 from train.eval.config import EvalConfig, Progress
 from train.eval.run import evaluate
 
@@ -45,8 +46,7 @@ def write_delays(found: Mapping[int, Figures], out: Path) -> None:
     from train.eval.measures import plain
 
     head, rows = delay_table(found)
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
-    write_whole(out / TABLE, "\n".join(lines) + "\n")
+    write_whole(out / TABLE, markdown_table(head, rows) + "\n")
     write_json(out / JSON, {chunk: {name: plain(one) for name, one in figures.items()} for chunk, figures in found.items()})
     draw_delays(found, out / PICTURE)
 
@@ -68,25 +68,20 @@ def delay_table(found: Mapping[int, Figures]) -> tuple[list[str], list[list[str]
 def draw_delays(found: Mapping[int, Figures], file: Path) -> Path:
     """Draws the shares and error rates, or all figures where there are none, over the length of a chunk, with 95 % intervals;
     whole clips at the right."""
-    from omni.utils.charts import COLORS, pyplot_quietly, save_figure
     from train.eval.measures import MEASURES
-    from train.eval.pictures import SHARES, errors_of, lengths_of, tidy
+    from train.eval.pictures import SHARES, errors_of, lengths_of
 
     chunks = sorted(found, key=lambda chunk: chunk or float("inf"))
     names = [name for name in SHARES if all(name in found[chunk] for chunk in chunks)]
     scale, unit = (100.0, "per cent, with 95 % intervals") if names else (1.0, "with 95 % intervals")
     names = names or list(found[chunks[0]])
-    pyplot = pyplot_quietly()
-    figure, axis = pyplot.subplots(figsize=(6.4, 4.0))
-    for name, color in zip(names, [*COLORS] * len(names), strict=False):
-        figures = [found[chunk][name] for chunk in chunks]
-        style = {"color": color, "capsize": 3, "marker": "o", "markersize": 4, "label": MEASURES[name].title}
-        axis.errorbar(range(len(chunks)), lengths_of(figures, scale), yerr=errors_of(figures, scale), **style)
-    axis.set_xticks(range(len(chunks)), [f"{chunk} ms" if chunk else "whole" for chunk in chunks])
-    axis.set_xlabel("chunk of the encoder")
-    axis.set_ylabel(unit)
-    axis.set_ylim(bottom=0)
-    if names:
-        axis.legend(fontsize=8, frameon=False)
-    tidy(axis)
-    return save_figure(figure, file)
+    with drawn(file) as axes:
+        axis = axes[0, 0]
+        for name in names:
+            figures = [found[chunk][name] for chunk in chunks]
+            lengths, errors = lengths_of(figures, scale), errors_of(figures, scale)
+            axis.errorbar(range(len(chunks)), lengths, yerr=errors, marker="o", label=MEASURES[name].title)
+        axis.set_xticks(range(len(chunks)), [f"{chunk} ms" if chunk else "whole" for chunk in chunks])
+        axis.set(xlabel="chunk of the encoder", ylabel=unit)
+        axis.set_ylim(bottom=0)
+    return file

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from omni.utils.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
+from omni.utils.charts import INK, drawn
 from train.eval.measures import MEASURES, Figure, pairs_of, shown
 from train.eval.report import TEXT_BEFORE, Record, Run, ScoreChange, signed
 
@@ -31,70 +31,57 @@ def draw_report(run: Run, figures: Mapping[str, Figure]) -> Path:
     """Draw `report.png`: bars of the shares with 95 % intervals, and the share of questions up to each value (ECDF)."""
     shares = [name for name in SHARES if name in figures]
     spreads = [name for name in SPREAD if name in figures]
-    columns = 2
-    rows = -(-len(spreads) // columns)
-    bars = 0.9 + 0.42 * len(shares)
-    pyplot = pyplot_quietly()
-    figure = pyplot.figure(figsize=(9, bars + 2.5 * rows))
-    grid = figure.add_gridspec(rows + 1, columns, height_ratios=[bars, *[2.5] * rows])
-    _bars(figure.add_subplot(grid[0, :]), shares, figures)
-    for i, name in enumerate(spreads):
-        axis = figure.add_subplot(grid[1 + i // columns, i % columns])
-        series: list[tuple[str, Sequence[Record]]] = [("", run.scored)]
-        if name.startswith("text_") and len(pairs_of(run.records[TEXT_BEFORE], name)):
-            series = [("before", run.records[TEXT_BEFORE]), ("after", run.scored)]
-        for color, (label, records) in zip(COLORS, series, strict=False):
-            _spread(axis, _scale(name) * _each(name, pairs_of(records, name)), color, label)
-        axis.set_xlabel(SPREAD[name], fontsize=9)
-        axis.set_ylabel("share of questions", fontsize=9)
-        axis.set_ylim(0, 1.02)
-        tidy(axis)
-        if len(series) > 1:
-            axis.legend(fontsize=8, frameon=False)
-    title = f"{Path(run.started['model']).name}: {run.answered} questions of {Path(run.started['data']).name}"
-    figure.suptitle(f"{title}\nbelow: share of the questions up to a value; dotted: the median", fontsize=10)
-    return save_figure(figure, run.folder / PICTURE)
+    lines, bars = -(-len(spreads) // 2), 0.9 + 0.42 * len(shares)
+    size, ratios = (9, bars + 2.5 * lines), [bars, *[2.5] * lines]
+    with drawn(run.folder / PICTURE, lines + 1, 2, size, height_ratios=ratios) as axes:
+        figure, grid = axes[0, 0].figure, axes[0, 0].get_gridspec()
+        for axis in (*axes[0], *axes.flat[2 + len(spreads) :]):
+            axis.remove()
+        _bars(figure.add_subplot(grid[0, :]), shares, figures)
+        for name, axis in zip(spreads, axes.flat[2:], strict=False):
+            series: list[tuple[str, Sequence[Record]]] = [("", run.scored)]
+            if name.startswith("text_") and len(pairs_of(run.records[TEXT_BEFORE], name)):
+                series = [("before", run.records[TEXT_BEFORE]), ("after", run.scored)]
+            for i, (label, records) in enumerate(series):
+                _spread(axis, _scale(name) * _each(name, pairs_of(records, name)), f"C{i}", label)
+            axis.set(xlabel=SPREAD[name], ylabel="share of questions", ylim=(0, 1.02))
+        title = f"{Path(run.started['model']).name}: {run.answered} questions of {Path(run.started['data']).name}"
+        figure.suptitle(f"{title}\nbelow: share of the questions up to a value; dotted: the median", fontsize=10)
+    return run.folder / PICTURE
 
 
 def draw_comparison(changes: Mapping[str, ScoreChange], names: tuple[str, str], file: Path) -> Path:
     """Draw both runs' figures with 95 % intervals, a panel each, the difference in its title."""
-    pyplot = pyplot_quietly()
     columns = min(3, len(changes))
     rows = -(-len(changes) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(3.6 * columns, 2.7 * rows + 0.4), squeeze=False)
-    for axis in axes.flat[len(changes) :]:
-        axis.set_visible(False)
-    for axis, (name, change) in zip(axes.flat, changes.items(), strict=False):
-        sides = (change.before, change.after)
-        scale = _scale(name)
-        values = lengths_of(sides, scale)
-        axis.bar(range(2), values, 0.6, color=COLORS[:2], yerr=errors_of(sides, scale), capsize=4, ecolor=INK)
-        axis.set_xticks(range(2), [f"{letter}: {label}" for letter, label in zip("AB", names, strict=True)], fontsize=8)
-        axis.set_ylim(bottom=0)
-        d = change.difference
-        title = f"{MEASURES[name].title} ({MEASURES[name].better} is better)"
-        interval = f"B - A: {signed(name, d.value)} ({signed(name, d.low)} to {signed(name, d.high)})"
-        axis.set_title(f"{title}\n{interval}", fontsize=8, loc="left")
-        axis.set_ylabel(_unit(name), fontsize=8)
-        tidy(axis)
-    return save_figure(figure, file)
+    with drawn(file, rows, columns, (3.6 * columns, 2.7 * rows + 0.4)) as axes:
+        for axis in axes.flat[len(changes) :]:
+            axis.remove()
+        for axis, (name, change) in zip(axes.flat, changes.items(), strict=False):
+            sides, scale, d = (change.before, change.after), _scale(name), change.difference
+            errors = errors_of(sides, scale)
+            axis.bar(range(2), lengths_of(sides, scale), 0.6, color=["C0", "C1"], yerr=errors, ecolor=INK)
+            axis.set_xticks(range(2), [f"{letter}: {label}" for letter, label in zip("AB", names, strict=True)])
+            axis.set_ylim(bottom=0)
+            title = f"{MEASURES[name].title} ({MEASURES[name].better} is better)"
+            interval = f"B - A: {signed(name, d.value)} ({signed(name, d.low)} to {signed(name, d.high)})"
+            axis.set_title(f"{title}\n{interval}", fontsize=8)
+            axis.set_ylabel(_unit(name))
+    return file
 
 
 def _bars(axis: Any, names: Sequence[str], figures: Mapping[str, Figure]) -> None:
     found = [figures[name] for name in names]
-    places = np.arange(len(names))[::-1]
-    colors = [COLORS[2] if MEASURES[name].better == "higher" else COLORS[1] for name in names]
-    axis.barh(places, lengths_of(found, 100.0), 0.62, xerr=errors_of(found, 100.0), color=colors, ecolor=INK, capsize=3)
-    axis.set_yticks(places, [MEASURES[name].title for name in names], fontsize=9)
-    ends = np.maximum(lengths_of(found, 100.0), np.nan_to_num([100 * f.high for f in found], posinf=0.0))
+    places, lengths = np.arange(len(names))[::-1], lengths_of(found, 100.0)
+    colors = ["C2" if MEASURES[name].better == "higher" else "C1" for name in names]
+    axis.barh(places, lengths, 0.62, xerr=errors_of(found, 100.0), color=colors, ecolor=INK)
+    axis.set_yticks(places, [MEASURES[name].title for name in names])
+    ends = np.maximum(lengths, np.nan_to_num([100 * f.high for f in found], posinf=0.0))
     axis.set_xlim(0, max([105.0, *1.12 * ends]))
     for place, name, f, end in zip(places, names, found, ends, strict=True):
-        axis.annotate(
-            shown(name, f.value), (end, place), xytext=(7, 0), textcoords="offset points",
-            va="center", fontsize=8, color=INK,
-        )  # fmt: skip
-    axis.set_xlabel("per cent, with 95 % intervals (green: higher is better, orange: lower)", fontsize=9)
-    tidy(axis)
+        text = shown(name, f.value)
+        axis.annotate(text, (end, place), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
+    axis.set_xlabel("per cent, with 95 % intervals (green: higher is better, orange: lower)")
 
 
 def _each(name: str, pairs: np.ndarray) -> np.ndarray:
@@ -132,11 +119,3 @@ def _scale(name: str) -> float:
 
 def _unit(name: str) -> str:
     return "per cent" if MEASURES[name].kind == "share" else MEASURES[name].unit
-
-
-def tidy(axis: Any) -> None:
-    """Draws a grid, and no frame above and at the right."""
-    axis.grid(color=GRID, linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.tick_params(colors=INK, labelsize=8)

@@ -10,6 +10,7 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.files import read_json, write_json, write_whole
+from omni.utils.charts import markdown_table
 from train.eval.journal import AGAIN, RUN, read_records
 from train.eval.measures import MEASURES, Figure, difference, figure, interval, pairs_of, plain, shown
 from train.eval.turns import figures_of_turns
@@ -153,16 +154,16 @@ def as_markdown(
         lines.append(f"- spoken answers were transcribed by {settings['ear']}, whose own errors count too")
     if run.records[TIMINGS]:
         lines.append(f"- {_circumstances(run.records[TIMINGS], settings['device'])}")
-    lines += ["", "| figure | value | 95 % interval | questions | better |", "|---|---:|---:|---:|---|"]
-    lines += [
-        f"| {MEASURES[name].title} | {shown(name, f.value)} | {interval(name, f)} | {f.questions} | {MEASURES[name].better} |"
+    rows = [
+        (MEASURES[name].title, shown(name, f.value), interval(name, f), str(f.questions), MEASURES[name].better)
         for name, f in figures.items()
     ]
+    lines += ["", markdown_table(("figure", "value", "95 % interval", "questions", "better"), rows)]
     if against:
-        lines += ["", f"## Against {settings['against']}", "", *size_lines(run), *change_table(against, "against", "model")]
+        lines += ["", f"## Against {settings['against']}", "", *size_lines(run), change_table(against, "against", "model")]
     if changes:
         lines += ["", f"## Text only: before ({settings['text_before']}) and after", ""]
-        lines += change_table(changes, "before", "after")
+        lines.append(change_table(changes, "before", "after"))
     lines += _turns(run)
     lines += ["", "Intervals: bootstrap over questions. The figures:", ""]
     lines += [f"- {MEASURES[name].title}: {MEASURES[name].what}" for name in figures]
@@ -179,16 +180,14 @@ def size_lines(run: Run) -> list[str]:
     return [f"Weights: {other / 1e6:.1f} MB against, {own / 1e6:.1f} MB of this model ({own / other:.1%}).", ""]
 
 
-def change_table(changes: Mapping[str, ScoreChange], a: str, b: str) -> list[str]:
-    """Lines of a Markdown table of two sides and their differences."""
-    lines = [f"| figure | {a} | {b} | difference | 95 % interval | questions | |", "|---|---:|---:|---:|---:|---:|---|"]
+def change_table(changes: Mapping[str, ScoreChange], a: str, b: str) -> str:
+    """A Markdown table of two sides and their differences."""
+    rows = []
     for name, c in changes.items():
-        d = c.difference
-        lines.append(
-            f"| {MEASURES[name].title} | {shown(name, c.before.value)} | {shown(name, c.after.value)} | "
-            f"{signed(name, d.value)} | {signed(name, d.low)} to {signed(name, d.high)} | {d.questions} | {verdict(name, d)} |"
-        )
-    return lines
+        d, sides = c.difference, [shown(name, side.value) for side in (c.before, c.after)]
+        span = f"{signed(name, d.low)} to {signed(name, d.high)}"
+        rows.append((MEASURES[name].title, *sides, signed(name, d.value), span, str(d.questions), verdict(name, d)))
+    return markdown_table(("figure", a, b, "difference", "95 % interval", "questions", ""), rows)
 
 
 def verdict(name: str, change: Figure) -> str:
@@ -231,8 +230,8 @@ def _turns(run: Run) -> list[str]:
     rows = turn_rows(run)
     if not rows:
         return []
-    table = ["| source | turn | exact match | 95 % interval | questions |", "|---|---:|---:|---:|---:|"]
-    return ["", "## Turns, each after the model's own answers", "", *table, *("| " + " | ".join(row) + " |" for row in rows)]
+    table = markdown_table(("source", "turn", "exact match", "95 % interval", "questions"), rows)
+    return ["", "## Turns, each after the model's own answers", "", table]
 
 
 def _mistakes(run: Run) -> list[str]:
@@ -248,12 +247,9 @@ def _mistakes(run: Run) -> list[str]:
     wrong.sort(key=lambda pair: (-pair[0], pair[1]["index"]))
     head = ["", f"## Answers with most errors ({min(NAMED, len(wrong))} of {len(wrong)} with any)", ""]
     listened = run.started.get("ear") is not None
-    table = ["| where | errors | reference | answer |" + " heard |" * listened, "|---|---:|---|---|" + "---|" * listened]
-    cells = [
-        (place(run, r), f"{e:.0f}", r["reference"], r["response"], *([r["heard"]] if listened else []))
-        for e, r in wrong[:NAMED]
-    ]
-    return head + table + ["| " + " | ".join(cell(c) for c in row) + " |" for row in cells]
+    texts = ("reference", "response", *(["heard"] if listened else []))
+    cells = [(cell(place(run, r)), f"{e:.0f}", *(cell(r[name]) for name in texts)) for e, r in wrong[:NAMED]]
+    return [*head, markdown_table(("where", "errors", "reference", "answer", "heard")[: len(texts) + 2], cells)]
 
 
 def _broken(run: Run) -> list[str]:
@@ -271,7 +267,6 @@ def place(run: Run, record: Record) -> str:
 
 
 def cell(text: Any, length: int = 80) -> str:
-    """Text as a cell of a Markdown table: one line, no bars."""
+    """Text as a cell of a table: one line, and not a long one."""
     flat = " ".join(str(text or "").split())
-    flat = flat if len(flat) <= length else flat[: length - 4] + " ..."
-    return flat.replace("|", "\\|")
+    return flat if len(flat) <= length else flat[: length - 4] + " ..."

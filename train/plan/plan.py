@@ -13,11 +13,11 @@ import torch
 
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
+from omni.utils.charts import print_table
 from omni.utils.hardware import PEAK_FLOPS, peak_flops
 from omni.utils.profiling import GIB
 from train.config.run import FitConfig
 from train.console.progress import duration, short
-from train.console.tables import print_table
 from train.data.batching.packer import PackerShard
 from train.data.build import build_pipeline
 from train.distributed.sharding import ParallelDims

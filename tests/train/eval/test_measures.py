@@ -17,7 +17,7 @@ from torch import Tensor
 from omni.errors import UserError
 from omni.generate.results import Answer, Timings
 from omni.tasks import TASKS
-from omni.utils.charts import pyplot_quietly
+from omni.utils.charts import drawn
 from train.data.rows.row import Row, RowTurn
 from train.eval.answers import EvalQuestion, judge
 from train.eval.config import EvalConfig
@@ -75,12 +75,11 @@ def test_pictures_of_what_has_no_figure(tmp_path: Path) -> None:
     none, some = Figure(math.nan, math.nan, math.nan, 2), Figure(0.5, 0.4, 30.0, 9)
     run = Run(tmp_path, {"model": "m", "data": "d"}, {name: [] for name in (ANSWERS, TIMINGS, TEXT, TEXT_BEFORE)})
     figures = {"ended": some, "speech_text_wer": none, "text_perplexity": Figure(math.inf, 2.0, math.inf, 3)}
-    pyplot = pyplot_quietly()
-    axis = pyplot.figure().add_subplot()
-    _bars(axis, ["ended", "speech_text_wer"], figures)
+    with drawn(tmp_path / "bars.png") as axes:
+        axis = axes[0, 0]
+        _bars(axis, ["ended", "speech_text_wer"], figures)
     assert axis.get_xlim() == (0, pytest.approx(3360.0)) and [bar.get_width() for bar in axis.patches] == [50.0, 0.0]
     assert [(text.get_text(), text.xy[0]) for text in axis.texts] == [("50.00 %", 3000.0), ("-", 0.0)]
-    pyplot.close("all")
     assert draw_report(run, figures).read_bytes().startswith(b"\x89PNG")
     changes = {name: ScoreChange(f, f, none) for name, f in figures.items()}
     assert draw_comparison(changes, ("a", "b"), tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
