@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from omni.errors import UserError
 from omni.stores.hub import CARD
@@ -16,18 +17,16 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     chosen = parser.read(argv)
     with importing():
-        from train.hub.card import CardOptions
+        from huggingface_hub import ModelCardData
+
         from train.hub.push import collect_files, find_folder, hub_address, push
 
     at, model = hub_address(chosen["address"]), find_folder(chosen["model"])
-    license = chosen["license"]
-    if license != "other" and (chosen["license_name"] or chosen["license_link"]):
+    if chosen["license"] != "other" and (chosen["license_name"] or chosen["license_link"]):
         raise UserError("--license_name and --license_link are for --license other; the hub knows the others")
-    options = None
-    if license:
-        languages = tuple(one.strip() for one in chosen["language"].split(",") if one.strip())
-        options = CardOptions(license, chosen["license_name"], chosen["license_link"], languages, tuple(chosen["report"] or ()))
-    what = collect_files(model, at, options, chosen["run"])
+    words: dict[str, Any] = {key: chosen[key] or None for key in ("license", "license_name", "license_link")}
+    data = ModelCardData(language=[one.strip() for one in chosen["language"].split(",") if one.strip()] or None, **words)
+    what = collect_files(model, at, data, chosen["report"] or (), chosen["run"])
     if chosen["dry_run"]:
         print(f"would upload {model} to {at}:", file=sys.stderr)
         print("\n".join(what.lines()), file=sys.stderr)

@@ -34,8 +34,8 @@ def duration(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a number of things: `1 item`, `2 items`, `2 batches`."""
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+    """Format a number of things: `1 item`, `2 items`, `2 batches`, `2 processes`."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith(('ch', 'ss')) else 's'}"
 
 
 def short(value: float) -> str:
