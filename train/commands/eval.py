@@ -25,7 +25,7 @@ from train.eval.run import evaluate
 if TYPE_CHECKING:
     from train.eval.compare import Comparison
     from train.eval.measures import Figure
-    from train.eval.report import Run, ScoreChange
+    from train.eval.report import Run
 
 
 DIGITS = "spoken-digits"
@@ -194,49 +194,27 @@ def _compare(argv: Sequence[str]) -> int:
 
 
 def _show_figures(run: Run, figures: Mapping[str, Figure]) -> None:
-    from train.eval.measures import MEASURES, interval, shown
-    from train.eval.report import REPORT, against_of, size_lines, turn_rows
+    from train.eval.report import REPORT, against_of, change_table, figure_table, size_lines, turn_table
 
-    rows = [(MEASURES[n].title, shown(n, f.value), interval(n, f), str(f.questions)) for n, f in figures.items()]
-    print_table(
-        f"{run.answered} questions answered as {run.started['task']}", ("figure", "value", "95 % interval", "questions"), rows
-    )
-    turns = turn_rows(run)
-    if turns:
-        columns = ("source", "turn", "exact match", "95 % interval", "questions")
-        print_table("turns, each after the model's own answers", columns, turns)
+    print_table(f"{run.answered} questions answered as {run.started['task']}", *figure_table(figures))
+    turns = turn_table(run)
+    if turns[1]:
+        print_table("turns, each after the model's own answers", *turns)
     against = against_of(run)
     if against:
         for line in filter(None, size_lines(run)):
             print(line)
-        print_table(f"against {run.started['against']}", ("figure", "against", "model", *CHANGED), _change_rows(against))
+        print_table(f"against {run.started['against']}", *change_table(against, "against", "model"))
     if run.broken:
         first = run.broken[0]
         print(f"broken rows left out: {len(run.broken)}, the first: {first['where']}: {first['broken']}")
     print(f"report, answers and picture: {run.folder} (figures also in {REPORT})")
 
 
-CHANGED = ("difference, 95 % interval", "")
-
-
-def _change_rows(changes: Mapping[str, ScoreChange]) -> list[tuple[str, ...]]:
-    from train.eval.measures import MEASURES, shown
-    from train.eval.report import signed, verdict
-
-    return [
-        (
-            MEASURES[n].title,
-            shown(n, c.before.value),
-            shown(n, c.after.value),
-            f"{signed(n, c.difference.low)} to {signed(n, c.difference.high)}",
-            verdict(n, c.difference),
-        )
-        for n, c in changes.items()
-    ]
-
-
 def _show_comparison(found: Comparison) -> None:
-    title = f"A {found.names[0]}, B {found.names[1]}: {found.common} questions"
-    print_table(title, ("figure", "A", "B", "B - A, 95 % interval", ""), _change_rows(found.changes))
+    from train.eval.report import change_table
+
+    title = f"A {found.names[0]}, B {found.names[1]}: {found.common} questions, differences are B - A"
+    print_table(title, *change_table(found.changes, "A", "B"))
     for note in found.notes:
         print(note)

@@ -26,6 +26,7 @@ NAMED = 20
 """Broken rows, and mistaken answers, that the table names."""
 
 Record = Mapping[str, Any]
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
 @dataclass(frozen=True)
@@ -154,17 +155,16 @@ def as_markdown(
         lines.append(f"- spoken answers were transcribed by {settings['ear']}, whose own errors count too")
     if run.records[TIMINGS]:
         lines.append(f"- {_circumstances(run.records[TIMINGS], settings['device'])}")
-    rows = [
-        (MEASURES[name].title, shown(name, f.value), interval(name, f), str(f.questions), MEASURES[name].better)
-        for name, f in figures.items()
-    ]
-    lines += ["", markdown_table(("figure", "value", "95 % interval", "questions", "better"), rows)]
+    lines += ["", markdown_table(*figure_table(figures))]
     if against:
-        lines += ["", f"## Against {settings['against']}", "", *size_lines(run), change_table(against, "against", "model")]
+        lines += ["", f"## Against {settings['against']}", "", *size_lines(run)]
+        lines.append(markdown_table(*change_table(against, "against", "model")))
     if changes:
         lines += ["", f"## Text only: before ({settings['text_before']}) and after", ""]
-        lines.append(change_table(changes, "before", "after"))
-    lines += _turns(run)
+        lines.append(markdown_table(*change_table(changes, "before", "after")))
+    turns = turn_table(run)
+    if turns[1]:
+        lines += ["", "## Turns, each after the model's own answers", "", markdown_table(*turns)]
     lines += ["", "Intervals: bootstrap over questions. The figures:", ""]
     lines += [f"- {MEASURES[name].title}: {MEASURES[name].what}" for name in figures]
     lines += _mistakes(run) + _broken(run)
@@ -180,14 +180,23 @@ def size_lines(run: Run) -> list[str]:
     return [f"Weights: {other / 1e6:.1f} MB against, {own / 1e6:.1f} MB of this model ({own / other:.1%}).", ""]
 
 
-def change_table(changes: Mapping[str, ScoreChange], a: str, b: str) -> str:
-    """A Markdown table of two sides and their differences."""
+def figure_table(figures: Mapping[str, Figure]) -> Table:
+    """Columns and rows of a table of figures."""
+    rows = [
+        (MEASURES[name].title, shown(name, f.value), interval(name, f), str(f.questions), MEASURES[name].better)
+        for name, f in figures.items()
+    ]
+    return ("figure", "value", "95 % interval", "questions", "better"), rows
+
+
+def change_table(changes: Mapping[str, ScoreChange], a: str, b: str) -> Table:
+    """Columns and rows of a table of two sides and their differences."""
     rows = []
     for name, c in changes.items():
         d, sides = c.difference, [shown(name, side.value) for side in (c.before, c.after)]
         span = f"{signed(name, d.low)} to {signed(name, d.high)}"
         rows.append((MEASURES[name].title, *sides, signed(name, d.value), span, str(d.questions), verdict(name, d)))
-    return markdown_table(("figure", a, b, "difference", "95 % interval", "questions", ""), rows)
+    return ("figure", a, b, "difference", "95 % interval", "questions", ""), rows
 
 
 def verdict(name: str, change: Figure) -> str:
@@ -219,19 +228,12 @@ def _circumstances(timed: Sequence[Record], device: str) -> str:
     return f"{len(timed)} questions were streamed one by one on {device}, {threads} thread{'s' * (threads > 1)}{busy}"
 
 
-def turn_rows(run: Run) -> list[tuple[str, str, str, str, str]]:
-    """Cells of a table of the turns: source, turn, exact match, its interval, questions."""
+def turn_table(run: Run) -> Table:
+    """Columns and rows of a table of the turns; no rows where none were asked."""
     found = [(one, one.exact_match) for one in figures_of_turns(run.records.get(TURNS, ()))]
     name = "exact_match"
-    return [(t.source, str(t.turn), shown(name, f.value), interval(name, f), str(f.questions)) for t, f in found]
-
-
-def _turns(run: Run) -> list[str]:
-    rows = turn_rows(run)
-    if not rows:
-        return []
-    table = markdown_table(("source", "turn", "exact match", "95 % interval", "questions"), rows)
-    return ["", "## Turns, each after the model's own answers", "", table]
+    rows = [(t.source, str(t.turn), shown(name, f.value), interval(name, f), str(f.questions)) for t, f in found]
+    return ("source", "turn", "exact match", "95 % interval", "questions"), rows
 
 
 def _mistakes(run: Run) -> list[str]:
