@@ -30,7 +30,7 @@ from omni.files import sync
 from omni.layout import IGNORE
 from omni.utils.hardware import synchronize
 from omni.utils.profiling import GIB, PeakMemory, free_memory, in_turns, ratio, seconds_of, timed
-from train.balance.section import BalanceSection, check_balance
+from train.balance.config import BalanceSection, check_balance
 from train.checkpoint.state import capture
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig

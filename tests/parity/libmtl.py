@@ -27,8 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.parity.report import Line, show
-from train.balance.balancer import Balancer, build
-from train.balance.bilevel import Bilevel
+from train.balance.balancer import Balancer, Bilevel, build
 from train.balance.config import BalanceConfig
 from train.balance.methods import METHODS
 from train.balance.rows import Rows

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from omni.checkpoint.bounds import NotFinite
 from omni.config import from_dict
 from omni.errors import UserError
-from train.checkpoint import config_diff, retention, state
+from train.checkpoint import retention, state
 from train.checkpoint.asynchronous import Background, StateCopy, copied_bytes, lacking_memory
 from train.checkpoint.upload import Uploads, bring_back
 from train.config.run import FitConfig
@@ -25,7 +25,7 @@ from train.config.sections import BudgetConfig
 from train.data.batching.packer import States, merge
 from train.distributed.fabric import launch_names, restarted
 from train.distributed.process_group import ProcessGroup
-from train.optim.ema import Average
+from train.optim.optimizer import Average
 from train.optim.schedule import check_larger, due, extension
 
 
@@ -127,7 +127,7 @@ class Checkpointer:
         stored = before["config"]
         if mode != "force":
             now = (self.plain, rows)
-            config_diff.check_resumable(self.folder, (stored, before.get("rows", rows)), now, mode == "extend")
+            retention.check_resumable(self.folder, (stored, before.get("rows", rows)), now, mode == "extend")
         budget = from_dict(BudgetConfig, stored["budget"], "budget") if mode == "extend" else None
         if budget is not None:
             check_larger(budget, self.config.budget)
@@ -161,7 +161,7 @@ class Checkpointer:
             return
         stored = state.load_balance(found, self.training[0], self.group)
         old, new = ({key: of.get(key) for key in ("balance", "trainable")} for of in (stored_config, self.plain))
-        if config_diff.differences(old, new):  # possible under --resume force only
+        if retention.differences(old, new):  # possible under --resume force only
             warnings.warn("balance or trainable has changed: the balance of the tasks starts again", stacklevel=2)
         elif stored is not None:
             self.balance.load_state_dict(stored)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
@@ -38,12 +40,10 @@ from omni.errors import UserError
 from omni.files import FULL, PASSING, refuse_pointer, sync, write_whole
 from omni.lora.attach import adapted
 from train.checkpoint.retention import FORMAT, LAST, STATE, discard, name_of, newest, read_state, way_back
-from train.checkpoint.rng import random_state, set_random_state
 from train.distributed.fabric import is_sharded
 from train.distributed.process_group import ProcessGroup
-from train.objective.distillation import TEACHER
-from train.optim.ema import Average
-from train.optim.optimizer import STATE_KEYS, Optimizers
+from train.objective.objective import TEACHER
+from train.optim.optimizer import STATE_KEYS, Average, Optimizers
 
 TENSORS, RNG, BALANCE = "tensors", "rng.safetensors", "balance-{}.safetensors"
 
@@ -369,3 +369,36 @@ def _compare_names(folder: Path, wanted: Mapping[str, Tensor], stored: Mapping[s
                 f"checkpoint {folder}: {name} has shape {list(stored[name].size)}, here it is {list(tensor.shape)}; was "
                 "another model trained there?"
             )
+
+
+def seed_random(seed: int) -> None:
+    """Seeds this process's random generators: PyTorch's, Python's and NumPy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """States of this process's random generators, as tensors; that of a GPU where the run is on one."""
+    _, words, _ = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words),
+        "numpy": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+        "numpy_position": torch.tensor(numpy_state["state"]["pos"]),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Sets the generators to what `random_state` gave, that of a GPU where the run is on one."""
+    torch.set_rng_state(state["torch"])
+    random.setstate((3, tuple(state["python"].tolist()), None))
+    words = state["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", words, int(state["numpy_position"]), 0, 0.0))
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -20,10 +20,10 @@ from omni.files import write_json
 from omni.tasks import find_task
 from omni.utils.charts import INK, drawn, print_table
 from omni.utils.process import end_by_signal, importing
-from train.balance.section import BalanceSection, check_balance
+from train.balance.config import BalanceSection, check_balance
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
-from train.console.options import Parser, check_least
+from train.console.command import Parser, check_least
 from train.console.progress import percent
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from omni.errors import UserError
 from omni.utils.charts import print_table
 from omni.utils.process import importing
 from train.config.parse import ConfigParser, read_fit_config
-from train.console.command import check_folder_to_be
-from train.console.options import Listing, Parser, add_progress, check_least, given_model, given_path
+from train.console.command import Listing, Parser, add_progress, check_folder_to_be, check_least, given_model, given_path
 from train.console.progress import counted
 from train.data.config import SourceConfig
 from train.data.readers import READERS
@@ -110,8 +109,7 @@ def _evaluate_delays(chosen: Mapping[str, Any], config: EvalConfig) -> int:
 
 
 def _evaluate_distances(chosen: Mapping[str, Any], config: EvalConfig) -> int:
-    from train.eval.delays import PICTURE, TABLE, delay_table
-    from train.eval.distances import evaluate_distances
+    from train.eval.delays import PICTURE, TABLE, delay_table, evaluate_distances
 
     out, chunks = chosen["out"], [int(length) for length in (chosen["chunks"] or "").split(",") if length]
     for name in ("model", "teacher"):

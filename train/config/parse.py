@@ -18,8 +18,7 @@ from omni.errors import UserError
 from omni.plugins import load_plugins, loaded
 from omni.utils.arguments import meant
 from train.config.run import FitConfig
-from train.console.command import GIVE, RECIPES, find_config, load_yaml, read_config
-from train.console.options import Parser
+from train.console.command import GIVE, RECIPES, Parser, find_config, load_yaml, read_config
 from train.data.config import SourceConfig
 from train.data.sources import SOURCES, find_source, shipped
 

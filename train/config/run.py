@@ -16,7 +16,7 @@ from omni.config import preset
 from omni.errors import UserError
 from omni.plugins import load_plugins
 from omni.utils.ranges import check_fields, ranged
-from train.balance.section import BalanceSection, check_balance
+from train.balance.config import BalanceSection, check_balance
 from train.config.sections import (
     LARGEST_SEED,
     BudgetConfig,

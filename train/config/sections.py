@@ -66,7 +66,7 @@ class FabricConfig:
         tensor_parallel: neighbouring processes that share each matrix of the decoder and compute the same batch (fsdp alone).
         precision: `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed`, or `auto`: `bf16-mixed` where the device multiplies bf16
             by itself, else `32-true`; decided when the whole configuration is read. Under
-            `bf16-true` adapters, and what is trained beside them, stay in fp32 (see `train.distributed.precision`).
+            `bf16-true` adapters, and what is trained beside them, stay in fp32 (see `train.distributed.fabric`).
         checkpointing: what the backward pass computes again instead of keeping it: nothing (`false`), the blocks (`true`;
             least memory, about a third more work), or all in them but products and attention (`selective`).
         compile: compile the transformer blocks with torch.compile.
@@ -306,7 +306,7 @@ class BudgetConfig:
 
 FIGURES = ("exact_match", "wer", "code_accuracy", "ended", "loss")
 """Figures of a validation; some also by task, kind of question or stream (`exact_match/A1A2`, `loss/text`). See
-`train.eval.held_out` and, for the loss, `train.trainer.held_out_loss`."""
+`train.eval.held_out` and, for the loss, `train.trainer.validation`."""
 
 
 LOWER_IS_BETTER = ("wer", "loss")

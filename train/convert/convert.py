@@ -22,8 +22,7 @@ from omni.files import real_place
 from omni.layout import Layout
 from omni.lora import peft
 from train.console.progress import Bar
-from train.convert.options import ConvertOptions, check_options
-from train.convert.target import check, check_in_place
+from train.convert.options import ConvertOptions, check, check_in_place, check_options
 
 DTYPES = {type_name(dtype): dtype for dtype in FLOATS}
 

@@ -1,4 +1,5 @@
-"""Distributed training: builds Fabric from the configuration, shards modules, and exchanges small values between processes."""
+"""Distributed training: builds Fabric from the configuration, with its precision and order of sums, wraps modules, and gathers
+their state."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
+from lightning_fabric.plugins import HalfPrecision
 from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -23,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from omni.convert.lazy import Lazy, LazyTensors
 from omni.errors import UserError
+from omni.lora.attach import adapted
 from omni.utils.quiet import silence
 from train.config.sections import FabricConfig
-from train.distributed.precision import AdapterPrecision
 from train.distributed.process_group import PATIENCE, ProcessGroup
 from train.distributed.sharding import clip_over_meshes, fill, shard, sharded_parts, to_meta, unsynchronized
 
@@ -278,3 +280,81 @@ def compile_blocks(module: nn.Module) -> None:
         if isinstance(part, nn.ModuleList) and name.endswith(("decoder.blocks", "decoder.post_blocks")):
             for block in part:
                 block.compile()
+
+
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def product_type(precision: str, adapters: bool) -> torch.dtype | None:
+    """Dtype of products under autocast; None without autocast, where weights are multiplied in their own dtype.
+
+    Args:
+        adapters: LoRA adapters are trained beside a frozen base.
+    """
+    return torch.bfloat16 if adapters and precision == "bf16-true" else MIXED.get(precision)
+
+
+def quantized_type(precision: str) -> torch.dtype:
+    """Dtype in which weights of 4 bits are multiplied."""
+    return torch.bfloat16 if precision.startswith("bf16") else torch.float32
+
+
+class AdapterPrecision(HalfPrecision):
+    """`bf16-true` that also suits runs with adapters: the base is stored in bf16, the trainable parameters in fp32.
+
+    bf16 has 8 bits of precision: an update of 2.5e-5 is lost in every value from 2^-7 on. PEFT keeps adapters in fp32 likewise
+    (`autocast_adapter_dtype`). Trainable parameters are cast for each product, by autocast.
+    """
+
+    device = "cpu"
+    """Device type of autocast."""
+    _adapters = False
+
+    def __init__(self) -> None:
+        super().__init__("bf16-true")
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self._adapters = bool(adapted(module))
+        if not self._adapters:
+            return super().convert_module(module)
+        for part in module.modules():
+            for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+                if tensor.is_floating_point():
+                    full = tensor.requires_grad or isinstance(part, nn.LayerNorm)  # in bf16, it refuses fp32 inputs on the CPU
+                    tensor.data = tensor.data.to(torch.float32 if full else torch.bfloat16)
+        return module
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        return torch.autocast(self.device, torch.bfloat16) if self._adapters else super().forward_context()
+
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """A context in which PyTorch takes deterministic kernels only, where `on`; what was set before is restored.
+
+    An operation without such a kernel is an error: flash and memory-efficient attention take their deterministic backward
+    pass only if it is (`warn_only` off; aten/src/ATen/native/transformers/cuda/attention_backward.cu). To be entered before
+    CUDA starts, since cuBLAS reads its workspace's size once.
+    """
+    if not on:
+        yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    memory: Any = torch.utils.deterministic
+    before = torch.get_deterministic_debug_mode()
+    kept = cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory, os.environ.get(WORKSPACE)
+    os.environ[WORKSPACE] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    memory.fill_uninitialized_memory = False  # nothing reads it, and filling costs a pass over every buffer
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory, workspace = kept
+        os.environ.pop(WORKSPACE, None)
+        if workspace is not None:
+            os.environ[WORKSPACE] = workspace

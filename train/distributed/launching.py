@@ -22,8 +22,7 @@ from lightning_fabric import Fabric
 from omni.errors import LostError, UserError
 from omni.files import write_whole
 from omni.utils.process import ENDING, say
-from train.distributed.collectives import keep_collectives
-from train.distributed.process_group import AGAIN
+from train.distributed.process_group import AGAIN, keep_collectives
 
 PATIENT = 15.0
 """Seconds after which a process that waits for the others at the start says so; again after twice as long."""

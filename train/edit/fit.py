@@ -28,9 +28,8 @@ from train.data.rows.row import Row
 from train.data.seeding import key, seeded_rng
 from train.edit.apply import choose_linears
 from train.edit.config import EditFitConfig, SpeakConfig
-from train.edit.facts import plain
+from train.edit.facts import Synthesiser, plain
 from train.edit.lessons import EditExample, EditObjective
-from train.edit.speak import Synthesiser
 
 CHECKPOINT, EDITOR = "checkpoint", "editor"
 TRIES = 50

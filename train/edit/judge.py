@@ -6,7 +6,7 @@
     portability/written      in the same words, asked in writing
     portability/speech       of answers with the right text, those that also sound nearest to it, among the right answers of
                              all facts and the former ones of other texts, and of the same text where a fact brings its own
-                             sound (dynamic time warping, `train.scoring.similarity`); none where there is nothing to
+                             sound (dynamic time warping, `train.scoring.asr`); none where there is nothing to
                              tell it from
     locality                 untouched questions whose written answer is the same, letter by letter
     locality/speech          those whose codes are the same, or sound nearest to their former answer
@@ -37,10 +37,9 @@ from train.data.build import held_out_of
 from train.data.rows.row import Row
 from train.edit.apply import check_out, draw_untouched
 from train.edit.config import EditEvalConfig
-from train.edit.facts import Facts, plain, read_facts
+from train.edit.facts import Facts, Synthesiser, fact_rows, plain, read_facts, untouched_rows
 from train.edit.lessons import EditObjective
-from train.edit.speak import Synthesiser, fact_rows, untouched_rows
-from train.scoring.similarity import describe, nearest
+from train.scoring.asr import describe, nearest
 from train.scoring.text import normalise
 
 REPORT, ANSWERS, PLOT = "report.json", "answers.jsonl", "report.png"

@@ -11,8 +11,18 @@ from omni.errors import UserError
 from omni.files import write_json, write_whole
 from omni.utils.charts import markdown_table
 from train.eval.measures import MEASURES
-from train.eval.pictures import COMPARISON, draw_comparison
-from train.eval.report import ANSWERS, TEXT, TIMINGS, Record, Run, ScoreChange, change_table, compared
+from train.eval.report import (
+    ANSWERS,
+    COMPARISON,
+    TEXT,
+    TIMINGS,
+    Record,
+    Run,
+    ScoreChange,
+    change_table,
+    compared,
+    draw_comparison,
+)
 
 EAR = ("ear_words", "ear_longest")
 """Settings that are part of the ASR's name."""

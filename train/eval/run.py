@@ -41,13 +41,20 @@ def evaluate(
         check_folder(Path(config.against))
     with importing():
         from omni.generate.speech_lm import SpeechLM
-        from train.eval.against import check_alike, compare_some
-        from train.eval.answers import answer_all
-        from train.eval.forgetting import check_before, check_texts, load_before, score_texts
-        from train.eval.pictures import draw_report
-        from train.eval.report import AGAINST, ANSWERS, OTHERS, TEXT, TEXT_BEFORE, TIMINGS, TURNS, Run, write_report
-        from train.eval.timing import time_some
-        from train.eval.turns import answer_turns, check_turns
+        from train.eval.against import check_alike, check_before, check_texts, compare_some, load_before, score_texts
+        from train.eval.answers import answer_all, answer_turns, check_turns, time_some
+        from train.eval.report import (
+            AGAINST,
+            ANSWERS,
+            OTHERS,
+            TEXT,
+            TEXT_BEFORE,
+            TIMINGS,
+            TURNS,
+            Run,
+            draw_report,
+            write_report,
+        )
         from train.scoring.asr import open_asr
 
     lm = SpeechLM.from_pretrained(
@@ -106,7 +113,7 @@ def evaluate(
 
 def _started(model: Path, data: Path, questions: Questions, task: Task, config: EvalConfig, asr: str | None) -> dict[str, Any]:
     """The model, data, task, settings and plug-ins' metrics that identify this evaluation."""
-    from train.eval.metrics import METRICS
+    from train.eval.measures import METRICS
 
     against = Path(config.against) if config.against is not None else None
     named = {} if against is None else {"against": str(against), "against_hash": model_hash(against)}

@@ -9,6 +9,7 @@ Dimensions: R rows, T columns, K streams, A audio streams, W width, V vocabulary
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,15 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from omni.encoder.base import Encoder
 from omni.encoder.distance import frame_distances
 from omni.errors import UserError
 from omni.lora.attach import low_rank
+from omni.lora.selection import BASE, using
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from omni.utils.hardware import to_device
 from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head, no_teacher, no_turn_head
 from train.objective.cross_entropy import Heads, HeadTargets, vocabulary_shards
-from train.objective.distillation import Teacher
 from train.objective.task_losses import PlainLosses, feature_tasks
 
 if TYPE_CHECKING:
@@ -275,3 +277,31 @@ class Objective(nn.Module):
         heard_as = [[i - first for i in ids if i >= first] for ids in batch.transcripts]
         words = alignment_loss(logits[:, :first], frames, spelt)
         return self.config.ctc_words * words + alignment_loss(logits[:, first:], frames, heard_as)
+
+
+TEACHER = "teacher."
+"""Start of the names of a teacher's weights in the objective."""
+
+
+class Teacher(nn.Module):
+    """An encoder's first weights, which hear whole clips. It is frozen, and part of no checkpoint and no exported model.
+
+    Args:
+        encoder: a copy with these weights, see `frozen`; None where the student has them itself, below its adapters.
+        padded: it hears each clip in its window, the silence behind included, as it did where the weights came from.
+    """
+
+    def __init__(self, encoder: Encoder | None = None, padded: bool = False) -> None:
+        super().__init__()
+        self.encoder, self.padded = encoder, padded
+
+    def forward(self, student: Encoder, features: Tensor, lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
+        """Frames [T, D] of a batch's clips without graph; for the arguments see `Encoder.forward`."""
+        with using(BASE):
+            return (student if self.encoder is None else self.encoder).hear_whole(features, lengths, frames, self.padded)
+
+
+def frozen(encoder: Encoder) -> Encoder:
+    """A copy of an encoder that is not trained; of fake tensors too, which `deepcopy` alone would give a mode of their own."""
+    values = {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for p in encoder.parameters()}
+    return copy.deepcopy(encoder, {**values, **{id(b): b.detach().clone() for b in encoder.buffers()}})

@@ -19,7 +19,7 @@ from omni.utils.hardware import to_device
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy, sum_by, task_cross_entropy
 
 if TYPE_CHECKING:
-    from train.balance.feature_hook import FeatureHook
+    from train.balance.balancer import FeatureHook
     from train.data.batching.batch import Batch
 
 

@@ -1,10 +1,12 @@
-"""Memory of a run on each device, by arithmetic from the shapes of its model and batch, as the operators of a step keep it.
+"""Memory of a run on each device, by arithmetic from the shapes of its model and of its fullest batch, as the operators of a
+step keep it.
 
 Dimensions of what is counted: columns of a micro-batch, frames that the encoder computes; sizes are in bytes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,17 +18,19 @@ from omni.audio.io import SAMPLE_RATE
 from omni.codec.registry import CODECS
 from omni.config import ModelConfig
 from omni.generate.options import AnswerOptions
+from omni.layout import IGNORE
 from omni.lora.attach import adapted, add_adapter
 from omni.model.quantize import chosen_linears
 from omni.model.speech_model import SpeechModel, Unfilled
-from omni.tasks import find_task
-from train.balance.section import balanced_tasks
+from omni.tasks import TASKS, find_task
+from train.balance.config import balanced_tasks
 from train.config.run import FitConfig
+from train.data.batching.batch import Batch
 from train.data.batching.loader import process_shards
-from train.distributed.precision import product_type
+from train.data.config import DataConfig, tasks_of
+from train.distributed.fabric import product_type
 from train.distributed.sharding import ParallelDims
 from train.optim.optimizer import parameter_groups, set_trainable
-from train.plan.worst_batch import PROMPT, clips_of, worst_batch
 from train.trainer.validation import answering_type
 
 Parts = dict[str, float]
@@ -95,7 +99,7 @@ def count(tensors: Iterable[Any]) -> int:
 
 
 def bytes_each(config: FitConfig) -> tuple[int, int]:
-    """Bytes of a frozen value, and of a trainable one (see `train.distributed.precision.AdapterPrecision`)."""
+    """Bytes of a frozen value, and of a trainable one (see `train.distributed.fabric.AdapterPrecision`)."""
     size = 2 if config.fabric.precision == "bf16-true" else 4
     return size, size if config.lora is None else 4
 
@@ -338,3 +342,68 @@ def balanced(config: FitConfig, model: SpeechModel) -> tuple[float, float, str]:
         return 0.0, 0.0, f"not counted: copies of what is trained, and up to {m} gradients of it, of balance {section.method}"
     rows = m * bytes_each(config)[1] * float(count(p for _, p in learning(model)))
     return rows, rows * section.kind.keeps, ""
+
+
+PROMPT = 4
+"""Columns of a spoken question's example beside the question itself: input, end, the marker, and one of the answer."""
+
+PADDED_COLUMNS = 256
+"""Columns of an example where every clip costs the encoder its whole window, however short (`EncoderConfig.fixed_length`)."""
+
+
+def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
+    """A batch that no batch of the run exceeds: all rows full, every stream that any task of the mixture trains supervised in
+    every column, and, where any task asks by speech, clips as long as the window and the rows have room for.
+
+    Columns of data belong to a sound or to an answer, these to both: answers cost little beside the decoder's columns, since
+    logits are made in chunks. Where clips have a fixed length there is one to `PADDED_COLUMNS` columns.
+    """
+    rows, length, layout = data.packing.rows, data.packing.length, shape.layout
+    tasks = tasks_of(data)
+    trained = torch.tensor([any(t.trained(layout)[k] for t in tasks) for k in range(len(layout))])
+    tokens = layout.ids("pad")[None, :, None].repeat(rows, 1, length)
+    targets = torch.where(trained[None, :, None], torch.zeros_like(tokens), torch.full_like(tokens, IGNORE))
+    index = torch.full((rows, length), -1)
+    segments = torch.zeros(rows, length, dtype=torch.long)
+    frames: list[int] = []
+    heard = clips_of(length, shape) if any(task.question == "audio" for task in tasks) else []
+    features = 0
+    for row in range(rows):
+        start = 0
+        for number, count in enumerate(heard):
+            index[row, start + 1 : start + 1 + count] = torch.arange(features, features + count)
+            segments[row, start:] = number
+            frames.append(min(count * shape.projector.stack, shape.encoder.positions))
+            features += count
+            start += count + PROMPT
+    lengths = [shape.encoder.feature_frames(n) for n in frames]
+    spelt = shape.ctc > 1 and data.alignment != "none"
+    return Batch(
+        tokens=tokens,
+        targets=targets,
+        feature_index=index,
+        segments=segments,
+        task=torch.full((rows, length), list(TASKS).index(tasks[-1].name)),
+        inputs=torch.zeros(len(frames), shape.encoder.bands, max(lengths, default=0)),
+        input_lengths=lengths,
+        frames=frames,
+        transcripts=[_transcript(max(1, n // 4), shape) if spelt else [] for n in frames],
+        examples=rows * max(1, len(heard)),
+        positions=rows * length,
+        state={},
+    )
+
+
+def _transcript(count: int, shape: ModelConfig) -> list[int]:
+    """`count` ids of each spelling."""
+    sounds = shape.ctc_sounds - 1
+    return [1 + i % (shape.ctc - 1) for i in range(count)] + [shape.ctc + 1 + i % sounds for i in range(count) if sounds > 0]
+
+
+def clips_of(length: int, shape: ModelConfig) -> list[int]:
+    """Number of features of each clip of a full row."""
+    longest = math.ceil(shape.encoder.positions / shape.projector.stack)
+    each = min(longest + PROMPT, PADDED_COLUMNS if shape.encoder.fixed_length else length, length)
+    whole, rest = divmod(length, each)
+    columns = [each] * whole + ([rest] if rest > PROMPT else [])
+    return [max(1, n - PROMPT) for n in columns if n > PROMPT]

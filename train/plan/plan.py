@@ -21,12 +21,11 @@ from train.console.progress import duration, short
 from train.data.batching.packer import PackerShard
 from train.data.build import build_pipeline
 from train.distributed.sharding import ParallelDims
-from train.objective.flops import StepFlops
 from train.objective.objective import targets
-from train.plan.memory import Memory, estimate, meta_model
-from train.plan.worst_batch import worst_batch
+from train.plan.memory import Memory, estimate, meta_model, worst_batch
 from train.trainer.build import with_alignment
 from train.trainer.initial_model import build_initial, shape_of
+from train.trainer.metrics import StepFlops
 from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
 
 CUDA_CONTEXT, WASTE = 0.6 * GIB, {"cuda": 0.05, "cpu": 0.25}

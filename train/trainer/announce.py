@@ -18,8 +18,8 @@ from train.console.progress import Screen, counted, duration, percent
 from train.data.batching.unused import Trained
 from train.distributed.sharding import ParallelDims
 from train.objective.objective import Objective
+from train.trainer.initial_model import ADAPTER
 from train.trainer.logs import METRICS
-from train.trainer.lora import ADAPTER
 from train.trainer.parts import Parts
 from train.trainer.profiler import FOLDER, NONE, named_steps
 

@@ -4,7 +4,7 @@
                 backward waits for them, or, with several micro-batches, a pass without gradients before it
     features    one pass; the hook acts in its backward
     parameters  one pass per task, then one for what belongs to none of them
-    two levels  the passes of `train.balance.bilevel`, on the step's batch and on a held-out one, then one pass
+    two levels  the passes of `train.balance.balancer`, on the step's batch and on a held-out one, then one pass
 
 Losses are divided by counts of the whole step; Fabric averages gradients over processes, hence the factor `world`.
 
@@ -25,10 +25,8 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.utils.patterns import match_names
-from train.balance.balancer import Balancer, build
-from train.balance.chooser import BalanceReport
-from train.balance.feature_hook import FeatureHook
-from train.balance.section import BalanceSection, spelt
+from train.balance.balancer import Balancer, BalanceReport, FeatureHook, build
+from train.balance.config import BalanceSection, spelt
 from train.distributed.fabric import accumulating, reshard
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses

@@ -23,10 +23,10 @@ from omni.lora.weights import merged_lazies, merged_state
 from omni.tasks import TASKS
 from omni.utils.hardware import peak_flops
 from omni.utils.remote import refuse_remote
-from train.balance.section import BalanceSection, balanced_tasks
+from train.balance.config import BalanceSection, balanced_tasks
 from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
-from train.checkpoint.rng import seed_random
+from train.checkpoint.state import seed_random
 from train.config.run import FitConfig, plain_config
 from train.console.progress import TrainProgress
 from train.data.batching.batch import Batch
@@ -34,38 +34,37 @@ from train.data.batching.loader import StepLoader, process_shards
 from train.data.batching.pipeline import Pipeline
 from train.data.build import build_alignment, build_pipeline, held_out_by_source, prepare_sources
 from train.data.speech_time import estimate_speech_time
-from train.distributed.deterministic import deterministic
-from train.distributed.fabric import build_fabric, compile_blocks, count_processes, leave, restarted, setup
+from train.distributed.fabric import (
+    build_fabric,
+    compile_blocks,
+    count_processes,
+    deterministic,
+    leave,
+    quantized_type,
+    restarted,
+    setup,
+)
 from train.distributed.launching import check_shared, launch
-from train.distributed.precision import quantized_type
 from train.distributed.process_group import ProcessGroup, lost_named
 from train.distributed.sharding import ParallelDims
-from train.objective.flops import StepFlops
 from train.objective.objective import Objective, cells, targets
-from train.optim.ema import Average
-from train.optim.optimizer import build_optimizer, set_trainable
+from train.optim.optimizer import Average, build_optimizer, set_trainable
 from train.optim.schedule import used
 from train.trainer import announce, plots
-from train.trainer import lora as adapters
 from train.trainer.balanced_step import Balanced, Balancing
-from train.trainer.callbacks import CALLBACKS, Callback, Callbacks, build_callbacks
 from train.trainer.feed import CountingFeed, Feed
 from train.trainer.guard import StepGuard
-from train.trainer.held_out_batches import outer_batches
-from train.trainer.held_out_loss import build_held_out, check_metric
-from train.trainer.highest_loss import HighestLosses
-from train.trainer.initial_model import Initial, build_initial
-from train.trainer.logs import DataCounts, Logs
+from train.trainer.initial_model import Initial, apply_lora, build_initial, save_lora, teacher_checksum, teacher_of
+from train.trainer.logs import DataCounts, HighestLosses, Logs
 from train.trainer.loop import Loop
-from train.trainer.metrics import StepMetrics
-from train.trainer.parts import Outcome, Parts
+from train.trainer.metrics import StepFlops, StepMetrics
+from train.trainer.parts import CALLBACKS, Callback, Callbacks, Outcome, Parts, build_callbacks
 from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
 from train.trainer.profiler import NONE, StepProfiler, step_range
 from train.trainer.signals import Stop
 from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
-from train.trainer.teacher import teacher_checksum, teacher_of
 from train.trainer.usage import Usage, is_out_of_memory, is_worker_lost, out_of_memory, worker_lost
-from train.trainer.validation import build_validator
+from train.trainer.validation import build_held_out, build_validator, check_metric, outer_batches
 
 MODEL = "model"
 LEFT_SECONDS = 120.0
@@ -280,7 +279,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     model, lora, group = initial.model, config.lora, group or process_group(config, fabric)
     teacher = teacher_of(config, model, initial.padded)
     taught = teacher_checksum(model.encoder, group) if teacher is not None else None
-    base = adapters.apply(model, lora, quantized_type(config.fabric.precision), group) if lora is not None else None
+    base = apply_lora(model, lora, quantized_type(config.fabric.precision), group) if lora is not None else None
     model.set_checkpointing(config.fabric.checkpointing)
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec, config.objective.encoder_alone)
     questions, broken = config.validation.questions, dict[str, str]() if config.data.broken == "skip" else None
@@ -299,7 +298,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
 
     def export(weights: Mapping[str, Tensor]) -> Path:
         if lora is not None and base is not None:
-            adapter = adapters.save(folder, model, weights, base, config.model.start)
+            adapter = save_lora(folder, model, weights, base, config.model.start)
             if not lora.merged:
                 return adapter
         codec, extra = initial.codec_folder, dict(initial.extra)

@@ -30,7 +30,7 @@ from omni.tasks import find_task
 from omni.utils.patterns import match_names
 from omni.utils.profiling import GIB
 from omni.utils.remote import check_there
-from train.checkpoint import config_diff, retention
+from train.checkpoint import retention
 from train.checkpoint.upload import check_upload
 from train.config.run import FitConfig, plain_config
 from train.config.sections import LORA, FabricConfig
@@ -43,8 +43,8 @@ from train.data.rows.samples import ROWS, missing_parts, sample_rows
 from train.data.sources.stream_source import StreamSource
 from train.distributed.sharding import check_divides
 from train.objective.config import no_teacher
-from train.trainer.callbacks import CALLBACKS, check_made
 from train.trainer.initial_model import check_tokenizer, shape_of
+from train.trainer.parts import CALLBACKS, check_made
 
 PROCESSES_A_CORE = 4
 """Most processes a core: with more, they wait for each other longer than they compute."""
@@ -92,7 +92,7 @@ def check_start(config: FitConfig) -> list[str]:
 
 def check_resume(config: FitConfig, given: FitConfig | None = None) -> None:
     """Refuses a folder that holds anything but a run (`retention.check_run_folder`), and a configuration other than that of the
-    run's last checkpoint (`config_diff.check_resumable`), before a model is built.
+    run's last checkpoint (`retention.check_resumable`), before a model is built.
 
     Args:
         given: the configuration before the number of processes has made its batch larger.
@@ -109,7 +109,7 @@ def check_resume(config: FitConfig, given: FitConfig | None = None) -> None:
             f"the processes cannot share data.micro_batches {count} evenly and would take {now}, but the run in {folder} was "
             f"started with {count}; start a number of processes that divides it, or give --resume force"
         )
-    config_diff.check_resumable(folder, (before,), (plain_config(config),), config.resume == "extend")
+    retention.check_resumable(folder, (before,), (plain_config(config),), config.resume == "extend")
 
 
 def check_packages(config: FitConfig) -> None:

@@ -19,7 +19,7 @@ from train.optim.optimizer import Optimizers
 from train.trainer.balanced_step import Balancing
 from train.trainer.feed import CountedStep, StepBatches
 from train.trainer.guard import StepGuard
-from train.trainer.highest_loss import HighestLosses
+from train.trainer.logs import HighestLosses
 from train.trainer.metrics import StepMetrics
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from omni.tasks import TASKS
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts
 from tests.train.toys import toy_fit
-from train.balance.section import BalanceSection
+from train.balance.config import BalanceSection
 from train.checkpoint import retention, state
 from train.config.sections import BudgetConfig
 from train.data.batching.batch import Batch

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.close import assert_near
-from train.balance.balancer import Balancer
+from train.balance.balancer import Balancer, FeatureHook
 from train.balance.config import BalanceConfig, of_level
-from train.balance.feature_hook import FeatureHook
 
 NAMES = ["a", "b", "c"]
 TASK = torch.tensor([0, 0, 1, 1, 1, 2, 2, -1])

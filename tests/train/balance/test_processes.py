@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.close import assert_near
 from tests.processes import two
-from train.balance.balancer import Balancer
+from train.balance.balancer import Balancer, FeatureHook
 from train.balance.config import BalanceConfig
-from train.balance.feature_hook import FeatureHook
 from train.distributed.fabric import leave
 
 NAMES = ["a", "b", "c"]

@@ -16,13 +16,11 @@ from tests.train.balance.test_absent import poisoned
 from tests.train.balance.test_resume import test_resuming_is_bitwise as check_that_resuming_is_bitwise
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts
 from tests.train.toys import toy_fit
-from train.balance import Setting, register_method
-from train.balance.by_held_out import BilevelStep, OuterGradient
-from train.balance.chooser import Chooser
-from train.balance.config import BalanceConfig
-from train.balance.given import Given, MethodChoice
-from train.balance.registry import METHODS
-from train.balance.section import BalanceSection
+from train.balance.balancer import Chooser
+from train.balance.bilevel import BilevelStep, OuterGradient
+from train.balance.config import BalanceConfig, BalanceSection
+from train.balance.registry import METHODS, Setting, register_method
+from train.balance.rows import Given, MethodChoice
 from train.trainer.logs import BALANCE, read_table
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from omni.errors import UserError
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts
-from train.balance.section import BalanceSection, balanced_tasks
+from train.balance.config import BalanceSection, balanced_tasks
 from train.config.parse import read_fit_config
 from train.data.config import DataConfig, SourceConfig
 from train.data.sources.mixture import Stage

@@ -10,7 +10,7 @@ import torch
 from omni.model.multitask_projector import SHARING
 from omni.model.speech_model import SpeechModel
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts, tiny, tiny_pipeline
-from train.balance.section import BalanceSection
+from train.balance.config import BalanceSection
 from train.config.sections import BudgetConfig
 from train.data.batching.loader import StepLoader
 from train.objective.objective import Objective, targets

@@ -16,7 +16,7 @@ from tests.close import assert_near
 from tests.processes import two
 from tests.train.balance.toys import MIX, balanced_config, balanced_fit, balanced_parts
 from tests.train.toys import final_tensors
-from train.balance.section import BalanceSection
+from train.balance.config import BalanceSection
 from train.config.sections import BudgetConfig, CheckpointConfig, FabricConfig, LogConfig, LoRASection
 from train.data.config import DataConfig, SourceConfig
 from train.trainer.logs import BALANCE, read_table

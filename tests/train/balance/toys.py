@@ -25,7 +25,7 @@ from omni.tasks import TASKS
 from tests.guarded import child
 from tests.train.data.toys import MODELS, pipeline_of
 from tests.train.toys import toy_config, toy_fit
-from train.balance.section import BalanceSection, balanced_tasks
+from train.balance.config import BalanceSection, balanced_tasks
 from train.config.run import FitConfig
 from train.config.sections import (
     BudgetConfig,
@@ -46,9 +46,8 @@ from train.distributed.fabric import leave
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, cells, targets
 from train.trainer.balanced_step import Balanced
-from train.trainer.lora import apply
+from train.trainer.initial_model import apply_lora, teacher_of
 from train.trainer.parts import Parts
-from train.trainer.teacher import teacher_of
 
 MIX = {"A1T1": 1.0, "A1A2": 1.0, "T1A2": 1.0}
 PACKING = PackingConfig(rows=2, length=110, buffer=4)
@@ -124,7 +123,7 @@ def balanced_parts(
     speech = SpeechModel(model) if valued else SpeechModel.unfilled(model)
     teacher = teacher_of(config, speech, padded=False)
     if config.lora is not None:
-        apply(speech, config.lora)
+        apply_lora(speech, config.lora)
     speech.set_checkpointing(config.fabric.checkpointing)
     objective = Objective(speech, config.objective, teacher)
     pipeline, count = tiny_pipeline(model, tasks), config.data.micro_batches

@@ -18,7 +18,7 @@ from omni.model.speech_model import SpeechModel
 from omni.pretrained import find_model
 from omni.text import Tokenizer
 from omni.utils.patterns import match_names
-from train.commands.demo import main as demo
+from train.commands.fit import run_demo as demo
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig, plain_config
 from train.config.sections import BudgetConfig, CheckpointConfig, GroupConfig, ModelSection, OptimizerConfig

@@ -20,7 +20,7 @@ from tests.guarded import child
 from tests.processes import several
 from tests.train.balance.toys import balanced_config, balanced_parts, tiny
 from tests.train.toys import toy_fit
-from train.balance.section import BalanceSection
+from train.balance.config import BalanceSection
 from train.config.sections import BudgetConfig, FabricConfig, LogConfig, LoRASection, OptimizerConfig
 from train.distributed.fabric import leave
 from train.trainer.logs import METRICS, read_table

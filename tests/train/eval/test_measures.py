@@ -19,13 +19,23 @@ from omni.generate.results import Answer, Timings
 from omni.tasks import TASKS
 from omni.utils.charts import drawn
 from train.data.rows.row import Row, RowTurn
-from train.eval.answers import EvalQuestion, judge
+from train.eval.answers import EvalQuestion, judge, scores
 from train.eval.config import EvalConfig
 from train.eval.held_out import Item
 from train.eval.measures import MEASURES, RESAMPLES, Figure, difference, figure, pairs_of, plain, shown, value
-from train.eval.pictures import _bars, draw_comparison, draw_report
-from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Run, ScoreChange, signed, verdict
-from train.eval.timing import scores
+from train.eval.report import (
+    ANSWERS,
+    TEXT,
+    TEXT_BEFORE,
+    TIMINGS,
+    Run,
+    ScoreChange,
+    _bars,
+    draw_comparison,
+    draw_report,
+    signed,
+    verdict,
+)
 from train.scoring.text import find_normaliser, text_errors
 
 PAIRS = np.array([[0, 2], [1, 3], [4, 4], [2, 1], [0, 5]], dtype=float)

@@ -16,8 +16,8 @@ from tests.train.toys import ALONE
 from train.data.batching.batch import Batch
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import HEADS, Objective, targets
-from train.trainer.held_out_loss import held_out_loss
 from train.trainer.metrics import StepMetrics
+from train.trainer.validation import held_out_loss
 
 CHUNKED = replace(MODELS["codec2"], encoder=replace(MODELS["codec2"].encoder, mode="chunked"))
 TURN = replace(CHUNKED, turn=True)

@@ -13,9 +13,17 @@ from omni.errors import UserError
 from omni.utils.patterns import match_names
 from tests.train.toys import ToyModel
 from train.config.sections import GroupConfig, OptimizerConfig
-from train.optim.ema import Average
-from train.optim.muon import BatchedMuon, orthogonalize, update_scale
-from train.optim.optimizer import Optimizers, build_optimizer, parameter_groups, set_learning_rate, set_trainable
+from train.optim.optimizer import (
+    Average,
+    BatchedMuon,
+    Optimizers,
+    build_optimizer,
+    orthogonalize,
+    parameter_groups,
+    set_learning_rate,
+    set_trainable,
+    update_scale,
+)
 
 
 def slow_orthogonalize(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:

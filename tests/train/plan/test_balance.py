@@ -13,17 +13,16 @@ from torch import Tensor, nn
 from omni.errors import UserError
 from omni.tasks import TASKS
 from tests.train.plan.test_plan import counted, run, saved, shape
-from train.balance.section import BalanceSection, balanced_tasks
+from train.balance.config import BalanceSection, balanced_tasks
+from train.commands.dry_run import build_workbench
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
 from train.data.config import SourceConfig
 from train.distributed.process_group import ProcessGroup
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import cells, targets
-from train.plan.memory import meta_model
+from train.plan.memory import meta_model, worst_batch
 from train.plan.plan import pace
-from train.plan.step import build_workbench
-from train.plan.worst_batch import worst_batch
 from train.trainer.balanced_step import Balanced, Balancing
 from train.trainer.feed import CountedStep
 

@@ -11,15 +11,13 @@ import torch
 from omni.config import ModelConfig, ProjectorConfig, preset
 from omni.model.quantize import numels, quantize
 from omni.model.speech_model import SpeechModel
-from train.commands.dry_run import in_new_process, measure_steps
+from train.commands.dry_run import build_workbench, in_new_process, measure_steps
 from train.config.parse import read_run
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig, FabricConfig, LoRASection, ModelSection, OptimizerConfig, ValidationConfig
 from train.data.config import DataConfig, PackingConfig, SourceConfig, tasks_of
-from train.plan.memory import ANSWERS, Memory, estimate, held, meta_model, packed_bytes
+from train.plan.memory import ANSWERS, Memory, estimate, held, meta_model, packed_bytes, worst_batch
 from train.plan.plan import Knob, changed, count_parameters, fitting, savings
-from train.plan.step import build_workbench
-from train.plan.worst_batch import worst_batch
 
 pytestmark = pytest.mark.usefixtures("forked")
 GIB, MIB = float(1 << 30), float(1 << 20)
@@ -171,7 +169,7 @@ def test_weights_and_state_are_counted_by_hand(rule: str, states: int) -> None:
 
 
 def test_what_learns_beside_a_base_in_bf16_is_counted_in_full() -> None:
-    """As `train.distributed.precision.AdapterPrecision` has it."""
+    """As `train.distributed.fabric.AdapterPrecision` has it."""
     lora = LoRASection(rank=4, trainable=("projector.*", "decoder.text_embedding.*"))
     config, model = replace(run(precision="bf16-true"), lora=lora), shape(tie_text=True)
     bench, paper = build_workbench(config, model), meta_model(config, model)

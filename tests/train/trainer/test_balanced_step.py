@@ -17,10 +17,9 @@ from omni.utils.patterns import match_names
 from tests.close import assert_near
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts, slow_losses, slow_run
 from tests.train.toys import OF_THE_MACHINE
-from train.balance.balancer import build
-from train.balance.bilevel import Bilevel
+from train.balance.balancer import Bilevel, build
+from train.balance.config import BalanceSection, balanced_tasks
 from train.balance.methods import METHODS
-from train.balance.section import BalanceSection, balanced_tasks
 from train.config.run import FitConfig
 from train.config.sections import FabricConfig, LogConfig
 from train.data.batching.batch import Batch

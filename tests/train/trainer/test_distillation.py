@@ -21,6 +21,7 @@ from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.train.toys import final_tensors
 from train.cli import main
+from train.commands.dry_run import build_workbench, dry_run
 from train.config.run import FitConfig
 from train.config.sections import (
     BudgetConfig,
@@ -36,13 +37,10 @@ from train.config.sections import (
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.distributed.fabric import build_fabric
 from train.objective.config import ObjectiveConfig
-from train.plan.step import build_workbench
 from train.trainer.build import build_parts, fit
-from train.trainer.callbacks import Callback
-from train.trainer.dry_run import dry_run
 from train.trainer.initial_model import build_initial, shape_of
 from train.trainer.logs import METRICS, read_table
-from train.trainer.parts import Outcome
+from train.trainer.parts import Callback, Outcome
 from train.trainer.preflight import check_start
 
 pytestmark = pytest.mark.usefixtures("quick_disk")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from train.trainer.step_times import StepTimes
+from train.trainer.usage import StepTimes
 
 
 class Machine:

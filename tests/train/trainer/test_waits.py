@@ -22,7 +22,7 @@ from tests import waits
 from tests.test_recompute import EVERY, gradients_of, made
 from tests.waits import FakeGPU
 from train.balance.balancer import build
-from train.balance.section import BalanceSection
+from train.balance.config import BalanceSection
 from train.config.parse import read_fit_config
 from train.config.sections import FabricConfig, OptimizerConfig
 from train.data.batching.batch import found_once
@@ -32,11 +32,10 @@ from train.distributed.process_group import ProcessGroup
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Losses, Objective, targets
 from train.objective.task_losses import GraphLosses, TaskLosses, cells_by_task
-from train.optim.ema import Average
-from train.optim.optimizer import build_optimizer
-from train.plan.worst_batch import worst_batch
+from train.optim.optimizer import Average, build_optimizer
+from train.plan.memory import worst_batch
 from train.trainer.feed import StepBatches
-from train.trainer.highest_loss import HighestLosses
+from train.trainer.logs import HighestLosses
 from train.trainer.metrics import StepMetrics
 from train.trainer.step import PlainStep
 

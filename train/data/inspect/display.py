@@ -10,7 +10,7 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.files import write_json
-from train.console.options import Parser, check_least
+from train.console.command import Parser, check_least
 from train.console.progress import Display, Kind
 from train.data.executor import Processes, Result, imap
 from train.data.inspect.scan import Scan

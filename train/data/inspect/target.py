@@ -11,7 +11,7 @@ from omni.checkpoint.places import CODEC, TOKENIZER, check_folder
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
 from omni.utils.process import importing
-from train.console.options import Parser, given_model, given_path
+from train.console.command import Parser, given_model, given_path
 
 if TYPE_CHECKING:
     from omni.text import Tokenizer

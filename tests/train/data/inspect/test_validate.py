@@ -14,7 +14,7 @@ import torch
 from omni.codec.codec2 import Codec2Codec
 from omni.errors import UserError
 from tests.train.data.inspect.toys import BAD_PARTS, RATE, noise, only_snac, row, spoilt, stored, wav
-from train.commands.data_validate import main
+from train.commands.data import run_validate as main
 from train.data.inspect.checks import Bounds
 from train.data.inspect.findings import KINDS, Findings
 from train.data.inspect.measures import BadSound, clipped_share, head, load, measure, silence_share, stored_bytes
