@@ -30,7 +30,7 @@ from omni.files import sync
 from omni.layout import IGNORE
 from omni.utils.hardware import synchronize
 from omni.utils.profiling import GIB, PeakMemory, free_memory, in_turns, ratio, seconds_of, timed
-from train.balance.config import BalanceSection, check_balance
+from train.balance.config import BalanceConfig, check_balance
 from train.checkpoint.state import capture
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
@@ -191,7 +191,7 @@ def balance(device: torch.device, small: bool, config: str, methods: str) -> Fig
     run, steps = recipe(config, small), 1 if small else 4
     source = replace(run.data.sources[0], tasks={"A1T1": 1.0, "A1T2": 1.0, "A1A2": 1.0}, stages=())
     mixture = replace(run.data, sources=(source,))
-    sections = {name: BalanceSection(name.partition(":")[0], name.partition(":")[2] or None) for name in methods.split(",")}
+    sections = {name: BalanceConfig(name.partition(":")[0], name.partition(":")[2] or None) for name in methods.split(",")}
     for section in sections.values():
         check_balance(section, mixture, run.fabric.precision, 1)
     judged = [section for section in sections.values() if section.kind.bilevel]  # these need held-out rows

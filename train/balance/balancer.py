@@ -34,7 +34,6 @@ from train.balance.rows import (
     State,
     Sum,
     alone,
-    flat,
     is_sharded,
     mixed,
     put_gradients,
@@ -247,104 +246,6 @@ class Balancer(Chooser):
 
     # --- gradients ------------------------------------------------------------------------------------------------------
 
-    def backward(
-        self,
-        losses: Tensor | Sequence[Tensor],
-        shared: Sequence[nn.Parameter],
-        own: Sequence[nn.Parameter] = (),
-        reduce: Sum = alone,
-        counts: Tensor | None = None,
-        others: Sequence[Tensor | Sequence[Tensor]] = (),
-        features: Sequence[Tensor] = (),
-    ) -> BalanceReport:
-        """Fill `grad` of the shared and the own parameters from losses [m] whose graph allows several backward passes.
-
-        Gradients are summed over processes here (sharded parameters are refused: use `gather`).
-
-        Args:
-            others: losses of independent batches, where the method needs them.
-            features: the shared representations [..., C] between the shared parameters and the losses, for level `features`.
-        """
-        if is_sharded(shared):
-            raise ValueError("backward cannot take sharded parameters one task at a time; use gather and combine")
-        shared, own = list(shared), list(own)
-        values = summed(losses, reduce)
-        present = self.present(values, counts)
-        if self.config.at == "loss":
-            report = self.choose(values, counts)[1]
-            learn = [*shared, *own]
-            found = torch.autograd.grad(self.total(losses, report), learn, allow_unused=True)
-            put_gradients(learn, reduce(flat(learn, found)))
-            return report
-        if self.config.at == "features":
-            return self._through(losses, values, counts, present, shared, own, features, reduce)
-        together = [*shared, *own]
-        tables = []
-        for which in (losses, *others):
-            jacobian = []
-            for loss, here in zip(which, present.tolist(), strict=True):
-                jacobian.append(flat(together, _differentiate(loss, together, here)))
-            tables.append(reduce(torch.stack(jacobian)))
-        width = sum(p.numel() for p in shared)
-        rows = tuple(Rows(table[:, :width]) for table in tables)
-        choice, report = self.choose(values, counts, rows[0], rows[1:])
-        here = report.absent == 0
-        put_gradients(shared, choice.combine(rows[0].take(here)))
-        if own:
-            put_gradients(own, mixed(self._own(report), tables[0][here.to(tables[0].device)][:, width:]))
-        return report
-
-    def _own(self, report: BalanceReport) -> Tensor:
-        """Factors of the present tasks' gradients of the own parameters, [k]; 1 where the row is zero, so that no weight was
-        chosen."""
-        weights = torch.where(report.zero == 1, 1.0, report.weights)[report.absent == 0]
-        return weights if self.config.own == "weighted" else torch.ones_like(weights)
-
-    def _through(
-        self,
-        losses: Tensor | Sequence[Tensor],
-        values: Tensor,
-        counts: Tensor | None,
-        present: Tensor,
-        shared: Sequence[nn.Parameter],
-        own: Sequence[nn.Parameter],
-        features: Sequence[Tensor],
-        reduce: Sum,
-    ) -> BalanceReport:
-        """Take rows from the features' gradients, then run one backward of their combination into the shared parameters."""
-        if not features:
-            raise ValueError("level features needs the shared representations")
-        wanted, parts, tables, rests = [*features, *own], [], [], []
-        for loss, here in zip(losses, present.tolist(), strict=True):
-            found = _differentiate(loss, wanted, here)
-            own_part = flat(own, found[len(features) :]) if own else torch.zeros(0)
-            gradients = [torch.zeros_like(f) if g is None else g for f, g in zip(features, found, strict=False)]
-            parts.append(gradients)
-            tables.append(torch.cat([self.channels(f, g) for f, g in zip(features, gradients, strict=True)]))
-            rests.append(own_part)
-        rows = Rows(reduce(torch.stack(tables)))
-        choice, report = self.choose(values, counts, rows)
-        here = report.absent == 0
-        factors = choice.weights[:, None] if choice.factors is None else choice.factors
-        chosen = [part for part, kept in zip(parts, here.tolist(), strict=True) if kept]
-        combined, start = [torch.zeros_like(f) for f in features], 0
-        for i, feature in enumerate(features):
-            columns = slice(None) if choice.factors is None else slice(start, start + feature.shape[-1])
-            start += feature.shape[-1]
-            for gradients, factor in zip(chosen, factors, strict=True):
-                combined[i] += gradients[i] * factor[columns].to(combined[i])
-        learn = list(shared)
-        put_gradients(learn, reduce(flat(learn, torch.autograd.grad(features, learn, combined, allow_unused=True))))
-        if own:
-            rest = reduce(torch.stack(rests))
-            put_gradients(own, mixed(self._own(report), rest[here.to(rest.device)]))
-        return report
-
-    def channels(self, features: Tensor, gradients: Tensor) -> Tensor:
-        """Sum a gradient of features [..., C] over positions, [C] fp32; for methods with `signs` times the features' signs."""
-        signed = gradients.float() * features.detach().sign() if self.config.kind.signs else gradients.float()
-        return signed.reshape(-1, features.shape[-1]).sum(0)
-
     def gather(
         self,
         passes: Sequence[Callable[[int], Tensor]],
@@ -412,23 +313,14 @@ class Balancer(Chooser):
         here = report.absent == 0
         put_gradients(shared, choice.combine(rows.take(here)), scale)
         if own and rest is not None:
-            put_gradients(own, mixed(self._own(report), rest[here.to(rest.device)]), scale)
+            factors = torch.where(report.zero == 1, 1.0, report.weights)[here]  # 1 where the row is zero: no weight was chosen
+            factors = factors if self.config.own == "weighted" else torch.ones_like(factors)
+            put_gradients(own, mixed(factors, rest[here.to(rest.device)]), scale)
         return report
 
 
-def _differentiate(loss: Tensor, by: Sequence[Tensor], present: bool) -> Sequence[Tensor | None]:
-    """Gradients of one task's loss, whose graph is kept; None for each where the task is absent."""
-    if not present or not loss.requires_grad:
-        return [None] * len(by)
-    return torch.autograd.grad(loss, by, retain_graph=True, allow_unused=True)
-
-
 def build(config: BalanceConfig, tasks: Sequence[str]) -> Balancer | Bilevel:
-    """Build the balancer of a run for the named tasks.
-
-    Raises:
-        UserError: fewer than two tasks, or more than can be balanced.
-    """
+    """Build the balancer of a run for the named tasks; UserError for fewer than two, or more than can be balanced."""
     return Bilevel(config, tasks) if config.kind.bilevel else Balancer(config, tasks)
 
 

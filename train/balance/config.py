@@ -7,13 +7,13 @@ Methods are imported where a configuration names one: their libraries take a sec
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
 
 from omni.errors import UserError
-from omni.tasks import TASKS
+from omni.tasks import TASKS, find_task
 from train.balance.registry import LEVELS, Method, Setting
 from train.data.config import DataConfig
 
@@ -23,23 +23,33 @@ MAX_TASKS = 10
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """Configuration of the balance of a step's tasks.
+    """How a step combines its tasks, see docs/balance.md.
 
     Attributes:
-        method: see `train.balance.methods.METHODS`.
-        level: `loss` (weights for one backward), `features` (by gradients of what encoder and decoder share) or `parameters`
-            (by gradients of the shared parameters); the method's first where absent.
+        method: `equal`, `uncertainty`, `dwa`, `upgrad`, ...: see `train.balance.methods.METHODS`.
+        level: `loss` (weights for one backward pass), `features` (by gradients between encoder and decoder, within one
+            backward pass) or `parameters` (by a gradient of each task); the method's first where absent.
         settings: of the method; the others keep their defaults.
-        own: how parameters that are not shared are trained: `plain`, by the sum of the losses, or `weighted`, by the same
-            weights as the shared ones.
+        own: how parameters that tasks do not share are trained, at level parameters: `plain`, by the sum of the losses, or
+            `weighted`, by the same weights as the shared ones.
         seed: of the random draws; the same on all processes.
+        tasks: what is balanced: the `tasks` of the data, or the `streams` of the layout.
+        names: tasks that are balanced, the others count with weight 1; by default all that the data's sources name (at level
+            features those with spoken questions).
+        losses: a task's loss is its `share` of the plain objective, or the `mean` over its own targets by stream.
+        separate: names of parameters that tasks do not share, at level parameters: patterns as in `trainable`. `forum`
+            takes all parameters as shared.
     """
 
     method: str = "equal"
     level: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    own: str = "plain"
+    own: Literal["plain", "weighted"] = "plain"
     seed: int = 0
+    tasks: Literal["tasks", "streams"] = "tasks"
+    names: tuple[str, ...] = ()
+    losses: Literal["share", "mean"] = "share"
+    separate: tuple[str, ...] = ("*_head.*",)
 
     def __post_init__(self) -> None:
         method = self.kind
@@ -50,21 +60,38 @@ class BalanceConfig:
                 f"balance.level is {self.level!r}, which method {self.method} does not have; use "
                 f"{' or '.join(method.levels)}, or another method: {', '.join(of_level(self.level))}"
             )
-        if self.own not in ("plain", "weighted"):
-            raise UserError(f"balance.own is {self.own!r}; use plain or weighted")
         if self.own == "weighted" and not method.linear:
             raise UserError(f"balance.own is weighted, but method {self.method} gives a direction and no weights; use plain")
-        if not isinstance(self.settings, Mapping):
-            raise UserError(f"balance.settings is {self.settings!r}; it must be a mapping of the method's settings")
         for name, value in self.settings.items():
             if name not in method.settings:
                 raise UserError(f"balance.settings.{name} is unknown to method {self.method}; {_near(name, method.settings)}")
             _check(f"balance.settings.{name}", value, method.settings[name])
+        self._check_names()
+        if self.own == "weighted" and self.at != "parameters":
+            raise UserError(f"balance.own is weighted, which is for level parameters, but the level is {self.at}; leave it out")
+        if tuple(self.separate) != BalanceConfig.separate and not self.separates:
+            raise UserError(
+                f"balance.separate is {list(self.separate)}, which is for methods that take a gradient of each task at level "
+                f"parameters, but {self.method} at level {self.at} does not; leave it out"
+            )
+
+    def _check_names(self) -> None:
+        for name in self.names:
+            find_task(name, "balance.names")
+        if len(set(self.names)) < len(self.names):
+            raise UserError(f"balance.names is {list(self.names)}; name each task once")
+        if self.names and self.tasks == "streams":
+            raise UserError("balance.names are of tasks, but balance.tasks is streams, which are all balanced; leave one out")
+        if self.tasks == "streams" and self.at == "features":
+            raise UserError(
+                "balance.tasks is streams, but at level features each position belongs to a task and none to a stream; use "
+                "tasks, or another level"
+            )
 
     @classmethod
-    def of(cls, method: str, level: str | None = None, *, own: str = "plain", seed: int = 0, **settings: Any) -> BalanceConfig:
+    def of(cls, method: str, level: str | None = None, **settings: Any) -> BalanceConfig:
         """Make a configuration with the method's settings as keywords."""
-        return cls(method, level, settings, own, seed)
+        return cls(method, level, settings)
 
     @property
     def kind(self) -> Method:
@@ -84,6 +111,29 @@ class BalanceConfig:
     def values(self) -> dict[str, Any]:
         """All settings of the method, defaults included."""
         return {**{name: setting.default for name, setting in self.kind.settings.items()}, **self.settings}
+
+    @property
+    def separates(self) -> bool:
+        """True where parameters that tasks do not share are trained differently from the shared ones."""
+        return self.at == "parameters" and not self.kind.bilevel
+
+    def passes(self, data: DataConfig, by_heads: bool, streams: int, world: int = 1) -> tuple[float, float]:
+        """Forward and backward passes of a step on each of `world` processes, in those of a plain one (docs/balance.md).
+
+        Args:
+            by_heads: losses on the encoder, which belong to no task, are trained.
+            streams: of the layout.
+        """
+        names = balanced_tasks(self, data)
+        m, rest = len(names) or streams, float(by_heads or (self.tasks == "tasks" and not data.drawn <= set(names)))
+        if self.kind.passes is not None:
+            return self.kind.passes(m, rest, self.values)
+        if self.at == "parameters":
+            return m + rest, m + rest
+        if self.at == "features" or self.kind.ahead:
+            return 1.0, 1.0
+        again = 1.0 if data.micro_batches > world else 0.0  # a pass without gradients first
+        return 1.0 + again + (1.0 if self.kind.after is not None and self.kind.again(self.values) else 0.0), 1.0
 
 
 def of_level(level: str) -> list[str]:
@@ -118,87 +168,7 @@ def _check(where: str, value: Any, setting: Setting) -> None:
         raise UserError(f"{where} is {value}; it must be {least}{most}")
 
 
-@dataclass(frozen=True)
-class BalanceSection(BalanceConfig):
-    """How a step combines its tasks, see docs/balance.md.
-
-    Attributes:
-        method: `equal`, `uncertainty`, `dwa`, `upgrad`, ...: see `train.balance.methods.METHODS`.
-        level: `loss` (weights for one backward pass), `features` (by gradients between encoder and decoder, within one
-            backward pass) or `parameters` (by a gradient of each task); the method's first where absent.
-        settings: of the method; the others keep their defaults.
-        own: how parameters that tasks do not share are trained, at level parameters: `plain`, by the sum of the losses, or
-            `weighted`, by the same weights as the shared ones.
-        seed: of the random draws; the same on all processes.
-        tasks: what is balanced: the `tasks` of the data, or the `streams` of the layout.
-        names: tasks that are balanced, the others count with weight 1; by default all that the data's sources name (at level
-            features those with spoken questions).
-        losses: a task's loss is its `share` of the plain objective, or the `mean` over its own targets by stream.
-        separate: names of parameters that tasks do not share, at level parameters: patterns as in `trainable`. `forum`
-            takes all parameters as shared.
-        rows: number of held-out rows for the outer losses of the bilevel methods (autolambda, moml, forum).
-    """
-
-    tasks: Literal["tasks", "streams"] = "tasks"
-    names: tuple[str, ...] = ()
-    losses: Literal["share", "mean"] = "share"
-    separate: tuple[str, ...] = ("*_head.*",)
-    rows: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, known in (("tasks", ("tasks", "streams")), ("losses", ("share", "mean"))):
-            if getattr(self, name) not in known:
-                raise UserError(f"balance.{name} is {getattr(self, name)!r}; use {' or '.join(known)}")
-        for name in self.names:
-            if name not in TASKS:
-                close = get_close_matches(str(name).upper(), TASKS, n=2, cutoff=0.3)
-                hint = f"did you mean {' or '.join(close)}? " if close else ""
-                raise UserError(f"balance.names has {name!r}, which is no task; {hint}known: {', '.join(TASKS)}")
-        if len(set(self.names)) < len(self.names):
-            raise UserError(f"balance.names is {list(self.names)}; name each task once")
-        if self.names and self.tasks == "streams":
-            raise UserError("balance.names are of tasks, but balance.tasks is streams, which are all balanced; leave one out")
-        if self.tasks == "streams" and self.at == "features":
-            raise UserError(
-                "balance.tasks is streams, but at level features each position belongs to a task and none to a stream; use "
-                "tasks, or another level"
-            )
-        if self.own == "weighted" and self.at != "parameters":
-            raise UserError(f"balance.own is weighted, which is for level parameters, but the level is {self.at}; leave it out")
-        if tuple(self.separate) != BalanceSection.separate and not self.separates:
-            raise UserError(
-                f"balance.separate is {list(self.separate)}, which is for methods that take a gradient of each task at level "
-                f"parameters, but {self.method} at level {self.at} does not; leave it out"
-            )
-        if self.rows < 1:
-            raise UserError(f"balance.rows is {self.rows}; it must be at least 1")
-
-    @property
-    def separates(self) -> bool:
-        """True where parameters that tasks do not share are trained differently from the shared ones."""
-        return self.at == "parameters" and not self.kind.bilevel
-
-    def passes(self, data: DataConfig, by_heads: bool, streams: int, world: int = 1) -> tuple[float, float]:
-        """Forward and backward passes of a step on each of `world` processes, in those of a plain one (docs/balance.md).
-
-        Args:
-            by_heads: losses on the encoder, which belong to no task, are trained.
-            streams: of the layout.
-        """
-        names = balanced_tasks(self, data)
-        m, rest = len(names) or streams, float(by_heads or (self.tasks == "tasks" and not data.drawn <= set(names)))
-        if self.kind.passes is not None:
-            return self.kind.passes(m, rest, self.values)
-        if self.at == "parameters":
-            return m + rest, m + rest
-        if self.at == "features" or self.kind.ahead:
-            return 1.0, 1.0
-        again = 1.0 if data.micro_batches > world else 0.0  # a pass without gradients first
-        return 1.0 + again + (1.0 if self.kind.after is not None and self.kind.again(self.values) else 0.0), 1.0
-
-
-def balanced_tasks(section: BalanceSection, data: DataConfig) -> list[str]:
+def balanced_tasks(section: BalanceConfig, data: DataConfig) -> list[str]:
     """Names of the balanced tasks in the table's order (of streams: none).
 
     Raises:
@@ -223,7 +193,7 @@ def balanced_tasks(section: BalanceSection, data: DataConfig) -> list[str]:
 
 
 def check_balance(
-    section: BalanceSection, data: DataConfig, precision: str, processes: int | None, streams: int | None = None
+    section: BalanceConfig, data: DataConfig, precision: str, processes: int | None, streams: int | None = None
 ) -> None:
     """Check the section against data, precision and number of processes.
 
@@ -262,7 +232,7 @@ def spelt(number: int) -> str:
     return {2: "two", 3: "three", 4: "four"}.get(number, str(number))
 
 
-def _enough(names: Sequence[str], section: BalanceSection, what: str) -> list[str]:
+def _enough(names: Sequence[str], section: BalanceConfig, what: str) -> list[str]:
     if not 2 <= len(names) <= MAX_TASKS:
         raise UserError(
             f"balance.method {section.method} at level {section.at} has {len(names)} {what} to balance ({_listed(names)}); it "

@@ -20,7 +20,7 @@ from omni.files import write_json
 from omni.tasks import find_task
 from omni.utils.charts import INK, drawn, print_table
 from omni.utils.process import end_by_signal, importing
-from train.balance.config import BalanceSection, check_balance
+from train.balance.config import BalanceConfig, check_balance
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.console.command import Parser, check_least
@@ -76,8 +76,8 @@ def variant(config: FitConfig, method: str, seed: int, out: Path) -> FitConfig:
     if own is not None and own.method == name and (not level or own.at == level):
         section = own
     else:
-        base = own or BalanceSection()
-        section = replace(base, method=name, level=level or None, settings={}, separate=BalanceSection.separate)
+        base = own or BalanceConfig()
+        section = replace(base, method=name, level=level or None, settings={}, separate=BalanceConfig.separate)
         section = replace(section, separate=base.separate) if section.separates else section
     check_balance(section, config.data, config.fabric.precision, config.fabric.processes)
     data = replace(config.data, seed=seed)

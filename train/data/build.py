@@ -69,7 +69,6 @@ def build_pipeline(
             codec,
             build_alignment(config, tokenizer),
             config.augment,
-            config.augment_cached_audio,
             config.seed,
             config.system,
             config.cut,

@@ -25,6 +25,9 @@ from train.config.sections import GroupConfig, OptimizerConfig
 
 Params = list[tuple[str, nn.Parameter]]
 
+TABLES = ("*embedding*", "*_head.*")
+"""Names of matrices that AdamW trains where the others are Muon's."""
+
 
 class UncapturedAdamW(torch.optim.AdamW):
     """AdamW that does not ask whether a CUDA graph is captured: the question opens a GPU beside a run on the CPU."""
@@ -35,13 +38,11 @@ class UncapturedAdamW(torch.optim.AdamW):
 
 
 def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return UncapturedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return UncapturedAdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
 def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return BatchedMuon(
-        groups, lr=config.muon_lr, momentum=config.muon_momentum, ns_steps=config.muon_steps, adjust_lr_fn=config.muon_scale
-    )
+    return BatchedMuon(groups, lr=config.muon_lr)
 
 
 def _paged_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -69,7 +70,7 @@ def _paged_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
-        return PagedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        return PagedAdamW(groups, lr=config.lr, betas=config.betas)
 
 
 Rules = Mapping[str, Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]]
@@ -169,7 +170,7 @@ def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str,
     owner: dict[str, GroupConfig] = {}
     for group in reversed(config.groups):
         owner.update(dict.fromkeys(match_names([group.pattern], names, "optimizer.groups", also=also), group))
-    exclude = match_names(config.muon_exclude, names, "optimizer.muon_exclude", strict=False, also=also)
+    exclude = match_names(TABLES, names, "tables", strict=False, also=also)
     groups: dict[tuple[str, float, float], dict[str, Any]] = {}
     used: set[tuple[str, str]] = set()  # (pattern, learning rate's key) pairs that at least one parameter uses
     for name, p in params:
@@ -275,7 +276,7 @@ class BatchedMuon(torch.optim.Muon):
                 for (p, _), u in zip(pairs, wide, strict=True):
                     p.mul_(shrink)
                     step = u if p.shape[0] <= p.shape[1] else u.mT
-                    p.add_(step.to(p.dtype), alpha=-lr * update_scale(group["adjust_lr_fn"], p.shape))
+                    p.add_(step.to(p.dtype), alpha=-lr * math.sqrt(max(1.0, p.shape[0] / p.shape[1])))
 
 
 def orthogonalize(
@@ -296,13 +297,6 @@ def orthogonalize(
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
-
-
-def update_scale(rule: str | None, shape: Sequence[int]) -> float:
-    """Factor of Muon's learning rate for a matrix [out, in]; see `OptimizerConfig.muon_scale`."""
-    if rule == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(shape))
-    return math.sqrt(max(1.0, shape[0] / shape[1]))
 
 
 class Average:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from omni.errors import UserError
 from omni.utils.patterns import match_names
 from train.balance.balancer import Balancer, BalanceReport, FeatureHook, build
-from train.balance.config import BalanceSection, spelt
+from train.balance.config import BalanceConfig, spelt
 from train.distributed.fabric import accumulating, reshard
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
@@ -81,7 +81,7 @@ class Balancing:
 
     def __init__(
         self,
-        section: BalanceSection,
+        section: BalanceConfig,
         given: Balanced,
         fabric: Fabric,
         module: Any,
@@ -101,7 +101,7 @@ class Balancing:
         shape = len(tasks), len(streams)
         self.cell = cells_by_stream(*shape) if by_stream else cells_by_task(self.names, tasks, len(streams))
         names = [name for name, _ in learning]
-        chosen = section.separate != BalanceSection.separate
+        chosen = section.separate != BalanceConfig.separate
         apart = match_names(section.separate, names, "balance.separate", strict=chosen)
         self.shared = [p for name, p in learning if name not in apart]
         self.own = [p for name, p in learning if name in apart]

@@ -23,7 +23,7 @@ from omni.lora.weights import merged_lazies, merged_state
 from omni.tasks import TASKS
 from omni.utils.hardware import peak_flops
 from omni.utils.remote import refuse_remote
-from train.balance.config import BalanceSection, balanced_tasks
+from train.balance.config import BalanceConfig, balanced_tasks
 from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
 from train.checkpoint.state import seed_random
@@ -55,7 +55,7 @@ from train.trainer.balanced_step import Balanced, Balancing
 from train.trainer.feed import CountingFeed, Feed
 from train.trainer.guard import StepGuard
 from train.trainer.initial_model import Initial, apply_lora, build_initial, save_lora, teacher_checksum, teacher_of
-from train.trainer.logs import DataCounts, HighestLosses, Logs
+from train.trainer.logs import COUNT, DataCounts, HighestLosses, Logs
 from train.trainer.loop import Loop
 from train.trainer.metrics import StepFlops, StepMetrics
 from train.trainer.parts import CALLBACKS, Callback, Callbacks, Outcome, Parts, build_callbacks
@@ -206,7 +206,7 @@ def build_loop(
         balance = build_balance(config.balance, config, parts, fabric, group, module, trainable, len(shards))
     peak = (peak_flops(fabric.device) or 0.0) * group.world
     meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group, peak or None)
-    highest = HighestLosses(config.log.highest if parts.named else 0, folder, group)
+    highest = HighestLosses(COUNT if parts.named else 0, folder, group)
     built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip, highest)
     first = objective.align_first if isinstance(objective, Objective) else 0.0
     step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, first)
@@ -250,7 +250,7 @@ def build_loop(
 
 
 def build_balance(
-    section: BalanceSection,
+    section: BalanceConfig,
     config: FitConfig,
     parts: Parts,
     fabric: Fabric,

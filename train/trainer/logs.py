@@ -229,6 +229,8 @@ def run_id(folder: Path) -> str:
 
 
 HIGHEST = "highest_loss.jsonl"
+COUNT = 20
+"""Examples that the file names."""
 WINDOW = 1000
 """Steps after which an example is forgotten: at the start of a run the loss of every row is high."""
 

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 
 ANSWERS = "validation"
+OUTER_ROWS = 64
+"""Held-out rows by which the balance methods of two levels judge a step."""
 
 
 @dataclass
@@ -333,7 +335,7 @@ def outer_batches(config: FitConfig, names: Sequence[str], maker: ExampleMaker) 
     assert config.balance is not None
     section, data = config.balance, config.data
     try:
-        rows = held_out_rows(data, maker.codec, section.rows)
+        rows = held_out_rows(data, maker.codec, OUTER_ROWS)
     except UserError as error:
         raise UserError(f"balance.method {section.method} judges by held-out rows: {error}") from error
     plain_maker = ExampleMaker(maker.model, maker.tokenizer, maker.codec, maker.alignment, None, seed=data.seed)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.close import assert_near
+from tests.train.balance.backward import backward
 from train.balance.balancer import Balancer, FeatureHook
 from train.balance.config import BalanceConfig, of_level
 
@@ -50,7 +51,7 @@ def test_one_backward_gives_what_one_per_task_gives(method: str, checkpointing: 
     losses.sum().backward()
     direct = Balancer(BalanceConfig(method, "features"), NAMES)
     losses, features = two(inputs())
-    report = direct.backward(losses, list(two.encoder.parameters()), list(two.decoder.parameters()), features=[features])
+    report = backward(direct, losses, list(two.encoder.parameters()), list(two.decoder.parameters()), features=[features])
     assert hook.report is not None
     assert_near(hook.report.weights, report.weights, 1e-5)
     for p, q in zip(one.parameters(), two.parameters(), strict=True):

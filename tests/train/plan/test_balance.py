@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from omni.errors import UserError
 from omni.tasks import TASKS
 from tests.train.plan.test_plan import counted, run, saved, shape
-from train.balance.config import BalanceSection, balanced_tasks
+from train.balance.config import BalanceConfig, balanced_tasks
 from train.commands.dry_run import build_workbench
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
@@ -32,7 +32,7 @@ MIX = {"A1T1": 1.0, "A1A2": 1.0, "A1T2": 1.0}
 
 def balanced(method: str, level: str | None = None, micro: int = 1, settings: Any = None, **more: Any) -> FitConfig:
     config = run(micro=micro, **more)
-    section = BalanceSection(method, level, settings or {})
+    section = BalanceConfig(method, level, settings or {})
     return replace(config, data=replace(config.data, sources=(SourceConfig("spoken-digits", tasks=MIX),)), balance=section)
 
 

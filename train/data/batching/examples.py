@@ -115,8 +115,7 @@ class ExampleMaker:
         model: its layout, encoder and projector determine the number of columns of a question.
         codec: checks and encodes the answers' codes; None where no task answers in speech.
         alignment: how transcripts are spelt for the alignment head.
-        augment: augmentation of the questions' sound; None for none.
-        augment_cached_audio: augment the sound of a cached row again on every draw; otherwise only its features.
+        augment: augmentation of the questions' sound, of a cached row once for all, and of its features; None for none.
         seed: of the augmentation.
         system: rows' system messages come before their first questions; otherwise they are left out.
         cut: share of the answers, other than a conversation's last, that are cut; see `train.data.batching.interrupt`.
@@ -133,7 +132,6 @@ class ExampleMaker:
         codec: AudioCodec | None = None,
         alignment: Alignment | None = None,
         augment: AugmentConfig | None = None,
-        augment_cached_audio: bool = True,
         seed: int = 0,
         system: bool = True,
         cut: float = 0.0,
@@ -144,7 +142,6 @@ class ExampleMaker:
         self.codec = codec
         self.alignment = alignment or Alignment("none")
         self.augment = augment
-        self.augment_cached_audio = augment_cached_audio
         self.seed = seed
         self.system = system
         self.cut = cut
@@ -248,7 +245,7 @@ class ExampleMaker:
     def _clips(self, draw: int, prepared: Prepared, number: int, turn: RowTurn) -> list[Clip]:
         """The question's clips, augmented for this draw."""
         assert turn.question_audio is not None
-        if prepared.kept_as is None or (self.augment_cached_audio and self.augment is not None):
+        if prepared.kept_as is None:
             heard = self._features(turn.question_audio.load(SAMPLE_RATE), "sound", draw, number)
         else:
             if number not in prepared.heard:
