@@ -64,7 +64,7 @@ def saving_lines(config: FitConfig, in_step: bool, limit: float = math.inf) -> l
     if found and all(one.total > limit for one in found):
         best = min(found, key=lambda one: one.total)
         needs = f"{(best.total + best.saved) / GIB:.2f} GiB are needed, and {best.total / GIB:.2f} GiB with {best.keys}"
-        return [f"no key alone saves enough, by the plan's arithmetic: {needs}; `omni-train plan` tries several together"]
+        return [f"no key alone saves enough, by the plan's arithmetic: {needs}; set some together, and ask `omni-train plan`"]
     lines = []
     for one in found[:3]:
         new = differences(plain_config(config), plain_config(one.config))

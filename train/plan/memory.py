@@ -6,7 +6,6 @@ Dimensions of what is counted: columns of a micro-batch, frames that the encoder
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,19 +17,17 @@ from omni.audio.io import SAMPLE_RATE
 from omni.codec.registry import CODECS
 from omni.config import ModelConfig
 from omni.generate.options import AnswerOptions
-from omni.layout import IGNORE
 from omni.lora.attach import adapted, add_adapter
 from omni.model.quantize import chosen_linears
 from omni.model.speech_model import SpeechModel, Unfilled
-from omni.tasks import TASKS, find_task
+from omni.tasks import find_task
 from train.balance.config import balanced_tasks
 from train.config.run import FitConfig
-from train.data.batching.batch import Batch
 from train.data.batching.loader import process_shards
-from train.data.config import DataConfig, tasks_of
 from train.distributed.fabric import product_type
 from train.distributed.sharding import ParallelDims
 from train.optim.optimizer import parameter_groups, set_trainable
+from train.trainer.preflight import PROMPT, clips_of, worst_batch
 from train.trainer.validation import answering_type
 
 Parts = dict[str, float]
@@ -65,11 +62,6 @@ class Memory:
     def phase(self) -> str:
         """The phase in which the peak is."""
         return max(self.totals, key=self.totals.__getitem__)
-
-    @property
-    def parts(self) -> Parts:
-        """Bytes by part at the peak."""
-        return self.phases[self.phase]
 
     @property
     def total(self) -> float:
@@ -196,8 +188,7 @@ class Activations:
         return found
 
     def around(self) -> float:
-        """Bytes that are kept around the blocks: by convolutions, projector, embeddings, the last norm, a mask and heads on the
-        encoder."""
+        """Bytes that are kept around the blocks: by convolutions, projector, embeddings, last norm, mask, encoder heads."""
         c, e, p, projector = self.shape.decoder, self.shape.encoder, self.p, self.model.projector
         linears = [part for part in projector.modules() if isinstance(part, nn.Linear)]
         projected = 1.2 * p * sum(part.in_features * bool(learning(part)) + part.out_features for part in linears)
@@ -261,14 +252,7 @@ def answer_bytes(config: FitConfig, cuda: bool) -> int:
 
 
 def estimate(config: FitConfig, model: SpeechModel, cuda: bool = False) -> Memory:
-    """Counts the memory of a run of the fullest batches on each device, under the configuration's strategy and precision.
-
-    Args:
-        model: of `meta_model`.
-
-    Raises:
-        UserError: settings that do not fit each other, such as micro-batches that processes cannot share.
-    """
+    """Counts the memory of a run of the fullest batches on each device; UserError for settings that do not fit each other."""
     world, sharded = config.fabric.processes or 1, config.fabric.strategy == "fsdp"
     dims = ParallelDims.of(config.fabric, world)
     process_shards(config.data.micro_batches, 0, dims.data)
@@ -315,9 +299,8 @@ def estimate(config: FitConfig, model: SpeechModel, cuda: bool = False) -> Memor
 
 
 def exchanged(config: FitConfig, model: nn.Module, world: int, several: bool) -> tuple[float, float, float]:
-    """Bytes of DDP's buckets, which hold all gradients once more, and of FSDP2's whole weights and gradients: of the root
-    (tables, heads, convolutions, projector) and of two blocks; in the backward pass also the gradients of root and a block, and
-    the weights of all blocks where one of `several` micro-batches follows (`train.distributed.sharding.unsynchronized`)."""
+    """Bytes of DDP's buckets, which hold all gradients once more, and of FSDP2's whole weights: root and two blocks; in
+    the backward pass also gradients of root and a block, and all weights where one of `several` micro-batches follows."""
     frozen, trained = bytes_each(config)
     if world == 1 or config.fabric.strategy != "fsdp":
         return float(trained * count(p for _, p in learning(model))) * (world > 1), 0.0, 0.0
@@ -342,68 +325,3 @@ def balanced(config: FitConfig, model: SpeechModel) -> tuple[float, float, str]:
         return 0.0, 0.0, f"not counted: copies of what is trained, and up to {m} gradients of it, of balance {section.method}"
     rows = m * bytes_each(config)[1] * float(count(p for _, p in learning(model)))
     return rows, rows * section.kind.keeps, ""
-
-
-PROMPT = 4
-"""Columns of a spoken question's example beside the question itself: input, end, the marker, and one of the answer."""
-
-PADDED_COLUMNS = 256
-"""Columns of an example where every clip costs the encoder its whole window, however short (`EncoderConfig.fixed_length`)."""
-
-
-def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
-    """A batch that no batch of the run exceeds: all rows full, every stream that any task of the mixture trains supervised in
-    every column, and, where any task asks by speech, clips as long as the window and the rows have room for.
-
-    Columns of data belong to a sound or to an answer, these to both: answers cost little beside the decoder's columns, since
-    logits are made in chunks. Where clips have a fixed length there is one to `PADDED_COLUMNS` columns.
-    """
-    rows, length, layout = data.packing.rows, data.packing.length, shape.layout
-    tasks = tasks_of(data)
-    trained = torch.tensor([any(t.trained(layout)[k] for t in tasks) for k in range(len(layout))])
-    tokens = layout.ids("pad")[None, :, None].repeat(rows, 1, length)
-    targets = torch.where(trained[None, :, None], torch.zeros_like(tokens), torch.full_like(tokens, IGNORE))
-    index = torch.full((rows, length), -1)
-    segments = torch.zeros(rows, length, dtype=torch.long)
-    frames: list[int] = []
-    heard = clips_of(length, shape) if any(task.question == "audio" for task in tasks) else []
-    features = 0
-    for row in range(rows):
-        start = 0
-        for number, count in enumerate(heard):
-            index[row, start + 1 : start + 1 + count] = torch.arange(features, features + count)
-            segments[row, start:] = number
-            frames.append(min(count * shape.projector.stack, shape.encoder.positions))
-            features += count
-            start += count + PROMPT
-    lengths = [shape.encoder.feature_frames(n) for n in frames]
-    spelt = shape.ctc > 1 and data.alignment != "none"
-    return Batch(
-        tokens=tokens,
-        targets=targets,
-        feature_index=index,
-        segments=segments,
-        task=torch.full((rows, length), list(TASKS).index(tasks[-1].name)),
-        inputs=torch.zeros(len(frames), shape.encoder.bands, max(lengths, default=0)),
-        input_lengths=lengths,
-        frames=frames,
-        transcripts=[_transcript(max(1, n // 4), shape) if spelt else [] for n in frames],
-        examples=rows * max(1, len(heard)),
-        positions=rows * length,
-        state={},
-    )
-
-
-def _transcript(count: int, shape: ModelConfig) -> list[int]:
-    """`count` ids of each spelling."""
-    sounds = shape.ctc_sounds - 1
-    return [1 + i % (shape.ctc - 1) for i in range(count)] + [shape.ctc + 1 + i % sounds for i in range(count) if sounds > 0]
-
-
-def clips_of(length: int, shape: ModelConfig) -> list[int]:
-    """Number of features of each clip of a full row."""
-    longest = math.ceil(shape.encoder.positions / shape.projector.stack)
-    each = min(longest + PROMPT, PADDED_COLUMNS if shape.encoder.fixed_length else length, length)
-    whole, rest = divmod(length, each)
-    columns = [each] * whole + ([rest] if rest > PROMPT else [])
-    return [max(1, n - PROMPT) for n in columns if n > PROMPT]

@@ -21,10 +21,11 @@ from train.data.config import SourceConfig
 from train.distributed.process_group import ProcessGroup
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import cells, targets
-from train.plan.memory import meta_model, worst_batch
+from train.plan.memory import meta_model
 from train.plan.plan import pace
 from train.trainer.balanced_step import Balanced, Balancing
 from train.trainer.feed import CountedStep
+from train.trainer.preflight import worst_batch
 
 pytestmark = pytest.mark.usefixtures("forked")
 MIX = {"A1T1": 1.0, "A1A2": 1.0, "A1T2": 1.0}
