@@ -37,7 +37,8 @@ from train.config.run import FitConfig
 from train.config.sections import BudgetConfig, CheckpointConfig, OptimizerConfig
 from train.distributed.fabric import build_fabric
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
-from train.trainer.build import build_balance, prepare
+from train.trainer.balanced_step import Balancing
+from train.trainer.build import prepare
 from train.trainer.feed import Feed, StepBatches
 from train.trainer.guard import StepGuard
 from train.trainer.loop import Loop
@@ -200,8 +201,13 @@ def balance(device: torch.device, small: bool, config: str, methods: str) -> Fig
         built = {field.name: getattr(loop.step, field.name) for field in fields(PlainStep)}
         works: dict[str, Step] = {"plain": PlainStep(**built)}
         for name, section in sections.items():
-            parts = (section, loop.config, loop.parts, loop.fabric, loop.group, loop.module, loop.trainable)
-            works[name] = BalancedStep(**built, balance=build_balance(*parts, len(given[0].batches)), start=0.0)
+            parts, own = loop.parts, (loop.fabric, loop.module, loop.trainable)
+            assert parts.balanced is not None
+            balancing = Balancing(
+                section, parts.balanced, *own, parts.tasks, parts.streams, parts.targets, loop.group, len(given[0].batches),
+                loop.config.objective.by_heads,
+            )  # fmt: skip
+            works[name] = BalancedStep(**built, balance=balancing, start=0.0)
         slices = {name: partial(_slice, step) for name, step in works.items()}
         spent = in_turns(slices, [given], device, 1 if small else 12)
     yield "plain", {"ms": statistics.median(spent["plain"]) / steps * 1e3}

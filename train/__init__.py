@@ -42,10 +42,7 @@ _MODULES = {
     "register_voice": "data.tts.voices",
 }
 
-__all__ = [
-    "Callback", "FitConfig", "Outcome", "SourceOptions", "fit", "recipe", "register_callback", "register_method",
-    "register_metric", "register_reader", "register_source", "register_voice",
-]  # fmt: skip
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -88,13 +88,9 @@ class Chooser:
         last: which tasks took part in the last step, [m] bool.
     """
 
-    BILEVEL = False
-
     def __init__(self, config: BalanceConfig, tasks: Sequence[str]) -> None:
         if not 2 <= len(tasks) <= MAX_TASKS:
             raise UserError(f"balance.method {config.method} was given {len(tasks)} tasks; it needs 2 to {MAX_TASKS}")
-        if config.kind.bilevel != self.BILEVEL:
-            raise ValueError(f"{config.method} is made by `train.balance.build`, not by {type(self).__name__}")
         self.config, self.tasks = config, list(tasks)
         self.state = State(len(tasks))
         self.steps = 0
@@ -116,8 +112,6 @@ class Chooser:
         """
         present, m = self.present(losses, counts), len(self.tasks)
         norms, cosines, zero = torch.full((m,), torch.nan), torch.full((m, m), torch.nan), torch.zeros(m, dtype=torch.bool)
-        if len(others) != (self.config.kind.batches - 1 if self.config.at == "parameters" else 0):
-            raise ValueError(f"{self.config.method} takes {self.config.kind.batches} batches, got {1 + len(others)}")
         if rows is not None:
             gramian = rows.gramian()
             squares = torch.stack([table.diagonal().float() for table in (gramian, *(other.gramian() for other in others))])
@@ -174,8 +168,6 @@ class Chooser:
         )
 
     def present(self, losses: Tensor, counts: Tensor | None) -> Tensor:
-        if len(losses) != len(self.tasks):
-            raise ValueError(f"{len(losses)} losses were given for {len(self.tasks)} tasks")
         here = losses.isfinite()
         return here if counts is None else here & (counts.to("cpu") > 0)
 
@@ -222,8 +214,6 @@ class Balancer(Chooser):
             losses: this process's share of the step's losses, all micro-batches together; their graph is not touched.
             counts: targets of each task in the whole step, [m]; a task without any is absent. So is one whose loss is nan.
         """
-        if self.config.at != "loss":
-            raise ValueError(f"{self.config.method} is at level {self.config.at}: it has no weights without gradients")
         return self.choose(summed(losses, reduce), counts)[1]
 
     def total(self, losses: Sequence[Tensor] | Tensor, report: BalanceReport) -> Tensor:
@@ -332,8 +322,6 @@ class Bilevel(Chooser):
     `inner` are left out.
     """
 
-    BILEVEL = True
-
     def ahead(self) -> Tensor:
         """The current weights, [m]."""
         return self._logits().softmax(0)
@@ -398,8 +386,6 @@ class FeatureHook:
     """
 
     def __init__(self, balancer: Chooser, reduce: Sum = alone) -> None:
-        if balancer.config.at != "features":
-            raise ValueError(f"{balancer.config.method} is at level {balancer.config.at}; a feature hook is for level features")
         self.balancer, self.reduce = balancer, reduce
         self.losses: Tensor | None = None
         self.counts: Tensor | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -142,13 +141,11 @@ class Background:
 
     Attributes:
         error: what it has raised.
-        busy: seconds of a processor that it took, once it is done.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         self.error: BaseException | None = None
-        self.busy = 0.0
         self._thread = Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -157,7 +154,6 @@ class Background:
             self._work()
         except BaseException as error:
             self.error = error
-        self.busy = time.thread_time()
 
     def join(self) -> None:
         """Waits until it is done."""

@@ -8,11 +8,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning_fabric import Fabric
-from torch import Tensor, nn
+from torch import nn
 
 from omni.checkpoint.bounds import NotFinite
 from omni.config import from_dict
@@ -29,30 +29,13 @@ from train.optim.optimizer import Average
 from train.optim.schedule import check_larger, due, extension
 
 
-class Meter(Protocol):
-    """Sums since the last row of the log."""
-
-    def state(self) -> list[list[float]]: ...
-
-    def restore(self, state: Sequence[Sequence[float]]) -> None: ...
-
-
-class BalanceState(Protocol):
-    """State of the balance of a run's tasks, and the sums since the last row of its table."""
-
-    tally: Any
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
-
-
 class Checkpointer:
     """Writes and reads the checkpoints of a run. All processes must call its methods alike.
 
     Args:
         plain: the configuration as plain data, to be stored and compared.
         folder: of the run.
+        balance, meter: with `state_dict`, `load_state_dict` and `tally`, or None; with `state` and `restore`.
         packer_shards: those of this process.
         rows: sizes of the stored sources, and the checksum of the weights below adapters.
 
@@ -78,8 +61,8 @@ class Checkpointer:
         objective: nn.Module,
         optimizer: torch.optim.Optimizer,
         average: Average | None,
-        balance: BalanceState | None,
-        meter: Meter,
+        balance: Any,
+        meter: Any,
         packer_shards: range,
         rows: Mapping[str, int],
     ) -> None:
@@ -141,7 +124,7 @@ class Checkpointer:
             group.update(own)
         if position.scaler:
             self.fabric.strategy.precision.load_state_dict(position.scaler)
-        self.meter.restore(position.meters or [position.meter])
+        self.meter.restore(position.meters)
         self._resume_balance(found, stored)
         self.saved = found
         if budget is not None:
@@ -197,8 +180,8 @@ class Checkpointer:
             return
         self.wait()
         position.meters = self.meter.state()
-        position.meter = [sum(sums) for sums in zip(*position.meters, strict=True)]
-        retention.check_finite(self.place, position.step, "loss", position.meter[0], self._advice())
+        loss = sum(sums[0] for sums in position.meters)
+        retention.check_finite(self.place, position.step, "loss", loss, self._advice())
         position.seconds = self.group.broadcast(seconds)
         position.saved = (position.step, position.seconds)
         if position.validated[0] != position.step:

@@ -146,16 +146,6 @@ def _is_run(folder: Path) -> bool:
     return isinstance(data, dict) and {"run_folder", "budget", "model", "data", "optimizer"} <= data.keys()
 
 
-def clear(folder: Path) -> None:
-    """Delete an earlier run's files from its folder (its exported model stays until there is a new one)."""
-    for name in RUN_FILES:
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
 def restart(folder: Path, launch: Set[str], again: bool) -> bool:
     """Delete an earlier run's files, unless this launch has done so before.
 
@@ -169,7 +159,12 @@ def restart(folder: Path, launch: Set[str], again: bool) -> bool:
     marker = folder / RESTARTED
     if again and marker.is_file() and launch & set(marker.read_text(encoding="utf-8").splitlines()):
         return False
-    clear(folder)
+    for name in RUN_FILES:  # an exported model stays until there is a new one
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
     if launch:
         write_whole(marker, "".join(f"{name}\n" for name in sorted(launch)))
     return True

@@ -58,8 +58,7 @@ class Position:
         packer_shards: state of every packer of the data after the last batch that was used.
         validated: step and seconds of the last validation.
         figures: figures of the validation at this very step, if there was one.
-        meter: sums since the last row of the log, over all processes.
-        meters: the same sums of each process; older checkpoints have none.
+        meters: sums since the last row of the log, of each process.
         scaler: state of the gradient scaler (16-mixed only).
         tally: figures of the balance since the last row of its table.
         rows: sizes of the stored sources, and the checksum of the weights below adapters, by their names in messages.
@@ -71,7 +70,6 @@ class Position:
     validated: tuple[int, float] = (0, 0.0)
     saved: tuple[int, float] = (0, 0.0)
     figures: dict[str, float] = field(default_factory=dict)
-    meter: list[float] = field(default_factory=list)
     meters: list[list[float]] = field(default_factory=list)
     scaler: dict[str, Any] = field(default_factory=dict)
     tally: dict[str, list[float]] = field(default_factory=dict)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -72,7 +71,7 @@ def _parser() -> ConfigParser:
     parser.add_argument("--text", action="store_true", help="also take the text-only score of the questions' texts (T1T2)")
     parser.add_argument(
         "--chunks",
-        type=_Milliseconds(),
+        type=str,
         metavar="MS,MS,...",
         help="evaluate once for each length of the encoder's chunks in ms, 0 for whole questions; figures beside the delay",
     )
@@ -86,22 +85,16 @@ def _parser() -> ConfigParser:
     return parser
 
 
-class _Milliseconds:
-    """Type of a list of milliseconds, separated by commas."""
-
-    def __call__(self, text: str) -> str:
-        if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text):
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of milliseconds; give some, such as 160,320,640,0")
-        return text
-
-    def __repr__(self) -> str:  # the parser's help prints it
-        return "milliseconds"
+def _milliseconds(text: str) -> list[int]:
+    if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text):
+        raise UserError(f"--chunks {text!r} is no list of milliseconds; give some, such as 160,320,640,0")
+    return [int(length) for length in text.split(",")]
 
 
 def _evaluate_delays(chosen: Mapping[str, Any], config: EvalConfig) -> int:
     from train.eval.delays import PICTURE, TABLE, delay_table, evaluate_delays
 
-    out, chunks = chosen["out"], [int(length) for length in chosen["chunks"].split(",")]
+    out, chunks = chosen["out"], _milliseconds(chosen["chunks"])
     found = evaluate_delays(chosen["model"], chosen["data"], out, config, chunks, chosen["progress"])
     print_table("figures by delay", *delay_table(found))
     print(f"table and picture: {out / TABLE}, {out / PICTURE}; each evaluation in a folder beside them")
@@ -111,7 +104,7 @@ def _evaluate_delays(chosen: Mapping[str, Any], config: EvalConfig) -> int:
 def _evaluate_distances(chosen: Mapping[str, Any], config: EvalConfig) -> int:
     from train.eval.delays import PICTURE, TABLE, delay_table, evaluate_distances
 
-    out, chunks = chosen["out"], [int(length) for length in (chosen["chunks"] or "").split(",") if length]
+    out, chunks = chosen["out"], _milliseconds(chosen["chunks"]) if chosen["chunks"] else []
     for name in ("model", "teacher"):
         check_folder(chosen[name])
     check_folder_to_be(out, "output folder")

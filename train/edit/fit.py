@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -170,35 +169,24 @@ def _asks_same(row: Row, other: Row) -> bool:
 # --- checkpoint -------------------------------------------------------------------------------------------------------
 
 
-def _facts(config: EditFitConfig) -> dict[str, Any]:
+def _facts(config: EditFitConfig) -> str:
     """Settings that a checkpoint and the run that goes on with it must agree in."""
-    return {name: value for name, value in asdict(config).items() if name not in FREE}
-
-
-def _agrees(stored: str, config: EditFitConfig) -> bool:
-    """True where the settings of a checkpoint are those of the run that goes on with it."""
-    return stored == repr(_facts(config))
+    return repr({name: value for name, value in asdict(config).items() if name not in FREE})
 
 
 def _save(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, step: int, config: EditFitConfig) -> None:
     tensors: dict[str, Tensor] = {f"mend.{name}": tensor for name, tensor in mend.state_dict().items()}
     for name, p in mend.named_parameters():
         tensors |= {f"optimizer.{name}.{what}": value for what, value in optimizer.state.get(p, {}).items()}
-    write_tensors(folder, "fit", tensors, {"step": step, "config": repr(_facts(config))})
+    write_tensors(folder, "fit", tensors, {"step": step, "config": _facts(config)})
 
 
 def _resume(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, config: EditFitConfig) -> int:
     """Loads a checkpoint; returns the steps done, 0 where there is none."""
     if not folder.exists():
-        left = sorted(folder.parent.glob(f".{folder.name}.old-*"))
-        if left:
-            raise UserError(
-                f"{folder} does not exist, but {left[-1]} is what a save that broke off left of it; rename it back, or delete "
-                "it to start again"
-            )
         return 0
     tensors, facts = read_tensors(folder, "fit")
-    if not _agrees(str(facts.get("config")), config):
+    if facts.get("config") != _facts(config):
         raise UserError(f"{folder} belongs to a run with another configuration; give another out, or delete the folder")
     state: Mapping[str, Tensor] = {name.removeprefix("mend."): t for name, t in tensors.items() if name.startswith("mend.")}
     mend.load_state_dict(state)

@@ -42,13 +42,12 @@ from omni.model.decoder import Hidden
 from omni.stores.tries import StoreError
 from omni.tasks import TASKS, Columns, Task, Turn, example, prompt
 from omni.text import Tokenizer
-from train.console.progress import Display
 from train.data.readers import Broken
 from train.data.rows.row import Row
 from train.eval.answers import EvalQuestion, ask, make_item
 from train.eval.config import EvalConfig, Progress
 from train.eval.held_out import Item
-from train.eval.journal import Journal
+from train.eval.journal import Batch, record_all
 from train.eval.questions import Questions
 from train.scoring.text import find_normaliser
 
@@ -96,38 +95,32 @@ def compare_some(
     """
     count = min(config.against_limit, len(answered))
     sample = Questions(questions.source, [answered[i * len(answered) // count] for i in range(count)])
-    journal = Journal(file, config.batch, count)
-    if journal.done == count:
-        return
     silent = [SpeechLM(one.model, one.tokenizer, speech_time=one.speech_time) for one in (other, lm)]
-    display = Display(count, journal.done, progress)
-    items = sample.iterate(journal.done)
-    try:
-        while batch := [item for _, item in zip(range(config.batch), items, strict=False)]:
-            asked = [EvalQuestion(i, row, make_item(row, task, lm)) for i, row in batch if not isinstance(row, Broken)]
-            greedy = replace(config, temperature=0.0, top_k=0)
-            theirs, ours = (ask(one, asked, greedy, sound=False) for one in (other, lm))
-            records = []
-            for number, (one, their, our) in enumerate(zip(asked, theirs, ours, strict=True), journal.done):
-                found = distance(lm, other, one.item, their)
-                record: dict[str, Any] = {
-                    "index": one.index,
-                    "where": one.row.where,
-                    "bytes": [bytes_of(other), bytes_of(lm)],
-                    "scores": {
-                        "kl": (found.kl, found.steps),
-                        "agreement": (found.agreed, found.tokens),
-                        "same_answer": (float(same(their, our)), 1),
-                    },
-                }
-                if number < config.timed:
-                    before, after = (_steps(model, one.item, greedy) for model in silent)
-                    record["scores"]["steps"], record["against"] = after, {"steps": before}
-                records.append(record)
-            journal.append(records)
-            display.tick(len(records), 0.0)
-    finally:
-        display.close()
+    timed, greedy = set(sample.chosen[: config.timed]), replace(config, temperature=0.0, top_k=0)
+
+    def make(batch: Batch) -> tuple[list[Any], float]:
+        asked = [EvalQuestion(i, row, make_item(row, task, lm)) for i, row in batch if not isinstance(row, Broken)]
+        theirs, ours = (ask(one, asked, greedy, sound=False) for one in (other, lm))
+        records = []
+        for one, their, our in zip(asked, theirs, ours, strict=True):
+            found = distance(lm, other, one.item, their)
+            record: dict[str, Any] = {
+                "index": one.index,
+                "where": one.row.where,
+                "bytes": [bytes_of(other), bytes_of(lm)],
+                "scores": {
+                    "kl": (found.kl, found.steps),
+                    "agreement": (found.agreed, found.tokens),
+                    "same_answer": (float(same(their, our)), 1),
+                },
+            }
+            if one.index in timed:
+                before, after = (_steps(model, one.item, greedy) for model in silent)
+                record["scores"]["steps"], record["against"] = after, {"steps": before}
+            records.append(record)
+        return records, 0.0
+
+    record_all(file, sample, config, progress, make)
 
 
 def bytes_of(lm: SpeechLM) -> int:
@@ -153,11 +146,10 @@ def distance(lm: SpeechLM, other: SpeechLM, item: Item, answer: Answer) -> Dista
         if not len(place):
             continue
         ours, theirs = (_log_probabilities(one, h, stream, place) for one, h in zip((lm, other), hidden, strict=True))
-        ids = _allowed(lm, stream)
         kl += float((theirs.exp() * (theirs - ours)).sum())
         likeliest = theirs.argmax(-1)
         agreed += int((ours.argmax(-1) == likeliest).sum())
-        own += int((ids[likeliest.cpu()] == targets[place]).sum())
+        own += int((_allowed(lm, stream)[likeliest.cpu()] == targets[place]).sum())
         steps |= set(place.tolist())
         tokens += len(place)
     return Distance(kl, len(steps), agreed, own, tokens)
@@ -249,35 +241,26 @@ def check_texts(questions: Questions) -> None:
 
 def score_texts(lm: SpeechLM, questions: Questions, config: EvalConfig, file: Path, progress: Progress) -> None:
     """Append one record per item to `file`; items without both texts have `broken`."""
-    journal = Journal(file, config.batch, len(questions))
-    if journal.done == len(questions):
-        return
     normaliser = find_normaliser(config.normaliser)
-    display = Display(len(questions), journal.done, progress)
-    items = questions.iterate(journal.done)
-    try:
-        while batch := [item for _, item in zip(range(config.batch), items, strict=False)]:
-            asked, records = _readable(lm, batch)
-            turns = [_turn(lm, one.row) for one in asked]
-            answers = ask(lm, asked, config, sound=False)
-            asked_so = negative_log_likelihood(lm, [example(lm.layout, [turn]) for turn in turns])
-            plain = negative_log_likelihood(lm, [plain_text(lm, turn) for turn in turns], lm.layout.text.size)
-            for one, answer, nll, without in zip(asked, answers, asked_so, plain, strict=True):
-                exact = normaliser(answer.text) == normaliser(one.row.turns[0].answer_text)
-                records[one.index] = {
-                    "index": one.index,
-                    "where": one.row.where,
-                    "response": answer.text,
-                    "scores": {
-                        "text_exact_match": (float(exact), 1),
-                        "text_perplexity": nll,
-                        "text_perplexity_plain": without,
-                    },
-                }
-            journal.append([records[index] for index, _ in batch])
-            display.tick(len(batch), 0.0)
-    finally:
-        display.close()
+
+    def make(batch: Batch) -> tuple[list[Any], float]:
+        asked, records = _readable(lm, batch)
+        turns = [_turn(lm, one.row) for one in asked]
+        answers = ask(lm, asked, config, sound=False)
+        asked_so = negative_log_likelihood(lm, [example(lm.layout, [turn]) for turn in turns])
+        plain = negative_log_likelihood(lm, [plain_text(lm, turn) for turn in turns], lm.layout.text.size)
+        for one, answer, nll, without in zip(asked, answers, asked_so, plain, strict=True):
+            exact = normaliser(answer.text) == normaliser(one.row.turns[0].answer_text)
+            scores = {"text_exact_match": (float(exact), 1), "text_perplexity": nll, "text_perplexity_plain": without}
+            records[one.index] = {
+                "index": one.index,
+                "where": one.row.where,
+                "response": answer.text,
+                "scores": scores,
+            }
+        return [records[index] for index, _ in batch], 0.0
+
+    record_all(file, questions, config, progress, make)
 
 
 def check_before(path: Path, tokenizer: Tokenizer, questions: Questions, count: int = 50) -> None:

@@ -39,7 +39,7 @@ from train.data.rows.row import Row
 from train.data.seeding import key
 from train.eval.config import EvalConfig, Progress
 from train.eval.held_out import Item
-from train.eval.journal import Journal
+from train.eval.journal import Journal, record_all
 from train.eval.measures import METRICS, Figure, figure, metric_scores, pairs_of
 from train.eval.questions import GivenRow, Questions
 from train.scoring.asr import ASR, transcript
@@ -95,18 +95,7 @@ def answer_all(
     lm: SpeechLM, questions: Questions, task: Task, config: EvalConfig, asr: ASR | None, file: Path, progress: Progress
 ) -> None:
     """Asks the questions that have no record yet, and appends their records to `file`."""
-    journal = Journal(file, config.batch, len(questions))
-    if journal.done == len(questions):
-        return
-    display = Display(len(questions), journal.done, progress)
-    items = questions.iterate(journal.done)
-    try:
-        while batch := [item for _, item in zip(range(config.batch), items, strict=False)]:
-            records, seconds = _answer(lm, batch, task, config, asr)
-            journal.append(records)
-            display.tick(len(records), seconds)
-    finally:
-        display.close()
+    record_all(file, questions, config, progress, lambda batch: _answer(lm, batch, task, config, asr))
 
 
 def _answer(
@@ -270,16 +259,9 @@ def answer_turns(
     lm: SpeechLM, questions: Questions, task: Task, config: EvalConfig, file: Path, progress: Progress = "off"
 ) -> None:
     """Holds the conversations that have no record yet, `config.batch` at a time, and appends their records to `file`."""
-    journal = Journal(file, config.batch, len(questions))
-    display = Display(len(questions), journal.done, progress)
-    rows = questions.iterate(journal.done)
-    try:
-        with ThreadPoolExecutor(config.batch) as pool:
-            while batch := [one for _, one in zip(range(config.batch), rows, strict=False)]:
-                journal.append(list(pool.map(lambda one: _record(lm, one[0], one[1], task, config), batch)))
-                display.tick(len(batch), 0.0)
-    finally:
-        display.close()
+    with ThreadPoolExecutor(config.batch) as pool:
+        record = lambda one: _record(lm, *one, task, config)  # noqa: E731
+        record_all(file, questions, config, progress, lambda batch: (list(pool.map(record, batch)), 0.0))
 
 
 def _record(lm: SpeechLM, index: int, row: Row | Broken, task: Task, config: EvalConfig) -> dict[str, Any]:

@@ -12,12 +12,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
 from omni.files import read_json, write_json
+from train.console.progress import Display
+from train.data.readers import Broken
+from train.data.rows.row import Row
+from train.eval.config import EvalConfig, Progress
+from train.eval.questions import Questions
+
+Batch = Sequence[tuple[int, Row | Broken]]
+"""Questions with their places in the data."""
 
 RUN = "run.json"
 LATER = ("text_before", "text_before_hash", "against", "against_hash")
@@ -81,6 +90,27 @@ class Journal:
             handle.flush()
             os.fsync(handle.fileno())
         self.done += len(records)
+
+
+def record_all(
+    file: Path, questions: Questions, config: EvalConfig, progress: Progress, make: Callable[[Batch], tuple[list[Any], float]]
+) -> None:
+    """Appends records of the questions that have none yet, `config.batch` at a time.
+
+    Args:
+        make: gives the records of a batch of questions, in its order, and the seconds of sound in it.
+    """
+    journal = Journal(file, config.batch, len(questions))
+    if journal.done == len(questions):
+        return
+    display, items = Display(len(questions), journal.done, progress), questions.iterate(journal.done)
+    try:
+        while batch := list(islice(items, config.batch)):
+            records, seconds = make(batch)
+            journal.append(records)
+            display.tick(len(records), seconds)
+    finally:
+        display.close()
 
 
 def read_records(file: Path) -> Iterator[dict[str, Any]]:

@@ -174,6 +174,9 @@ class Sphinx:
     Args:
         words: the words of the grammar, each any number of times.
         longest: largest number of words in a sequence.
+
+    Raises:
+        UserError: a word that its dictionary lacks.
     """
 
     def __init__(self, words: Sequence[str], longest: int = 4) -> None:
@@ -181,14 +184,18 @@ class Sphinx:
             from pocketsphinx import Decoder
         except ImportError as error:
             raise UserError('pocketsphinx is not installed; run: pip install "omni-speech[demo]"') from error
+        self.name = f"pocketsphinx, up to {longest} of {len(set(words))} words"
         grammar = "(" + " | ".join(sorted(set(words))) + ")"
         rule = grammar + f" [{grammar}]" * (longest - 1)
         grammar = f"#JSGF V1.0;\ngrammar answers;\npublic <answer> = {rule};\n"
         self._decoder = Decoder(lm=None, loglevel="FATAL", samprate=16000)
-        self._decoder.add_jsgf_string("answers", grammar)
-        self._decoder.activate_search("answers")
+        try:
+            self._decoder.add_jsgf_string("answers", grammar)
+            self._decoder.activate_search("answers")
+        except RuntimeError as error:
+            raise UserError(f"pocketsphinx refuses --asr_words ({error}): give English words of its dictionary") from error
 
-    def transcribe(self, audio: Tensor, sample_rate: int) -> str:
+    def transcribe(self, audio: Tensor, sample_rate: int, language: str = "en") -> str:
         """Recognise the words of a recording [S]; empty where the grammar fits nothing."""
         if sample_rate != 16000:
             audio = resample(audio, sample_rate, 16000)
@@ -229,26 +236,11 @@ class WhisperASR:
         return self._inner.transcribe(resample(audio, sample_rate, RATE), language)
 
 
-class SphinxASR:
-    """ASR by pocketsphinx with a grammar of the given words (`Sphinx`); UserError for a word that its dictionary lacks."""
-
-    def __init__(self, words: Sequence[str], longest: int) -> None:
-        try:
-            self._inner = Sphinx(words, longest)
-        except RuntimeError as error:
-            raise UserError(f"pocketsphinx refuses --asr_words ({error}): give English words of its dictionary") from error
-        self.name = f"pocketsphinx, up to {longest} of {len(set(words))} words"
-
-    def transcribe(self, audio: Tensor, sample_rate: int, language: str) -> str:
-        """See `ASR`."""
-        return self._inner.transcribe(audio, sample_rate)
-
-
 def open_asr(name: str | None, words: Sequence[str], longest: int, device: str) -> ASR | None:
     """Open the ASR `name`: `sphinx`, with its `words` and `longest`, or a Whisper's file or folder; None without a name."""
     if name is None:
         return None
-    return SphinxASR(words, longest) if name == "sphinx" else WhisperASR(Path(name), device)
+    return Sphinx(words, longest) if name == "sphinx" else WhisperASR(Path(name), device)
 
 
 def transcript(asr: ASR, audio: Tensor | None, sample_rate: int, language: str) -> str:

@@ -31,7 +31,7 @@ from train.distributed.fabric import accumulating, reshard
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
 from train.objective.task_losses import GraphLosses, TaskLosses, cells_by_stream, cells_by_task, mean_factors
-from train.trainer.feed import Batch, CountedStep
+from train.trainer.feed import Batch, StepBatches
 from train.trainer.logs import BALANCE
 from train.trainer.metrics import BalanceTally
 
@@ -137,7 +137,7 @@ class Balancing:
 
     # --- a step -----------------------------------------------------------------------------------------------------------
 
-    def take(self, step: CountedStep, denominators: Tensor, progress: float, lr: float, add: Callable[[Losses], None]) -> None:
+    def take(self, step: StepBatches, denominators: Tensor, progress: float, lr: float, add: Callable[[Losses], None]) -> None:
         """Runs all forward and backward passes of a step; gradients are in `grad` afterwards.
 
         Args:
@@ -146,6 +146,7 @@ class Balancing:
             lr: of the optimizer.
             add: receives the losses of each pass; every target is in one of them, and `total` is the plain objective.
         """
+        assert step.cells is not None
         now = _StepState(denominators, step.cells, progress, lr, add)
         level, bilevel = self.section.at, self.section.kind.bilevel
         large = level == "parameters" and not bilevel  # a state that holds gradients is not copied
@@ -357,7 +358,7 @@ class Balancing:
         return {**self.balancer.state_dict(), "taken": torch.tensor(self.steps), "names": self._checksum()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if "names" in state and int(state["names"]) != int(self._checksum()):  # older checkpoints lack it
+        if int(state["names"]) != int(self._checksum()):
             raise UserError(
                 f"the stored balance is of other tasks than this run's {', '.join(self.names)}, or in another order; go on "
                 "with the same, or say --resume restart"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 from lightning_fabric import Fabric
-from torch import Tensor, nn
+from torch import Tensor
 
 from omni.checkpoint.folder import save_folder
 from omni.convert.lazy import LazyTensors, cast, lazies_of
@@ -23,7 +23,7 @@ from omni.lora.weights import merged_lazies, merged_state
 from omni.tasks import TASKS
 from omni.utils.hardware import peak_flops
 from omni.utils.remote import refuse_remote
-from train.balance.config import BalanceConfig, balanced_tasks
+from train.balance.config import balanced_tasks
 from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
 from train.checkpoint.state import seed_random
@@ -31,7 +31,6 @@ from train.config.run import FitConfig, plain_config
 from train.console.progress import TrainProgress
 from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader, process_shards
-from train.data.batching.pipeline import Pipeline
 from train.data.build import build_alignment, build_pipeline, held_out_by_source, prepare_sources
 from train.data.speech_time import estimate_speech_time
 from train.distributed.fabric import (
@@ -52,7 +51,7 @@ from train.optim.optimizer import Average, build_optimizer, set_trainable
 from train.optim.schedule import used
 from train.trainer import announce, plots
 from train.trainer.balanced_step import Balanced, Balancing
-from train.trainer.feed import CountingFeed, Feed
+from train.trainer.feed import Feed
 from train.trainer.guard import StepGuard
 from train.trainer.initial_model import Initial, apply_lora, build_initial, save_lora, teacher_checksum, teacher_of
 from train.trainer.logs import COUNT, DataCounts, HighestLosses, Logs
@@ -93,14 +92,13 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | No
 
 def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | None = None) -> Outcome | None:
     """Trains as `fit`, but does not `leave` the other processes, which until then wait for one that has failed."""
-    if not isinstance(config, FitConfig):
-        raise UserError(f"fit was given {config!r:.80}; give it a FitConfig, such as recipe('nano') from train")
     if not config.run_folder:
         raise UserError("run_folder is missing: name a folder for the run")
     steps = NONE if profile is None else step_range(profile, config.budget)
     refuse_remote(config.run_folder, "run_folder", write=True)
     folder = Path(config.run_folder)
-    given, (config, larger) = config, shared(config)
+    given, processes = config, ParallelDims.of(config.fabric, count_processes(config.fabric, os.environ)).data
+    config, larger = config.shared_by(processes)  # as many micro-batches as they can share
     check_resume(config, given)
     notes = [*([] if larger is None else [larger]), *check_start(with_alignment(config))]
     check_devices(config.fabric)
@@ -135,11 +133,6 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
         if not is_out_of_memory(error):
             raise
         raise (loop.out_of_memory(error) if loop is not None else out_of_memory(error, fabric.device)) from error
-
-
-def shared(config: FitConfig) -> tuple[FitConfig, str | None]:
-    """The configuration with as many micro-batches as its processes can share; see `FitConfig.shared_by`."""
-    return config.shared_by(ParallelDims.of(config.fabric, count_processes(config.fabric, os.environ)).data)
 
 
 def prepare(
@@ -203,7 +196,12 @@ def build_loop(
     average = Average(learning, config.ema) if config.ema is not None else None
     balance = None
     if config.balance is not None:
-        balance = build_balance(config.balance, config, parts, fabric, group, module, trainable, len(shards))
+        if parts.balanced is None:
+            raise UserError("balance is given, but this run's objective does not give its losses by task; leave it out")
+        balance = Balancing(
+            config.balance, parts.balanced, fabric, module, trainable, parts.tasks, parts.streams, parts.targets, group,
+            len(shards), config.objective.by_heads,
+        )  # fmt: skip
     peak = (peak_flops(fabric.device) or 0.0) * group.world
     meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group, peak or None)
     highest = HighestLosses(COUNT if parts.named else 0, folder, group)
@@ -236,41 +234,14 @@ def build_loop(
     def open_feed(stop: Stop, clock: Callable[[], float]) -> Feed:
         batches = parts.steps(shards, position.step, position.packer_shards) if share < 1 else iter(())
         batches = calls.checked(checkpointer.checked(batches))
-        if balance is None:
-            return Feed(batches, parts.targets, parts.flops, clock, len(parts.streams), group, stop)
-        shape = len(parts.tasks), len(parts.streams)
-        return CountingFeed(batches, parts.targets, parts.flops, clock, shape, balance.given.cells, group, stop)
+        counted = (0, None) if balance is None else (len(parts.tasks), balance.given.cells)
+        return Feed(batches, parts.targets, parts.flops, clock, len(parts.streams), group, stop, *counted)
 
     data_counts = DataCounts(folder, group, progress.say, parts.broken_limit)
     return Loop(
         config, parts, folder, fabric, group, module, trainable, optimizer, step, open_feed, average, balance, meter,
         checkpointer, logs, progress, data_counts, calls, Usage(objective, optimizer, average, fabric.device, group), highest,
         profiler,
-    )  # fmt: skip
-
-
-def build_balance(
-    section: BalanceConfig,
-    config: FitConfig,
-    parts: Parts,
-    fabric: Fabric,
-    group: ProcessGroup,
-    module: Any,
-    trainable: Sequence[tuple[str, nn.Parameter]],
-    micro_batches: int,
-) -> Balancing:
-    """Builds the balance of a run's tasks from a section.
-
-    Args:
-        module: the objective as Fabric wraps it.
-        micro_batches: of this process in a step.
-    """
-    if parts.balanced is None:
-        raise UserError("balance is given, but this run's objective does not give its losses by task; leave it out")
-    aligned = config.objective.by_heads
-    return Balancing(
-        section, parts.balanced, fabric, module, trainable, parts.tasks, parts.streams, parts.targets, group, micro_batches,
-        aligned,
     )  # fmt: skip
 
 
@@ -295,6 +266,11 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         folder,
         broken,
     )
+
+    def steps(shards: range, start: int, states: Mapping[str, Any]) -> Iterator[list[Batch]]:
+        data, pin = config.data, fabric.device.type == "cuda"
+        loader = StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch, pin=pin)
+        return iter(loader)
 
     def export(weights: Mapping[str, Tensor]) -> Path:
         if lora is not None and base is not None:
@@ -337,7 +313,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     return Parts(
         objective=objective,
         micro_batches=config.data.micro_batches,
-        steps=lambda shards, start, states: _steps(pipeline, config, shards, start, states, fabric.device.type == "cuda"),
+        steps=steps,
         targets=targets,
         streams=model.layout.names,
         tasks=tuple(TASKS),
@@ -354,13 +330,6 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         sources=[(source.name, source.size) for source in pipeline.mixture.sources],
         draws=pipeline.mixture.total,
     )
-
-
-def _steps(
-    pipeline: Pipeline, config: FitConfig, shards: range, start: int, states: Mapping[str, Any], pin: bool
-) -> Iterator[list[Batch]]:
-    data = config.data
-    return iter(StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch, pin=pin))
 
 
 def with_alignment(config: FitConfig) -> FitConfig:

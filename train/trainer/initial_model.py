@@ -81,7 +81,7 @@ def build_initial(section: ModelSection, seed: int, weights: bool = True) -> Ini
     if section.start is None:
         config = changed(preset(str(section.preset)), section)
         model = SpeechModel(config) if weights else SpeechModel.unfilled(config)
-        return Initial(model, choose_tokenizer(section, config), _codec(config, codec_folder), codec_folder)
+        return Initial(model, choose_tokenizer(section, config), load_if_given(config.codec, codec_folder), codec_folder)
     check_full_precision(section.start, "training")
     loaded = load_folder(section.start, codec_folder=codec_folder, weights=weights)
     config = continued(loaded.config, section)
@@ -190,11 +190,6 @@ def check_tokenizer(section: ModelSection, config: ModelConfig) -> None:
             f"model.tokenizer is missing: the text stream has {config.layout.text.size} ids, and only one of {BYTES} can do "
             "without; give the model's tokenizer.json"
         )
-
-
-def _codec(config: ModelConfig, folder: Path | None) -> AudioCodec | None:
-    """Loads the codec; None where it has weights that are not given."""
-    return load_if_given(config.codec, folder)
 
 
 ADAPTER = "adapter"

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nlargest
@@ -95,16 +94,6 @@ def read_table(path: Path) -> list[dict[str, float]]:
     return rows
 
 
-def _wait_for_a_later_name(board: Path) -> None:
-    """Wait until a new event file sorts behind all that are there, one second at most.
-
-    TensorBoard reads files in the order of their names, `events.out.tfevents.<whole second>.<host>.<process>.<counter>`,
-    compared as text: of two starts within one second counter 10 would be read before counter 9, and purge the wrong steps.
-    """
-    while any(board.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-        time.sleep(0.05)
-
-
 class Logs:
     """Writes a run's figures to all of its logs."""
 
@@ -115,7 +104,6 @@ class Logs:
         folder.mkdir(parents=True, exist_ok=True)
         self.tables = {name: CsvTable(folder / name, upto) for name in (METRICS, VALIDATION)}
         self.tables[BALANCE] = CsvTable(folder / BALANCE, upto, KINDS)
-        _wait_for_a_later_name(folder / "tensorboard")
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=upto + 1 if upto else 0)
         self.wandb = _wandb_run(wandb_project, folder, config) if wandb_project else None
 
@@ -208,12 +196,8 @@ class DataCounts:
 
 def _wandb_run(project: str, folder: Path, config: Any) -> Any:
     """A run at Weights & Biases, or under the folder's `wandb/` with `WANDB_MODE=offline`; UserError where it cannot begin."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(
-            f"log.wandb is {project!r}, but wandb is not installed; `pip install wandb`, or leave it out"
-        ) from error
+    import wandb
+
     try:
         return wandb.init(project=project, name=folder.name, id=run_id(folder), resume="allow", dir=str(folder), config=config)
     except Exception as error:  # of its own kinds: no key, no network, no such project

@@ -107,8 +107,6 @@ class StepMetrics:
     def restore(self, state: Sequence[Sequence[float]]) -> None:
         """Continue from a checkpoint's sums: each process from its own, as sums in float32 depend on their order; where there
         were more or fewer processes, the first one has the sums of all."""
-        later = (2, 4)  # entries that checkpoints from before distillation, and from before turn heads, lack
-        state = [[*sums, *[0.0] * lacking] if (lacking := len(self.values) - len(sums)) in later else sums for sums in state]
         if any(len(sums) != len(self.values) for sums in state):
             return
         total = torch.tensor(state, dtype=torch.float64).sum(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,8 +128,6 @@ CALLBACKS: Registry[type[Callback]] = Registry(
 
 def register_callback(name: str) -> Callable[[Kind], Kind]:
     """A decorator for a subclass of `Callback`; a run takes it by `callbacks: [name]`."""
-    if not isinstance(name, str):
-        raise UserError(f'callback {name!r:.80}: give the decorator a name, as in @register_callback("mine")')
 
     def register(kind: Kind) -> Kind:
         CALLBACKS.add(name, kind)
@@ -141,14 +138,6 @@ def register_callback(name: str) -> Callable[[Kind], Kind]:
         return kind
 
     return register
-
-
-def check_made(kind: type[Callback]) -> None:
-    """UserError for a callback that does not take a run's folder alone."""
-    try:
-        inspect.signature(kind).bind(Path())
-    except TypeError as error:
-        raise UserError(f"callback {kind.name} cannot be made of a run's folder alone: {error}") from error
 
 
 def build_callbacks(kinds: Sequence[type[Callback]], folder: Path) -> list[Callback]:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
 import torch
 
 from omni.checkpoint.folder import CODEC, check_sizes
@@ -31,7 +30,6 @@ from omni.model.speech_model import SpeechModel
 from omni.stores.reading import local_path
 from omni.tasks import TASKS, find_task
 from omni.utils.patterns import match_names
-from omni.utils.profiling import GIB
 from omni.utils.remote import check_there
 from train.checkpoint import retention
 from train.checkpoint.upload import check_upload
@@ -48,7 +46,7 @@ from train.data.sources.stream_source import StreamSource
 from train.distributed.sharding import check_divides
 from train.objective.config import no_teacher
 from train.trainer.initial_model import check_tokenizer, shape_of
-from train.trainer.parts import CALLBACKS, check_made
+from train.trainer.parts import CALLBACKS
 
 PROCESSES_A_CORE = 4
 """Most processes a core: with more, they wait for each other longer than they compute."""
@@ -75,7 +73,7 @@ def check_start(config: FitConfig) -> list[str]:
             check_upload(config.checkpoint.upload)
     for name in config.callbacks:
         with problems.of("callbacks"):
-            check_made(CALLBACKS.find(name, "callbacks"))
+            CALLBACKS.find(name, "callbacks")
             if config.callbacks.count(name) > 1:
                 raise UserError(f"callbacks names {name} twice; leave one out")
     notes = _check_rows(config.data, problems, config.objective.encoder_alone)
@@ -128,20 +126,13 @@ def check_packages(config: FitConfig) -> None:
 
 
 def check_workers(config: FitConfig) -> None:
-    """Refuses (UserError) more data workers than this machine's CPU can run, and more steps ahead than its memory holds."""
+    """Refuses (UserError) more data workers than this machine's CPU can run."""
     data = config.data
     most = max(8, WORKERS_A_CORE * (os.cpu_count() or 1))
     if data.workers > most:
         raise UserError(
             f"data.workers is {data.workers}, but there are {os.cpu_count()} core(s) here, for at most {most} workers; give a "
             f"number from 0 to {most}"
-        )
-    values = data.micro_batches * data.packing.rows * data.packing.length * (config.model.streams or 2)
-    memory, ahead = psutil.virtual_memory().total, data.workers * data.prefetch
-    if 2 * 8 * values * ahead > memory:  # ids and targets alone, in int64
-        raise UserError(
-            f"data.prefetch is {data.prefetch}: the {ahead} steps that are made ahead hold more than the {memory / GIB:.2f} "
-            "GiB of this machine; give less, such as 2"
         )
 
 

@@ -17,7 +17,7 @@ from train.distributed.fabric import accumulating, clip
 from train.distributed.process_group import ProcessGroup
 from train.optim.optimizer import Optimizers
 from train.trainer.balanced_step import Balancing
-from train.trainer.feed import CountedStep, StepBatches
+from train.trainer.feed import StepBatches
 from train.trainer.guard import StepGuard
 from train.trainer.logs import HighestLosses
 from train.trainer.metrics import StepMetrics
@@ -103,7 +103,6 @@ class BalancedStep(PlainStep):
         if progress < self.start:
             super().gradients(step, denominators, progress)
             return
-        assert isinstance(step, CountedStep)
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         self.balance.take(step, denominators, progress, lr, self.meter.add)
 

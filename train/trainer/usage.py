@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -186,65 +186,15 @@ def out_of_memory(
 
 
 def _room(gpu: torch.device | None) -> tuple[str, float]:
-    """How much memory a GPU has, or the machine, and how much of it is free; and the bytes that a run may fill.
-
-    Of the CPU's memory, the limit of this process is told where it leaves less than the machine has free.
-    """
+    """How much memory a GPU has, or the machine, and how much of it is free; and the bytes that a run may fill."""
     if gpu is None:
         memory = psutil.virtual_memory()
-        least = min(own_limits(), key=lambda one: one.whole - one.held, default=None)
-        if least is not None and least.whole - least.held < memory.available:
-            held = f"{_size(least.held)} of it held"
-            return f"this process may have {_size(least.whole)} ({least.name}), {held}", least.whole
         return f"the machine has {_size(memory.total)}, {_size(memory.available)} of it free", memory.total
     try:
         free, whole = torch.cuda.mem_get_info(gpu)
     except RuntimeError:  # no room for the driver's own
         return f"{gpu} is full", math.inf
     return f"{gpu} has {_size(whole)}, {_size(free)} of it free", whole
-
-
-class Limit(NamedTuple):
-    """A limit of this process's memory: what sets it, its bytes, and how many of them are held."""
-
-    name: str
-    whole: int
-    held: int
-
-
-def own_limits() -> list[Limit]:
-    """The limits of this process's memory that are set, but the machine's: of the process, and of its control group."""
-    found = []
-    if sys.platform == "linux":
-        import resource
-
-        names = (("ulimit -v", resource.RLIMIT_AS, "VmSize"), ("ulimit -d", resource.RLIMIT_DATA, "VmData"))
-        for name, number, field in names:
-            soft, held = resource.getrlimit(number)[0], re.search(rf"{field}:\s+(\d+) kB", _text("/proc/self/status"))
-            if soft != resource.RLIM_INFINITY and held is not None:
-                found.append(Limit(name, soft, int(held[1]) << 10))
-        for line in _text("/proc/self/cgroup").splitlines():
-            _, kinds, place = line.split(":", 2)
-            for root, most, now in CGROUPS if kinds in ("", "memory") else ():
-                whole, held_there = (_text(f"{root}{place}/{file}").strip() for file in (most, now))
-                if whole.isdecimal() and held_there.isdecimal() and int(whole) < psutil.virtual_memory().total:
-                    found.append(Limit("its control group", int(whole), int(held_there)))
-    return found
-
-
-CGROUPS = (
-    ("/sys/fs/cgroup", "memory.max", "memory.current"),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
-"""Where the two versions of control groups have their limit and what counts for it."""
-
-
-def _text(file: str) -> str:
-    """Content of a file of the system; "" where it cannot be read."""
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def _size(count: float) -> str:

@@ -24,7 +24,7 @@ from train.objective.objective import cells, targets
 from train.plan.memory import meta_model
 from train.plan.plan import pace
 from train.trainer.balanced_step import Balanced, Balancing
-from train.trainer.feed import CountedStep
+from train.trainer.feed import StepBatches
 from train.trainer.preflight import worst_batch
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -106,7 +106,7 @@ def test_passes_are_as_many_as_a_step_makes(method: str, level: str | None, micr
 
     bench.objective.register_forward_hook(count)
     wanted = targets(batch) * micro
-    step = CountedStep([batch] * micro, wanted, 0, 0, 0, 0, cells=cells(batch).double() * micro)
+    step = StepBatches([batch] * micro, wanted, 0, 0, 0, 0, cells=cells(batch).double() * micro)
     balancing.take(step, wanted, 1.0, config.optimizer.lr, lambda losses: None)
     after = int(settings.get("look") == "same")  # the look back comes after the optimizer's step
     passes, backwards = section.passes(config.data, config.objective.by_heads, len(model.layout))
