@@ -100,15 +100,10 @@ class Chooser:
     def choose(
         self, losses: Tensor, counts: Tensor | None, rows: Rows | None = None, others: tuple[Rows, ...] = ()
     ) -> tuple[MethodChoice, BalanceReport]:
-        """Call the method with the present tasks, and update its state.
+        """Call the method with the present tasks, and update its state; of losses [m] (float64 on the CPU) and rows [m, P].
 
-        A present task whose row is zero (in all batches) does not influence the direction, and every direction suits it: the
-        method does not get it, its weight is 0, and its state stays as it is.
-
-        Args:
-            losses: of the step, [m] float64 on the CPU.
-            counts: targets of each task, [m]: one without any is absent; so is one whose loss or row is not finite.
-            rows, others: of all tasks, [m, P].
+        A task without targets (`counts`), or whose loss or row is not finite, is absent. A present one whose row is zero (in
+        all batches) suits every direction: the method does not get it, its weight is 0, and its state stays as it is.
         """
         present, m = self.present(losses, counts), len(self.tasks)
         norms, cosines, zero = torch.full((m,), torch.nan), torch.full((m, m), torch.nan), torch.zeros(m, dtype=torch.bool)
@@ -208,11 +203,9 @@ class Balancer(Chooser):
         return probe.choose(torch.ones(len(self.tasks), dtype=torch.float64), None)[0].weights
 
     def weights(self, losses: Tensor | Sequence[Tensor], counts: Tensor | None = None, reduce: Sum = alone) -> BalanceReport:
-        """Choose the weights of a step by its losses [m] alone, and update the method's state.
+        """Choose the weights of a step by its losses [m] alone (this process's share), and update the method's state.
 
-        Args:
-            losses: this process's share of the step's losses, all micro-batches together; their graph is not touched.
-            counts: targets of each task in the whole step, [m]; a task without any is absent. So is one whose loss is nan.
+        A task is absent without targets in the whole step (`counts` [m]), and where its loss is nan.
         """
         return self.choose(summed(losses, reduce), counts)[1]
 
@@ -224,8 +217,7 @@ class Balancer(Chooser):
     def after(self, losses: Tensor | Sequence[Tensor], reduce: Sum = alone, counts: Tensor | None = None) -> None:
         """Update a method that has `after` by the losses [m] after the optimizer's step; others do nothing.
 
-        The losses are of the same batch, or, unless its `again` says so, of the next one before its step; `counts` are then
-        that batch's targets. Tasks that were absent from the step are left out.
+        They are of the same batch, or, unless its `again` says so, of the next one before its step, as `counts` then are.
         """
         if self.config.kind.after is None:
             return
@@ -249,19 +241,16 @@ class Balancer(Chooser):
     ) -> tuple[Rows, Tensor, Tensor]:
         """Compute one gradient per task by plain backward passes into `grad`: DDP, FSDP2 and checkpointing work as usual.
 
-        Each of the `passes` is a micro-batch: it runs the forward for a task, given by its number, and returns its loss.
-
         Args:
-            run: calls backward on a loss; `grad` must hold the sum over processes times `scale` after a task's last
-                micro-batch. By default plain backward, and `reduce` sums the rows of parameters that are not sharded.
-            around: context entered around each forward and backward; its argument is true where another micro-batch of the
-                task follows, so that gradients need no exchange yet.
-            scale: of the gradients (a loss scaler's).
+            passes: one for each micro-batch: runs the forward for a task, given by its number, and returns its loss.
+            run: calls backward; `grad` must hold the sum over processes times `scale` after a task's last micro-batch. By
+                default plain backward, and `reduce` sums the rows of parameters that are not sharded.
+            around: context of each forward and backward; true where another micro-batch of the task follows, so that gradients
+                need no exchange yet.
             present: tasks to run, [m] bool, the same on all processes; all by default.
 
         Returns:
-            rows [m, P] of the shared parameters (zeros for tasks not run), those of the own ones [m, P'], and this process's
-            losses, [m].
+            rows [m, P] of the shared parameters (zeros for tasks not run), those of the own ones, this process's losses [m].
         """
         shared, own = list(shared), list(own)
         m = len(self.tasks)
@@ -315,11 +304,10 @@ def build(config: BalanceConfig, tasks: Sequence[str]) -> Balancer | Bilevel:
 
 
 class Bilevel(Chooser):
-    """Balances the tasks by a bilevel method.
+    """Balances the tasks by a bilevel method: weights are softmax(w), and w is trained by Adam.
 
     A step is `update_weights(inner, outer, parameters, lr)`, then, for methods that are `linear`, one backward of the losses
-    times the weights that it returned; others leave the whole gradient of the step in `grad`. Tasks that are absent from
-    `inner` are left out.
+    times the weights; others leave the whole gradient in `grad`. Tasks that are absent from `inner` are left out.
     """
 
     def ahead(self) -> Tensor:

@@ -28,12 +28,9 @@ class BilevelStep:
     """A step of a bilevel method: computes gradients, and moves and restores the parameters.
 
     Args:
-        tasks: their number, m.
+        tasks: their number, m, and `weights` [m].
         inner, outer: the batches.
-        lr: the optimizer's learning rate.
-        weights: of the tasks, [m].
-        settings: all settings of the method, defaults included.
-        state: of the method, and the `steps` before this one.
+        settings, state, steps: all settings of the method, its state, and the steps before this one.
         run, settled: see `train.balance.balancer.Bilevel.update_weights`.
 
     Attributes:

@@ -118,12 +118,8 @@ class BalanceConfig:
         return self.at == "parameters" and not self.kind.bilevel
 
     def passes(self, data: DataConfig, by_heads: bool, streams: int, world: int = 1) -> tuple[float, float]:
-        """Forward and backward passes of a step on each of `world` processes, in those of a plain one (docs/balance.md).
-
-        Args:
-            by_heads: losses on the encoder, which belong to no task, are trained.
-            streams: of the layout.
-        """
+        """Forward and backward passes of a step on each of `world` processes, in those of a plain one (docs/balance.md);
+        `by_heads` where losses on the encoder, which belong to no task, are trained."""
         names = balanced_tasks(self, data)
         m, rest = len(names) or streams, float(by_heads or (self.tasks == "tasks" and not data.drawn <= set(names)))
         if self.kind.passes is not None:
@@ -169,11 +165,8 @@ def _check(where: str, value: Any, setting: Setting) -> None:
 
 
 def balanced_tasks(section: BalanceConfig, data: DataConfig) -> list[str]:
-    """Names of the balanced tasks in the table's order (of streams: none).
-
-    Raises:
-        UserError: there are fewer than two, more than can be balanced, or ones that the data do not have.
-    """
+    """Names of the balanced tasks in the table's order (of streams: none); UserError for fewer than two, more than can be
+    balanced, or ones that the data do not have."""
     if section.tasks == "streams":
         return []
     drawn = data.drawn
@@ -195,15 +188,8 @@ def balanced_tasks(section: BalanceConfig, data: DataConfig) -> list[str]:
 def check_balance(
     section: BalanceConfig, data: DataConfig, precision: str, processes: int | None, streams: int | None = None
 ) -> None:
-    """Check the section against data, precision and number of processes.
-
-    Args:
-        processes: of the run; None where the configuration does not say.
-        streams: of the layout; None where the configuration does not say.
-
-    Raises:
-        UserError: settings that do not fit together, with one line that says what to change.
-    """
+    """Check the section against data, precision, number of processes and streams of the layout (None where the configuration
+    does not say); UserError for settings that do not fit together, with one line that says what to change."""
     balanced_tasks(section, data)
     kind, method = section.kind, section.method
     if section.tasks == "streams" and streams is not None and not 2 <= streams <= MAX_TASKS:

@@ -34,9 +34,7 @@ class Checkpointer:
 
     Args:
         plain: the configuration as plain data, to be stored and compared.
-        folder: of the run.
         balance, meter: with `state_dict`, `load_state_dict` and `tally`, or None; with `state` and `restore`.
-        packer_shards: those of this process.
         rows: sizes of the stored sources, and the checksum of the weights below adapters.
 
     Attributes:
@@ -44,10 +42,7 @@ class Checkpointer:
         position: state of the run that is not tensors; `resume` replaces it.
         saved: the last checkpoint that was written, or is being written, or was read.
         asynchronous: checkpoints may be written beside the steps; false once a machine had no memory for that.
-        writing: the write of a checkpoint beside the steps, until it has been waited for.
-        uploads: copies checkpoints and the model to a store; None in other processes than the first, and without
-            `checkpoint.upload`.
-        say: prints a line.
+        uploads: copies checkpoints and the model to a store; None without, and in other processes than the first.
     """
 
     def __init__(
@@ -84,13 +79,8 @@ class Checkpointer:
     # --- resuming -----------------------------------------------------------------------------------------------------
 
     def resume(self) -> list[str]:
-        """Continue from the last checkpoint, if there is one and it is of this run; returns lines about an extended schedule,
-        and about optimizer state that starts again.
-
-        Raises:
-            UserError: `resume: extend` without a checkpoint, another configuration or other data, or a checkpoint that cannot
-                be read.
-        """
+        """Continue from the last checkpoint, if there is one and it is of this run (else UserError); returns lines about an
+        extended schedule, and about optimizer state that starts again."""
         mode = self.config.resume
         if mode == "restart" and self._cleared():
             return []
@@ -166,12 +156,8 @@ class Checkpointer:
     def save(self, seconds: float, beside: bool = False) -> None:
         """Write a checkpoint of the present step, unless there is one; `seconds` is the time used on the first process.
 
-        Args:
-            beside: may return once the state is copied, and write it while the run goes on (`checkpoint.asynchronous`); `wait`
-                and the next `save` wait for that.
-
-        Raises:
-            UserError: the loss is no number any more (the last good checkpoint is named), or no room or right to write.
+        With `beside` it may return once the state is copied; `wait` and the next `save` wait for the rest. UserError where
+        the loss is no number any more (the last good checkpoint is named), and for no room or right to write.
         """
         position = self.position
         if self.is_saved:

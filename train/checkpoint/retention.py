@@ -116,11 +116,8 @@ def delete_unfinished(place: Path) -> None:
 
 
 def check_run_folder(folder: Path, restart: bool) -> None:
-    """Refuse a folder in which a run would overwrite, or `restart` delete, anything that is not an earlier run's (UserError).
-
-    Also refused is a finished run without its checkpoints, which would be trained again from the start, unless `restart` is
-    given.
-    """
+    """Refuse (UserError) a folder in which a run would overwrite, or `restart` delete, anything that is not an earlier
+    run's, and a finished run without checkpoints, which would be trained again from the start, unless `restart` is given."""
     found = newest(folder / "checkpoints")
     if found is not None and (found / STATE).is_file():
         return
@@ -147,15 +144,8 @@ def _is_run(folder: Path) -> bool:
 
 
 def restart(folder: Path, launch: Set[str], again: bool) -> bool:
-    """Delete an earlier run's files, unless this launch has done so before.
-
-    Args:
-        launch: its names (`train.distributed.fabric.launch_names`).
-        again: its processes were started before.
-
-    Returns:
-        False where the run in the folder is this launch's own, which is gone on with.
-    """
+    """Delete an earlier run's files, unless this launch, of these names (`train.distributed.fabric.launch_names`), did so
+    before its processes were started `again`: False then, where the run in the folder is gone on with."""
     marker = folder / RESTARTED
     if again and marker.is_file() and launch & set(marker.read_text(encoding="utf-8").splitlines()):
         return False
@@ -212,12 +202,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "")
 
 
 def check_resumable(folder: Path, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], extend: bool) -> None:
-    """Refuse to resume the run in `folder` with another configuration or other data: UserError naming the first difference.
-
-    Args:
-        before, now: configuration, and sizes of the data, as the run was started and at this start.
-        extend: the budget may differ.
-    """
+    """Refuse to resume the run in `folder` with another configuration or other data: UserError naming the first difference
+    between `before` and `now`, each configuration and sizes of the data; under `extend` the budget may differ."""
     found = [entry for pair in zip(before, now, strict=True) for entry in differences(*pair)]
     budget = [(old, new) for key, old, new in found if key.startswith("budget.")]
     larger = all(new is None or (old is not None and new > old) for old, new in budget)

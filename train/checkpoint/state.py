@@ -77,11 +77,8 @@ class Position:
 
 
 def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
-    """All tensors of the training state by flat name; they share memory with module, optimizer and average.
-
-    The frozen weights below adapters (`omni.lora.attach`) may be many: they are not stored, but read again from the model that
-    the run started from. So are those of a teacher.
-    """
+    """All tensors of the training state by flat name; they share memory with module, optimizer and average. Frozen weights
+    below adapters, and those of a teacher, are not stored, but read again from the model that the run started from."""
     whole = {name: t for name, t in module.state_dict().items() if not name.startswith(TEACHER)}
     flat = {f"model.{name}": t.detach() for name, t in whole.items() if not isinstance(t, str)}
     if adapted(module):
@@ -126,11 +123,7 @@ def capture(
     group: ProcessGroup,
     balance: Mapping[str, Tensor] | None = None,
 ) -> CheckpointContent:
-    """Collects the state after a step, for a checkpoint under `place`; all processes must call it.
-
-    Args:
-        balance: state of the balance of the tasks.
-    """
+    """Collects the state after a step, for a checkpoint under `place`; all processes must call it."""
     sharded = is_sharded(module)
     mine = group.first or sharded
     data = {"format": FORMAT, "processes": group.world, **asdict(position), "config": dict(config)}
@@ -145,14 +138,8 @@ def capture(
 
 
 def write(held: CheckpointContent, group: ProcessGroup) -> Path:
-    """Write a checkpoint; all processes must call it. Returns its folder.
-
-    Args:
-        group: of saves alone where this runs beside the steps.
-
-    Raises:
-        UserError: there is no room or no right to write; what was there before is untouched.
-    """
+    """Write a checkpoint, over a group of saves alone where this runs beside the steps; all processes must call it.
+    UserError for no room or right to write; what was there before is untouched."""
     target = held.target
     beside = target.with_name(f".{target.name}.writing")
 
@@ -235,11 +222,8 @@ def load(
 ) -> Position:
     """Read a checkpoint into model, optimizer and average, in place; all processes must call it.
 
-    Args:
-        fresh: receives the parameters whose stored optimizer state is another rule's: theirs starts again.
-
-    Raises:
-        UserError: a file is missing or truncated, or the checkpoint holds other tensors.
+    `fresh` receives the parameters whose stored optimizer state is another rule's: theirs starts again. UserError for a file
+    that is missing or truncated, and for other tensors.
     """
     data = read_state(folder)
     for file in [*folder.rglob("*.safetensors")]:
@@ -286,11 +270,8 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def load_balance(folder: Path, module: nn.Module, group: ProcessGroup) -> dict[str, Tensor] | None:
-    """Read the state of the balance of the tasks from a checkpoint; None where it has none.
-
-    Raises:
-        UserError: the file cannot be read, or holds gradients that were sharded over another number of processes.
-    """
+    """Read the state of the balance of the tasks from a checkpoint; None where it has none. UserError where it cannot be
+    read, or holds gradients that were sharded over another number of processes."""
     stored = sorted(folder.glob(BALANCE.format("*")))
     if not stored:
         return None
@@ -327,11 +308,8 @@ def _state_of_other_rules(stored: Mapping[str, Any], module: nn.Module, optimize
 
 
 def _allocate_optimizer_state(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Allocate the optimizer's state as the checkpoint has it: tensors shaped like their parameter, or small ones.
-
-    State of a parameter's shape gets the parameter's type, as `torch.optim.Optimizer.load_state_dict` converts it. Where a rule
-    allocates its state itself (`Optimizers.allocate`: in memory that is paged), those tensors are kept.
-    """
+    """Allocate the optimizer's state as the checkpoint has it: small, or of a parameter's shape, and then of its type, as by
+    `torch.optim.Optimizer.load_state_dict`. State that a rule allocates itself (in memory that is paged) is kept."""
     params = dict(module.named_parameters())
     fused = {p: bool(group.get("fused")) for group in optimizer.param_groups for p in group["params"]}
     optimizer.state.clear()

@@ -63,15 +63,9 @@ class ExperimentCounts:
 
 
 def variant(config: FitConfig, method: str, seed: int, out: Path) -> FitConfig:
-    """The configuration of one run.
-
-    Args:
-        method: with its level after a colon (`upgrad:parameters`); at its first level, or the configuration's own section where
-            that has this method.
-
-    Raises:
-        UserError: an unknown method, or one that does not fit the run.
-    """
+    """The configuration of one run of a method, with its level after a colon (`upgrad:parameters`): at its first level, or
+    the configuration's own section where that has this method. UserError for an unknown method, or one that does not fit the
+    run."""
     own, (name, _, level) = config.balance, method.partition(":")
     if own is not None and own.method == name and (not level or own.at == level):
         section = own
@@ -92,15 +86,8 @@ def compare(
     run: Callable[[FitConfig], Any],
     say: Callable[[str], None] = print,
 ) -> ExperimentCounts:
-    """Trains all runs, seed after seed; one that is finished is not trained again.
-
-    Args:
-        run: trains a configuration to its end.
-
-    Raises:
-        UserError: a run asked no questions.
-        SystemExit: a signal stopped a run.
-    """
+    """Trains all runs, seed after seed; one that is finished is not trained again. UserError where a run asked no questions,
+    SystemExit where a signal stopped one."""
     import numpy as np
 
     variants = {(m, s): variant(config, m, s, out) for s in seeds for m in methods}  # all are checked before any is trained

@@ -82,11 +82,8 @@ def in_new_process(work: Callable[..., T], *args: Any) -> T:
 
 def measure_steps(config: FitConfig, shape: ModelConfig, device: torch.device) -> tuple[int, float]:
     """Takes two steps of the fullest rows on a device; of a balanced run, on the plain sum of its losses. At most two
-    micro-batches are run, as more need no more memory. Meant for a process of its own, which holds nothing else.
-
-    Returns:
-        the peak in bytes, over what the process held with its libraries loaded, and seconds of a step of one process.
-    """
+    micro-batches are run, as more need no more memory. Meant for a process of its own, which holds nothing else. Returns the
+    peak in bytes, over what it held with its libraries loaded, and seconds of a step of one process."""
     load_plugins(config.plugins, "plugins")
     count = max(1, config.data.micro_batches // (config.fabric.processes or 1))
     packing = replace(config.data.packing, rows=1, length=min(32, config.data.packing.length))
@@ -168,11 +165,7 @@ class Workbench:
 
 
 def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device | str = "cpu") -> Workbench:
-    """Builds objective (with the model), optimizer and running average of a run, in its precision, with random weights.
-
-    Raises:
-        UserError: patterns that name nothing, or settings that do not fit each other.
-    """
+    """Builds objective (with the model), optimizer and running average of a run, in its precision, with random weights."""
     model, lora, precision = SpeechModel(shape), config.lora, config.fabric.precision
     teacher = teacher_of(config, model, config.objective.distill_weight > 0 and stored_padded(config.model))
     if lora is not None:
@@ -192,12 +185,8 @@ def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device 
 
 
 def take_step(bench: Workbench, batches: Sequence[Batch], wanted: Tensor, number: int) -> None:
-    """Runs forward and backward of every micro-batch, clipping, the optimizer and the running average.
-
-    Args:
-        wanted: targets of the step by stream, and of heads on the encoder, [K + HEADS] float on the batches' device.
-        number: of the step, from 1.
-    """
+    """Runs forward and backward of every micro-batch, clipping, the optimizer and the running average; `wanted` are the
+    step's targets, [K + HEADS] float on the batches' device, and `number` counts steps from 1."""
     config = bench.config
     half = product_type(config.fabric.precision, config.lora is not None)
     for batch in batches:

@@ -38,11 +38,8 @@ GRACE = 0.2
 
 
 def build_fabric(config: FabricConfig) -> Fabric:
-    """Build Fabric from the configuration, not launched yet.
-
-    Raises:
-        UserError: Fabric refuses the combination, or flags of `fabric run` contradict the configuration.
-    """
+    """Build Fabric from the configuration, not launched yet. UserError where Fabric refuses the combination, or flags of
+    `fabric run` contradict it."""
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     config = config.decided()
     devices, num_nodes = placement(config, os.environ)
@@ -109,11 +106,8 @@ def _by_fabric_run() -> bool:
 
 
 def placement(config: FabricConfig, environ: Mapping[str, str]) -> tuple[int | str, int]:
-    """Number of devices per node, and of nodes: as configured, or as torchrun or srun has started the processes.
-
-    Raises:
-        UserError: the configuration asks for another number than was started.
-    """
+    """Number of devices per node, and of nodes: as configured, or as torchrun or srun has started the processes; UserError
+    where the configuration asks for another number than was started."""
     devices: int | str = config.devices
     if isinstance(devices, str) and devices.lstrip("-").isdigit():
         devices = int(devices)
@@ -167,11 +161,7 @@ def clip(fabric: Fabric, module: Any, stepper: Any, limit: float) -> Tensor:
 
 
 def count_processes(config: FabricConfig, environ: Mapping[str, str]) -> int:
-    """Number of processes that a run on this machine, or one that torchrun or srun has started, is going to have.
-
-    Raises:
-        UserError: as `placement`.
-    """
+    """Number of processes that a run on this machine, or one that torchrun or srun has started, is going to have."""
     devices, nodes = placement(config, environ)
     if isinstance(devices, str) and "," in devices:
         devices = len([device for device in devices.split(",") if device.strip()])
@@ -187,11 +177,8 @@ def restarted(environ: Mapping[str, str]) -> bool:
 
 
 def launch_names(environ: Mapping[str, str]) -> set[str]:
-    """Names of a launch: they stay where it starts its processes again, and the next launch has others; empty where none would
-    start them again.
-
-    Under torchrun on one node torchrun's own process id is part of the name; on several it is `--rdzv-id`.
-    """
+    """Names of a launch, which stay where it starts its processes again; empty where nothing would. Of torchrun on one node
+    they have its own process id, on several `--rdzv-id`."""
     names = {f"slurm {environ['SLURM_JOB_ID']}"} if "SLURM_JOB_ID" in environ else set()
     if "TORCHELASTIC_RUN_ID" in environ:
         here = f" {socket.gethostname()} {os.getppid()}" if environ.get("GROUP_WORLD_SIZE", "1") == "1" else ""
@@ -209,12 +196,8 @@ def full_state(
 ) -> dict[str, Tensor]:
     """The whole state dict, on the first process (empty on the others); all processes must call it.
 
-    Values that are whole and on `device` already share memory with the module (or with `replace`).
-
-    Args:
-        replace: values that replace the module's own, such as the running average; converted to its dtypes.
-        prefix: only names that start with it are kept, without it.
-        device: of the result; sharded values come to the CPU.
+    Names that start with `prefix` are kept, without it, and `replace`, such as the running average, has values instead of
+    the module's. What is whole and on `device` already shares memory with them; sharded values come to the CPU.
     """
     whole: dict[str, Tensor] = {}
     for name, own in module.state_dict().items():
@@ -235,10 +218,11 @@ def with_whole_state(
     work: Callable[[Mapping[str, Tensor]], T],
     prefix: str = "",
 ) -> T | None:
-    """Run `work` in the first process, as `run_on_first` does, with the whole state on the CPU; all processes must call it.
+    """Run `work` in the first process, as `run_on_first` does, with the whole state on the CPU (see `full_state`); all call
+    it.
 
-    A tensor is gathered when it is read, and dropped when it has been (`omni.convert.lazy.LazyTensors`): the first process says
-    which one it reads, and the others follow it until its work has ended or failed. See `full_state` for the arguments.
+    A tensor is gathered when it is read, and dropped when it has been (`omni.convert.lazy.LazyTensors`): the first process
+    says which one it reads, and the others follow it until its work has ended or failed.
     """
     values = {
         name[len(prefix) :]: (own.dtype, own if replace is None else replace.get(name, own))

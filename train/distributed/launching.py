@@ -35,13 +35,8 @@ LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)
 def launch(fabric: Fabric, plain: Mapping[str, Any] | None = None) -> None:
     """Start the run's other processes, or meet those that a launcher has started; under `fabric run` they have met already.
 
-    Under torchrun the process group is made here, over a part of torchrun's store that is new at each restart (see `fresh`).
-
-    Args:
-        plain: the run's configuration, which must be the same in all processes.
-
-    Raises:
-        UserError: they have different configurations, the address of the first one is unknown, or its port is taken.
+    Under torchrun the process group is made over a part of its store that is new at each restart (see `fresh`). UserError
+    where processes have different configurations (`plain`), the first one's address is unknown, or its port is taken.
     """
     keep_collectives()
     around = getattr(fabric.strategy, "cluster_environment", None)

@@ -36,15 +36,12 @@ LOST = ("Connection closed by peer", "gloo/transport", "Connection reset by peer
 class ProcessGroup:
     """Exchanges small values between the processes of a run, on the CPU (gloo), without waiting for a device.
 
-    Args:
-        tensor: number of tensor-parallel processes: neighbours that compute the same batches.
-        timeout: seconds in which all processes have to come to a step's exchange (`meet`).
-
     Attributes:
         rank, world: number of this process, and how many there are.
-        data_rank, data_world: the same of processes with batches of their own, or groups of tensor-parallel ones.
+        data_rank, data_world: the same of processes with batches of their own, or groups of `tensor` tensor-parallel ones.
         counts: whether this process's sums count, which are those of all of its tensor-parallel group.
         step, phase: of the training, and what this process does, for messages.
+        timeout: in which all processes have to come to a step's exchange (`meet`).
     """
 
     def __init__(self, fabric: Fabric, tensor: int = 1, timeout: float = PATIENCE.total_seconds()) -> None:

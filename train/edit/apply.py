@@ -243,14 +243,8 @@ REPLACED = "replaced"
 
 
 def merge_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) -> list[str]:
-    """Write a model folder with edits in its weights.
-
-    Returns:
-        names of the linears that changed.
-
-    Raises:
-        UserError: edits of another model, or that are in its weights already.
-    """
+    """Write a model folder with edits in its weights; returns the names of the linears that changed. UserError for edits of
+    another model, or that are in its weights already."""
     _check(model, out, overwrite)
     name = name_of(edits)
     if (model / REPLACED / name).is_dir():
@@ -266,10 +260,7 @@ def merge_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) -
 
 def revert_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) -> list[str]:
     """Writes a model folder without edits that were merged, bit for bit as before; returns the names of the linears.
-
-    Raises:
-        UserError: the edits were never merged into this model, or its weights have changed since.
-    """
+    UserError where they never were, or the weights have changed since."""
     _check(model, out, overwrite)
     name = name_of(edits)
     loaded = load_folder(model)

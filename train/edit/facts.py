@@ -85,12 +85,8 @@ class Facts:
 
 
 def read_facts(file: Path, tokenizer: Tokenizer) -> Facts:
-    """Reads the facts of a file, for a model with that tokenizer.
-
-    Raises:
-        UserError: no such file, a line that is no fact, one without question or answer, an answer that the tokenizer cannot
-            write, a question with two answers, or one that is to be changed and to stay.
-    """
+    """Reads the facts of a file, for a model with that tokenizer; UserError for a line that is no fact, an answer that the
+    tokenizer cannot write, a question with two answers, or one that is to be changed and to stay."""
     otherwise = f"facts {file} do not exist; give a file of JSON lines such as configs/nano-edit.jsonl"
     check_there(file, "facts", otherwise, Path.is_file)
     facts: list[Fact] = []
@@ -257,8 +253,8 @@ def fact_rows(
     """Makes rows of every fact, `each` spoken forms of it.
 
     Args:
-        wording: `own`: in its own words, and its recording. `taught`: by turns in those and in others. `judged`: in those kept
-            for judging, or else in the other taught ones.
+        wording: `own`: its own words, and its recording; `taught`: by turns those and others; `judged`: those kept for judging,
+            or else the other taught ones.
     """
     out = []
     for number, fact in enumerate(facts.facts):

@@ -97,11 +97,8 @@ class Corrections:
         self.speakers = Synthesiser(again, lm.codec, config.seed) if again is not None else None
 
     def make(self, number: int) -> tuple[list[list[EditExample]], list[EditExample], list[EditExample]]:
-        """Makes corrections that act together, the same questions again (in another voice), and questions that are to stay.
-
-        Raises:
-            UserError: the rows cannot be used for the task, or all have one answer.
-        """
+        """Makes corrections that act together, the same questions again (in another voice), and questions that are to stay;
+        UserError for rows that cannot be used for the task, or that all have one answer."""
         tasks, count, most = self.config.tasks, self.config.others, self.config.together
         task = tasks[number % len(tasks)]
         size = most * TRIES + 2 * count

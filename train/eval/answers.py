@@ -64,11 +64,8 @@ class EvalQuestion:
 
 
 def make_item(row: Row, task: Task, lm: SpeechLM) -> Item:
-    """Makes a question with its references of the first turn of a row, and checks that it fits the model.
-
-    Raises:
-        UserError: it has no question of the task's kind, or one that cannot be read or leaves no room for an answer.
-    """
+    """Makes a question with its references of the first turn of a row; UserError for no question of the task's kind, or one
+    that cannot be read or leaves no room for an answer."""
     turn = row.turns[0]
     question: str | Tensor
     if task.question == "audio":

@@ -43,11 +43,8 @@ JSON, TABLE, PICTURE = "delays.json", "delays.md", "delays.png"
 def evaluate_delays(
     model: Path, data: Path, out: Path, config: EvalConfig, chunks: Sequence[int], progress: Progress = "auto"
 ) -> dict[int, Figures]:
-    """Evaluates once for each length of a chunk, into `out/chunk-320` and the like; figures by milliseconds, 0 for whole clips.
-
-    Raises:
-        UserError: as of `evaluate`; a length is given twice, or is none of the encoder's (before anything is asked).
-    """
+    """Evaluates once for each length of a chunk, into `out/chunk-320` and the like; figures by milliseconds, 0 for whole
+    clips. UserError for a length that is given twice, or is none of the encoder's, before anything is asked."""
     if len(set(chunks)) < len(chunks):
         raise UserError(f"--chunks {','.join(map(str, chunks))} names a length twice; name each once")
     for chunk in chunks:
@@ -127,13 +124,9 @@ def evaluate_distances(
 ) -> Distances:
     """Measures the mean `frame_distances` of a model's frames from the teacher's, and writes table, JSON and picture.
 
-    Args:
-        teacher: a model folder, whose encoder hears each recording whole, and in its window where its mode is "padded".
-        chunks: lengths in milliseconds, 0 for whole recordings; none for the model's own.
-
-    Raises:
-        UserError: a model or data that cannot be read, an encoder that hears whole clips only or of another shape than the
-            teacher's, a length that is given twice or is none of the encoder's, or no recording that can be heard.
+    The teacher's encoder hears each recording whole, and in its window where its mode is "padded". Without `chunks`
+    (milliseconds, 0 for whole recordings) the model has its own. UserError for an encoder that hears whole clips only, or of
+    another shape than the teacher's, and where no recording can be heard.
     """
     if len(set(chunks)) < len(chunks):
         raise UserError(f"--chunks {','.join(map(str, chunks))} names a length twice; name each once")

@@ -38,11 +38,8 @@ _HALVES = "backslashreplace"
 
 
 def claim(folder: Path, started: Mapping[str, Any]) -> None:
-    """Writes into a folder what is started there, or checks that it is what was started before.
-
-    Raises:
-        UserError: something else was (the first difference is named), or the folder holds other files.
-    """
+    """Writes into a folder what is started there; UserError where something else was (the first difference is named), or the
+    folder holds other files."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / RUN
     if not file.is_file():
@@ -65,15 +62,7 @@ def claim(folder: Path, started: Mapping[str, Any]) -> None:
 
 
 class Journal:
-    """Records in a file of JSON lines, one per item.
-
-    Args:
-        group: records of a batch.
-        total: records of the whole file.
-
-    Attributes:
-        done: records that are there.
-    """
+    """Records in a file of JSON lines, one per item: `total` in all, in batches of `group`, of which `done` are there."""
 
     def __init__(self, file: Path, group: int, total: int) -> None:
         self.file = file
@@ -95,11 +84,8 @@ class Journal:
 def record_all(
     file: Path, questions: Questions, config: EvalConfig, progress: Progress, make: Callable[[Batch], tuple[list[Any], float]]
 ) -> None:
-    """Appends records of the questions that have none yet, `config.batch` at a time.
-
-    Args:
-        make: gives the records of a batch of questions, in its order, and the seconds of sound in it.
-    """
+    """Appends records of the questions that have none yet, `config.batch` at a time; `make` gives those of a batch, in its
+    order, and the seconds of sound in it."""
     journal = Journal(file, config.batch, len(questions))
     if journal.done == len(questions):
         return

@@ -221,13 +221,8 @@ def interval(name: str, figure: Figure) -> str:
 
 @dataclass(frozen=True)
 class Metric:
-    """A function that scores an answer.
-
-    Attributes:
-        score: takes the question with its references, the answer, and the row of the data; returns value and weight (see
-            `train.eval.measures`), or None where it says nothing of this answer.
-        sound: the answer's sound is decoded for it (`answer.audio`).
-    """
+    """A function that scores an answer: it takes the question with its references, the answer and the row of the data, and
+    returns value and weight (see above), or None where it says nothing of this answer. With `sound` the answer's is decoded."""
 
     score: Score
     sound: bool = False

@@ -27,11 +27,7 @@ def evaluate(
     model: Path, data: Path, out: Path, config: EvalConfig, progress: Progress = "auto"
 ) -> tuple[Run, dict[str, Figure]]:
     """Evaluates a model folder on data, into the folder `out`; the same evaluation that was interrupted there is continued.
-
-    Raises:
-        UserError: a model or data that cannot be read, settings that do not fit, an output of something else, or no question
-            that could be asked.
-    """
+    UserError for settings that do not fit, an output of something else, or no question that could be asked."""
     if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
         raise UserError(f"output folder {out} lies in the data {data}, which it would change: name one outside with --out")
     check_folder_to_be(out, "output folder")

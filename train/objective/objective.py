@@ -92,15 +92,9 @@ def targets(batch: Batch) -> Tensor:
 
 
 def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[Sequence[int]]) -> Tensor:
-    """The CTC loss (Graves et al. 2006) summed over the clips with a transcript; 0 without any, and for a clip too short.
-
-    Under `fabric.deterministic` it is computed on the CPU: on a GPU its backward pass adds in any order.
-
-    Args:
-        logits: of all clips, one after the other, [sum of frames, ids], the blank being 0.
-        frames: of each clip.
-        transcripts: ids of each clip, without blanks.
-    """
+    """The CTC loss (Graves et al. 2006) summed over the clips with a transcript; 0 without any, and for a clip too short. Of
+    logits [sum of frames, ids] of all clips, the blank being 0. Under `fabric.deterministic` on the CPU: on a GPU its
+    backward pass adds in any order."""
     spelt = [i for i, ids in enumerate(transcripts) if ids]
     if not spelt:
         return logits.sum() * 0
@@ -114,12 +108,8 @@ def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[
 
 
 def turn_loss(logits: Tensor, labels: Tensor | None) -> Tensor:
-    """Binary cross-entropy of voice and end summed over all labels; 0 without any.
-
-    Args:
-        logits: of the frames of all clips, one after the other, [sum of frames, 2].
-        labels: 1, 0, or -1 for none, of the same shape; None for none at all.
-    """
+    """Binary cross-entropy of voice and end summed over all labels (1, 0, or -1 for none), of logits [sum of frames, 2]; 0
+    without any."""
     if labels is None:
         return logits.sum() * 0
     each = F.binary_cross_entropy_with_logits(logits, labels.clamp_min(0).to(logits), reduction="none")
@@ -179,7 +169,6 @@ class Objective(nn.Module):
         """Compute the losses of a packed batch.
 
         Args:
-            batch: see `train.data.batching.batch.Batch`.
             denominators: targets of each stream in the whole step, over all processes, frames of its clips, ids of its
                 alignment loss, and labels of its turn head, [K + HEADS].
             progress: share of the budget that is used, by which the alignment loss is scheduled.

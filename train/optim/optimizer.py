@@ -127,16 +127,9 @@ class Optimizers(torch.optim.Optimizer):
 
 
 def set_trainable(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
-    """Make the parameters that a pattern names trainable, and freeze the others.
-
-    Patterns may name a tied text head as head or as embedding table.
-
-    Returns:
-        second names of tied parameters (`omni.model.linears.tied_names`), by which patterns may name them too.
-
-    Raises:
-        UserError: a pattern names no parameter (with the closest names), or no parameter is trainable.
-    """
+    """Make the parameters that a pattern names trainable, and freeze the others; returns second names of tied parameters
+    (`omni.model.linears.tied_names`), by which patterns may name them too. UserError where a pattern names no parameter
+    (with the closest names), or none is trainable."""
     also = tied_names(model)
     chosen = match_names(patterns, [name for name, _ in model.named_parameters()], "trainable", also=also)
     if not chosen:
@@ -151,17 +144,11 @@ def set_trainable(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
 
 
 def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str, str] = NONE) -> list[dict[str, Any]]:
-    """Sort parameters into groups of one rule, learning rate and weight decay.
+    """Sort parameters into groups of one rule, learning rate and weight decay; `also` as `set_trainable` gives it.
 
-    The first of `config.groups` whose pattern names a parameter decides; settings that it leaves open are the optimizer's own.
-    Norms and biases are neither decayed nor trained by Muon: parameters of fewer than two dimensions, and stacks of biases, as
-    multitask projectors have.
-
-    Args:
-        also: second names of parameters, as `set_trainable` gives them.
-
-    Raises:
-        UserError: a pattern names no parameter, or gives a learning rate for a rule that none of its parameters has.
+    The first of `config.groups` whose pattern names a parameter decides. Norms and biases (also stacks of them, as multitask
+    projectors have) are neither decayed nor trained by Muon. UserError where a pattern names none, or gives a learning rate
+    for a rule that none of its parameters has.
     """
     names = [name for name, _ in params]
     owner: dict[str, GroupConfig] = {}
@@ -203,10 +190,8 @@ def build_optimizer(
     also: Mapping[str, str] = NONE,
     rules: Rules = RULES,
 ) -> Optimizers:
-    """Build the optimizer of a run over the trainable parameters (`also` as in `parameter_groups`).
-
-    Muon's iteration runs in bf16 where the run's precision is bf16.
-    """
+    """Build the optimizer of a run over the trainable parameters; Muon's iteration runs in bf16 where the run's precision
+    is."""
     optimizer = Optimizers(parameter_groups(params, config, also), config, rules)
     for inner in optimizer.inner.values():
         if isinstance(inner, BatchedMuon):
@@ -230,11 +215,10 @@ def describe(groups: Iterable[Mapping[str, Any]]) -> str:
 
 
 class BatchedMuon(torch.optim.Muon):
-    """`torch.optim.Muon` with all matrices of one shape orthogonalised in one batched product.
+    """`torch.optim.Muon` with all matrices of one shape, also transposed, orthogonalised in one batched product.
 
-    The iteration runs in bf16, as torch's own, but on the CPU in fp32 unless `half`: most processors multiply that faster.
-    A matrix and a transposed one of the same shape share a batch. Where `found_inf` is 1, a step changes neither weights nor
-    state.
+    In bf16, as torch's own, but on the CPU in fp32 unless `half`: most processors multiply that faster. Where `found_inf` is
+    1, a step changes neither weights nor state.
     """
 
     found_inf: Tensor | None = None

@@ -89,11 +89,8 @@ class Plan:
 def make_plan(
     config: FitConfig, devices: int | None = None, gpu_gib: float | None = None, gpu: str | None = None, mfu: float = 0.35
 ) -> Plan:
-    """Plans a run; for the arguments see `train.commands.plan.HELP`.
-
-    Raises:
-        UserError: whatever is wrong with the configuration or the arguments.
-    """
+    """Plans a run; for the arguments see `train.commands.plan.HELP`. UserError for whatever is wrong with them, or with the
+    configuration."""
     given, config, described = config, with_alignment(config), gpu is not None or gpu_gib is not None
     shape, kind = shape_of(config.model), kind_of(config, described)
     config = placed(config, devices, kind)

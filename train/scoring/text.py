@@ -63,12 +63,8 @@ def by_characters(language: str) -> bool:
 
 
 def text_errors(reference: str, said: str, language: str) -> tuple[str, int, int]:
-    """Count the errors of `said` against `reference`, both normalised.
-
-    Returns:
-        `wer` or `cer`, as the language is counted; the errors (substitutions, deletions, insertions; jiwer); words or
-        characters (without spaces) of the reference.
-    """
+    """Count the errors of `said` against `reference`, both normalised: `wer` or `cer`, as the language is counted; the
+    errors (substitutions, deletions, insertions; jiwer); words or characters (without spaces) of the reference."""
     if by_characters(language):
         spread = (" ".join("".join(text.split())) for text in (reference, said))
         return "cer", *word_errors(*spread)

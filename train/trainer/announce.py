@@ -102,14 +102,8 @@ def end_lines(
     adapted: bool,
     trained: Mapping[str, Trained] | None = None,
 ) -> list[str]:
-    """Lines that say how a start of a run ended, and where its files are.
-
-    Args:
-        stopped: number of the signal that stopped it, or 0.
-        saved, exported: the last checkpoint, and the finished model.
-        adapted: low-rank adapters were trained.
-        trained: what was trained of each source.
-    """
+    """Lines that say how a start of a run ended, by which signal (`stopped`, or 0), where its files are, and what was
+    trained of each source."""
     if stopped:
         name = signal.Signals(stopped).name
         return [f"stopped by {name} after step {position.step}; the state is in {saved}: run the same command to go on"]

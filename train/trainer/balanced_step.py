@@ -74,9 +74,6 @@ class Balancing:
         targets: number of targets of a batch by stream, and of heads on the encoder, [K + HEADS].
         micro_batches: of this process in a step.
         aligned: heads on the encoder are trained.
-
-    Raises:
-        UserError: the model or the number of processes does not fit the method.
     """
 
     def __init__(
@@ -138,14 +135,9 @@ class Balancing:
     # --- a step -----------------------------------------------------------------------------------------------------------
 
     def take(self, step: StepBatches, denominators: Tensor, progress: float, lr: float, add: Callable[[Losses], None]) -> None:
-        """Runs all forward and backward passes of a step; gradients are in `grad` afterwards.
-
-        Args:
-            denominators: targets of the whole step, [K + HEADS] on the device.
-            progress: share of the budget that is used.
-            lr: of the optimizer.
-            add: receives the losses of each pass; every target is in one of them, and `total` is the plain objective.
-        """
+        """Runs all forward and backward passes of a step, whose targets are `denominators` [K + HEADS]; gradients are in
+        `grad` afterwards. `add` receives the losses of each pass; every target is in one of them, and `total` is the plain
+        objective."""
         assert step.cells is not None
         now = _StepState(denominators, step.cells, progress, lr, add)
         level, bilevel = self.section.at, self.section.kind.bilevel
@@ -170,14 +162,8 @@ class Balancing:
             )
 
     def settle(self, left_out: Tensor, progress: float) -> None:
-        """Updates the method after the optimizer's step, or restores its state of before where that step was left out.
-
-        At level parameters the state is kept in any case: the gradients were numbers, or the method left their tasks out.
-
-        Args:
-            left_out: 1 where the optimizer's step was left out, else 0.
-            progress: as in `take`.
-        """
+        """Updates the method after the optimizer's step, or restores its state of before where that step was left out (1,
+        else 0). At level parameters the state is kept: the gradients were numbers, or the method left their tasks out."""
         balancer, after, self.after = self.balancer, self.after, []
         if self.before is not None and bool(left_out):
             absences = balancer.absences.clone()

@@ -71,18 +71,16 @@ LEFT_SECONDS = 120.0
 
 
 def fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | None = None) -> Outcome | None:
-    """Trains as configured, in all processes of the run; returns None in all but the first.
-
-    A folder that has an earlier start of the run is gone on with; see `resume`.
+    """Trains as configured, in all processes of the run, or goes on with the folder's run; returns None in all but the
+    first.
 
     Args:
-        callbacks: called as the run goes on, beside those that the configuration names, in the first process only; an
-            exception in one ends the run.
+        callbacks: called as the run goes on, beside those that the configuration names, in the first process only; an exception
+            in one ends the run.
         profile: steps of the run to trace, such as "10:15"; see `train.trainer.profiler`.
 
     Raises:
-        UserError: whatever is wrong with configuration, data or disk; in all processes alike.
-        OutOfMemory: memory ran out, in this process.
+        UserError: whatever is wrong with configuration, data or disk, in all processes alike; OutOfMemory in this one.
     """
     try:
         return run_fit(config, callbacks, profile)
@@ -175,13 +173,7 @@ def build_loop(
     profile: range = NONE,
 ) -> Loop:
     """Builds optimizer, step, checkpoints and logs of a run over its parts, and resumes it where it has a checkpoint.
-
-    Args:
-        plain: the configuration as plain data, to be stored and compared.
-        folder: where everything of the run is written.
-        callbacks: see `fit`.
-        profile: steps to trace.
-    """
+    `plain` is the configuration as plain data, to be stored and compared."""
     group, objective = group or process_group(config, fabric), parts.objective
     shards = process_shards(parts.micro_batches, group.data_rank, group.data_world)
     also = set_trainable(objective.get_submodule("model"), config.trainable_patterns)

@@ -24,9 +24,8 @@ class StepBatches:
     """This process's micro-batches of one step, with the counts of the whole step.
 
     Attributes:
-        batches: this process's micro-batches.
-        denominators: targets of the whole step by stream, and of heads on the encoder, [K + HEADS] int64 (whole numbers: the
-            precisions that Fabric casts floating-point inputs to cannot count).
+        denominators: targets of the whole step by stream, and of heads on the encoder, [K + HEADS] int64 (the precisions that
+            Fabric casts floating-point inputs to cannot count).
         positions, flops: of the whole step.
         seconds: of the run, by the first process's clock.
         stop: number of a signal that any process has received, or 0.
@@ -46,9 +45,7 @@ class Feed:
     """Fetches steps. All processes call `next` together: it makes the loop's one exchange between them, on the CPU.
 
     Args:
-        batches: this process's micro-batches of each step.
-        targets: number of targets of a batch, [K + HEADS].
-        flops: FLOPs of a batch with its numbers of targets.
+        targets: number of targets of a batch, [K + HEADS], with which `flops` gives its FLOPs.
         clock: seconds that the run has taken.
         tasks, cells: their number, and that of a batch's targets by task and stream, [T, K], where these are counted besides.
 
@@ -75,11 +72,7 @@ class Feed:
         self.used_up = False
 
     def next(self) -> StepBatches:
-        """Fetches the next step.
-
-        Raises:
-            UserError: the data of any process are broken; on all of them, so that none waits for another.
-        """
+        """Fetches the next step. UserError, on all processes, where the data of any are broken."""
         start = time.perf_counter()
         self.group.phase = "waiting for data"
         batches: Sequence[Batch] = ()

@@ -68,14 +68,9 @@ class Initial:
 
 
 def build_initial(section: ModelSection, seed: int, weights: bool = True) -> Initial:
-    """Build or read the model. Random weights are drawn under `seed`, the same in every process.
-
-    Args:
-        weights: False leaves the parameters on the meta device, for a process that another one sends them to.
-
-    Raises:
-        UserError: an unknown preset or key, no fitting tokenizer, or a configuration that does not fit `init_from`.
-    """
+    """Build or read the model; UserError for an unknown preset or key, no fitting tokenizer, or a configuration that does
+    not fit `init_from`. Random weights are drawn under `seed`, the same in every process; without `weights` parameters stay
+    on the meta device, for a process that another one sends them to."""
     torch.manual_seed(seed)
     codec_folder = Path(section.codec_folder) if section.codec_folder else None
     if section.start is None:
@@ -96,11 +91,7 @@ def build_initial(section: ModelSection, seed: int, weights: bool = True) -> Ini
 
 
 def shape_of(section: ModelSection) -> ModelConfig:
-    """The configuration of the model that a run trains, without its weights (see `build_initial`).
-
-    Raises:
-        UserError: an unknown preset or key, or a configuration that does not fit the folder it starts from.
-    """
+    """The configuration of the model that a run trains, without its weights (see `build_initial`)."""
     if section.start is None:
         return changed(preset(str(section.preset)), section)
     check_full_precision(section.start, "training")
@@ -114,11 +105,7 @@ def stored_padded(section: ModelSection) -> bool:
 
 def continued(stored: ModelConfig, section: ModelSection) -> ModelConfig:
     """The configuration of a run that starts from a folder of `stored`: the folder's, or the preset's with the folder's
-    heads on the encoder, with what the section gives.
-
-    Raises:
-        UserError: an unknown preset or key, or a configuration that the folder's weights were not made for.
-    """
+    heads on the encoder, with what the section gives; UserError where the folder's weights were not made for it."""
     base = stored
     if section.preset is not None:
         base = replace(preset(section.preset), ctc=stored.ctc, ctc_sounds=stored.ctc_sounds)
@@ -199,17 +186,13 @@ ADAPTER = "adapter"
 def apply_lora(
     model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.float32, group: ProcessGroup | None = None
 ) -> int:
-    """Attaches the adapters of a run to a model, in fp32.
+    """Attaches the adapters of a run to a model, in fp32; returns the checksum of the weights below
+    (`omni.lora.weights.base_checksum`), which are then quantised if asked. UserError for a pattern that matches no linear,
+    or an adapter of another model.
 
     Args:
         dtype: type in which weights of 4 bits are multiplied (`train.distributed.fabric.quantized_type`).
         group: the processes that all call this; all but the first may have the weights on the meta device.
-
-    Returns:
-        the checksum of the weights below them (`omni.lora.weights.base_checksum`), which are then quantised if asked.
-
-    Raises:
-        UserError: a pattern that matches no linear, an adapter of another model, or no bitsandbytes.
     """
     linears = linears_of(model)
     given = load_adapter(section.init_from) if section.init_from is not None else None
@@ -248,16 +231,8 @@ def _checked(model: nn.Module, section: LoRASection, given: AdapterWeights | Non
 
 
 def save_lora(folder: Path, model: nn.Module, state: Mapping[str, Tensor], base: int, place: str | None) -> Path:
-    """Write the adapter of a run as a PEFT folder: its pairs, and what was trained beside them.
-
-    Args:
-        state: all values, adapters' included.
-        base: checksum of the weights below.
-        place: where the base model is found.
-
-    Raises:
-        NotFinite: a value is not finite.
-    """
+    """Write the adapter of a run as a PEFT folder: its pairs and what was trained beside them, of a `state` with all values,
+    with the checksum of the weights below, and the `place` of the base model. NotFinite where a value is not."""
     whole = [name for name, p in model.named_parameters() if p.requires_grad and ".lora." not in name]
     weights = weights_of(model, state, whole, base)
     pairs = {f"{name}.{which}": t for name, (a, b, _) in weights.pairs.items() for which, t in (("A", a), ("B", b))}

@@ -39,9 +39,8 @@ KINDS = ("weight", "norm", "cosine", "absent", "zero")
 class CsvTable:
     """A CSV file that grows by whole rows and survives being killed at any byte.
 
-    Args:
-        upto: rows of a later step, which a resumed run will write again, are dropped, and with them a last row cut short.
-        kinds: columns are sorted in this order by what is before their first /, whenever they were added; others come first.
+    Rows later than `upto`, which a resumed run will write again, are dropped, and with them a last row cut short. Columns of
+    `kinds` are sorted in this order by what is before their first /; others come first.
     """
 
     def __init__(self, path: Path, upto: int, kinds: Sequence[str] = ()) -> None:
@@ -145,12 +144,8 @@ class Logs:
 
 class DataCounts:
     """Counts what is trained of each source, and the rows that are left out because they are too long or broken, over all
-    processes.
-
-    Args:
-        say: prints each source, task and reason when it first happens.
-        limit: share of a source's draws for a task that may be broken.
-    """
+    processes; says each source, task and reason when it first happens. `limit`: share of a source's draws that may be
+    broken."""
 
     def __init__(self, folder: Path, group: ProcessGroup, say: Callable[[str], None], limit: float) -> None:
         self.folder, self.group, self.say, self.limit = folder, group, say, limit
@@ -234,16 +229,10 @@ class NamedLoss(NamedTuple):
 
 
 class HighestLosses:
-    """The examples with the highest mean loss per target of the last `WINDOW` steps, over all processes.
+    """The `count` examples with the highest mean loss per target of the last `WINDOW` steps, over all processes; `step` is
+    the one that is taken.
 
     A row that several steps had is one of them once for each task, as it was last. Losses stay on the device until `write`.
-
-    Args:
-        count: number of examples; 0 to keep none.
-        folder: of the run.
-
-    Attributes:
-        step: number of the step that is taken.
     """
 
     def __init__(self, count: int, folder: Path, group: ProcessGroup) -> None:

@@ -21,17 +21,12 @@ if TYPE_CHECKING:
 
 
 class StepMetrics:
-    """Sums of losses and counts, kept on the device so that no step waits for it.
-
-    Dimensions: T tasks, K streams.
-
-    Args:
-        peak: FLOP/s that all devices can do, for `mfu`; None where it is not known.
+    """Sums of losses and counts, kept on the device so that no step waits for it. Dimensions: T tasks, K streams.
 
     Attributes:
+        peak: FLOP/s that all devices can do, for `mfu`; None where it is not known.
         norm: of the last step's gradients.
-        skipped_in_a_row: number of steps left out one after another, up to the last.
-        skipped: number of steps left out since the start of this process.
+        skipped_in_a_row, skipped: steps left out one after another up to the last, and since the start of this process.
         measured: seconds of training of the last `figures`.
     """
 
@@ -67,11 +62,8 @@ class StepMetrics:
         self.values += torch.cat([fixed, losses.sums.flatten(), losses.counts.flatten(), last]).to(self.values)
 
     def step(self, positions: float, flops: float, skipped: Tensor, norm: Tensor) -> None:
-        """Counts an optimizer step, left out where `skipped` is 1 and not 0; positions and FLOPs are of all processes.
-
-        Args:
-            norm: of the step's gradients.
-        """
+        """Counts an optimizer step, left out where `skipped` is 1 and not 0, with its gradients' norm; positions and FLOPs
+        are of all processes."""
         self.norm, self.skipped_in_a_row = norm, (self.skipped_in_a_row + skipped) * skipped
         self.skipped = self.skipped + skipped
         self.values[1] += 1.0 / self.group.data_world

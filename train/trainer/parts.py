@@ -24,26 +24,22 @@ class Parts:
     """The parts of a run: its objective, data, validation and export.
 
     Attributes:
-        objective: module with `forward(batch, denominators, progress) -> Losses`, progress being the share of the budget that
-            is used; its `model` is what is validated and exported.
-        micro_batches: of one step, over all processes.
+        objective: module with `forward(batch, denominators, progress) -> Losses`; its `model` is validated and exported.
         steps: from this process's shards, the first step and the shards' states: the micro-batches of each step, without end.
-        targets: number of targets of a batch by stream, and of heads on the encoder, [K + HEADS].
+        targets: number of targets of a batch by stream, and of heads on the encoder, [K + HEADS]; `flops`, with these, its
+            FLOPs.
         streams, tasks: names, in the order of `Losses.sums`.
         idle: parameters that are not trained at that share of the budget.
         balanced: what the balance of the tasks needs, where the configuration has one.
-        flops: FLOPs of a batch with its numbers of targets.
         rows: sizes of the stored sources, and the checksum of the weights below adapters, by their names in messages: a run
             resumes with the same ones only.
         held_out: the batches that a validation measures the loss on.
         validate: figures of the model with these weights after so many steps; they may be those in training: only read them.
         export: writes the finished model, whose weights are gathered as they are read, and says where it is.
-        draw: refreshes the pictures in the run folder; their names and files. These three are needed and called in the
-            first process only.
-        broken_limit: share of a source's draws for a task that may be broken.
+        draw: refreshes the pictures in the run folder; names and files. These three are called in the first process only.
+        broken_limit: share of a source's rows for a task that may be broken.
         named: batches have the names of their examples, and the objective takes `ExampleLosses` as a last argument.
-        sources: name of each source of examples, and its number of rows, None where they are made without end.
-        draws: of rows that the sources give in all; None for any number.
+        sources, draws: names and sizes, None for rows made without end; draws of rows in all, None for any number.
     """
 
     objective: nn.Module
@@ -68,15 +64,8 @@ class Parts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one start of a run.
-
-    Attributes:
-        step: optimizer steps done.
-        signal: number of the signal that stopped it, 0 where the budget is spent.
-        checkpoint: the last one.
-        model: the exported folder, where the run is finished.
-        figures: of the last validation.
-    """
+    """The outcome of one start of a run: steps done, the signal that stopped it (0 where the budget is spent), the last
+    checkpoint, the exported model where the run is finished, and the figures of the last validation."""
 
     step: int
     signal: int

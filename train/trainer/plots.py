@@ -86,12 +86,8 @@ def _line(
 
 
 def spectrograms(file: Path, question: tuple[Tensor, int] | None, answer: tuple[Tensor, int], asked: str, said: str) -> Path:
-    """Draw the spectrograms of a question and its answer, one above the other on the same axes.
-
-    Args:
-        question: samples [S] and their rate in Hz; None where it was asked in writing.
-        asked, said: the texts, for the titles.
-    """
+    """Draw the spectrograms of a question (samples [S] and their rate; None where it was asked in writing) and its answer,
+    one above the other on the same axes, titled by their texts."""
     sounds = [("question", asked, question), ("answer", said, answer)]
     present = [(kind, text, sound) for kind, text, sound in sounds if sound is not None]
     top = min(8000, max(rate // 2 for _, _, (_, rate) in present))

@@ -55,14 +55,8 @@ WORKERS_A_CORE = 8
 
 
 def check_start(config: FitConfig) -> list[str]:
-    """Refuses a configuration that names files, folders or parameters that do not exist, or tasks that no row can serve.
-
-    Returns:
-        notes on the rows, a line each: how many lack a part that a task of their source needs.
-
-    Raises:
-        UserError: a line for each of them, with its key.
-    """
+    """Refuses (UserError, a line for each, with its key) a configuration that names files, folders or parameters that do not
+    exist, or tasks that no row can serve; returns notes on rows that lack a part which a task of their source needs."""
     problems = _Problems()
     with problems.of("run_folder"):
         check_folder_to_be(Path(config.run_folder or "."), "run_folder")
@@ -93,12 +87,9 @@ def check_start(config: FitConfig) -> list[str]:
 
 
 def check_resume(config: FitConfig, given: FitConfig | None = None) -> None:
-    """Refuses a folder that holds anything but a run (`retention.check_run_folder`), and a configuration other than that of the
-    run's last checkpoint (`retention.check_resumable`), before a model is built.
-
-    Args:
-        given: the configuration before the number of processes has made its batch larger.
-    """
+    """Refuses a folder that holds anything but a run (`retention.check_run_folder`), and a configuration other than that of
+    the run's last checkpoint, before a model is built. `given` is the configuration before the processes made its batch
+    larger."""
     folder = Path(config.run_folder)
     retention.check_run_folder(folder, config.resume == "restart")
     found = retention.newest(folder / "checkpoints")

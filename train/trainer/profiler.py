@@ -41,16 +41,8 @@ def step_range(given: str, budget: BudgetConfig) -> range:
 
 
 class StepProfiler:
-    """Profiles the steps of a range, in the first process; `begin` and `end` are called around every step.
-
-    Args:
-        steps: of the run, counted from 1; none by default.
-        folder: of the run.
-        say: prints a line.
-
-    Attributes:
-        trace, table: the files that it has left, named after the steps in them.
-    """
+    """Profiles the steps of a range (counted from 1), in the first process; `begin` and `end` are called around every step.
+    `trace` and `table` are the files that it has left, named after the steps in them."""
 
     def __init__(self, steps: range, folder: Path, device: torch.device, say: Callable[[str], None]) -> None:
         self.steps, self.device, self.say = steps, device, say

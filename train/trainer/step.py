@@ -33,16 +33,14 @@ class Step(Protocol):
 class PlainStep:
     """Trains on the sum of the losses.
 
-    Each loss is divided by the counts of the whole step, over all processes; gradients are averaged over processes, hence the
-    factor. A step whose gradients are not finite is left out on the device: the host does not wait for the norm.
+    Each loss is divided by the counts of the whole step, over all processes; gradients are averaged over processes, hence
+    the factor. A step whose gradients are not finite is left out on the device: the host does not wait for the norm.
 
     Attributes:
-        module: the objective as Fabric wraps it.
-        optimizer, stepper: as it is, and as Fabric wraps it.
-        meter: gets the losses, the gradients' norm, and whether the step was left out.
+        module, stepper: the objective and the optimizer as Fabric wraps them.
+        meter, highest: get the losses, the gradients' norm, and whether the step was left out; the losses of the examples.
         idle: parameters that are not trained at that share of the budget.
         clip: largest norm of the gradients; None for any.
-        highest: gets the losses of the examples.
     """
 
     fabric: Fabric

@@ -161,12 +161,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(
     error: BaseException, device: torch.device, usage: Usage | None = None, saved: Path | None = None, step: int | None = None
 ) -> OutOfMemory:
-    """The error that explains another one: what was asked for, what there is, what the run holds, and its last checkpoint.
-
-    Args:
-        usage: None before the run is built.
-        step: number of the step that was being taken; None outside of steps.
-    """
+    """The error that explains another one: what was asked for, what there is, what the run holds (unless it is not built
+    yet), its last checkpoint, and the step that was being taken, if any."""
     found = re.search(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error), re.IGNORECASE)
     asked = f"{_size(float(found[1]) * UNITS[found[2]])} were asked for" if found is not None else "the request has no size"
     on_gpu = device.type == "cuda" and not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error)
@@ -215,17 +211,11 @@ def graphs_compiled() -> int:
 
 
 class StepTimes:
-    """Measures steps and named parts of them.
-
-    Args:
-        clock: seconds since any fixed time.
-        graphs: number of graphs compiled so far.
-        computed: seconds of CPU time that this process has used.
-        load: processes that are running or waiting for a core of this machine.
+    """Measures steps and named parts of them, by a clock, the number of graphs compiled so far, the CPU time of this
+    process, and the load of the machine.
 
     Attributes:
-        recent: seconds of the last steps.
-        recent_computed: seconds of CPU time of the last steps.
+        recent, recent_computed: seconds, and seconds of CPU time, of the last steps.
         unexplained: outliers without a part that explains them, of which the 1st, 2nd, 4th, 8th and so on are reported.
     """
 

@@ -58,13 +58,8 @@ OUTER_ROWS = 64
 
 @dataclass
 class Validator:
-    """Evaluates a second model over the given weights, so that generation does not affect the model in training.
-
-    Attributes:
-        items: the questions.
-        device, dtype: device and precision of the second model; weights that have both already are not copied.
-        folder: of the run; answers and a spectrogram go there.
-    """
+    """Evaluates a second model over the given weights, so that generation does not affect the model in training. Weights
+    that have its device and dtype are not copied; answers and a spectrogram go to the run's folder."""
 
     model: ModelConfig
     tokenizer: Tokenizer
@@ -111,11 +106,7 @@ def build_validator(
     folder: Path,
     broken: dict[str, str] | None = None,
 ) -> Validator | None:
-    """Builds the validator of a run on held-out rows; None where no questions are wanted. `broken` as in `items_of`.
-
-    Raises:
-        UserError: a row is broken, or none can be asked.
-    """
+    """Builds the validator of a run on held-out rows; None where no questions are wanted. `broken` as in `items_of`."""
     if not config.asks:
         return None
     items = items_of(rows, config.tasks, codec, model.encoder, broken)
@@ -151,18 +142,9 @@ def build_held_out(
     world: int,
     broken: dict[str, str] | None = None,
 ) -> HeldOut:
-    """Makes the held-out batches of process `rank` of `world`; none where no example can be made.
-
-    Examples that no packed row can hold are left out.
-
-    Args:
-        found: the rows of each source, as `held_out_by_source` gives them.
-        broken: receives the reasons why rows are broken, by their names, beside its entries; such rows are left out. None where
-            a broken row is an error.
-
-    Raises:
-        UserError: a row is broken.
-    """
+    """Makes the held-out batches of process `rank` of `world`, of the rows of each source, as `held_out_by_source` gives
+    them; none where no example can be made. Examples that no packed row can hold are left out. `broken` receives why rows
+    are; where it is None a broken row is a UserError."""
     plain_maker = ExampleMaker(maker.model, maker.tokenizer, maker.codec, maker.alignment, heard_only=maker.heard_only)
     layout, bands = maker.model.layout, maker.model.encoder.bands
     own: list[Batch] = []
@@ -238,13 +220,8 @@ def held_out_loss(
     average: Average | None,
     group: ProcessGroup,
 ) -> dict[str, float]:
-    """Mean losses of held-out batches: `loss` over all targets, `loss/text`, `loss/audio`, and by stream and task. All
-    processes must call it, with equally many batches.
-
-    Args:
-        module: the objective as Fabric has wrapped it.
-        average: measured in place of the weights, where there is one.
-    """
+    """Mean losses of held-out batches: `loss` over all targets, `loss/text`, `loss/audio`, and by stream and task, of the
+    average where there is one. All processes must call it, with equally many batches."""
     cells = len(tasks) * len(streams)
     found = torch.zeros(2 * cells + 2 * HEADS, dtype=torch.float64)
     ones = torch.ones(len(streams) + HEADS, dtype=torch.long, device=device)
@@ -324,14 +301,9 @@ class KeptRows:
 
 
 def outer_batches(config: FitConfig, names: Sequence[str], maker: ExampleMaker) -> list[Batch]:
-    """Makes batches of held-out rows in all balanced tasks, without augmentation; the same ones every time.
-
-    Args:
-        names: the balanced tasks; where streams are balanced, none: tasks are drawn as the first source has them.
-
-    Raises:
-        UserError: the data have no held-out rows.
-    """
+    """Makes batches of held-out rows in all balanced tasks, without augmentation; the same ones every time. Where streams
+    are balanced there are no `names`: tasks are drawn as the first source has them. UserError where the data have no
+    held-out rows."""
     assert config.balance is not None
     section, data = config.balance, config.data
     try:
