@@ -78,13 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, LostError):
             say(f"error: {error}")
             return error.code
-        if not _helper() or error.alone:  # all processes of a run fail alike; the first one reports
+        if not _rank() or error.alone:  # all processes of a run fail alike; the first one reports
             say(f"error: {error}")
         elif not error.shared:
             return _only_here(error)
         if not error.again:
             _end_launcher()
-        return 0 if _helper() and not error.alone else error.code
+        return 0 if _rank() and not error.alone else error.code
     except BrokenPipeError:  # whoever read what is printed, such as `head`, has read enough
         forget(sys.stdout.fileno())
         return BROKEN_PIPE
@@ -96,17 +96,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename is not None:
             say(f"error: {error.filename} cannot be read or written ({error.strerror}); fix that and run again")
             return 2
-        if not (_helper() and _lost(error)):
+        lost = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # another process has ended, and said why
+        if not (_rank() > 0 and lost):
             say(f"error: {in_one_line(error)}")
         return FAILED
 
 
-def _helper() -> bool:
-    """True in every process of a run but the first."""
-    return _rank() > 0
-
-
 def _rank() -> int:
+    """Number of this process of a run; 0 for the first, and for any other."""
     return next((rank for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if (rank := int(os.environ.get(name) or 0)) > 0), 0)
 
 
@@ -128,8 +125,3 @@ def _end_launcher() -> None:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
         if b"torchrun" in command or b"torch.distributed.run" in command:
             os.kill(os.getppid(), signal.SIGTERM)
-
-
-def _lost(error: Exception) -> bool:
-    """True where another process of the run could not be reached: it has ended, and reported why."""
-    return any(kind.__name__ == "DistError" for kind in type(error).__mro__)

@@ -7,12 +7,11 @@ Methods are imported where a configuration names one: their libraries take a sec
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Literal
 
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.tasks import TASKS, find_task
 from train.balance.registry import LEVELS, Method, Setting
 from train.data.config import DataConfig
@@ -54,7 +53,7 @@ class BalanceConfig:
     def __post_init__(self) -> None:
         method = self.kind
         if self.level is not None and self.level not in LEVELS:
-            raise UserError(f"balance.level {self.level!r} is unknown; {_near(self.level, LEVELS)}")
+            raise UserError(f"balance.level {self.level!r} is unknown; {closest(self.level, LEVELS)}")
         if self.level is not None and self.level not in method.levels:
             raise UserError(
                 f"balance.level is {self.level!r}, which method {self.method} does not have; use "
@@ -64,7 +63,7 @@ class BalanceConfig:
             raise UserError(f"balance.own is weighted, but method {self.method} gives a direction and no weights; use plain")
         for name, value in self.settings.items():
             if name not in method.settings:
-                raise UserError(f"balance.settings.{name} is unknown to method {self.method}; {_near(name, method.settings)}")
+                raise UserError(f"balance.settings.{name} is unknown to method {self.method}; {closest(name, method.settings)}")
             _check(f"balance.settings.{name}", value, method.settings[name])
         self._check_names()
         if self.own == "weighted" and self.at != "parameters":
@@ -99,7 +98,7 @@ class BalanceConfig:
         from train.balance.methods import METHODS
 
         if self.method not in METHODS:
-            raise UserError(f"balance.method {self.method!r} is unknown; {_near(self.method, METHODS)}")
+            raise UserError(f"balance.method {self.method!r} is unknown; {closest(self.method, METHODS)}")
         return METHODS[self.method]
 
     @property
@@ -137,15 +136,6 @@ def of_level(level: str) -> list[str]:
     from train.balance.methods import METHODS
 
     return [name for name, method in METHODS.items() if level in method.levels]
-
-
-def _near(name: Any, known: Iterable[str]) -> str:
-    known = list(known)
-    if not known:
-        return "it has no settings"
-    close = get_close_matches(str(name).lower().replace("_", "").replace("-", ""), known, n=3, cutoff=0.4)
-    hint = f"the closest names are {', '.join(close)}; " if close else ""
-    return f"{hint}known: {', '.join(known)}"
 
 
 def _check(where: str, value: Any, setting: Setting) -> None:

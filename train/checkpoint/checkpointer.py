@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from train.checkpoint.asynchronous import Background, StateCopy, copied_bytes, l
 from train.checkpoint.upload import Uploads, bring_back
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig
+from train.console.progress import counted
 from train.data.batching.packer import States, merge
 from train.distributed.fabric import launch_names, restarted
 from train.distributed.process_group import ProcessGroup
@@ -109,7 +110,10 @@ class Checkpointer:
         fresh: list[str] = []
         self.position = position = replace(state.load(found, *self.training, self.group, fresh), rows=rows)
         self.group.together(lambda: state.check_weights(found, *self.training))
-        lines += [_fresh_line(fresh, optimizer)] if fresh else []
+        if fresh:
+            rules = ", ".join(sorted({str(group.get("rule")) for group in optimizer.param_groups}))
+            whose = f"{counted(len(fresh), 'parameter')}, which another rule trained before (now: {rules})"
+            lines.append(f"the optimizer's state starts again for {whose}")
         for group, own in zip(optimizer.param_groups, settings, strict=True):
             group.update(own)
         if position.scaler:
@@ -310,12 +314,3 @@ class Checkpointer:
     def _prune(self) -> None:
         keep = self.config.checkpoint
         retention.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.good)
-
-
-def _fresh_line(fresh: Sequence[str], optimizer: torch.optim.Optimizer) -> str:
-    """Says for how many parameters the checkpoint has the state of another rule."""
-    rules = sorted({str(group.get("rule")) for group in optimizer.param_groups})
-    return (
-        f"the optimizer's state starts again for {len(fresh)} parameter{'s' * (len(fresh) != 1)}, which another rule trained "
-        f"before (now: {', '.join(rules)})"
-    )

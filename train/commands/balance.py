@@ -13,7 +13,9 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from omni.errors import UserError
 from omni.files import write_json
@@ -25,11 +27,7 @@ from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.console.command import Parser, check_least
 from train.console.progress import percent
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from train.eval.measures import Figure
+from train.eval.measures import Figure, difference, figure
 
 JSON, PICTURE, ALL = "balance.json", "balance.png", "all"
 
@@ -51,14 +49,10 @@ class ExperimentCounts:
 
     def share(self, method: str, task: str) -> Figure:
         """Exact match of a method on a task, with its interval."""
-        from train.eval.measures import figure
-
         return figure("exact_match", self.counts[method][task])
 
     def gain(self, method: str, task: str) -> Figure:
         """Exact match of a method on a task minus that of the first method, with its interval."""
-        from train.eval.measures import difference
-
         return difference("exact_match", self.counts[self.methods[0]][task], self.counts[method][task])
 
 
@@ -88,8 +82,6 @@ def compare(
 ) -> ExperimentCounts:
     """Trains all runs, seed after seed; one that is finished is not trained again. UserError where a run asked no questions,
     SystemExit where a signal stopped one."""
-    import numpy as np
-
     variants = {(m, s): variant(config, m, s, out) for s in seeds for m in methods}  # all are checked before any is trained
     found: dict[tuple[str, int], dict[str, np.ndarray]] = {}
     for (method, seed), one in variants.items():
@@ -108,8 +100,6 @@ def compare(
 
 def answered(folder: Path) -> dict[str, np.ndarray]:
     """Right answers and questions [2] by task, and of all, at the end of a run."""
-    import numpy as np
-
     from train.trainer.validation import ANSWERS
 
     files = sorted((folder / ANSWERS).glob("step-*.jsonl"))
@@ -149,8 +139,6 @@ def write(found: ExperimentCounts, out: Path) -> None:
 
 def draw(found: ExperimentCounts, file: Path) -> Path:
     """Draws exact match of every method by task: a point for each seed, and all together with the interval."""
-    import numpy as np
-
     with drawn(file, size=(8, 4)) as axes:
         axis, room = axes[0, 0], 0.8 / len(found.methods)
         for i, method in enumerate(found.methods):

@@ -66,7 +66,7 @@ def build_fabric(config: FabricConfig) -> Fabric:
         )
     except (ValueError, RuntimeError, ImportError, TypeError) as error:  # Fabric raises all of these for bad combinations
         reason = " ".join(str(error).split())
-        if _by_fabric_run():
+        if int(os.environ.get("LT_CLI_USED", "0")):
             reason += " (give each setting once: to `fabric run` or in the configuration)"
         raise UserError(
             f"fabric: accelerator {config.accelerator}, devices {devices}, strategy {config.strategy}, precision "
@@ -99,10 +99,6 @@ def leave() -> None:
         dist.destroy_process_group()
         gc.collect()
         time.sleep(GRACE)
-
-
-def _by_fabric_run() -> bool:
-    return bool(int(os.environ.get("LT_CLI_USED", "0")))
 
 
 def placement(config: FabricConfig, environ: Mapping[str, str]) -> tuple[int | str, int]:

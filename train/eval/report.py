@@ -90,11 +90,6 @@ def figures_of(run: Run) -> dict[str, Figure]:
     return out
 
 
-def changes_of(run: Run) -> dict[str, ScoreChange]:
-    """The changes of the text-only score by speech training."""
-    return compared(run.records[TEXT_BEFORE], run.records[TEXT], [n for n in MEASURES if n.startswith("text_")])
-
-
 def against_of(run: Run) -> dict[str, ScoreChange]:
     """The changes from the model that this one is set against, over the questions that both answered."""
     theirs = [{"index": r["index"], "scores": r["against"]} for r in run.records.get(AGAINST, ()) if "against" in r]
@@ -116,7 +111,8 @@ def compared(a: Sequence[Record], b: Sequence[Record], names: Sequence[str]) -> 
 
 def write_report(run: Run) -> dict[str, Figure]:
     """Write `report.json`, `report.md` and, of VoiceBench's data, `voicebench.jsonl`; returns the figures."""
-    figures, changes, against = figures_of(run), changes_of(run), against_of(run)
+    figures, against = figures_of(run), against_of(run)
+    changes = compared(run.records[TEXT_BEFORE], run.records[TEXT], [n for n in MEASURES if n.startswith("text_")])
     data = {
         **run.started,
         "answered": run.answered,
@@ -131,14 +127,10 @@ def write_report(run: Run) -> dict[str, Figure]:
     write_json(run.folder / REPORT, data)
     write_whole(run.folder / TABLE, as_markdown(run, figures, changes, against))
     if run.started["format"] == "voicebench":
-        lines = [json.dumps(voicebench_answer(r), ensure_ascii=False) for r in run.records[ANSWERS] if "broken" not in r]
+        answers = [{**r["given"], "response": r["response"]} for r in run.records[ANSWERS] if "broken" not in r]
+        lines = [json.dumps(answer, ensure_ascii=False) for answer in answers]
         write_whole(run.folder / VOICEBENCH, "".join(line + "\n" for line in lines))
     return figures
-
-
-def voicebench_answer(record: Record) -> dict[str, Any]:
-    """A line for VoiceBench's judges: the row's own fields without the sound, and `response`."""
-    return {**record["given"], "response": record["response"]}
 
 
 def as_markdown(

@@ -69,14 +69,6 @@ class Losses(NamedTuple):
     distill_count: Tensor | None = None
 
 
-class HeadLosses(NamedTuple):
-    """Losses on the encoder, each summed over a batch; None without the turn head, and without distillation."""
-
-    alignment: Tensor
-    turn: Tensor | None = None
-    distill: Tensor | None = None
-
-
 def cells(batch: Batch) -> Tensor:
     """Count the targets of a batch by task and stream, [T, K] float (on the CPU)."""
     task = batch.task.reshape(-1)
@@ -223,8 +215,9 @@ class Objective(nn.Module):
         last = first if self.config.ctc_final is None else self.config.ctc_final
         return first + (last - first) * min(max(progress, 0.0), 1.0)
 
-    def _encode(self, batch: Batch) -> tuple[Tensor, HeadLosses]:
-        """Features of the batch's clips, and the losses on the encoder (that of the alignment is 0 without its head).
+    def _encode(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor | None]]:
+        """Features of the batch's clips, and the summed losses on the encoder: of alignment (0 without its head), of the turn
+        head and of distillation, or None.
 
         A batch without clips still runs the encoder on one silent frame, times 0: every process then takes part in the same
         collectives, and every parameter in the backward pass.
@@ -249,7 +242,7 @@ class Objective(nn.Module):
         if self.teacher is not None and self.config.distill_weight > 0:
             taught = self.teacher(model.encoder, inputs, lengths, frames)
             distill = frame_distances(heard, taught).sum() * (not empty)
-        return features, HeadLosses(self._alignment(batch, heard, empty), turn, distill)
+        return features, (self._alignment(batch, heard, empty), turn, distill)
 
     def _alignment(self, batch: Batch, heard: Tensor, empty: bool) -> Tensor:
         """The alignment loss summed over the clips with a transcript; 0 without alignment head."""

@@ -19,26 +19,20 @@ NO_SPACES = ("zh", "yue", "wuu", "ja", "th", "lo", "my", "km", "bo", "dz")
 """Languages (BCP 47) written without spaces between words: their errors are counted by characters."""
 
 
-def _whisper_basic() -> Normaliser:
-    from whisper.normalizers import BasicTextNormalizer
+def _whisper(name: str) -> Normaliser:
+    from whisper import normalizers
 
-    return BasicTextNormalizer()
-
-
-def _whisper_english() -> Normaliser:
-    from whisper.normalizers import EnglishTextNormalizer
-
-    return EnglishTextNormalizer()
+    return getattr(normalizers, name)()  # type: ignore[no-any-return]
 
 
 _NORMALISERS: dict[str, tuple[Callable[[], Normaliser], str]] = {
     "basic": (lambda: normalise, "NFKC, case folded, punctuation dropped but for apostrophes within words, single spaces"),
     "whisper-basic": (
-        _whisper_basic,
+        lambda: _whisper("BasicTextNormalizer"),
         "openai-whisper's BasicTextNormalizer: lower case, no symbols, nothing in brackets, spaces for vowel signs",
     ),
     "whisper-english": (
-        _whisper_english,
+        lambda: _whisper("EnglishTextNormalizer"),
         "openai-whisper's EnglishTextNormalizer: also contractions, numbers and British spelling made alike",
     ),
 }

@@ -34,10 +34,8 @@ def speaker(config: FitConfig, first: bool) -> Say:
 def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> list[str]:
     """Lines with the model, folder, budget and devices of a run, and what is profiled, known before anything is loaded."""
     budget, cuda = config.budget, fabric.device.type == "cuda"
-    limits = [
-        *([f"{budget.steps} step{'s' * (budget.steps != 1)}"] if budget.steps is not None else []),
-        *([f"{budget.minutes:g} minute{'s' * (budget.minutes != 1)}"] if budget.minutes is not None else []),
-    ]
+    limits = [counted(budget.steps, "step")] if budget.steps is not None else []
+    limits += [f"{budget.minutes:g} minute{'s' * (budget.minutes != 1)}"] if budget.minutes is not None else []
     length = f"for {' or '.join(limits)}"
     if budget.until is not None:
         length = f"until {config.checkpoint.metric} {budget.until:g}, {length} at most"

@@ -4,7 +4,6 @@ where memory ran out."""
 from __future__ import annotations
 
 import math
-import os
 import re
 import statistics
 import sys
@@ -211,11 +210,10 @@ def graphs_compiled() -> int:
 
 
 class StepTimes:
-    """Measures steps and named parts of them, by a clock, the number of graphs compiled so far, the CPU time of this
-    process, and the load of the machine.
+    """Measures steps and named parts of them, by a clock and the number of graphs compiled so far.
 
     Attributes:
-        recent, recent_computed: seconds, and seconds of CPU time, of the last steps.
+        recent: seconds of the last steps.
         unexplained: outliers without a part that explains them, of which the 1st, 2nd, 4th, 8th and so on are reported.
     """
 
@@ -223,26 +221,22 @@ class StepTimes:
         self,
         clock: Callable[[], float] = time.perf_counter,
         graphs: Callable[[], int] = graphs_compiled,
-        computed: Callable[[], float] = time.process_time,
-        load: Callable[[], float] = lambda: os.getloadavg()[0],
     ) -> None:
-        self.clock, self.graphs, self.computed, self.load = clock, graphs, computed, load
+        self.clock, self.graphs = clock, graphs
         self.recent: deque[float] = deque(maxlen=100)
-        self.recent_computed: deque[float] = deque(maxlen=100)
         self.kind: Hashable = None
         self.unexplained = 0
         self.begin()
 
     def begin(self) -> None:
         """Starts a step."""
-        self.since, self.compiled, self.before = self.clock(), self.graphs(), self.computed()
+        self.since, self.compiled = self.clock(), self.graphs()
         self.parts: dict[str, float] = {}
 
     def of_kind(self, kind: Hashable) -> None:
         """Says what kind of step this is: those of another kind take another time, and are forgotten."""
         if kind != self.kind:
             self.recent.clear()
-            self.recent_computed.clear()
             self.kind = kind
 
     def add(self, name: str, seconds: float) -> None:
@@ -256,10 +250,7 @@ class StepTimes:
         usual = statistics.median(self.recent) if len(self.recent) >= KNOWN else None
         self.add(COMPILING, seconds - sum(self.parts.values()) if self.graphs() > self.compiled else 0.0)
         name, longest = max(self.parts.items(), key=lambda part: part[1])
-        computed = self.computed() - self.before
-        usually = statistics.median(self.recent_computed) if self.recent_computed else computed
         self.recent.append(seconds)
-        self.recent_computed.append(computed)
         if seconds <= LEAST or (usual is None and name != COMPILING) or seconds <= FACTOR * (usual or 0.0):
             return None
         cause, again = f"{name} took {longest:.1f} s", ""
@@ -267,16 +258,7 @@ class StepTimes:
             self.unexplained += 1
             if self.unexplained & (self.unexplained - 1):  # no power of two
                 return None
-            cause = self._cause(seconds, computed, usually)
+            cause = "nothing that is measured explains it"
             again = f" (the {self.unexplained}th such step)" if self.unexplained > 2 else ""
         compared = "" if usual is None else f", {usual:.2g} s are usual"
         return f"step {step} took {seconds:.1f} s{compared}: {cause}{again}"
-
-    def _cause(self, seconds: float, computed: float, usually: float) -> str:
-        """Why a step took so many seconds, by the CPU time that it and the steps before it have `computed`."""
-        if computed > 1.5 * usually or computed > 0.7 * seconds:
-            return "the cause is unknown"
-        load, there = self.load(), os.cpu_count() or 1
-        if load > there:
-            return f"other processes keep the machine busy (load {load:.1f} on {there} cores)"
-        return f"this process computed for {computed:.1f} s of that, no more than usual, and waited otherwise"
