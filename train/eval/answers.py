@@ -257,7 +257,7 @@ def answer_turns(
 ) -> None:
     """Holds the conversations that have no record yet, `config.batch` at a time, and appends their records to `file`."""
     with ThreadPoolExecutor(config.batch) as pool:
-        record = lambda one: _record(lm, *one, task, config)  # noqa: E731
+        record = lambda one: _record(lm, one[0], one[1], task, config)  # noqa: E731
         record_all(file, questions, config, progress, lambda batch: (list(pool.map(record, batch)), 0.0))
 
 

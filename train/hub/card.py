@@ -220,7 +220,8 @@ def _evaluation(model: Path, folder: Path) -> str:
         raise UserError(f"--report {folder} is of another model ({of}): evaluate {model}, or leave the report out")
     rows = []
     for name, values in report["figures"].items():
-        figure = Figure(**{key: math.nan if value is None else value for key, value in values.items()})
+        numbers: dict[str, Any] = {key: math.nan if value is None else value for key, value in values.items()}
+        figure = Figure(**numbers)
         title, number = MEASURES[name].title, shown_measure(name, figure.value)
         rows.append((title, number, interval(name, figure), str(figure.questions)))
     ear = f", heard by {_name(report['ear'])}" if report.get("ear") else ""

@@ -99,7 +99,7 @@ def test_the_configuration_knows_it(tmp_path: Path) -> None:
     assert section.at == "loss" and section.values == {"power": 0.5}
     with pytest.raises(UserError, match="balance.settings.power is 3.0; it must be at least 0 and at most 2"):
         BalanceConfig("inverse", settings={"power": 3.0})
-    with pytest.raises(UserError, match="balance.method 'invers' is unknown; the closest names are inverse"):
+    with pytest.raises(UserError, match="balance.method 'invers' is unknown; did you mean 'inverse'"):
         BalanceConfig("invers")
     assert section.passes(balanced_config(tmp_path, section).data, False, 5) == (2.0, 1.0)
     assert BalanceConfig("still").passes(balanced_config(tmp_path, BalanceConfig("still")).data, False, 5) == (2.0, 1.0)
