@@ -19,7 +19,7 @@ from omni.generate.results import Answer, Timings
 from omni.tasks import TASKS
 from omni.utils.charts import drawn
 from train.data.rows.row import Row, RowTurn
-from train.eval.answers import EvalQuestion, judge, scores
+from train.eval.answers import EvalQuestion, judge, timing_scores
 from train.eval.config import EvalConfig
 from train.eval.held_out import Item
 from train.eval.measures import MEASURES, RESAMPLES, Figure, difference, figure, pairs_of, plain, shown, value
@@ -208,12 +208,12 @@ def test_what_has_no_reference_or_is_not_spoken_is_left_out() -> None:
 
 
 def test_times_of_a_streamed_answer() -> None:
-    assert scores(Timings(first_text=0.02, first_audio=0.15, total=0.6, audio=1.2)) == {
+    assert timing_scores(Timings(first_text=0.02, first_audio=0.15, total=0.6, audio=1.2)) == {
         "first_text": (20, 1),
         "first_audio": (150, 1),
         "real_time_factor": (0.6, 1.2),
     }
-    assert scores(Timings(total=0.1)) == {}
+    assert timing_scores(Timings(total=0.1)) == {}
 
 
 def test_pairs_are_taken_from_the_records_that_have_them() -> None:
