@@ -184,4 +184,5 @@ def test_memory_is_level_while_somebody_stays(serve: Any) -> None:
 
     asyncio.run(body())
     assert emptied(server)
-    assert max(sizes[100:]) - max(sizes[20:30]) < 8, [round(size) for size in sizes]  # the sounds of 800 are 172 MB
+    # The sounds of 800 are 172 MB. What is in use stays at 197 to 216 MB (mallinfo2), the heap's fragments grow by 9 to 14
+    assert max(sizes[100:]) - max(sizes[20:30]) < 24, [round(size) for size in sizes]
