@@ -21,7 +21,7 @@ from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.train.toys import final_tensors
 from train.cli import main
-from train.commands.dry_run import build_workbench, dry_run
+from train.commands.dry_run import build_workbench, describe_run
 from train.config.run import FitConfig
 from train.config.sections import (
     BudgetConfig,
@@ -204,4 +204,4 @@ def test_it_is_planned_and_drawn_without_training(tmp_path: Path, base: str, row
     assert (teacher is None) == (lora is not None)
     copied = sum(p.nbytes for p in teacher.parameters()) if teacher is not None else 0
     assert plan.memory.parts["weights"] - alone.memory.parts["weights"] == copied
-    assert "1 micro-batch" in dry_run(config)
+    assert "1 micro-batch" in describe_run(config)

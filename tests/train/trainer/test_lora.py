@@ -21,7 +21,7 @@ from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.close import assert_near
 from tests.train.toys import ToyModel, adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit
-from train.commands.dry_run import dry_run
+from train.commands.dry_run import describe_run
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig, CheckpointConfig, FabricConfig, LoRASection, ModelSection, OptimizerConfig, Rule
 from train.data.config import DataConfig, PackingConfig, SourceConfig
@@ -146,7 +146,7 @@ def test_what_comes_out_is_the_base_and_what_was_trained(base: Path, tmp_path: P
 def test_a_dry_run_and_a_plan_count_the_adapters(base: Path, tmp_path: Path) -> None:
     config = run_of(base, tmp_path / "run", LoRASection(rank=2))
     wanted = 2 * 2 * (4 * 64 + 2 * (64 + 32) + 3 * 128)
-    assert f"{wanted / 1e6:.2f} M trainable" in dry_run(config)
+    assert f"{wanted / 1e6:.2f} M trainable" in describe_run(config)
     counts = count_parameters(meta_model(config, SMALL))
     assert counts["LoRA"] == (wanted, wanted) and sum(own for _, own in counts.values()) == wanted
 
