@@ -90,4 +90,4 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def _of_figures(rows: Sequence[Sequence[str]], column: int) -> bool:
-    return column > 0 and all(not row[column] or row[column][0] in "-+0123456789" for row in rows)
+    return column > 0 and all(not row[column] or row[column][0] in "-+>0123456789" for row in rows)
