@@ -66,7 +66,7 @@ def convert(device: torch.device, small: bool) -> Figures:
             ("from .pth", "pth", "again", ("--kind", "mini-omni", *named)),
         ):
             words = [str(folder / source), str(folder / target), *options, "--quiet"]
-            taken = run_apart("train.commands.convert", words, ["train.convert.convert"])
+            taken = run_apart("train.cli", ["convert", *words], ["train.convert.convert"])
             read, written = (sum(file.stat().st_size for file in (folder / part).iterdir()) for part in (source, target))
             peaks = {"peak RSS / read": taken.resident / read, "peak RSS without files / read": taken.anonymous / read}
             yield name, {"GB read": read / 1e9, **peaks, "MB/s written": written / 1e6 / taken.seconds}

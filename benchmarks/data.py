@@ -116,7 +116,7 @@ def memory(device: torch.device, small: bool) -> Figures:
         for count in counts:
             table = write_table(folder / str(count), [sound(0.16, 8000, 0)], {"answer_audio": 8000}, count)
             words = [str(table), str(folder / f"prepared-{count}"), "--codec=codec2", "--workers=0", "--progress=off"]
-            taken = run_apart("train.commands.data_prepare", words, IMPORTS)
+            taken = run_apart("train.cli", ["data", "prepare", *words], IMPORTS)
             found.append(taken)
             figures = {"MiB": taken.resident / 2**20, "without files": taken.anonymous / 2**20, "rows/s": count / taken.seconds}
             yield f"{count:,} short rows", figures

@@ -25,15 +25,15 @@ from omni.model.attention import attention as attend
 from omni.tasks import TASKS
 from omni.utils.hardware import peak_flops, synchronize
 from omni.utils.profiling import timed
+from train.commands.dry_run import Workbench, build_workbench, take_step
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
 from train.distributed.fabric import compile_blocks
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
-from train.objective.flops import StepFlops
 from train.objective.objective import targets
-from train.plan.step import Workbench, build_workbench, take_step
-from train.plan.worst_batch import worst_batch
+from train.trainer.metrics import StepFlops
+from train.trainer.preflight import worst_batch
 
 HALF = torch.bfloat16
 KERNELS = {

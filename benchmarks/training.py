@@ -30,14 +30,15 @@ from omni.files import sync
 from omni.layout import IGNORE
 from omni.utils.hardware import synchronize
 from omni.utils.profiling import GIB, PeakMemory, free_memory, in_turns, ratio, seconds_of, timed
-from train.balance.section import BalanceSection, check_balance
+from train.balance.config import BalanceConfig, check_balance
 from train.checkpoint.state import capture
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig, CheckpointConfig, OptimizerConfig
 from train.distributed.fabric import build_fabric
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
-from train.trainer.build import build_balance, prepare
+from train.trainer.balanced_step import Balancing
+from train.trainer.build import prepare
 from train.trainer.feed import Feed, StepBatches
 from train.trainer.guard import StepGuard
 from train.trainer.loop import Loop
@@ -191,7 +192,7 @@ def balance(device: torch.device, small: bool, config: str, methods: str) -> Fig
     run, steps = recipe(config, small), 1 if small else 4
     source = replace(run.data.sources[0], tasks={"A1T1": 1.0, "A1T2": 1.0, "A1A2": 1.0}, stages=())
     mixture = replace(run.data, sources=(source,))
-    sections = {name: BalanceSection(name.partition(":")[0], name.partition(":")[2] or None) for name in methods.split(",")}
+    sections = {name: BalanceConfig(name.partition(":")[0], name.partition(":")[2] or None) for name in methods.split(",")}
     for section in sections.values():
         check_balance(section, mixture, run.fabric.precision, 1)
     judged = [section for section in sections.values() if section.kind.bilevel]  # these need held-out rows
@@ -200,8 +201,13 @@ def balance(device: torch.device, small: bool, config: str, methods: str) -> Fig
         built = {field.name: getattr(loop.step, field.name) for field in fields(PlainStep)}
         works: dict[str, Step] = {"plain": PlainStep(**built)}
         for name, section in sections.items():
-            parts = (section, loop.config, loop.parts, loop.fabric, loop.group, loop.module, loop.trainable)
-            works[name] = BalancedStep(**built, balance=build_balance(*parts, len(given[0].batches)), start=0.0)
+            parts, own = loop.parts, (loop.fabric, loop.module, loop.trainable)
+            assert parts.balanced is not None
+            balancing = Balancing(
+                section, parts.balanced, *own, parts.tasks, parts.streams, parts.targets, loop.group, len(given[0].batches),
+                loop.config.objective.by_heads,
+            )  # fmt: skip
+            works[name] = BalancedStep(**built, balance=balancing, start=0.0)
         slices = {name: partial(_slice, step) for name, step in works.items()}
         spent = in_turns(slices, [given], device, 1 if small else 12)
     yield "plain", {"ms": statistics.median(spent["plain"]) / steps * 1e3}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 WORDS: tuple[tuple[str, str], ...] = (
@@ -71,17 +70,3 @@ class WorkBar:
 def _minutes(seconds: float) -> str:
     whole = round(seconds)
     return f"{whole // 60}:{whole % 60:02d}"
-
-
-def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], left: Sequence[int]) -> None:
-    """Prints a table whose cells are never wrapped; `left` are the columns that are left-aligned."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(title=title or None, title_justify="left", box=box.SIMPLE, title_style="bold", padding=(0, 1, 0, 0))
-    for number, name in enumerate(columns):
-        shown.add_column(name, justify="left" if number in left else "right", no_wrap=True)
-    for line in lines:
-        shown.add_row(*line)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 132).print(shown)

@@ -150,17 +150,6 @@ def quick_pictures() -> Iterator[dict[str, Any]]:
         yield real
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quick_starts() -> Iterator[Callable[[Path], None]]:
-    """A run starts in the second in which another ended; a test of the order of their files is given the wait."""
-    from train.trainer import logs
-
-    with pytest.MonkeyPatch.context() as patch:
-        real = logs._wait_for_a_later_name
-        patch.setattr(logs, "_wait_for_a_later_name", lambda board: None)
-        yield real
-
-
 @pytest.fixture
 def whole_pictures(quick_pictures: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, function in quick_pictures.items():

@@ -52,8 +52,6 @@ def _run(name: str, arguments: Sequence[str], variables: dict[str, str], places:
     os.environ.update(variables)
     for number, place in enumerate(places, 1):
         os.dup2(os.open(place, os.O_WRONLY), number)
-    if "train.trainer.logs" in sys.modules:  # a run starts in the second in which another ended, as in tests/conftest.py
-        sys.modules["train.trainer.logs"]._wait_for_a_later_name = lambda board: None  # type: ignore[attr-defined]
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 

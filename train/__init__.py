@@ -21,31 +21,28 @@ if TYPE_CHECKING:
     from train.data.sources import SourceOptions as SourceOptions
     from train.data.sources import register_source as register_source
     from train.data.tts.voices import register_voice as register_voice
-    from train.eval.metrics import register_metric as register_metric
+    from train.eval.measures import register_metric as register_metric
     from train.trainer.build import fit as fit
-    from train.trainer.callbacks import Callback as Callback
-    from train.trainer.callbacks import register_callback as register_callback
+    from train.trainer.parts import Callback as Callback
     from train.trainer.parts import Outcome as Outcome
+    from train.trainer.parts import register_callback as register_callback
 
 _MODULES = {
-    "Callback": "trainer.callbacks",
+    "Callback": "trainer.parts",
     "FitConfig": "config.run",
     "Outcome": "trainer.parts",
     "SourceOptions": "data.sources",
     "fit": "trainer.build",
     "recipe": "config.parse",
-    "register_callback": "trainer.callbacks",
+    "register_callback": "trainer.parts",
     "register_method": "balance.registry",
-    "register_metric": "eval.metrics",
+    "register_metric": "eval.measures",
     "register_reader": "data.readers",
     "register_source": "data.sources",
     "register_voice": "data.tts.voices",
 }
 
-__all__ = [
-    "Callback", "FitConfig", "Outcome", "SourceOptions", "fit", "recipe", "register_callback", "register_method",
-    "register_metric", "register_reader", "register_source", "register_voice",
-]  # fmt: skip
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

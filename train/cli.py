@@ -22,21 +22,22 @@ GRACE = 5.0
 
 COMMANDS = {
     "fit": ("train.commands.fit", "train a model: fit configs/NAME.yaml [--any.key value ...]"),
-    "demo": ("train.commands.demo", "train the small model of configs/nano.yaml, examine it and talk to it"),
+    "demo": ("train.commands.fit:run_demo", "train the small model of configs/nano.yaml, examine it and talk to it"),
     "validate": (
-        "train.commands.validate",
+        "train.commands.models:run_validate",
         "ask a finished model its run's validation questions: validate MODEL [--limit 200]",
     ),
     "plan": ("train.commands.plan", "what a run needs and how long it takes: plan CONFIG [--devices 8 --gpu_gib 24]"),
     "doctor": ("train.commands.doctor", "a few steps under the graph guard: doctor CONFIG [--steps 2] [--any.key value ...]"),
-    "convert": ("train.commands.convert", "bring weights in or out: convert SOURCE TARGET [--kind ...]"),
-    "push": ("train.commands.push", "upload a model to the Hugging Face Hub, with a card: push RUN hf://owner/name"),
+    "convert": ("train.commands.models:run_convert", "bring weights in or out: convert SOURCE TARGET [--kind ...]"),
+    "push": ("train.commands.models:run_push", "upload a model to the Hugging Face Hub, with a card: push RUN hf://owner/name"),
     "data": ("train.commands.data", "prepare, validate, stats, listen or filter data: data prepare SOURCE OUT"),
     "eval": ("train.commands.eval", "figures on a set of questions: eval MODEL DATA --out OUT; eval --compare OUT OUT"),
     "edit": ("train.commands.edit", "correct single answers: edit apply MODEL FACTS OUT; also eval, merge, revert, fit"),
     "balance": ("train.commands.balance", "compare methods of balance over seeds: balance configs/nano-balance.yaml"),
 }
-"""Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""
+"""Name of a command to its module, whose `main(argv)`, or a function named after the colon, returns the exit code, and what it
+does."""
 
 HELP = """usage: omni-train COMMAND [options]
 
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0 if arguments else 2
         arguments = take_plugins(arguments)
         check_command(arguments[0] if arguments else "", COMMANDS)
-        run = importlib.import_module(COMMANDS[arguments[0]][0]).main
+        module, _, function = COMMANDS[arguments[0]][0].partition(":")
+        run = getattr(importlib.import_module(module), function or "main")
         all_imported()
         code: int = run(arguments[1:])
         sys.stdout.flush()
@@ -76,13 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, LostError):
             say(f"error: {error}")
             return error.code
-        if not _helper() or error.alone:  # all processes of a run fail alike; the first one reports
+        if not _rank() or error.alone:  # all processes of a run fail alike; the first one reports
             say(f"error: {error}")
         elif not error.shared:
             return _only_here(error)
         if not error.again:
             _end_launcher()
-        return 0 if _helper() and not error.alone else error.code
+        return 0 if _rank() and not error.alone else error.code
     except BrokenPipeError:  # whoever read what is printed, such as `head`, has read enough
         forget(sys.stdout.fileno())
         return BROKEN_PIPE
@@ -94,17 +96,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename is not None:
             say(f"error: {error.filename} cannot be read or written ({error.strerror}); fix that and run again")
             return 2
-        if not (_helper() and _lost(error)):
+        lost = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # another process has ended, and said why
+        if not (_rank() > 0 and lost):
             say(f"error: {in_one_line(error)}")
         return FAILED
 
 
-def _helper() -> bool:
-    """True in every process of a run but the first."""
-    return _rank() > 0
-
-
 def _rank() -> int:
+    """Number of this process of a run; 0 for the first, and for any other."""
     return next((rank for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if (rank := int(os.environ.get(name) or 0)) > 0), 0)
 
 
@@ -126,8 +125,3 @@ def _end_launcher() -> None:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
         if b"torchrun" in command or b"torch.distributed.run" in command:
             os.kill(os.getppid(), signal.SIGTERM)
-
-
-def _lost(error: Exception) -> bool:
-    """True where another process of the run could not be reached: it has ended, and reported why."""
-    return any(kind.__name__ == "DistError" for kind in type(error).__mro__)

@@ -24,8 +24,7 @@ from omni.generate.speech_lm import SpeechLM
 from train.config.run import FitConfig
 from train.console.progress import percent
 from train.eval.held_out import HeldOutReport, Judged, evaluate, items_of, write_answers
-from train.scoring.asr import Sphinx
-from train.scoring.similarity import describe, nearest
+from train.scoring.asr import Sphinx, describe, nearest
 from train.trainer.build import MODEL, fit
 from train.trainer.logs import VALIDATION, read_table
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from infer.bench.live import draw, folder_config, live_table
 from infer.bench.random_model import preset_lm
-from infer.console import print_table
 from infer.loading import bytes_of, cpu_threads
 from infer.options import BenchOptions
 from infer.timing import AnswerMeter, Figures
@@ -35,6 +34,7 @@ from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.pretrained import find_model
 from omni.tasks import TASKS
+from omni.utils.charts import print_table
 from omni.utils.hardware import find_device, synchronize
 from omni.utils.profiling import GIB, load, seconds_of, timed
 
@@ -80,7 +80,7 @@ def bench(options: BenchOptions) -> None:
         for title, rows in _tables(options, device, subject, sound):
             plain.append({"title": title, "rows": [row._asdict() for row in rows]})
             if not options.json:
-                print_table(title, ("figure", "", "unit", ""), [(a, _figure(b), *more) for a, b, *more in rows], (0, 2, 3))
+                print_table(title, ("figure", "", "unit", ""), [(a, _figure(b), *more) for a, b, *more in rows])
     if options.json:
         print(json.dumps({**_machine(device), "tables": plain}, indent=2))
     else:

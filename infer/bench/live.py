@@ -24,7 +24,6 @@ from torch import Tensor
 
 from infer.bench.people import LiveLoad, Manner, PlayedAudio
 from infer.bench.random_model import bench_dtype, random_model, with_encoder_mode
-from infer.console import print_table
 from infer.loading import cpu_threads, is_small
 from infer.options import BenchOptions
 from omni import plugins
@@ -42,7 +41,7 @@ from omni.pretrained import find_model
 from omni.stores.reading import local_path
 from omni.tasks import TASKS, Turn, prompt
 from omni.text import Tokenizer
-from omni.utils.charts import COLORS, GRID, INK, printable, pyplot_quietly, save_figure
+from omni.utils.charts import BESIDE, INK, drawn, print_table, printable
 from omni.utils.process import say
 from omni.utils.profiling import GIB
 
@@ -214,7 +213,7 @@ class LiveTable:
 
     def show(self) -> None:
         """Prints the table; three times are the 50th, 95th and 99th percentile."""
-        print_table(self.title, COLUMNS, [cells(run) for run in self.runs], left=[1])
+        print_table(self.title, COLUMNS, [cells(run) for run in self.runs])
         print(f"a frame plays {1e3 * self.frame:.0f} ms; times are 50th, 95th and 99th percentile; CPU in shares of a core")
 
     def largest_without_underrun(self) -> int | None:
@@ -242,24 +241,22 @@ def _three(found: Percentiles) -> str:
 
 def draw(table: LiveTable, file: Path) -> Path:
     """Draws lateness, steps and first audio over the number of sessions as a PNG file."""
-    figure, axes = pyplot_quietly().subplots(3, 1, figsize=(9.5, 9), sharex=True, height_ratios=(3, 2, 2))
     numbers, best = [run.sessions for run in table.runs], table.largest_without_underrun()
-    for axis, name in zip(axes, ("lateness", "step", "first_audio"), strict=True):
-        for part, color in (("p50", COLORS[0]), ("p95", COLORS[1]), ("p99", COLORS[3])):
-            points = [(run.sessions, getattr(getattr(run, name), part)) for run in table.runs]
-            if points := [(number, 1e3 * value) for number, value in points if value is not None]:
-                axis.plot(*zip(*points, strict=True), "-o", color=color, markersize=4, label=part)
-        if best is not None:
-            axis.axvline(best, color=COLORS[2], linewidth=1.2, linestyle=":", label=f"{best} without underrun")
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(numbers, [str(n) for n in numbers])
-        axis.minorticks_off()
-        axis.set_ylabel(f"{name.replace('_', ' ')} (ms)")
-        axis.grid(color=GRID, linewidth=0.6)
-    axes[0].axhline(0.0, color=INK, linewidth=1.2, label="due")
-    axes[1].axhline(1e3 * table.frame, color=INK, linewidth=1.2, label=f"a frame, {1e3 * table.frame:.0f} ms")
-    for axis in (axis for axis in axes if axis.get_legend_handles_labels()[0]):
-        axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    axes[2].set_xlabel("live sessions")
-    axes[0].set_title("\n".join(textwrap.wrap(printable(table.title, 200), 95)), fontsize=10, loc="left")
-    return save_figure(figure, file)
+    with drawn(file, 3, 1, (9.5, 9), BESIDE, sharex=True, height_ratios=(3, 2, 2)) as axes:
+        for axis, name in zip(axes[:, 0], ("lateness", "step", "first_audio"), strict=True):
+            for part, color in (("p50", "C0"), ("p95", "C1"), ("p99", "C3")):
+                points = [(run.sessions, getattr(getattr(run, name), part)) for run in table.runs]
+                if points := [(number, 1e3 * value) for number, value in points if value is not None]:
+                    axis.plot(*zip(*points, strict=True), "-o", color=color, label=part)
+            if best is not None:
+                axis.axvline(best, color="C2", linewidth=1.2, linestyle=":", label=f"{best} without underrun")
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(numbers, [str(n) for n in numbers])
+            axis.minorticks_off()
+            axis.set_ylabel(f"{name.replace('_', ' ')} (ms)")
+        late, step, first = axes[:, 0]
+        late.axhline(0.0, color=INK, linewidth=1.2, label="due")
+        step.axhline(1e3 * table.frame, color=INK, linewidth=1.2, label=f"a frame, {1e3 * table.frame:.0f} ms")
+        first.set_xlabel("live sessions")
+        late.set_title("\n".join(textwrap.wrap(printable(table.title, 200), 95)))
+    return file

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from infer.console import print_table
 from omni.errors import UserError
+from omni.utils.charts import print_table
 
 Kind = Literal["input", "output"]
 
@@ -156,12 +156,12 @@ def show_devices(sound: Any) -> None:
     if not devices:
         print("PortAudio finds no microphone and no loudspeaker; connect one, or give this user access to it")
         return
-    lines = []
-    for one in devices:
-        channels = [str(number or "") for number in (one.inputs, one.outputs)]
-        usual = ", ".join(NAMES[kind] for kind in one.default)
-        lines.append((str(one.index), one.name, one.host, *channels, str(one.rate), usual))
-    print_table("", ("", "device", "by", "in", "out", "Hz", "default"), lines, left=(1, 2, 6))
+    usual = [", ".join(NAMES[kind] for kind in one.default) for one in devices]
+    rows = [
+        (str(one.index), one.name, one.host, str(one.inputs or ""), str(one.outputs or ""), str(one.rate), kinds)
+        for one, kinds in zip(devices, usual, strict=True)
+    ]
+    print_table("", ("", "device", "by", "in", "out", "Hz", "default"), rows)
 
 
 def load_sounddevice(what: str = "--speaker", otherwise: str = ", or use --out answer.wav") -> Any:

@@ -156,10 +156,7 @@ def list_objects(address: str, deep: bool = False) -> list[StoredObject]:
 
     def work() -> list[dict[str, Any]]:
         system = _system(scheme)
-        path = _path(system, address)
-        if deep:
-            return list(system.find(path, detail=True).values())
-        return list(system.ls(path, detail=True))
+        return list(system.find(address, detail=True).values() if deep else system.ls(address, detail=True))
 
     base = address.rstrip("/") + "/"
     infos = [info for info in tried(work, address, "listed") if info.get("type") == "file"]
@@ -178,13 +175,8 @@ def look_up(address: str) -> StoredObject:
         MissingError: there is none; the closest name beside it is told.
     """
     scheme = scheme_of(address)
-
-    def work() -> dict[str, Any]:
-        system = _system(scheme)
-        return dict(system.info(_path(system, address)))
-
     try:
-        info = tried(work, address)
+        info = dict(tried(lambda: _system(scheme).info(address), address))
         if info.get("type") != "file":
             raise MissingError(f"{shown(address)} is a folder, not a file: name one in it")
     except MissingError as error:
@@ -216,7 +208,7 @@ def read_range(of: StoredObject, start: int, stop: int) -> bytes:
     scheme = scheme_of(of.address)
 
     def work() -> bytes:
-        data = _READERS.get(scheme, _read)(_system(scheme), of, start, stop)
+        data = _read(scheme, of, start, stop)
         if len(data) == of.size > stop - start:  # a server that knows no ranges
             data = data[start:stop]
         if len(data) > stop - start:
@@ -230,25 +222,13 @@ def read_range(of: StoredObject, start: int, stop: int) -> bytes:
 def write_object(file: str | os.PathLike[str], address: str) -> None:
     """Write a local file to an address, replacing what is there; UserError where that is refused, or goes on failing."""
     check_writable(address)
-    scheme = scheme_of(address)
-
-    def work() -> None:
-        system = _system(scheme)
-        system.put_file(os.fspath(file), _path(system, address))
-
-    tried(work, address, "written")
+    tried(lambda: _system(scheme_of(address)).put_file(os.fspath(file), address), address, "written")
 
 
 def write_bytes(data: bytes, address: str) -> None:
     """Write a small object, as `write_object` does."""
     check_writable(address)
-    scheme = scheme_of(address)
-
-    def work() -> None:
-        system = _system(scheme)
-        system.pipe_file(_path(system, address), data)
-
-    tried(work, address, "written")
+    tried(lambda: _system(scheme_of(address)).pipe_file(address, data), address, "written")
 
 
 def check_writable(address: str) -> None:
@@ -287,10 +267,6 @@ def _system(scheme: str) -> Any:
     return system
 
 
-def _path(system: Any, address: str) -> str:
-    return str(system._strip_protocol(address))
-
-
 def _address(scheme: str, name: str) -> str:
     return name if "://" in name else f"{scheme}://{name}"
 
@@ -301,46 +277,29 @@ def _object(address: str, info: Mapping[str, Any]) -> StoredObject:
     return StoredObject(address, int(info.get("size") or 0), version)
 
 
-def _run(system: Any, work: Callable[..., Any], size: int, *values: Any, **named: Any) -> Any:
-    """The result of a coroutine of a driver, which is given up where it takes too long."""
+def _read(scheme: str, of: StoredObject, start: int, stop: int) -> bytes:
+    """A range of the object that was listed, where the store gives strong ETags; it is given up where it takes too long."""
+    system, same = _system(scheme), of.version.startswith('"')
+    limit = {"timeout": stall_seconds() + (stop - start) / SLOWEST} if system.async_impl else {}
+    if scheme == "s3":
+        return _read_s3(system, of.address, f"bytes={start}-{stop - 1}", {"IfMatch": of.version} if same else {}, limit)
+    headers = {"headers": {"If-Match": of.version}} if same and scheme.startswith("http") else {}
+    return bytes(system.cat_file(of.address, start=start, end=stop, **headers, **limit))
+
+
+def _read_s3(system: Any, address: str, wanted: str, same: Mapping[str, str], limit: Mapping[str, float]) -> bytes:
+    """A range with a condition, of which the driver's own `cat_file` knows none."""
     from fsspec.asyn import sync
 
-    return sync(system.loop, work, *values, timeout=stall_seconds() + size / SLOWEST, **named)
-
-
-def _read(system: Any, of: StoredObject, start: int, stop: int) -> bytes:
-    path = _path(system, of.address)
-    if getattr(system, "async_impl", False):
-        return bytes(_run(system, system._cat_file, stop - start, path, start=start, end=stop))
-    return bytes(system.cat_file(path, start=start, end=stop))
-
-
-def _read_http(system: Any, of: StoredObject, start: int, stop: int) -> bytes:
-    """A range, on condition that the object is the one that was listed, where the server gives strong ETags."""
-    same = {"If-Match": of.version} if of.version.startswith('"') else {}
-    return bytes(_run(system, system._cat_file, stop - start, of.address, start=start, end=stop, headers=same))
-
-
-def _read_s3(system: Any, of: StoredObject, start: int, stop: int) -> bytes:
-    """A range, on condition that the object is the one that was listed; the driver's own `cat_file` has no conditions."""
-    bucket, key, version = system.split_path(of.address)
+    bucket, key, version = system.split_path(address)
     named = {"VersionId": version} if version else {}
-    if of.version.startswith('"'):
-        named["IfMatch"] = of.version
+    body = system.call_s3("get_object", Bucket=bucket, Key=key, Range=wanted, **named, **same, **limit)["Body"]
 
-    async def get() -> bytes:
-        answer = await system._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}", **named)
-        try:
-            return bytes(await answer["Body"].read())
-        finally:
-            answer["Body"].close()
+    async def read() -> bytes:
+        async with body:
+            return bytes(await body.read())
 
-    return bytes(_run(system, get, stop - start))
-
-
-_READERS: Mapping[str, Callable[[Any, StoredObject, int, int], bytes]] = {
-    "s3": _read_s3, "http": _read_http, "https": _read_http,
-}  # fmt: skip
+    return bytes(sync(system.loop, read, **limit))
 
 
 def _near(address: str) -> str:
@@ -351,8 +310,8 @@ def _near(address: str) -> str:
     if not lists(address) or "://" not in folder:
         return ""
     try:
-        system = _system(scheme_of(address))
-        names = [str(info["name"]).rstrip("/").rpartition("/")[2] for info in system.ls(_path(system, folder), detail=True)]
+        infos = _system(scheme_of(address)).ls(folder, detail=True)
+        names = [str(info["name"]).rstrip("/").rpartition("/")[2] for info in infos]
     except Exception:  # the hint alone is lost
         return ""
     close = get_close_matches(address.rpartition("/")[2], names, n=1, cutoff=0.6)
@@ -370,15 +329,15 @@ def register(protocol: str, look: Callable[[str], StoredObject], opened: Callabl
 
     class StoreFiles(fsspec.AbstractFileSystem):  # type: ignore[misc]
         def info(self, path: str, **options: Any) -> dict[str, Any]:
-            name = _path(self, path)
+            name = path.removeprefix(f"{protocol}://")
             one = look(name)
             return {"name": name, "size": one.size, "type": "file", "ETag": one.version}
 
         def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
-            return [self.info(path) if detail else _path(self, path)]
+            return [self.info(path) if detail else self.info(path)["name"]]
 
-        def _open(self, path: str, mode: str = "rb", *unused: Any, **options: Any) -> Any:
-            return opened(look(_path(self, path)))
+        def open(self, path: str, mode: str = "rb", *unused: Any, **options: Any) -> Any:
+            return opened(look(path.removeprefix(f"{protocol}://")))
 
     StoreFiles.protocol = protocol
     fsspec.register_implementation(protocol, StoreFiles, clobber=True)

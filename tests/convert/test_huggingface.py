@@ -19,7 +19,7 @@ from omni.text import Tokenizer
 from tests.close import assert_near
 from tests.convert.hub_toys import TEXT, edit_config, save_text, text_logits, text_model
 from tests.model.test_decoder_parity import names
-from train.commands.convert import main
+from train.commands.models import run_convert as main
 
 GROW = ["--encoder", "nano", "--codec", "codec2", "--quiet"]
 

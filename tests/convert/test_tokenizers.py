@@ -19,7 +19,7 @@ from omni.errors import UserError
 from omni.text import Tokenizer
 from tests.convert.hub_toys import VOCABULARY, edit_config, save_text, text_model
 from tests.convert.mini_omni_toys import save, settings_of, state_of
-from train.commands.convert import main
+from train.commands.models import run_convert as main
 
 BEGIN, END = 256, 257
 ADDED = {str(BEGIN): {"content": "<begin>", "special": True}, str(END): {"content": "<end>", "special": True}}

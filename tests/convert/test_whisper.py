@@ -16,7 +16,7 @@ from omni.convert.parts import read_whisper
 from omni.errors import UserError
 from tests.close import assert_near
 from tests.convert.hub_toys import save_text, stirred, text_model
-from train.commands.convert import main
+from train.commands.models import run_convert as main
 
 POSITIONS, BANDS, WIDTH = 60, 80, 24
 

@@ -23,8 +23,7 @@ from tests.train.objective.test_objective import MODELS, make_examples, pack
 from train.config.sections import OptimizerConfig
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, targets
-from train.optim.ema import Average
-from train.optim.optimizer import build_optimizer, set_trainable
+from train.optim.optimizer import Average, build_optimizer, set_trainable
 
 FIXED: dict[str, Callable[[], Program]] = {
     "cache": programs.cache_fixed,

@@ -184,8 +184,7 @@ def keep_checkpoint(run: Path, target: Path) -> None:
     (target / "checkpoints" / "last").write_text(f"{step}\n")
     state = target / "checkpoints" / step / "state.json"
     data = read(state)
-    timed = {"seconds": 0.0, "saved": [0, 0.0], "meter": [0.0] * len(data["meter"])}
-    timed["meters"] = [[0.0] * len(each) for each in data["meters"]]
+    timed = {"seconds": 0.0, "saved": [0, 0.0], "meters": [[0.0] * len(sums) for sums in data["meters"]]}
     assert timed.keys() <= data.keys()
     state.write_text(json.dumps(data | timed) + "\n")
 

@@ -20,7 +20,7 @@ from omni.lora.weights import AdapterWeights, base_checksum, merged_state, repla
 from omni.model.speech_model import SpeechModel
 from tests.close import assert_near
 from tests.convert.hub_toys import VOCABULARY, columns, save_text, text_logits, text_model
-from train.commands.convert import main
+from train.commands.models import run_convert as main
 
 TEXT = torch.randint(256, (2, 10), generator=torch.Generator().manual_seed(0))
 

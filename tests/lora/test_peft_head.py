@@ -19,7 +19,7 @@ from omni.model.speech_model import SpeechModel
 from tests.close import assert_near
 from tests.convert.hub_toys import VOCABULARY, save_text, text_logits, text_model
 from tests.lora.test_peft import TEXT, adapter_of, grown, lm, model_of, said, saved
-from train.commands.convert import main
+from train.commands.models import run_convert as main
 
 __all__ = ["grown", "lm"]
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.parity.report import Line, show
-from train.balance.balancer import Balancer, build
-from train.balance.bilevel import Bilevel
+from tests.train.balance.backward import backward
+from train.balance.balancer import Balancer, Bilevel, build
 from train.balance.config import BalanceConfig
 from train.balance.methods import METHODS
 from train.balance.rows import Rows
@@ -256,11 +256,11 @@ def ours(case: Case, balancer: Balancer, step: int, losses: Tensor, jacobians: l
     """The gradient of our shared parameters, or the weights."""
     theta = nn.Parameter(torch.zeros(WIDTH))
     if balancer.config.at == "loss":
-        balancer.backward(linear(losses, jacobians[0], theta), [theta])
+        backward(balancer, linear(losses, jacobians[0], theta), [theta])
         balancer.after(losses * after(step))
     elif balancer.config.at == "features":
         rep = theta.view(POSITIONS, CHANNELS) + features(step)
-        balancer.backward(linear(losses, jacobians[0], rep), [theta], features=[rep])
+        backward(balancer, linear(losses, jacobians[0], rep), [theta], features=[rep])
     else:
         rows = [Rows(j) for j in jacobians]
         report = balancer.combine(losses, rows[-1], [theta], others=rows[:-1])

@@ -17,8 +17,9 @@ from omni.layout import Layout
 from omni.tasks import Turn, prompt
 from tests.train.data.toys import TOKENIZER
 from tests.train.eval.toys import QUICK, noise, random_model, read_lines, save_model
-from train.commands import convert, edit
+from train.commands import edit
 from train.commands.eval import main as evaluate
+from train.commands.models import run_convert
 from train.config.sections import ModelSection
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Row, RowTurn, Sound
@@ -53,8 +54,8 @@ REFUSED: dict[str, tuple[Any, list[str], str]] = {
     "edit eval": (edit.main, ["eval", "@small", "@edits", "@facts", "@out"], "editing"),
     "edit merge": (edit.main, ["merge", "@small", "@edits", "@out"], "merging"),
     "edit revert": (edit.main, ["revert", "@small", "@edits", "@out"], "merging"),
-    "convert": (convert.main, ["@small", "@out", "--kind", "omni", "--dtype", "bfloat16"], "converting"),
-    "convert --kind": (convert.main, ["@small", "@out", "--kind", "hf"], "converting"),
+    "convert": (run_convert, ["@small", "@out", "--kind", "omni", "--dtype", "bfloat16"], "converting"),
+    "convert --kind": (run_convert, ["@small", "@out", "--kind", "hf"], "converting"),
     "fit": (lambda words: shape_of(ModelSection(init_from=words[0])), ["@small"], "training"),
     "fit, building": (lambda words: build_initial(ModelSection(init_from=words[0]), 0), ["@small"], "training"),
 }

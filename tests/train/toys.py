@@ -42,17 +42,15 @@ from train.config.sections import (
     ScheduleConfig,
     ValidationConfig,
 )
-from train.distributed.fabric import build_fabric, leave
+from train.distributed.fabric import build_fabric, leave, quantized_type
 from train.distributed.launching import launch
-from train.distributed.precision import quantized_type
 from train.distributed.process_group import ProcessGroup, lost_named
 from train.objective.objective import HEADS, Losses
 from train.trainer.build import build_loop, process_group
-from train.trainer.callbacks import Callback
-from train.trainer.held_out_loss import HeldOut
-from train.trainer.lora import apply
-from train.trainer.parts import Outcome, Parts
+from train.trainer.initial_model import apply_lora
+from train.trainer.parts import Callback, Outcome, Parts
 from train.trainer.profiler import NONE
+from train.trainer.validation import HeldOut
 
 STREAMS, TASKS, WORDS, WIDTH = ("audio0", "text"), ("A1A2", "T1T2"), 17, 32
 OF_THE_MACHINE = {"seconds", "tokens_per_second", "data_wait", "memory/peak"}
@@ -192,7 +190,7 @@ def toy_lora(base: Any = True) -> LoRASection:
 def adapted_parts(section: LoRASection, before: Callable[[int], None] = lambda step: None, precision: str = "32-true") -> Parts:
     """The same model with adapters."""
     parts = toy_parts(before)
-    base = apply(parts.objective.get_submodule("model"), section, quantized_type(precision))
+    base = apply_lora(parts.objective.get_submodule("model"), section, quantized_type(precision))
     return replace(parts, rows={"the checksum of the weights below the adapters": base})
 
 

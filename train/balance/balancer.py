@@ -1,12 +1,12 @@
-"""Balances the tasks of a run: weighs losses, or combines gradients.
+"""Balances the tasks of a run: calls the method in each step, keeps its state, and weighs losses or combines gradients by it.
 
 A step's calls depend on the level:
 
     loss        `weights(losses)` gives the weights for one backward of their weighted sum; where `ahead()` is not None it is
                 known before the step's losses, and several micro-batches may be run through with it.
-    features    `train.balance.feature_hook.FeatureHook` between encoder and decoder calls `choose`, within the one backward.
+    features    `FeatureHook` between encoder and decoder calls `choose`, within the one backward.
     parameters  `gather` runs one backward per task and micro-batch, and `combine` puts the combined gradient into `grad`.
-                `backward` does both for losses whose graph allows several backward passes, outside of DDP and FSDP.
+    two levels  `Bilevel.update_weights` on the step's batch and on a held-out one (`train.balance.balancer`).
 
 Losses are this process's share of the step's: divided by counts of the whole step, so that their sum over processes (`reduce`)
 is the step's loss. Nothing nonlinear is done before that sum: the choice does not depend on the number of processes.
@@ -16,17 +16,173 @@ Dimensions: m tasks, k of them present, P values that this process holds, N posi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from train.balance.bilevel import Bilevel
-from train.balance.chooser import BalanceReport, Chooser
-from train.balance.config import BalanceConfig
-from train.balance.rows import Rows, Sum, alone, flat, is_sharded, mixed, put_gradients, summed, take_gradients
+from omni.errors import UserError
+from train.balance.bilevel import Batch, BilevelStep
+from train.balance.config import MAX_TASKS, BalanceConfig
+from train.balance.rows import (
+    Given,
+    MethodChoice,
+    Rows,
+    State,
+    Sum,
+    alone,
+    is_sharded,
+    mixed,
+    put_gradients,
+    summed,
+    take_gradients,
+)
+
+
+@dataclass
+class BalanceReport:
+    """Weights and gradient statistics of the tasks in a step; all on the CPU, without graph.
+
+    Attributes:
+        weights: [m]; 0 for an absent task, and for one whose row is zero. Of `graddrop`, the share of a task's gradient that
+            passed; of `dbmtl` and `moco`, the weights of the smoothed gradients.
+        norms: of the tasks' gradients, [m]; nan where there are none.
+        cosines: between them, [m, m]; nan where there are none.
+        absent: [m], 1 where a task was left out of this step.
+        zero: [m], 1 where a task is present, but its row is zero, so that the method did not get it.
+    """
+
+    weights: Tensor
+    norms: Tensor
+    cosines: Tensor
+    absent: Tensor
+    zero: Tensor
+
+    def figures(self, tasks: Sequence[str]) -> dict[str, float]:
+        """Figures by name for a table: `weight/A1T1`, `norm/A1T1`, `cosine/A1T1/A1A2`, and `absent/A1T1` or `zero/A1T1` where
+        a task was."""
+        figures: dict[str, float] = {}
+        for kind, values in (("weight", self.weights), ("norm", self.norms)):
+            figures.update({f"{kind}/{t}": float(v) for t, v in zip(tasks, values, strict=True) if v == v})
+        for i, one in enumerate(tasks):
+            for j in range(i):
+                if self.cosines[i, j] == self.cosines[i, j]:
+                    figures[f"cosine/{tasks[j]}/{one}"] = float(self.cosines[i, j])
+        for kind, flags in (("absent", self.absent), ("zero", self.zero)):
+            figures.update({f"{kind}/{t}": 1.0 for t, flag in zip(tasks, flags, strict=True) if flag})
+        return figures
+
+
+class Chooser:
+    """Calls the method in each step, and keeps its state between steps.
+
+    Args:
+        tasks: their names, in the order of the losses.
+
+    Attributes:
+        steps: taken so far.
+        absences: how often each task was left out, [m].
+        last: which tasks took part in the last step, [m] bool.
+    """
+
+    def __init__(self, config: BalanceConfig, tasks: Sequence[str]) -> None:
+        if not 2 <= len(tasks) <= MAX_TASKS:
+            raise UserError(f"balance.method {config.method} was given {len(tasks)} tasks; it needs 2 to {MAX_TASKS}")
+        self.config, self.tasks = config, list(tasks)
+        self.state = State(len(tasks))
+        self.steps = 0
+        self.absences = torch.zeros(len(tasks), dtype=torch.int64)
+        self.last = torch.ones(len(tasks), dtype=torch.bool)
+
+    def choose(
+        self, losses: Tensor, counts: Tensor | None, rows: Rows | None = None, others: tuple[Rows, ...] = ()
+    ) -> tuple[MethodChoice, BalanceReport]:
+        """Call the method with the present tasks, and update its state; of losses [m] (float64 on the CPU) and rows [m, P].
+
+        A task without targets (`counts`), or whose loss or row is not finite, is absent. A present one whose row is zero (in
+        all batches) suits every direction: the method does not get it, its weight is 0, and its state stays as it is.
+        """
+        present, m = self.present(losses, counts), len(self.tasks)
+        norms, cosines, zero = torch.full((m,), torch.nan), torch.full((m, m), torch.nan), torch.zeros(m, dtype=torch.bool)
+        if rows is not None:
+            gramian = rows.gramian()
+            squares = torch.stack([table.diagonal().float() for table in (gramian, *(other.gramian() for other in others))])
+            present = present & squares.isfinite().all(0)
+            zero = present & (squares == 0).all(0)
+            length = gramian.diagonal().clamp_min(0).sqrt()
+            norms = torch.where(present, length, torch.nan).float()
+            pairs = present[:, None] & present & (length[:, None] * length > 0)
+            cosines = torch.where(pairs, gramian / (length[:, None] * length), torch.nan).float().clamp(-1, 1)
+        self.last = asked = present & ~zero
+        weights = torch.zeros(m, dtype=torch.float64)
+        if asked.any():
+            given = self.given(losses, asked, rows, others)
+            with torch.no_grad():
+                choice = self._ruled(given)
+            weights[asked] = choice.weights.double()
+            choice = choice if asked.equal(present) else choice.spread(asked[present])
+        elif rows is not None and present.any():
+            choice = MethodChoice(weights[present], direction=rows.values.new_zeros(rows.values.shape[1]))
+        else:
+            # Tasks have targets, but none has a finite loss or row: the direction is nan, so that the step is skipped.
+            fill = torch.nan if counts is None or bool((counts > 0).any()) else 0.0
+            empty = torch.zeros(0) if rows is None else rows.values.new_full((rows.values.shape[1],), fill)
+            choice = MethodChoice(weights[:0], direction=empty)
+        self.steps += 1
+        self.absences += ~present
+        return choice, BalanceReport(weights, norms, cosines, (~present).long(), zero.long())
+
+    def _ruled(self, given: Given) -> MethodChoice:
+        """What the method chooses; UserError, naming it, where it fails or chooses no weights."""
+        name, m = self.config.method, len(given.losses)
+        try:
+            choice = self.config.kind.rule(given)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"balance method {name} failed with {type(error).__name__}: {error}") from error
+        weights = getattr(choice, "weights", None)
+        if not isinstance(choice, MethodChoice) or not isinstance(weights, Tensor) or weights.shape != (m,):
+            raise UserError(f"balance method {name} returned {choice!r:.80}; it must return a MethodChoice with {m} weights")
+        if not weights.isfinite().all() and given.losses.isfinite().all():
+            raise UserError(f"balance method {name} returned weights {weights.tolist()} for losses {given.losses.tolist()}")
+        return choice
+
+    def given(self, losses: Tensor, present: Tensor, rows: Rows | None, others: tuple[Rows, ...]) -> Given:
+        return Given(
+            losses[present],
+            Rows(torch.zeros(int(present.sum()), 0)) if rows is None else rows.take(present),
+            tuple(other.take(present) for other in others),
+            self.config.values,
+            (self.config.seed * 1_000_003 + self.steps) % (1 << 62),
+            present,
+            self.state,
+        )
+
+    def present(self, losses: Tensor, counts: Tensor | None) -> Tensor:
+        here = losses.isfinite()
+        return here if counts is None else here & (counts.to("cpu") > 0)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """State as plain tensors; those of sharded gradients are this process's."""
+        kept = {f"state/{name}": value.clone() for name, value in self.state.values.items()}
+        pairs = {f"pairs/{name}": torch.tensor(True) for name in self.state.pairs}
+        counts = {"steps": torch.tensor(self.steps), "absences": self.absences.clone(), "last": self.last.clone()}
+        return {**counts, **kept, **pairs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if len(state["absences"]) != len(self.tasks):
+            raise UserError(
+                f"the stored balance is of {len(state['absences'])} tasks, this run has {len(self.tasks)} "
+                f"({', '.join(self.tasks)}); go on with the same tasks, or say --resume restart"
+            )
+        self.steps, self.absences, self.last = int(state["steps"]), state["absences"].clone(), state["last"].clone()
+        self.state = State(len(self.tasks))
+        self.state.values = {k.removeprefix("state/"): v.clone() for k, v in state.items() if k.startswith("state/")}
+        self.state.pairs = {k.removeprefix("pairs/") for k in state if k.startswith("pairs/")}
 
 
 class Balancer(Chooser):
@@ -47,14 +203,10 @@ class Balancer(Chooser):
         return probe.choose(torch.ones(len(self.tasks), dtype=torch.float64), None)[0].weights
 
     def weights(self, losses: Tensor | Sequence[Tensor], counts: Tensor | None = None, reduce: Sum = alone) -> BalanceReport:
-        """Choose the weights of a step by its losses [m] alone, and update the method's state.
+        """Choose the weights of a step by its losses [m] alone (this process's share), and update the method's state.
 
-        Args:
-            losses: this process's share of the step's losses, all micro-batches together; their graph is not touched.
-            counts: targets of each task in the whole step, [m]; a task without any is absent. So is one whose loss is nan.
+        A task is absent without targets in the whole step (`counts` [m]), and where its loss is nan.
         """
-        if self.config.at != "loss":
-            raise ValueError(f"{self.config.method} is at level {self.config.at}: it has no weights without gradients")
         return self.choose(summed(losses, reduce), counts)[1]
 
     def total(self, losses: Sequence[Tensor] | Tensor, report: BalanceReport) -> Tensor:
@@ -65,8 +217,7 @@ class Balancer(Chooser):
     def after(self, losses: Tensor | Sequence[Tensor], reduce: Sum = alone, counts: Tensor | None = None) -> None:
         """Update a method that has `after` by the losses [m] after the optimizer's step; others do nothing.
 
-        The losses are of the same batch, or, unless its `again` says so, of the next one before its step; `counts` are then
-        that batch's targets. Tasks that were absent from the step are left out.
+        They are of the same batch, or, unless its `again` says so, of the next one before its step, as `counts` then are.
         """
         if self.config.kind.after is None:
             return
@@ -76,104 +227,6 @@ class Balancer(Chooser):
             self.config.kind.after(given)
 
     # --- gradients ------------------------------------------------------------------------------------------------------
-
-    def backward(
-        self,
-        losses: Tensor | Sequence[Tensor],
-        shared: Sequence[nn.Parameter],
-        own: Sequence[nn.Parameter] = (),
-        reduce: Sum = alone,
-        counts: Tensor | None = None,
-        others: Sequence[Tensor | Sequence[Tensor]] = (),
-        features: Sequence[Tensor] = (),
-    ) -> BalanceReport:
-        """Fill `grad` of the shared and the own parameters from losses [m] whose graph allows several backward passes.
-
-        Gradients are summed over processes here (sharded parameters are refused: use `gather`).
-
-        Args:
-            others: losses of independent batches, where the method needs them.
-            features: the shared representations [..., C] between the shared parameters and the losses, for level `features`.
-        """
-        if is_sharded(shared):
-            raise ValueError("backward cannot take sharded parameters one task at a time; use gather and combine")
-        shared, own = list(shared), list(own)
-        values = summed(losses, reduce)
-        present = self.present(values, counts)
-        if self.config.at == "loss":
-            report = self.choose(values, counts)[1]
-            learn = [*shared, *own]
-            found = torch.autograd.grad(self.total(losses, report), learn, allow_unused=True)
-            put_gradients(learn, reduce(flat(learn, found)))
-            return report
-        if self.config.at == "features":
-            return self._through(losses, values, counts, present, shared, own, features, reduce)
-        together = [*shared, *own]
-        tables = []
-        for which in (losses, *others):
-            jacobian = []
-            for loss, here in zip(which, present.tolist(), strict=True):
-                jacobian.append(flat(together, _differentiate(loss, together, here)))
-            tables.append(reduce(torch.stack(jacobian)))
-        width = sum(p.numel() for p in shared)
-        rows = tuple(Rows(table[:, :width]) for table in tables)
-        choice, report = self.choose(values, counts, rows[0], rows[1:])
-        here = report.absent == 0
-        put_gradients(shared, choice.combine(rows[0].take(here)))
-        if own:
-            put_gradients(own, mixed(self._own(report), tables[0][here.to(tables[0].device)][:, width:]))
-        return report
-
-    def _own(self, report: BalanceReport) -> Tensor:
-        """Factors of the present tasks' gradients of the own parameters, [k]; 1 where the row is zero, so that no weight was
-        chosen."""
-        weights = torch.where(report.zero == 1, 1.0, report.weights)[report.absent == 0]
-        return weights if self.config.own == "weighted" else torch.ones_like(weights)
-
-    def _through(
-        self,
-        losses: Tensor | Sequence[Tensor],
-        values: Tensor,
-        counts: Tensor | None,
-        present: Tensor,
-        shared: Sequence[nn.Parameter],
-        own: Sequence[nn.Parameter],
-        features: Sequence[Tensor],
-        reduce: Sum,
-    ) -> BalanceReport:
-        """Take rows from the features' gradients, then run one backward of their combination into the shared parameters."""
-        if not features:
-            raise ValueError("level features needs the shared representations")
-        wanted, parts, tables, rests = [*features, *own], [], [], []
-        for loss, here in zip(losses, present.tolist(), strict=True):
-            found = _differentiate(loss, wanted, here)
-            own_part = flat(own, found[len(features) :]) if own else torch.zeros(0)
-            gradients = [torch.zeros_like(f) if g is None else g for f, g in zip(features, found, strict=False)]
-            parts.append(gradients)
-            tables.append(torch.cat([self.channels(f, g) for f, g in zip(features, gradients, strict=True)]))
-            rests.append(own_part)
-        rows = Rows(reduce(torch.stack(tables)))
-        choice, report = self.choose(values, counts, rows)
-        here = report.absent == 0
-        factors = choice.weights[:, None] if choice.factors is None else choice.factors
-        chosen = [part for part, kept in zip(parts, here.tolist(), strict=True) if kept]
-        combined, start = [torch.zeros_like(f) for f in features], 0
-        for i, feature in enumerate(features):
-            columns = slice(None) if choice.factors is None else slice(start, start + feature.shape[-1])
-            start += feature.shape[-1]
-            for gradients, factor in zip(chosen, factors, strict=True):
-                combined[i] += gradients[i] * factor[columns].to(combined[i])
-        learn = list(shared)
-        put_gradients(learn, reduce(flat(learn, torch.autograd.grad(features, learn, combined, allow_unused=True))))
-        if own:
-            rest = reduce(torch.stack(rests))
-            put_gradients(own, mixed(self._own(report), rest[here.to(rest.device)]))
-        return report
-
-    def channels(self, features: Tensor, gradients: Tensor) -> Tensor:
-        """Sum a gradient of features [..., C] over positions, [C] fp32; for methods with `signs` times the features' signs."""
-        signed = gradients.float() * features.detach().sign() if self.config.kind.signs else gradients.float()
-        return signed.reshape(-1, features.shape[-1]).sum(0)
 
     def gather(
         self,
@@ -188,19 +241,16 @@ class Balancer(Chooser):
     ) -> tuple[Rows, Tensor, Tensor]:
         """Compute one gradient per task by plain backward passes into `grad`: DDP, FSDP2 and checkpointing work as usual.
 
-        Each of the `passes` is a micro-batch: it runs the forward for a task, given by its number, and returns its loss.
-
         Args:
-            run: calls backward on a loss; `grad` must hold the sum over processes times `scale` after a task's last
-                micro-batch. By default plain backward, and `reduce` sums the rows of parameters that are not sharded.
-            around: context entered around each forward and backward; its argument is true where another micro-batch of the
-                task follows, so that gradients need no exchange yet.
-            scale: of the gradients (a loss scaler's).
+            passes: one for each micro-batch: runs the forward for a task, given by its number, and returns its loss.
+            run: calls backward; `grad` must hold the sum over processes times `scale` after a task's last micro-batch. By
+                default plain backward, and `reduce` sums the rows of parameters that are not sharded.
+            around: context of each forward and backward; true where another micro-batch of the task follows, so that gradients
+                need no exchange yet.
             present: tasks to run, [m] bool, the same on all processes; all by default.
 
         Returns:
-            rows [m, P] of the shared parameters (zeros for tasks not run), those of the own ones [m, P'], and this process's
-            losses, [m].
+            rows [m, P] of the shared parameters (zeros for tasks not run), those of the own ones, this process's losses [m].
         """
         shared, own = list(shared), list(own)
         m = len(self.tasks)
@@ -242,21 +292,135 @@ class Balancer(Chooser):
         here = report.absent == 0
         put_gradients(shared, choice.combine(rows.take(here)), scale)
         if own and rest is not None:
-            put_gradients(own, mixed(self._own(report), rest[here.to(rest.device)]), scale)
+            factors = torch.where(report.zero == 1, 1.0, report.weights)[here]  # 1 where the row is zero: no weight was chosen
+            factors = factors if self.config.own == "weighted" else torch.ones_like(factors)
+            put_gradients(own, mixed(factors, rest[here.to(rest.device)]), scale)
         return report
 
 
-def _differentiate(loss: Tensor, by: Sequence[Tensor], present: bool) -> Sequence[Tensor | None]:
-    """Gradients of one task's loss, whose graph is kept; None for each where the task is absent."""
-    if not present or not loss.requires_grad:
-        return [None] * len(by)
-    return torch.autograd.grad(loss, by, retain_graph=True, allow_unused=True)
-
-
 def build(config: BalanceConfig, tasks: Sequence[str]) -> Balancer | Bilevel:
-    """Build the balancer of a run for the named tasks.
-
-    Raises:
-        UserError: fewer than two tasks, or more than can be balanced.
-    """
+    """Build the balancer of a run for the named tasks; UserError for fewer than two, or more than can be balanced."""
     return Bilevel(config, tasks) if config.kind.bilevel else Balancer(config, tasks)
+
+
+class Bilevel(Chooser):
+    """Balances the tasks by a bilevel method: weights are softmax(w), and w is trained by Adam.
+
+    A step is `update_weights(inner, outer, parameters, lr)`, then, for methods that are `linear`, one backward of the losses
+    times the weights; others leave the whole gradient in `grad`. Tasks that are absent from `inner` are left out.
+    """
+
+    def ahead(self) -> Tensor:
+        """The current weights, [m]."""
+        return self._logits().softmax(0)
+
+    def update_weights(
+        self,
+        inner: Batch,
+        outer: Batch,
+        parameters: Sequence[nn.Parameter],
+        lr: float,
+        reduce: Sum = alone,
+        run: Callable[[Tensor], None] = torch.Tensor.backward,
+        settled: Callable[[], None] = lambda: None,
+    ) -> BalanceReport:
+        """Update the weights by one step; the report has the weights after it, and the outer gradients' norms and cosines.
+
+        Args:
+            lr: the optimizer's learning rate.
+            run: calls backward; `grad` must hold the sum over processes after it. With plain backward, `reduce` sums.
+            settled: called after a forward without backward, before parameters change: FSDP2 must free the root's whole ones.
+        """
+        step = BilevelStep(
+            len(self.tasks), inner, outer, list(parameters), lr, self.ahead(), self.config.values, self.state, self.steps,
+            reduce, run, settled,
+        )  # fmt: skip
+        with step.restored():
+            return self._step(*self.config.kind.rule(step))
+
+    def _logits(self) -> Tensor:
+        m = len(self.tasks)
+        return self.state.values.setdefault("logits", torch.full((m,), 1 / m, dtype=torch.float64))
+
+    def _step(self, gradient: Tensor, present: Tensor, rows: Rows | None) -> BalanceReport:
+        """Update the logits by Adam with their gradient [k], and report."""
+        self._logits()
+        given = self.given(torch.ones(len(present), dtype=torch.float64), present, rows, ())
+        given.adam("logits", gradient, 1 / len(self.tasks), self.config.values["lr"])
+        self.steps += 1
+        self.absences += ~present
+        m = len(present)
+        norms, cosines = torch.full((m,), torch.nan), torch.full((m, m), torch.nan)
+        if rows is not None:
+            gramian = rows.gramian()
+            norms = gramian.diagonal().clamp_min(0).sqrt()
+            cosines = (gramian / (norms[:, None] * norms).clamp_min(1e-300)).clamp(-1, 1)
+        weights = torch.where(present, self._logits().softmax(0), 0.0)
+        return BalanceReport(weights, norms.float(), cosines.float(), (~present).long(), torch.zeros(m, dtype=torch.int64))
+
+
+class FeatureHook:
+    """Combines the tasks' gradients at the features: called in the forward pass, `hook(features, task)`, acts in the backward.
+
+    Between the two the training loop may set the attributes.
+
+    Attributes:
+        losses: the step's losses [m], summed over processes; ones by default, for methods that do not need them.
+        counts: targets of each task in the step, [m]; all present by default. A task without any feature is absent anyway.
+        last: this is the step's last micro-batch, so that the method's state is updated. The weights of an earlier one are
+            chosen by the micro-batches so far.
+        scale: of the gradients (a loss scaler's).
+        report: of the last backward pass.
+    """
+
+    def __init__(self, balancer: Chooser, reduce: Sum = alone) -> None:
+        self.balancer, self.reduce = balancer, reduce
+        self.losses: Tensor | None = None
+        self.counts: Tensor | None = None
+        self.last, self.scale = True, 1.0
+        self.report: BalanceReport | None = None
+        self._rows: Tensor | None = None
+
+    def __call__(self, features: Tensor, task: Tensor) -> Tensor:
+        """Return the features [N, C] unchanged; task [N] long, below 0 for a position of no task."""
+        return _Hooked.apply(features, task, self) if torch.is_grad_enabled() else features
+
+    def change(self, features: Tensor, task: Tensor, gradient: Tensor) -> Tensor:
+        """Replace the features' gradient [N, C] by the combined one."""
+        balancer, m = self.balancer, len(self.balancer.tasks)
+        values = gradient.float() / self.scale
+        if balancer.config.kind.signs:
+            values = values * features.sign()
+        place = torch.where(task < 0, m, task)
+        counted = torch.cat([values, torch.ones_like(values[:, :1])], 1)
+        # Not by `index_add_`: a GPU would add in any order, and the sums choose weights.
+        table = self.reduce(torch.stack([torch.where((place == i)[:, None], counted, 0).sum(0) for i in range(m)]))
+        self._rows = table if self._rows is None else self._rows + table
+        rows, heard = Rows(self._rows[:, :-1]), self._rows[:, -1].cpu() > 0
+        before = None if self.last else balancer.state_dict()
+        losses = torch.ones(m, dtype=torch.float64) if self.losses is None else self.losses.to("cpu", torch.float64)
+        here = heard if self.counts is None else heard & (self.counts.cpu() > 0)
+        choice, self.report = balancer.choose(losses, here, rows)
+        if before is not None:
+            balancer.load_state_dict(before)
+        else:
+            self._rows = None
+        factors = choice.weights[:, None] if choice.factors is None else choice.factors
+        every = values.new_zeros(m + 1, factors.shape[1])
+        present = torch.cat([self.report.absent == 0, torch.zeros(1, dtype=torch.bool)])
+        every[present.to(every.device)] = factors.to(every)
+        kept = torch.where(every[place] == 0, 0.0, gradient.float() * every[place])  # an absent task may be nan
+        return kept.to(gradient.dtype)
+
+
+class _Hooked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, task: Tensor, hook: FeatureHook) -> Tensor:
+        ctx.save_for_backward(features, task)
+        ctx.hook = hook
+        return features.view_as(features)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        features, task = ctx.saved_tensors
+        return ctx.hook.change(features, task, gradient), None, None

@@ -1,74 +1,263 @@
-"""Balances tasks by a bilevel method (`by_held_out.py`): weights are softmax(w), and w is trained by Adam.
+"""Bilevel methods: the loss weights of a step on an inner batch are trained by the losses on an outer batch after it.
 
-Dimensions: m tasks.
+A method is given a `BilevelStep` and returns the gradient of the outer losses by the logits of the weights. A batch is a
+function that runs the forward and returns the losses [m] (this process's share); gradients are taken by plain backward passes
+into `grad`, so that DDP and FSDP2 work as usual. Parameters are changed on the way and restored at the end.
+
+Dimensions: m tasks, k of them present, P values of the parameters that this process holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from train.balance.by_held_out import Batch, BilevelStep
-from train.balance.chooser import BalanceReport, Chooser
-from train.balance.rows import Rows, Sum, alone
+from train.balance.registry import Setting, Values, rate, register_method
+from train.balance.rows import Rows, State, Sum, alone, is_sharded, local, put_gradients, summed, take_gradients
+from train.balance.solvers import like, on_simplex, quadratic, solved, to_array
+
+Batch = Callable[[], "Tensor | Sequence[Tensor]"]
 
 
-class Bilevel(Chooser):
-    """Balances the tasks by a bilevel method.
+class BilevelStep:
+    """A step of a bilevel method: computes gradients, and moves and restores the parameters.
 
-    A step is `update_weights(inner, outer, parameters, lr)`, then, for methods that are `linear`, one backward of the losses
-    times the weights that it returned; others leave the whole gradient of the step in `grad`. Tasks that are absent from
-    `inner` are left out.
+    Args:
+        tasks: their number, m, and `weights` [m].
+        inner, outer: the batches.
+        settings, state, steps: all settings of the method, its state, and the steps before this one.
+        run, settled: see `train.balance.balancer.Bilevel.update_weights`.
+
+    Attributes:
+        result: the combined gradient [P], which a method that gives a direction (not `linear`) sets.
     """
 
-    BILEVEL = True
-
-    def ahead(self) -> Tensor:
-        """The current weights, [m]."""
-        return self._logits().softmax(0)
-
-    def update_weights(
+    def __init__(
         self,
+        tasks: int,
         inner: Batch,
         outer: Batch,
-        parameters: Sequence[nn.Parameter],
+        parameters: list[nn.Parameter],
         lr: float,
-        reduce: Sum = alone,
-        run: Callable[[Tensor], None] = torch.Tensor.backward,
-        settled: Callable[[], None] = lambda: None,
-    ) -> BalanceReport:
-        """Update the weights by one step; the report has the weights after it, and the outer gradients' norms and cosines.
+        weights: Tensor,
+        settings: Mapping[str, Any],
+        state: State,
+        steps: int,
+        reduce: Sum,
+        run: Callable[[Tensor], None],
+        settled: Callable[[], None],
+    ) -> None:
+        self.tasks, self.inner, self.outer, self.parameters, self.lr = tasks, inner, outer, parameters, lr
+        self.weights, self.settings, self.state, self.steps = weights, settings, state, steps
+        self.reduce, self.run, self.settled = reduce, run, settled
+        self.start = [local(p).detach().clone() for p in parameters]
+        self.result: Tensor | None = None
+        self.sharded = is_sharded(parameters)
+        self.total = reduce if self.sharded else alone
+        self.summed = self.sharded or run is not torch.Tensor.backward
 
-        Args:
-            lr: the optimizer's learning rate.
-            run: calls backward; `grad` must hold the sum over processes after it. With plain backward, `reduce` sums.
-            settled: called after a forward without backward, before parameters change: FSDP2 must free the root's whole ones.
-        """
-        step = BilevelStep(
-            len(self.tasks), inner, outer, list(parameters), lr, self.ahead(), self.config.values, self.state, self.steps,
-            reduce, run, settled,
-        )  # fmt: skip
-        with step.restored():
-            return self._step(*self.config.kind.rule(step))
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the parameters at the end, and put the step's result, if any, into `grad`."""
+        try:
+            yield
+        finally:
+            self.restore()
+            for p in self.parameters:
+                p.grad = None
+        if self.result is not None:
+            put_gradients(self.parameters, self.result)
 
-    def _logits(self) -> Tensor:
-        m = len(self.tasks)
-        return self.state.values.setdefault("logits", torch.full((m,), 1 / m, dtype=torch.float64))
+    @torch.no_grad()
+    def restore(self) -> None:
+        for p, value in zip(self.parameters, self.start, strict=True):
+            local(p).copy_(value)
 
-    def _step(self, gradient: Tensor, present: Tensor, rows: Rows | None) -> BalanceReport:
-        """Update the logits by Adam with their gradient [k], and report."""
-        self._logits()
-        given = self.given(torch.ones(len(present), dtype=torch.float64), present, rows, ())
-        given.adam("logits", gradient, 1 / len(self.tasks), self.config.values["lr"])
-        self.steps += 1
-        self.absences += ~present
-        m = len(present)
-        norms, cosines = torch.full((m,), torch.nan), torch.full((m, m), torch.nan)
-        if rows is not None:
-            gramian = rows.gramian()
-            norms = gramian.diagonal().clamp_min(0).sqrt()
-            cosines = (gramian / (norms[:, None] * norms).clamp_min(1e-300)).clamp(-1, 1)
-        weights = torch.where(present, self._logits().softmax(0), 0.0)
-        return BalanceReport(weights, norms.float(), cosines.float(), (~present).long(), torch.zeros(m, dtype=torch.int64))
+    @torch.no_grad()
+    def move(self, by: Tensor) -> None:
+        place = 0
+        for p in self.parameters:
+            own = local(p)
+            own.add_(by[place : place + own.numel()].view_as(own).to(own.dtype))
+            place += own.numel()
+
+    def norm(self, vector: Tensor) -> float:
+        return float(Rows(vector[None], self.total).norms())
+
+    def values(self, batch: Batch) -> Tensor:
+        """Losses of a batch without gradients, [m] float64 on the CPU."""
+        with torch.no_grad():
+            found = summed(batch(), self.reduce)
+        self.settled()
+        return found
+
+    def gradient(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradient of the weighted sum of the present losses, [P], and the losses, [m]."""
+        losses = batch()
+        values = summed(losses, self.reduce)
+        parts = [w * loss for w, loss, v in zip(weights.tolist(), losses, values.tolist(), strict=True) if np.isfinite(v)]
+        self.run(torch.stack(parts).sum() if parts else torch.stack(list(losses)).sum() * 0)
+        vector = take_gradients(self.parameters)
+        return (vector if self.summed else self.reduce(vector)), values
+
+    def rows(self, batch: Batch) -> tuple[Rows, Tensor]:
+        """One gradient per task, and the losses, [m]."""
+        found: list[Tensor] = []
+        values = torch.zeros(0)
+        for task in range(self.tasks):
+            losses = batch()
+            values = summed(losses, self.reduce)
+            self.run(losses[task])
+            found.append(take_gradients(self.parameters))
+        table = torch.stack(found)
+        return Rows(table if self.summed else self.reduce(table), self.total), values
+
+
+class OuterGradient(NamedTuple):
+    """Result of a bilevel method.
+
+    Attributes:
+        by_logits: gradient of the outer losses by the logits of the present tasks, [k].
+        present: tasks that took part, [m] bool.
+        rows: gradients of the outer losses, for the report, where the method has them.
+    """
+
+    by_logits: Tensor
+    present: Tensor
+    rows: Rows | None
+
+
+@register_method(
+    "autolambda",
+    "loss",
+    settings={"lr": rate(1e-3)},
+    batches=2,
+    ahead=True,
+    bilevel=True,
+    holds="two",
+    passes=lambda m, rest, settings: (5.0, 3.0),  # inner, outer, twice inner without gradients, and the step
+)
+def autolambda(step: BilevelStep) -> OuterGradient:
+    """Auto-Lambda (Liu et al. 2022): the gradient of the outer losses by the weights, through one step of the parameters.
+
+    It is computed by a central difference of length 0.01.
+    """
+    weights = step.weights
+    gradient, losses = step.gradient(step.inner, weights)
+    present = losses.isfinite()
+    step.move(-step.lr * gradient)
+    ahead, _ = step.gradient(step.outer, torch.ones_like(weights))
+    step.restore()
+    length = step.norm(ahead)
+    if length == 0:  # the batches share no task, or the outer losses are at an optimum: the weights stay as they are
+        return OuterGradient(torch.zeros(int(present.sum()), dtype=torch.float64), present, None)
+    size = 0.01 / length
+    step.move(size * ahead)
+    up = step.values(step.inner)
+    step.restore()
+    step.move(-size * ahead)
+    down = step.values(step.inner)
+    change = (up - down)[present] / (2 * size)
+    shares = weights[present]
+    return OuterGradient(-step.lr * shares * (change - (weights[present] * change).sum()), present, None)
+
+
+@register_method(
+    "moml",
+    "loss",
+    settings={"lr": rate(1e-3), "inner_lr": rate(0.1)},
+    batches=2,
+    ahead=True,
+    bilevel=True,
+    holds="rows",
+    passes=lambda m, rest, settings: (2.0 * m + 1, 2.0 * m + 1),
+)
+def moml(step: BilevelStep) -> OuterGradient:
+    """Multi-objective meta learning (Ye et al. 2021) with one inner step: the gradient of every outer loss by the logits.
+
+    The logits follow the element of least norm in the convex hull of these gradients, each normalised.
+    """
+    inner_lr, weights = step.settings["inner_lr"], step.weights
+    below, losses = step.rows(step.inner)
+    present = losses.isfinite()
+    below = below.take(present)
+    softmax = weights.diag() - torch.outer(weights, weights)
+    step.move(-inner_lr * (weights[present].to(below.values) @ below.values))
+    above, _ = step.rows(step.outer)
+    judged = above.take(present)
+    table = -inner_lr * judged.gramian(below) @ softmax[present][:, present]
+    table = table[table.norm(dim=1) > 0]  # a zero row would itself be the element of least norm
+    table = table / table.norm(dim=1, keepdim=True)
+    chosen = solved(on_simplex, table @ table.T) if len(table) else table.new_zeros(0)
+    return OuterGradient(chosen @ table, present, above)
+
+
+def _forum_passes(m: int, rest: float, settings: Values) -> tuple[float, float]:
+    """Inner steps, one loss at their end, outer gradients."""
+    steps = float(settings["inner_steps"])
+    return steps + 1 + m + rest, steps + m + rest
+
+
+@register_method(
+    "forum",
+    "parameters",
+    settings={
+        "lr": rate(1e-3), "phi": rate(0.1), "inner_lr": rate(0.1), "inner_steps": Setting(5, low=1),
+        "decay": Setting(0.75, high=1.0),
+    },
+    batches=2,
+    linear=False,
+    bilevel=True,
+    passes=_forum_passes,
+)  # fmt: skip
+def forum(step: BilevelStep) -> OuterGradient:
+    """FORUM (Ye et al. 2024): first-order, over weights and parameters at once.
+
+    q is the excess of the inner loss over its value after the inner steps; the direction follows the outer gradients, with
+    a share of the gradient of q that makes q fall.
+    """
+    s, weights = step.settings, step.weights
+    m = len(weights)
+    first, losses = step.gradient(step.inner, weights)
+    present = losses.isfinite()
+    if not present.any():
+        step.result = torch.zeros_like(first)
+        return OuterGradient(torch.zeros(0, dtype=torch.float64), present, None)
+    for i in range(s["inner_steps"]):
+        inner = first if i == 0 else step.gradient(step.inner, weights)[0]
+        step.move(-s["inner_lr"] * inner)
+    ended = step.values(step.inner)
+    step.restore()
+    softmax = (weights.diag() - torch.outer(weights, weights))[:, present]
+    by_logits = softmax @ (losses - ended)[present]
+    outer_rows, _ = step.rows(step.outer)
+    zero = outer_rows.norms() == 0  # a zero row would be the direction of least norm, and stop the others
+    judged = present & ~zero if bool((present & ~zero).any()) else present
+    rows = outer_rows.take(judged)
+    rows = rows.times(1 / rows.norms().clamp_min(1e-300))
+    alike = rows.statistic(rows.values @ first)
+    square = by_logits.square().sum() + step.norm(first) ** 2 + 1e-8
+    least = s["phi"] - alike / square
+    whole = torch.zeros(len(rows) + 1, len(rows) + 1, dtype=torch.float64)
+    whole[:-1, :-1], whole[:-1, -1], whole[-1, :-1] = rows.gramian(), alike, alike
+    whole[-1, -1] = square - 1e-8
+    chosen = like(_forum_weights(to_array(whole), to_array(least), float(s["phi"] * square)), whole)
+    kept = step.state.values.setdefault("mixture", torch.zeros(m, dtype=torch.float64))
+    kept[judged] += (chosen - kept[judged]) / (step.steps + 1) ** s["decay"]
+    mixture = kept[judged]
+    pull = (mixture @ least).clamp_min(0)
+    step.result = mixture.to(rows.values) @ rows.values + pull.to(first) * first
+    return OuterGradient((pull * by_logits)[present], present, outer_rows)
+
+
+def _forum_weights(gramian: np.ndarray, least: np.ndarray, reward: float) -> np.ndarray:
+    """The w [k] on the simplex that minimises |A'(w, v)|^2 - reward v where v >= least'w and v >= 0; `gramian` is A A'."""
+    n = len(gramian)
+    simplex = (np.append(np.ones(n - 1), 0.0)[None], np.ones(1))
+    above = (np.vstack([np.eye(n), np.append(-least, 1.0)]), np.zeros(n + 1))
+    return quadratic(2 * gramian, np.append(np.zeros(n - 1), -reward), simplex, above)[:-1]

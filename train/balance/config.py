@@ -1,4 +1,5 @@
-"""Configuration of a balance method: its level and settings, checked against what the method declares.
+"""The section `balance:` of a run's configuration: method, level and settings, checked against what the method declares, and
+against the other sections.
 
 Methods are imported where a configuration names one: their libraries take a second.
 """
@@ -6,13 +7,14 @@ Methods are imported where a configuration names one: their libraries take a sec
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
-from omni.errors import UserError
+from omni.errors import UserError, closest
+from omni.tasks import TASKS, find_task
 from train.balance.registry import LEVELS, Method, Setting
+from train.data.config import DataConfig
 
 MAX_TASKS = 10
 """Largest number of balanced tasks: the solvers enumerate all their subsets."""
@@ -20,48 +22,75 @@ MAX_TASKS = 10
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """Configuration of the balance of a step's tasks.
+    """How a step combines its tasks, see docs/balance.md.
 
     Attributes:
-        method: see `train.balance.methods.METHODS`.
-        level: `loss` (weights for one backward), `features` (by gradients of what encoder and decoder share) or `parameters`
-            (by gradients of the shared parameters); the method's first where absent.
+        method: `equal`, `uncertainty`, `dwa`, `upgrad`, ...: see `train.balance.methods.METHODS`.
+        level: `loss` (weights for one backward pass), `features` (by gradients between encoder and decoder, within one
+            backward pass) or `parameters` (by a gradient of each task); the method's first where absent.
         settings: of the method; the others keep their defaults.
-        own: how parameters that are not shared are trained: `plain`, by the sum of the losses, or `weighted`, by the same
-            weights as the shared ones.
+        own: how parameters that tasks do not share are trained, at level parameters: `plain`, by the sum of the losses, or
+            `weighted`, by the same weights as the shared ones.
         seed: of the random draws; the same on all processes.
+        tasks: what is balanced: the `tasks` of the data, or the `streams` of the layout.
+        names: tasks that are balanced, the others count with weight 1; by default all that the data's sources name (at level
+            features those with spoken questions).
+        losses: a task's loss is its `share` of the plain objective, or the `mean` over its own targets by stream.
+        separate: names of parameters that tasks do not share, at level parameters: patterns as in `trainable`. `forum`
+            takes all parameters as shared.
     """
 
     method: str = "equal"
     level: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    own: str = "plain"
+    own: Literal["plain", "weighted"] = "plain"
     seed: int = 0
+    tasks: Literal["tasks", "streams"] = "tasks"
+    names: tuple[str, ...] = ()
+    losses: Literal["share", "mean"] = "share"
+    separate: tuple[str, ...] = ("*_head.*",)
 
     def __post_init__(self) -> None:
         method = self.kind
         if self.level is not None and self.level not in LEVELS:
-            raise UserError(f"balance.level {self.level!r} is unknown; {_near(self.level, LEVELS)}")
+            raise UserError(f"balance.level {self.level!r} is unknown; {closest(self.level, LEVELS)}")
         if self.level is not None and self.level not in method.levels:
             raise UserError(
                 f"balance.level is {self.level!r}, which method {self.method} does not have; use "
                 f"{' or '.join(method.levels)}, or another method: {', '.join(of_level(self.level))}"
             )
-        if self.own not in ("plain", "weighted"):
-            raise UserError(f"balance.own is {self.own!r}; use plain or weighted")
         if self.own == "weighted" and not method.linear:
             raise UserError(f"balance.own is weighted, but method {self.method} gives a direction and no weights; use plain")
-        if not isinstance(self.settings, Mapping):
-            raise UserError(f"balance.settings is {self.settings!r}; it must be a mapping of the method's settings")
         for name, value in self.settings.items():
             if name not in method.settings:
-                raise UserError(f"balance.settings.{name} is unknown to method {self.method}; {_near(name, method.settings)}")
+                raise UserError(f"balance.settings.{name} is unknown to method {self.method}; {closest(name, method.settings)}")
             _check(f"balance.settings.{name}", value, method.settings[name])
+        self._check_names()
+        if self.own == "weighted" and self.at != "parameters":
+            raise UserError(f"balance.own is weighted, which is for level parameters, but the level is {self.at}; leave it out")
+        if tuple(self.separate) != BalanceConfig.separate and not self.separates:
+            raise UserError(
+                f"balance.separate is {list(self.separate)}, which is for methods that take a gradient of each task at level "
+                f"parameters, but {self.method} at level {self.at} does not; leave it out"
+            )
+
+    def _check_names(self) -> None:
+        for name in self.names:
+            find_task(name, "balance.names")
+        if len(set(self.names)) < len(self.names):
+            raise UserError(f"balance.names is {list(self.names)}; name each task once")
+        if self.names and self.tasks == "streams":
+            raise UserError("balance.names are of tasks, but balance.tasks is streams, which are all balanced; leave one out")
+        if self.tasks == "streams" and self.at == "features":
+            raise UserError(
+                "balance.tasks is streams, but at level features each position belongs to a task and none to a stream; use "
+                "tasks, or another level"
+            )
 
     @classmethod
-    def of(cls, method: str, level: str | None = None, *, own: str = "plain", seed: int = 0, **settings: Any) -> BalanceConfig:
+    def of(cls, method: str, level: str | None = None, **settings: Any) -> BalanceConfig:
         """Make a configuration with the method's settings as keywords."""
-        return cls(method, level, settings, own, seed)
+        return cls(method, level, settings)
 
     @property
     def kind(self) -> Method:
@@ -69,7 +98,7 @@ class BalanceConfig:
         from train.balance.methods import METHODS
 
         if self.method not in METHODS:
-            raise UserError(f"balance.method {self.method!r} is unknown; {_near(self.method, METHODS)}")
+            raise UserError(f"balance.method {self.method!r} is unknown; {closest(self.method, METHODS)}")
         return METHODS[self.method]
 
     @property
@@ -82,21 +111,31 @@ class BalanceConfig:
         """All settings of the method, defaults included."""
         return {**{name: setting.default for name, setting in self.kind.settings.items()}, **self.settings}
 
+    @property
+    def separates(self) -> bool:
+        """True where parameters that tasks do not share are trained differently from the shared ones."""
+        return self.at == "parameters" and not self.kind.bilevel
+
+    def passes(self, data: DataConfig, by_heads: bool, streams: int, world: int = 1) -> tuple[float, float]:
+        """Forward and backward passes of a step on each of `world` processes, in those of a plain one (docs/balance.md);
+        `by_heads` where losses on the encoder, which belong to no task, are trained."""
+        names = balanced_tasks(self, data)
+        m, rest = len(names) or streams, float(by_heads or (self.tasks == "tasks" and not data.drawn <= set(names)))
+        if self.kind.passes is not None:
+            return self.kind.passes(m, rest, self.values)
+        if self.at == "parameters":
+            return m + rest, m + rest
+        if self.at == "features" or self.kind.ahead:
+            return 1.0, 1.0
+        again = 1.0 if data.micro_batches > world else 0.0  # a pass without gradients first
+        return 1.0 + again + (1.0 if self.kind.after is not None and self.kind.again(self.values) else 0.0), 1.0
+
 
 def of_level(level: str) -> list[str]:
     """Names of the methods that can be used at a level."""
     from train.balance.methods import METHODS
 
     return [name for name, method in METHODS.items() if level in method.levels]
-
-
-def _near(name: Any, known: Iterable[str]) -> str:
-    known = list(known)
-    if not known:
-        return "it has no settings"
-    close = get_close_matches(str(name).lower().replace("_", "").replace("-", ""), known, n=3, cutoff=0.4)
-    hint = f"the closest names are {', '.join(close)}; " if close else ""
-    return f"{hint}known: {', '.join(known)}"
 
 
 def _check(where: str, value: Any, setting: Setting) -> None:
@@ -113,3 +152,70 @@ def _check(where: str, value: Any, setting: Setting) -> None:
         least = "above 0" if setting.positive else f"at least {setting.low:g}"
         most = "" if setting.high == float("inf") else f" and at most {setting.high:g}"
         raise UserError(f"{where} is {value}; it must be {least}{most}")
+
+
+def balanced_tasks(section: BalanceConfig, data: DataConfig) -> list[str]:
+    """Names of the balanced tasks in the table's order (of streams: none); UserError for fewer than two, more than can be
+    balanced, or ones that the data do not have."""
+    if section.tasks == "streams":
+        return []
+    drawn = data.drawn
+    stored = any(s.path is not None for s in data.sources)  # whose rows may name their own task
+    for name in section.names:
+        if name not in drawn and not stored:
+            raise UserError(f"balance.names has {name}, but no source has that task; the data's are {_listed(drawn)}")
+    chosen = [name for name in TASKS if name in (section.names or drawn)]
+    if section.at != "features":
+        return _enough(chosen, section, "task(s)")
+    mute = [name for name in section.names if TASKS[name].question != "audio"]
+    if mute:
+        raise UserError(
+            f"balance.names has {mute[0]}, which asks in writing: at level features only tasks that ask by speech meet"
+        )
+    return _enough([name for name in chosen if TASKS[name].question == "audio"], section, "task(s) that ask by speech")
+
+
+def check_balance(
+    section: BalanceConfig, data: DataConfig, precision: str, processes: int | None, streams: int | None = None
+) -> None:
+    """Check the section against data, precision, number of processes and streams of the layout (None where the configuration
+    does not say); UserError for settings that do not fit together, with one line that says what to change."""
+    balanced_tasks(section, data)
+    kind, method = section.kind, section.method
+    if section.tasks == "streams" and streams is not None and not 2 <= streams <= MAX_TASKS:
+        raise UserError(
+            f"balance.tasks is streams, but the model's layout has {streams} of them, and 2 to {MAX_TASKS} can be "
+            "balanced; use tasks"
+        )
+    if precision == "16-mixed" and (section.at != "loss" or kind.bilevel):
+        raise UserError(
+            f"balance.method {method} looks at gradients, which may overflow under fabric.precision 16-mixed; use bf16-mixed"
+        )
+    if data.micro_batches % kind.parts:
+        raise UserError(
+            f"balance.method {method} takes {spelt(kind.parts)} batches a step apart, but data.micro_batches is "
+            f"{data.micro_batches}; make it {kind.parts} for each process"
+        )
+    if kind.bilevel and processes is not None and data.micro_batches > processes:
+        raise UserError(
+            f"balance.method {method} takes one micro-batch a step in each process, but data.micro_batches is "
+            f"{data.micro_batches} and fabric has {processes} process(es); make data.micro_batches {processes}"
+        )
+
+
+def spelt(number: int) -> str:
+    """A small number as a word."""
+    return {2: "two", 3: "three", 4: "four"}.get(number, str(number))
+
+
+def _enough(names: Sequence[str], section: BalanceConfig, what: str) -> list[str]:
+    if not 2 <= len(names) <= MAX_TASKS:
+        raise UserError(
+            f"balance.method {section.method} at level {section.at} has {len(names)} {what} to balance ({_listed(names)}); it "
+            f"needs 2 to {MAX_TASKS}: give data.sources more of them"
+        )
+    return list(names)
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names)) or "none"

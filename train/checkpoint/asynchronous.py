@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -31,13 +30,11 @@ PIECE, THREADS = 16 << 20, 4
 
 
 class StateCopy:
-    """Host memory for a copy of the training state, kept from one checkpoint to the next.
+    """Host memory for a copy of the training state, kept from one checkpoint to the next; pinned where the state is on a
+    GPU.
 
-    Tensors of one file are copied to the places that they have in the file, so that the file is written from there without
-    another copy (`omni.files.LargeFile`). Shards are copied by PyTorch's stager. From a GPU both go into pinned memory.
-
-    Args:
-        device: of the state.
+    Tensors of one file are copied to the places that they have in the file, which is written from there without another copy
+    (`omni.files.LargeFile`). Shards are copied by PyTorch's stager.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -121,12 +118,8 @@ def copied_bytes(held: CheckpointContent) -> int:
 
 
 def lacking_memory(needed: int, on_cpu: bool, group: ProcessGroup) -> str | None:
-    """Says where a machine has no room for its processes' copies, and why; None where all have. All processes must call it.
-
-    Args:
-        needed: bytes of this process's.
-        on_cpu: steps take memory of the machine as well: as much as they have taken at most so far.
-    """
+    """Says where a machine has no room for its processes' copies (`needed` bytes of this one), and why; None where all have.
+    Steps `on_cpu` take its memory as well: as much as they have taken at most so far. All processes must call it."""
     growth = max(0, high_water() - int(psutil.Process().memory_info().rss)) if on_cpu else 0
     needs = group.gather((socket.gethostname(), needed, growth, free_memory()))
     for host in sorted({host for host, *_ in needs}):
@@ -142,13 +135,11 @@ class Background:
 
     Attributes:
         error: what it has raised.
-        busy: seconds of a processor that it took, once it is done.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         self.error: BaseException | None = None
-        self.busy = 0.0
         self._thread = Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -157,7 +148,6 @@ class Background:
             self._work()
         except BaseException as error:
             self.error = error
-        self.busy = time.thread_time()
 
     def join(self) -> None:
         """Waits until it is done."""

@@ -5,46 +5,29 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning_fabric import Fabric
-from torch import Tensor, nn
+from torch import nn
 
 from omni.checkpoint.bounds import NotFinite
 from omni.config import from_dict
 from omni.errors import UserError
-from train.checkpoint import config_diff, retention, state
+from train.checkpoint import retention, state
 from train.checkpoint.asynchronous import Background, StateCopy, copied_bytes, lacking_memory
 from train.checkpoint.upload import Uploads, bring_back
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig
+from train.console.progress import counted
 from train.data.batching.packer import States, merge
 from train.distributed.fabric import launch_names, restarted
 from train.distributed.process_group import ProcessGroup
-from train.optim.ema import Average
+from train.optim.optimizer import Average
 from train.optim.schedule import check_larger, due, extension
-
-
-class Meter(Protocol):
-    """Sums since the last row of the log."""
-
-    def state(self) -> list[list[float]]: ...
-
-    def restore(self, state: Sequence[Sequence[float]]) -> None: ...
-
-
-class BalanceState(Protocol):
-    """State of the balance of a run's tasks, and the sums since the last row of its table."""
-
-    tally: Any
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
 
 class Checkpointer:
@@ -52,8 +35,7 @@ class Checkpointer:
 
     Args:
         plain: the configuration as plain data, to be stored and compared.
-        folder: of the run.
-        packer_shards: those of this process.
+        balance, meter: with `state_dict`, `load_state_dict` and `tally`, or None; with `state` and `restore`.
         rows: sizes of the stored sources, and the checksum of the weights below adapters.
 
     Attributes:
@@ -61,10 +43,7 @@ class Checkpointer:
         position: state of the run that is not tensors; `resume` replaces it.
         saved: the last checkpoint that was written, or is being written, or was read.
         asynchronous: checkpoints may be written beside the steps; false once a machine had no memory for that.
-        writing: the write of a checkpoint beside the steps, until it has been waited for.
-        uploads: copies checkpoints and the model to a store; None in other processes than the first, and without
-            `checkpoint.upload`.
-        say: prints a line.
+        uploads: copies checkpoints and the model to a store; None without, and in other processes than the first.
     """
 
     def __init__(
@@ -78,8 +57,8 @@ class Checkpointer:
         objective: nn.Module,
         optimizer: torch.optim.Optimizer,
         average: Average | None,
-        balance: BalanceState | None,
-        meter: Meter,
+        balance: Any,
+        meter: Any,
         packer_shards: range,
         rows: Mapping[str, int],
     ) -> None:
@@ -101,13 +80,8 @@ class Checkpointer:
     # --- resuming -----------------------------------------------------------------------------------------------------
 
     def resume(self) -> list[str]:
-        """Continue from the last checkpoint, if there is one and it is of this run; returns lines about an extended schedule,
-        and about optimizer state that starts again.
-
-        Raises:
-            UserError: `resume: extend` without a checkpoint, another configuration or other data, or a checkpoint that cannot
-                be read.
-        """
+        """Continue from the last checkpoint, if there is one and it is of this run (else UserError); returns lines about an
+        extended schedule, and about optimizer state that starts again."""
         mode = self.config.resume
         if mode == "restart" and self._cleared():
             return []
@@ -127,7 +101,7 @@ class Checkpointer:
         stored = before["config"]
         if mode != "force":
             now = (self.plain, rows)
-            config_diff.check_resumable(self.folder, (stored, before.get("rows", rows)), now, mode == "extend")
+            retention.check_resumable(self.folder, (stored, before.get("rows", rows)), now, mode == "extend")
         budget = from_dict(BudgetConfig, stored["budget"], "budget") if mode == "extend" else None
         if budget is not None:
             check_larger(budget, self.config.budget)
@@ -136,12 +110,15 @@ class Checkpointer:
         fresh: list[str] = []
         self.position = position = replace(state.load(found, *self.training, self.group, fresh), rows=rows)
         self.group.together(lambda: state.check_weights(found, *self.training))
-        lines += [_fresh_line(fresh, optimizer)] if fresh else []
+        if fresh:
+            rules = ", ".join(sorted({str(group.get("rule")) for group in optimizer.param_groups}))
+            whose = f"{counted(len(fresh), 'parameter')}, which another rule trained before (now: {rules})"
+            lines.append(f"the optimizer's state starts again for {whose}")
         for group, own in zip(optimizer.param_groups, settings, strict=True):
             group.update(own)
         if position.scaler:
             self.fabric.strategy.precision.load_state_dict(position.scaler)
-        self.meter.restore(position.meters or [position.meter])
+        self.meter.restore(position.meters)
         self._resume_balance(found, stored)
         self.saved = found
         if budget is not None:
@@ -161,7 +138,7 @@ class Checkpointer:
             return
         stored = state.load_balance(found, self.training[0], self.group)
         old, new = ({key: of.get(key) for key in ("balance", "trainable")} for of in (stored_config, self.plain))
-        if config_diff.differences(old, new):  # possible under --resume force only
+        if retention.differences(old, new):  # possible under --resume force only
             warnings.warn("balance or trainable has changed: the balance of the tasks starts again", stacklevel=2)
         elif stored is not None:
             self.balance.load_state_dict(stored)
@@ -183,12 +160,8 @@ class Checkpointer:
     def save(self, seconds: float, beside: bool = False) -> None:
         """Write a checkpoint of the present step, unless there is one; `seconds` is the time used on the first process.
 
-        Args:
-            beside: may return once the state is copied, and write it while the run goes on (`checkpoint.asynchronous`); `wait`
-                and the next `save` wait for that.
-
-        Raises:
-            UserError: the loss is no number any more (the last good checkpoint is named), or no room or right to write.
+        With `beside` it may return once the state is copied; `wait` and the next `save` wait for the rest. UserError where
+        the loss is no number any more (the last good checkpoint is named), and for no room or right to write.
         """
         position = self.position
         if self.is_saved:
@@ -197,8 +170,8 @@ class Checkpointer:
             return
         self.wait()
         position.meters = self.meter.state()
-        position.meter = [sum(sums) for sums in zip(*position.meters, strict=True)]
-        retention.check_finite(self.place, position.step, "loss", position.meter[0], self._advice())
+        loss = sum(sums[0] for sums in position.meters)
+        retention.check_finite(self.place, position.step, "loss", loss, self._advice())
         position.seconds = self.group.broadcast(seconds)
         position.saved = (position.step, position.seconds)
         if position.validated[0] != position.step:
@@ -341,12 +314,3 @@ class Checkpointer:
     def _prune(self) -> None:
         keep = self.config.checkpoint
         retention.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.good)
-
-
-def _fresh_line(fresh: Sequence[str], optimizer: torch.optim.Optimizer) -> str:
-    """Says for how many parameters the checkpoint has the state of another rule."""
-    rules = sorted({str(group.get("rule")) for group in optimizer.param_groups})
-    return (
-        f"the optimizer's state starts again for {len(fresh)} parameter{'s' * (len(fresh) != 1)}, which another rule trained "
-        f"before (now: {', '.join(rules)})"
-    )

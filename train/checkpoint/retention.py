@@ -1,4 +1,5 @@
-"""Checkpoint retention: lists and ranks the checkpoints of a run, keeps the newest and the best, and deletes the others."""
+"""What a run folder holds: its checkpoints, of which the newest and the best are kept, and the configuration of before, which
+this start's must not contradict."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +116,8 @@ def delete_unfinished(place: Path) -> None:
 
 
 def check_run_folder(folder: Path, restart: bool) -> None:
-    """Refuse a folder in which a run would overwrite, or `restart` delete, anything that is not an earlier run's (UserError).
-
-    Also refused is a finished run without its checkpoints, which would be trained again from the start, unless `restart` is
-    given.
-    """
+    """Refuse (UserError) a folder in which a run would overwrite, or `restart` delete, anything that is not an earlier
+    run's, and a finished run without checkpoints, which would be trained again from the start, unless `restart` is given."""
     found = newest(folder / "checkpoints")
     if found is not None and (found / STATE).is_file():
         return
@@ -145,30 +143,18 @@ def _is_run(folder: Path) -> bool:
     return isinstance(data, dict) and {"run_folder", "budget", "model", "data", "optimizer"} <= data.keys()
 
 
-def clear(folder: Path) -> None:
-    """Delete an earlier run's files from its folder (its exported model stays until there is a new one)."""
-    for name in RUN_FILES:
+def restart(folder: Path, launch: Set[str], again: bool) -> bool:
+    """Delete an earlier run's files, unless this launch, of these names (`train.distributed.fabric.launch_names`), did so
+    before its processes were started `again`: False then, where the run in the folder is gone on with."""
+    marker = folder / RESTARTED
+    if again and marker.is_file() and launch & set(marker.read_text(encoding="utf-8").splitlines()):
+        return False
+    for name in RUN_FILES:  # an exported model stays until there is a new one
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def restart(folder: Path, launch: Set[str], again: bool) -> bool:
-    """Delete an earlier run's files, unless this launch has done so before.
-
-    Args:
-        launch: its names (`train.distributed.fabric.launch_names`).
-        again: its processes were started before.
-
-    Returns:
-        False where the run in the folder is this launch's own, which is gone on with.
-    """
-    marker = folder / RESTARTED
-    if again and marker.is_file() and launch & set(marker.read_text(encoding="utf-8").splitlines()):
-        return False
-    clear(folder)
     if launch:
         write_whole(marker, "".join(f"{name}\n" for name in sorted(launch)))
     return True
@@ -186,3 +172,53 @@ def check_finite(place: Path, step: int, what: str, value: float, advice: str) -
     good = newest(place)
     where = f"the last good checkpoint is {good}" if good is not None else "no checkpoint was written yet"
     raise UserError(f"the {what} is {value} at step {step}; {where}; {advice}")
+
+
+IGNORED_KEYS = (
+    "run_folder", "resume", "fabric.accelerator", "fabric.devices", "fabric.num_nodes", "fabric.strategy", "fabric.replicas",
+    "fabric.tensor_parallel", "fabric.checkpointing", "fabric.compile", "fabric.deterministic", "fabric.timeout_seconds",
+    "checkpoint", "validation", "log", "data.workers", "data.prefetch", "data.cache",
+    "data.broken_limit", "guard", "objective.chunk", "model.tokenizer", "model.codec_folder", "model.init_from",
+)  # fmt: skip
+"""Keys that may differ between the starts of a run: they do not change the training but for rounding, or they are paths."""
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> list[tuple[str, Any, Any]]:
+    """List the keys whose values differ, with the old and the new value; keys in `IGNORED_KEYS` are left out."""
+    found: list[tuple[str, Any, Any]] = []
+    for name in dict.fromkeys((*old, *new)):
+        key = f"{where}{name}"
+        a, b = old.get(name), new.get(name)
+        if key in IGNORED_KEYS or a == b:
+            continue
+        if isinstance(a, Sequence) and isinstance(b, Sequence) and len(a) == len(b) and not isinstance(a, str):
+            a, b = ({f"[{i}]": value for i, value in enumerate(items)} for items in (a, b))
+            found += differences(a, b, key)
+        elif isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, f"{key}.")
+        else:
+            found.append((key, a, b))
+    return found
+
+
+def check_resumable(folder: Path, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], extend: bool) -> None:
+    """Refuse to resume the run in `folder` with another configuration or other data: UserError naming the first difference
+    between `before` and `now`, each configuration and sizes of the data; under `extend` the budget may differ."""
+    found = [entry for pair in zip(before, now, strict=True) for entry in differences(*pair)]
+    budget = [(old, new) for key, old, new in found if key.startswith("budget.")]
+    larger = all(new is None or (old is not None and new > old) for old, new in budget)
+    for key, old, new in found:
+        if extend and key.startswith("budget."):
+            continue
+        way = "--resume extend (go on with a larger budget), " if key.startswith("budget.") and larger else ""
+        started = "without a limit" if old is None and key.startswith("budget.") else f"with {brief(old)}"
+        raise UserError(
+            f"{key} is {brief(new)}, but the run in {folder} was started {started}; set it back, choose another "
+            f"--run_folder, or say {way}--resume restart (start over) or --resume force (go on all the same)"
+        )
+
+
+def brief(value: Any) -> str:
+    """Format a value for an error message, in at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
@@ -38,12 +40,10 @@ from omni.errors import UserError
 from omni.files import FULL, PASSING, refuse_pointer, sync, write_whole
 from omni.lora.attach import adapted
 from train.checkpoint.retention import FORMAT, LAST, STATE, discard, name_of, newest, read_state, way_back
-from train.checkpoint.rng import random_state, set_random_state
 from train.distributed.fabric import is_sharded
 from train.distributed.process_group import ProcessGroup
-from train.objective.distillation import TEACHER
-from train.optim.ema import Average
-from train.optim.optimizer import STATE_KEYS, Optimizers
+from train.objective.objective import TEACHER
+from train.optim.optimizer import STATE_KEYS, Average, Optimizers
 
 TENSORS, RNG, BALANCE = "tensors", "rng.safetensors", "balance-{}.safetensors"
 
@@ -58,8 +58,7 @@ class Position:
         packer_shards: state of every packer of the data after the last batch that was used.
         validated: step and seconds of the last validation.
         figures: figures of the validation at this very step, if there was one.
-        meter: sums since the last row of the log, over all processes.
-        meters: the same sums of each process; older checkpoints have none.
+        meters: sums since the last row of the log, of each process.
         scaler: state of the gradient scaler (16-mixed only).
         tally: figures of the balance since the last row of its table.
         rows: sizes of the stored sources, and the checksum of the weights below adapters, by their names in messages.
@@ -71,7 +70,6 @@ class Position:
     validated: tuple[int, float] = (0, 0.0)
     saved: tuple[int, float] = (0, 0.0)
     figures: dict[str, float] = field(default_factory=dict)
-    meter: list[float] = field(default_factory=list)
     meters: list[list[float]] = field(default_factory=list)
     scaler: dict[str, Any] = field(default_factory=dict)
     tally: dict[str, list[float]] = field(default_factory=dict)
@@ -79,11 +77,8 @@ class Position:
 
 
 def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
-    """All tensors of the training state by flat name; they share memory with module, optimizer and average.
-
-    The frozen weights below adapters (`omni.lora.attach`) may be many: they are not stored, but read again from the model that
-    the run started from. So are those of a teacher.
-    """
+    """All tensors of the training state by flat name; they share memory with module, optimizer and average. Frozen weights
+    below adapters, and those of a teacher, are not stored, but read again from the model that the run started from."""
     whole = {name: t for name, t in module.state_dict().items() if not name.startswith(TEACHER)}
     flat = {f"model.{name}": t.detach() for name, t in whole.items() if not isinstance(t, str)}
     if adapted(module):
@@ -128,11 +123,7 @@ def capture(
     group: ProcessGroup,
     balance: Mapping[str, Tensor] | None = None,
 ) -> CheckpointContent:
-    """Collects the state after a step, for a checkpoint under `place`; all processes must call it.
-
-    Args:
-        balance: state of the balance of the tasks.
-    """
+    """Collects the state after a step, for a checkpoint under `place`; all processes must call it."""
     sharded = is_sharded(module)
     mine = group.first or sharded
     data = {"format": FORMAT, "processes": group.world, **asdict(position), "config": dict(config)}
@@ -147,14 +138,8 @@ def capture(
 
 
 def write(held: CheckpointContent, group: ProcessGroup) -> Path:
-    """Write a checkpoint; all processes must call it. Returns its folder.
-
-    Args:
-        group: of saves alone where this runs beside the steps.
-
-    Raises:
-        UserError: there is no room or no right to write; what was there before is untouched.
-    """
+    """Write a checkpoint, over a group of saves alone where this runs beside the steps; all processes must call it.
+    UserError for no room or right to write; what was there before is untouched."""
     target = held.target
     beside = target.with_name(f".{target.name}.writing")
 
@@ -237,11 +222,8 @@ def load(
 ) -> Position:
     """Read a checkpoint into model, optimizer and average, in place; all processes must call it.
 
-    Args:
-        fresh: receives the parameters whose stored optimizer state is another rule's: theirs starts again.
-
-    Raises:
-        UserError: a file is missing or truncated, or the checkpoint holds other tensors.
+    `fresh` receives the parameters whose stored optimizer state is another rule's: theirs starts again. UserError for a file
+    that is missing or truncated, and for other tensors.
     """
     data = read_state(folder)
     for file in [*folder.rglob("*.safetensors")]:
@@ -288,11 +270,8 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def load_balance(folder: Path, module: nn.Module, group: ProcessGroup) -> dict[str, Tensor] | None:
-    """Read the state of the balance of the tasks from a checkpoint; None where it has none.
-
-    Raises:
-        UserError: the file cannot be read, or holds gradients that were sharded over another number of processes.
-    """
+    """Read the state of the balance of the tasks from a checkpoint; None where it has none. UserError where it cannot be
+    read, or holds gradients that were sharded over another number of processes."""
     stored = sorted(folder.glob(BALANCE.format("*")))
     if not stored:
         return None
@@ -329,11 +308,8 @@ def _state_of_other_rules(stored: Mapping[str, Any], module: nn.Module, optimize
 
 
 def _allocate_optimizer_state(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Allocate the optimizer's state as the checkpoint has it: tensors shaped like their parameter, or small ones.
-
-    State of a parameter's shape gets the parameter's type, as `torch.optim.Optimizer.load_state_dict` converts it. Where a rule
-    allocates its state itself (`Optimizers.allocate`: in memory that is paged), those tensors are kept.
-    """
+    """Allocate the optimizer's state as the checkpoint has it: small, or of a parameter's shape, and then of its type, as by
+    `torch.optim.Optimizer.load_state_dict`. State that a rule allocates itself (in memory that is paged) is kept."""
     params = dict(module.named_parameters())
     fused = {p: bool(group.get("fused")) for group in optimizer.param_groups for p in group["params"]}
     optimizer.state.clear()
@@ -369,3 +345,36 @@ def _compare_names(folder: Path, wanted: Mapping[str, Tensor], stored: Mapping[s
                 f"checkpoint {folder}: {name} has shape {list(stored[name].size)}, here it is {list(tensor.shape)}; was "
                 "another model trained there?"
             )
+
+
+def seed_random(seed: int) -> None:
+    """Seeds this process's random generators: PyTorch's, Python's and NumPy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """States of this process's random generators, as tensors; that of a GPU where the run is on one."""
+    _, words, _ = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words),
+        "numpy": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+        "numpy_position": torch.tensor(numpy_state["state"]["pos"]),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Sets the generators to what `random_state` gave, that of a GPU where the run is on one."""
+    torch.set_rng_state(state["torch"])
+    random.setstate((3, tuple(state["python"].tolist()), None))
+    words = state["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", words, int(state["numpy_position"]), 0, 0.0))
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -148,14 +148,8 @@ def _discard(copy: _Copy) -> None:
 
 
 def bring_back(upload: str, place: Path) -> str | None:
-    """Bring the last checkpoint that was uploaded into `place`, a run's folder of checkpoints.
-
-    Returns:
-        its address; None where none was uploaded.
-
-    Raises:
-        UserError: it cannot be read, or `place` cannot be written.
-    """
+    """Bring the last checkpoint that was uploaded into `place`, a run's folder of checkpoints; returns its address, None
+    where none was uploaded. UserError where it cannot be read, or `place` cannot be written."""
     base = join(check_upload(upload), CHECKPOINTS)
     try:
         name = read_whole(join(base, LAST)).decode(errors="replace").strip()

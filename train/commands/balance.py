@@ -13,23 +13,21 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from omni.errors import UserError
 from omni.files import write_json
 from omni.tasks import find_task
+from omni.utils.charts import INK, drawn, print_table
 from omni.utils.process import end_by_signal, importing
-from train.balance.section import BalanceSection, check_balance
+from train.balance.config import BalanceConfig, check_balance
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
-from train.console.options import Parser, check_least
+from train.console.command import Parser, check_least
 from train.console.progress import percent
-from train.console.tables import print_table
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from train.eval.measures import Figure
+from train.eval.measures import Figure, difference, figure
 
 JSON, PICTURE, ALL = "balance.json", "balance.png", "all"
 
@@ -51,33 +49,23 @@ class ExperimentCounts:
 
     def share(self, method: str, task: str) -> Figure:
         """Exact match of a method on a task, with its interval."""
-        from train.eval.measures import figure
-
         return figure("exact_match", self.counts[method][task])
 
     def gain(self, method: str, task: str) -> Figure:
         """Exact match of a method on a task minus that of the first method, with its interval."""
-        from train.eval.measures import difference
-
         return difference("exact_match", self.counts[self.methods[0]][task], self.counts[method][task])
 
 
 def variant(config: FitConfig, method: str, seed: int, out: Path) -> FitConfig:
-    """The configuration of one run.
-
-    Args:
-        method: with its level after a colon (`upgrad:parameters`); at its first level, or the configuration's own section where
-            that has this method.
-
-    Raises:
-        UserError: an unknown method, or one that does not fit the run.
-    """
+    """The configuration of one run of a method, with its level after a colon (`upgrad:parameters`): at its first level, or
+    the configuration's own section where that has this method. UserError for an unknown method, or one that does not fit the
+    run."""
     own, (name, _, level) = config.balance, method.partition(":")
     if own is not None and own.method == name and (not level or own.at == level):
         section = own
     else:
-        base = own or BalanceSection()
-        section = replace(base, method=name, level=level or None, settings={}, separate=BalanceSection.separate)
+        base = own or BalanceConfig()
+        section = replace(base, method=name, level=level or None, settings={}, separate=BalanceConfig.separate)
         section = replace(section, separate=base.separate) if section.separates else section
     check_balance(section, config.data, config.fabric.precision, config.fabric.processes)
     data = replace(config.data, seed=seed)
@@ -92,17 +80,8 @@ def compare(
     run: Callable[[FitConfig], Any],
     say: Callable[[str], None] = print,
 ) -> ExperimentCounts:
-    """Trains all runs, seed after seed; one that is finished is not trained again.
-
-    Args:
-        run: trains a configuration to its end.
-
-    Raises:
-        UserError: a run asked no questions.
-        SystemExit: a signal stopped a run.
-    """
-    import numpy as np
-
+    """Trains all runs, seed after seed; one that is finished is not trained again. UserError where a run asked no questions,
+    SystemExit where a signal stopped one."""
     variants = {(m, s): variant(config, m, s, out) for s in seeds for m in methods}  # all are checked before any is trained
     found: dict[tuple[str, int], dict[str, np.ndarray]] = {}
     for (method, seed), one in variants.items():
@@ -121,8 +100,6 @@ def compare(
 
 def answered(folder: Path) -> dict[str, np.ndarray]:
     """Right answers and questions [2] by task, and of all, at the end of a run."""
-    import numpy as np
-
     from train.trainer.validation import ANSWERS
 
     files = sorted((folder / ANSWERS).glob("step-*.jsonl"))
@@ -162,31 +139,19 @@ def write(found: ExperimentCounts, out: Path) -> None:
 
 def draw(found: ExperimentCounts, file: Path) -> Path:
     """Draws exact match of every method by task: a point for each seed, and all together with the interval."""
-    import numpy as np
-
-    from omni.utils.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
-
-    pyplot = pyplot_quietly()
-    figure_, axis = pyplot.subplots(figsize=(8, 4))
-    room = 0.8 / len(found.methods)
-    for i, method in enumerate(found.methods):
-        color = COLORS[i % len(COLORS)]
-        for j, task in enumerate(found.tasks):
-            x, of = j - 0.4 + room * (i + 0.5), found.counts[method][task]
-            whole = found.share(method, task)
-            axis.bar(x, whole.value, 0.9 * room, color=color, alpha=0.35, label=method if j == 0 else None)
-            axis.vlines(x, whole.low, whole.high, color=color, linewidth=2)
-            axis.plot(np.full(len(of), x), of[:, 0] / of[:, 1], "o", color=INK, markersize=3)
-    axis.set_xticks(range(len(found.tasks)), found.tasks)
-    axis.set_ylim(0, 1.03)
-    axis.set_ylabel("exact match, held out")
-    axis.grid(axis="y", color=GRID, linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.tick_params(colors=INK)
-    axis.legend(frameon=False, fontsize=9)
-    axis.set_title(f"balance of the tasks: {len(found.seeds)} seeds, equal steps", fontsize=11, loc="left")
-    return save_figure(figure_, file)
+    with drawn(file, size=(8, 4)) as axes:
+        axis, room = axes[0, 0], 0.8 / len(found.methods)
+        for i, method in enumerate(found.methods):
+            for j, task in enumerate(found.tasks):
+                x, of = j - 0.4 + room * (i + 0.5), found.counts[method][task]
+                whole = found.share(method, task)
+                axis.bar(x, whole.value, 0.9 * room, color=f"C{i}", alpha=0.35, label=method if j == 0 else None)
+                axis.vlines(x, whole.low, whole.high, color=f"C{i}", linewidth=2)
+                axis.plot(np.full(len(of), x), of[:, 0] / of[:, 1], "o", color=INK, markersize=3)
+        axis.set_xticks(range(len(found.tasks)), found.tasks)
+        axis.set(ylim=(0, 1.03), ylabel="exact match, held out")
+        axis.set_title(f"balance of the tasks: {len(found.seeds)} seeds, equal steps")
+    return file
 
 
 def shown(found: ExperimentCounts) -> tuple[str, tuple[str, ...], list[list[str]]]:

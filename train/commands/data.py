@@ -2,19 +2,327 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
-from train.console.command import check_command
+from omni.errors import UserError
+from omni.tasks import find_task
+from omni.utils.charts import print_table
+from omni.utils.process import importing
+from omni.utils.remote import spelled
+from train.config.parse import ConfigParser
+from train.console.command import Listing, Parser, add_progress, check_command, check_least, given_path
+from train.console.progress import counted, duration
+from train.data.inspect.checks import KINDS, Bounds, Findings
+from train.data.inspect.filter import DROPPED, filter_rows, read_rules
+from train.data.inspect.listen import draw, find_row, own_folder, sounds
+from train.data.inspect.measures import Codecs
+from train.data.inspect.options import (
+    add_options,
+    add_processes,
+    chosen_processes,
+    chosen_target,
+    make_folder,
+    own_codec,
+    save_report,
+)
+from train.data.inspect.scan import Scan
+from train.data.inspect.stats import COLUMNS, SHOWN, STATS, TEXT_COLUMNS, collect, plain
+from train.data.inspect.validate import Summary, report, validate
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.prepare import prepare
+from train.data.prepare.shards import REPORT, summary, untaken
+from train.data.readers import READERS
 
-SUBCOMMANDS = {
-    "prepare": ("train.commands.data_prepare", "a data set as rows to train on: prepare SOURCE OUT [--codec NAME ...]"),
-    "validate": ("train.commands.data_validate", "find what is wrong with rows: validate DATA"),
-    "stats": ("train.commands.data_stats", "lengths, speakers, texts in tables and plots: stats DATA"),
-    "listen": ("train.commands.data_listen", "one row as sound and text: listen DATA ROW"),
-    "filter": ("train.commands.data_filter", "keep the rows that rules allow: filter DATA OUT --rules FILE"),
+if TYPE_CHECKING:
+    from train.data.inspect.collect import Collected, Group
+
+
+def run_prepare(argv: Sequence[str]) -> int:
+    """Runs the command; prints what was made, and how long it took."""
+    parser = _prepare_parser()
+    chosen = parser.read(argv)
+    config = parser.configuration(chosen)
+    start = time.monotonic()
+    done = prepare(chosen["source"], chosen["out"], config, chosen["progress"])
+    print(summary(done, chosen["out"]))
+    if chosen["progress"] != "off":
+        print(f"took {duration(time.monotonic() - start)}", file=sys.stderr)
+    return 0
+
+
+def _prepare_parser() -> ConfigParser:
+    formats = "\n".join(f"  {name:<18} {reader.summary}" for name, reader in READERS.items())
+    parser = ConfigParser(
+        prog="omni-train data prepare",
+        description="Read a data set, speak and encode what is missing, and store the rows as Parquet files in a folder,\n"
+        "which appears when it is whole. The same command goes on with what was interrupted.\n"
+        "With --shard i/n it makes one of n parts, each in a folder of its own.\n\nformats:\n" + formats,
+        formatter_class=Listing,
+    )
+    parser.add_argument("source", type=given_path, help="file or folder of the data set")
+    parser.add_argument("out", type=given_path, help="folder to make")
+    parser.add_config(PrepareConfig)
+    add_progress(parser)
+    return parser
+
+
+def run_validate(argv: Sequence[str]) -> int:
+    """Runs the command; returns 1 where an error was found, 0 where at most warnings were."""
+    parser = Parser(
+        prog="omni-train data validate",
+        description="Find what is wrong with rows: format, codes, recordings, texts, duplicates, and what other data has too. "
+        "Exit code 1 where there are errors; warnings do not count.",
+    )
+    parser.add_argument("data", type=given_path, help="Parquet file or folder of rows")
+    parser.add_argument("--against", type=given_path, nargs="+", default=[], help="other splits, which must share nothing")
+    parser.add_argument("--codec_folder", type=given_path, help="weights of the codec, where it is a special one")
+    parser.add_argument("--report", type=given_path, help="write counts and examples to this JSON file")
+    parser.add_argument("--findings", type=given_path, help="write every finding to this JSON lines file")
+    parser.add_argument("--examples", type=int, default=3, help="how many of a kind are shown")
+    parser.add_class_arguments(Bounds, None)
+    add_processes(parser)
+    add_progress(parser)
+    chosen = parser.read(argv)
+    bounds = Bounds(*(chosen[name] for name in Bounds.__dataclass_fields__))
+    check_least(chosen, examples=0)
+    codecs = Codecs(chosen["codec_folder"])
+    processes = chosen_processes(chosen)
+    with contextlib.ExitStack() as stack:
+        stream: TextIO | None = None
+        if chosen["findings"] is not None:
+            make_folder(chosen["findings"].parent)
+            stream = stack.enter_context(open(chosen["findings"], "w", encoding="utf-8"))
+        findings = Findings(chosen["examples"], stream)
+        summary = validate(chosen["data"], chosen["against"], bounds, codecs, findings, chosen["progress"], processes)
+    show_findings(summary, chosen["data"])
+    if chosen["report"] is not None:
+        save_report(chosen["report"], report(summary, chosen["data"], chosen["against"], bounds))
+    return 1 if findings.of("error") else 0
+
+
+def show_findings(summary: Summary, data: Path) -> None:
+    """Prints the findings on standard output."""
+    findings = summary.findings
+    print(f"{summary.rows} of {summary.total} rows of {spelled(data)} read, {duration(3600 * summary.hours)} of sound")
+    if summary.prepared.get("items"):
+        kept, broken = summary.prepared["rows"], summary.prepared["broken"]
+        print(f"prepared of {counted(summary.prepared['items'], 'item')}: {counted(kept, 'row')}, {broken} made none")
+        print(untaken(summary.prepared), end="\n" * bool(untaken(summary.prepared)))
+    if not findings.counts:
+        print("nothing found")
+        return
+    rows = [[name, KINDS[name].severity, str(findings.counts[name]), KINDS[name].what] for name in findings.kinds()]
+    print_table("", ("finding", "severity", "count", "what it is"), rows)
+    for name in findings.kinds():
+        for where, text in findings.shown[name]:
+            print(f"{KINDS[name].severity} {name}: {where}: {text}")
+        rest = findings.counts[name] - len(findings.shown[name])
+        if rest > 0 and findings.shown[name]:
+            print(f"  and more of {name}")
+    print(f"{counted(findings.of('error'), 'error')}, {counted(findings.of('warning'), 'warning')}")
+
+
+def run_filter(argv: Sequence[str]) -> int:
+    """Runs the command; prints how many rows are kept, and how many each rule has dropped."""
+    parser = Parser(
+        prog="omni-train data filter",
+        description="Keep the rows that all rules allow, in their order, in a new folder that appears when it is whole; "
+        f"its {REPORT} counts what each rule dropped and its {DROPPED} says why for each row.",
+    )
+    parser.add_argument("data", type=given_path, help="Parquet file or folder of rows")
+    parser.add_argument("out", type=given_path, help="folder to make")
+    parser.add_argument("--rules", type=given_path, required=True, help="YAML file, see train/data/inspect/rules.py")
+    parser.add_argument(
+        "--whisper", type=given_path, help="Whisper for the rule max_wer: OpenAI's .pt file or a Hugging Face folder"
+    )
+    parser.add_argument("--device", type=str, default="cpu", help="where the Whisper computes")
+    parser.add_argument("--codec_folder", type=given_path, help="weights of the codec, to hear answers that are codes only")
+    parser.add_argument("--shard_mb", type=int, default=256, help="size of a Parquet file in MiB, before compression")
+    add_processes(parser)
+    add_progress(parser)
+    chosen = parser.read(argv)
+    check_least(chosen, shard_mb=1)
+    rules = read_rules(chosen["rules"])
+    if rules.max_wer is not None and chosen["whisper"] is None:
+        raise UserError(
+            f"{chosen['rules']}: the rule max_wer needs a Whisper: give its weights with --whisper, or leave it out"
+        )
+    with importing():
+        from train.scoring.asr import WhisperTranscriber
+
+    whisper = partial(WhisperTranscriber, chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
+    processes = chosen_processes(chosen, chosen["device"])
+    codecs = Codecs(chosen["codec_folder"])
+    report = filter_rows(
+        chosen["data"], chosen["out"], rules, codecs, whisper, chosen["shard_mb"], chosen["progress"], processes
+    )
+    show_kept(report, chosen["out"])
+    return 0
+
+
+def show_kept(report: Mapping[str, Any], out: Path) -> None:
+    """Prints how many rows were kept."""
+    print(f"{report['rows']} of {report['rows'] + report['dropped']} rows kept in {out}")
+    for line in report.get("unreadable_files", ())[:SHOWN]:
+        print(f"warning: {line}")
+    if report["dropped"]:
+        rows = [[name, str(count)] for name, count in report["rules"].items()]
+        print_table("", ("rule", "rows it drops"), rows)
+        print(f"why each row was dropped: {out / DROPPED}")
+
+
+def run_stats(argv: Sequence[str]) -> int:
+    """Runs the command; prints tables, and writes pictures and a report where a folder is given."""
+    parser = Parser(
+        prog="omni-train data stats",
+        description="Count rows, turns, hours and lengths, by source, language, speaker and task, and how codes are used; for "
+        "a model also tokens and the columns of its examples. Recordings are not decoded: their headers say how long they are.",
+    )
+    parser.add_argument("data", type=given_path, help="Parquet file or folder of rows")
+    parser.add_argument("--out", type=given_path, help=f"write {STATS} and the pictures to this folder")
+    add_options(parser)
+    parser.add_argument("--tasks", type=str, nargs="+", default=["A1A2"], help="tasks whose columns are counted, for a model")
+    parser.add_argument("--codec_folder", type=given_path, help="weights of the codec, where it is a special one")
+    add_processes(parser)
+    add_progress(parser)
+    chosen = parser.read(argv)
+    target, codecs = chosen_target(chosen), Codecs(chosen["codec_folder"])
+    tasks = tuple(find_task(name, "--tasks") for name in chosen["tasks"]) if target is not None else ()
+    scan, processes = Scan(chosen["data"], chosen["progress"]), chosen_processes(chosen)
+    collected = collect(scan, codecs, target, tasks, chosen["progress"], processes)
+    return report_stats(collected, chosen["data"], chosen["out"], target.config.decoder.context if target is not None else 0)
+
+
+def report_stats(collected: Collected, data: Path, out: Path | None, context: int) -> int:
+    """Print statistics, and write report and pictures to `out`, where there is one; UserError where no row could be read."""
+    with importing():
+        from train.data.inspect.pictures import draw_all
+
+    if collected.damaged and not collected.all.rows:
+        raise UserError(collected.damaged[0])
+    show_stats(collected)
+    if out is not None:
+        make_folder(out)
+        save_report(out / STATS, plain(collected, data))
+        print(f"wrote {', '.join(str(file) for file in [out / STATS, *draw_all(collected, out, context)])}")
+    return 0
+
+
+def show_stats(collected: Collected) -> None:
+    """Prints the tables on standard output."""
+    whole = collected.all
+    print(
+        f"{counted(whole.rows, 'row')}, {counted(whole.turns, 'turn')}, {duration(whole.question_seconds)} of spoken "
+        f"questions, {duration(whole.answer_seconds)} of spoken answers"
+    )
+    for name, count in sorted(collected.noted.items()):
+        if count:
+            print(f"{count} {name}")
+    for one in collected.damaged[:SHOWN]:
+        print(f"warning: {one}")
+    for name, groups in collected.groups.items():
+        if set(groups) - {""}:
+            _show_groups(name, groups)
+    _show_texts(collected)
+    rows = []
+    for name, sample in collected.samples.items():
+        summary = sample.summary()
+        rows.append([name, str(sample.count), *(f"{summary[column]:.4g}" for column in COLUMNS)])
+    if rows:
+        print_table("lengths; spaces are no characters", ("", "count", *COLUMNS.values()), rows)
+    for codec in collected.codes:
+        uses = collected.use(codec)
+        cells = [
+            [
+                f"audio{i}",
+                str(len(use.counts)),
+                f"{100 * use.used:.1f}",
+                f"{use.entropy:.2f}",
+                f"{math.log2(max(1, len(use.counts))):.2f}",
+                f"{100 * float(use.shares[0]) if len(use.shares) else 0:.1f}",
+            ]
+            for i, use in enumerate(uses)
+        ]
+        print_table(f"codes of {codec}", ("stream", "codes", "used %", "entropy, bits", "at most", "most frequent %"), cells)
+
+
+def _show_texts(collected: Collected) -> None:
+    rows = []
+    for side, counts in collected.texts.items():
+        plain = counts.plain()
+        spoken = collected.samples.get(f"{side} seconds")
+        mean = f"{spoken.mean:.2f}" if spoken else ""
+        if counts.texts:
+            rows.append([f"{side}s", *(str(plain[name]) for name in TEXT_COLUMNS), mean])
+    if rows:
+        print_table("texts and their words", ("", *TEXT_COLUMNS.values(), "mean seconds"), rows)
+
+
+def _show_groups(name: str, groups: dict[str, Group]) -> None:
+    order = sorted(groups, key=lambda value: (-groups[value].rows, value))
+    rows = [
+        [
+            value or "(none)",
+            str(groups[value].rows),
+            str(groups[value].turns),
+            duration(groups[value].question_seconds),
+            duration(groups[value].answer_seconds),
+        ]
+        for value in order[:SHOWN]
+    ]
+    more = f" ({len(order)}, the {SHOWN} largest)" if len(order) > SHOWN else ""
+    print_table(f"by {name}{more}", (name, "rows", "turns", "questions", "answers"), rows)
+
+
+def run_listen(argv: Sequence[str]) -> int:
+    """Runs the command; writes WAV files and prints what the row holds."""
+    parser = Parser(
+        prog="omni-train data listen",
+        description="Write a row's question and answer as WAV files, the answer also as its codes sound where the codec is at "
+        "hand, and draw its prompt and targets as a model is shown them: `*` marks targets, `~` what is heard, `.` is pad.",
+    )
+    parser.add_argument("data", type=given_path, help="Parquet file or folder of rows")
+    parser.add_argument("row", type=str, help="its number in the data, FILE:ROW with the number in that file, or its id")
+    parser.add_argument(
+        "--out", type=given_path, help="folder for the WAV files; listen-DATA-ROW in this one where none is named"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace files of other sounds that are there")
+    add_options(parser)
+    parser.add_argument("--task", type=str, help="what it is drawn as; the row's own or the first that fits")
+    parser.add_argument("--columns", type=int, default=24, help="time steps that are drawn at either end of a long example")
+    parser.add_argument("--codec_folder", type=given_path, help="weights of the codec; by default those in the model's folder")
+    chosen = parser.read(argv)
+    check_least(chosen, columns=1)
+    scan, codecs = Scan(chosen["data"]), Codecs(own_codec(chosen))
+    target = chosen_target(chosen)
+    with importing():
+        from train.data.inspect.collect import FIELDS
+
+    row = find_row(scan, chosen["row"])
+    print(f"{row.where}: " + ", ".join(f"{name} {getattr(row, name)!r}" for name in ("id", *FIELDS)))
+    out = chosen["out"] or own_folder(scan.path, chosen["row"])
+    for line in sounds(row, out, codecs, chosen["overwrite"]):
+        print(line)
+    if target is not None:
+        print(draw(row, target, codecs, chosen["task"], chosen["columns"]))
+    return 0
+
+
+SUBCOMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "prepare": (run_prepare, "a data set as rows to train on: prepare SOURCE OUT [--codec NAME ...]"),
+    "validate": (run_validate, "find what is wrong with rows: validate DATA"),
+    "stats": (run_stats, "lengths, speakers, texts in tables and plots: stats DATA"),
+    "listen": (run_listen, "one row as sound and text: listen DATA ROW"),
+    "filter": (run_filter, "keep the rows that rules allow: filter DATA OUT --rules FILE"),
 }
-"""Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""
+"""Name of a command to its function of the words after it, which returns the exit code, and what it does."""
 
 HELP = """usage: omni-train data COMMAND [options]
 
@@ -24,11 +332,11 @@ HELP = """usage: omni-train data COMMAND [options]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a command on data, whose module is imported only then; returns the exit code."""
+    """Runs a command on data; returns the exit code."""
     arguments = list(argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP.format(commands="\n".join(f"  {name:<9} {text}" for name, (_, text) in SUBCOMMANDS.items())))
         return 0 if arguments else 2
     name, *rest = arguments
     check_command(name, SUBCOMMANDS, "data")
-    return importlib.import_module(SUBCOMMANDS[name][0]).main(rest)
+    return SUBCOMMANDS[name][0](rest)

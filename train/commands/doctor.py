@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from omni.utils.process import end_by_signal, importing
 from train.config.parse import read_with_options
 from train.config.run import FitConfig
-from train.console.options import check_least
+from train.console.command import check_least
 
 if TYPE_CHECKING:
     from omni.diagnostics import Finding

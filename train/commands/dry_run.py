@@ -1,32 +1,45 @@
-"""`omni-train fit --dry_run`: describes a run, and measures two steps of its fullest rows on the device, in a new process."""
+"""`omni-train fit --dry_run`: checks and describes a run and its first batch, and measures two steps of its fullest rows on the
+device, in a new process, as the loop takes them but without Fabric."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from omni.config import ModelConfig
+from omni.errors import UserError
+from omni.lora.attach import add_adapter
+from omni.model.quantize import quantize
+from omni.model.speech_model import SpeechModel
 from omni.plugins import load_plugins, loaded
 from omni.utils.hardware import peak_flops, synchronize
 from omni.utils.profiling import GIB, PeakMemory
 from train.config.run import FitConfig
-from train.distributed.fabric import compile_blocks
-from train.objective.flops import StepFlops
-from train.objective.objective import targets
+from train.console.progress import counted
+from train.data.batching.batch import Batch
+from train.data.batching.batch import describe as draw
+from train.data.batching.loader import StepLoader
+from train.data.build import build_pipeline
+from train.data.sources.mixture import UsedUp
+from train.distributed.fabric import AdapterPrecision, compile_blocks, product_type, quantized_type
+from train.objective.objective import Objective, targets
+from train.optim.optimizer import Average, Optimizers, build_optimizer, describe, parameter_groups, set_trainable
 from train.plan.memory import estimate, meta_model
 from train.plan.plan import kind_of, placed
-from train.plan.step import build_workbench, take_step
-from train.plan.worst_batch import worst_batch
-from train.trainer import dry_run as description
 from train.trainer.build import with_alignment
-from train.trainer.initial_model import shape_of
+from train.trainer.initial_model import apply_lora, build_initial, shape_of, stored_padded, teacher_of
+from train.trainer.metrics import StepFlops
+from train.trainer.preflight import check_devices, check_packages, check_start, worst_batch
+from train.trainer.profiler import step_range
 from train.trainer.usage import is_out_of_memory, out_of_memory
 
 T = TypeVar("T")
@@ -38,7 +51,7 @@ def dry_run(config: FitConfig, profile: str | None = None) -> None:
     Raises:
         UserError: what is wrong with the configuration; `OutOfMemory` where the device does not hold the steps.
     """
-    print(description.dry_run(config, profile))
+    print(describe_run(config, profile))
     config = with_alignment(config)
     shape, kind = shape_of(config.model), kind_of(config)
     config, device = placed(config, None, kind), torch.device(kind)
@@ -69,11 +82,8 @@ def in_new_process(work: Callable[..., T], *args: Any) -> T:
 
 def measure_steps(config: FitConfig, shape: ModelConfig, device: torch.device) -> tuple[int, float]:
     """Takes two steps of the fullest rows on a device; of a balanced run, on the plain sum of its losses. At most two
-    micro-batches are run, as more need no more memory. Meant for a process of its own, which holds nothing else.
-
-    Returns:
-        the peak in bytes, over what the process held with its libraries loaded, and seconds of a step of one process.
-    """
+    micro-batches are run, as more need no more memory. Meant for a process of its own, which holds nothing else. Returns the
+    peak in bytes, over what it held with its libraries loaded, and seconds of a step of one process."""
     load_plugins(config.plugins, "plugins")
     count = max(1, config.data.micro_batches // (config.fabric.processes or 1))
     packing = replace(config.data.packing, rows=1, length=min(32, config.data.packing.length))
@@ -96,3 +106,96 @@ def _two_steps(config: FitConfig, shape: ModelConfig, device: torch.device, coun
         take_step(bench, batches, wanted, number)
         synchronize(device)
     return time.perf_counter() - start
+
+
+def describe_run(config: FitConfig, profile: str | None = None) -> str:
+    """Builds the model and one batch, and describes both. Devices and packages that this machine lacks are notes, not errors:
+    the run may be for another machine.
+
+    Args:
+        profile: as of `fit`; only checked.
+    """
+    if profile is not None:
+        step_range(profile, config.budget)
+    config, notes = with_alignment(config), list[str]()
+    check_start(config)
+    for check in (lambda: check_devices(config.fabric), lambda: check_packages(config)):
+        try:
+            check()
+        except UserError as error:
+            notes.append(f"note: {error}")
+    initial = build_initial(config.model, config.seed)
+    model = initial.model
+    if config.lora is not None:
+        apply_lora(model, config.lora)
+    also = set_trainable(model, config.trainable_patterns)
+    learning = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec, config.objective.encoder_alone)
+    steps = iter(StepLoader(pipeline, config.data.micro_batches))
+    batch, start = next(steps)[0], time.perf_counter()
+    with suppress(UsedUp):
+        next(steps)
+    made = time.perf_counter() - start
+    whole, data = sum(p.numel() for p in model.parameters()), config.data
+    return "\n".join(
+        [
+            f"model: {whole / 1e6:.2f} M parameters, {sum(p.numel() for _, p in learning) / 1e6:.2f} M trainable",
+            f"optimizer: {describe(parameter_groups(learning, config.optimizer, also))}",
+            f"step: {counted(data.micro_batches, 'micro-batch')} of {data.packing.rows} x {data.packing.length} time steps",
+            draw(batch, model.layout, initial.tokenizer),
+            f"data: one process makes the rows of a step in {made:.3g} s, and data.workers is {data.workers}",
+            *notes,
+        ]
+    )
+
+
+@dataclass
+class Workbench:
+    """The objective, optimizer and running average of a step; `named`: the trainable parameters, by the model's names."""
+
+    objective: Objective
+    optimizer: Optimizers
+    average: Average | None
+    config: FitConfig
+    named: list[tuple[str, nn.Parameter]]
+
+    @property
+    def learning(self) -> list[nn.Parameter]:
+        return [p for _, p in self.named]
+
+
+def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device | str = "cpu") -> Workbench:
+    """Builds objective (with the model), optimizer and running average of a run, in its precision, with random weights."""
+    model, lora, precision = SpeechModel(shape), config.lora, config.fabric.precision
+    teacher = teacher_of(config, model, config.objective.distill_weight > 0 and stored_padded(config.model))
+    if lora is not None:
+        if lora.quantize is not None:
+            quantize(model, lora.quantize, lora.quantize_targets, quantized_type(precision))
+        add_adapter(model, lora)
+    model.set_checkpointing(config.fabric.checkpointing)
+    objective = Objective(model, config.objective, teacher)
+    also = set_trainable(model, config.trainable_patterns)
+    if precision == "bf16-true":
+        AdapterPrecision().convert_module(objective)
+    objective.to(device)
+    learning = [(name, p) for name, p in objective.named_parameters() if p.requires_grad]
+    named = [(name.removeprefix("model."), p) for name, p in learning]
+    optimizer = build_optimizer(named, config.optimizer, precision, also)
+    return Workbench(objective, optimizer, Average(learning, config.ema) if config.ema is not None else None, config, named)
+
+
+def take_step(bench: Workbench, batches: Sequence[Batch], wanted: Tensor, number: int) -> None:
+    """Runs forward and backward of every micro-batch, clipping, the optimizer and the running average; `wanted` are the
+    step's targets, [K + HEADS] float on the batches' device, and `number` counts steps from 1."""
+    config = bench.config
+    half = product_type(config.fabric.precision, config.lora is not None)
+    for batch in batches:
+        with torch.autocast(wanted.device.type, half) if half is not None else nullcontext():
+            total: Tensor = bench.objective(batch, wanted, 1.0).total
+        total.backward()
+    norm = nn.utils.clip_grad_norm_(bench.learning, config.clip if config.clip is not None else float("inf"))
+    bench.optimizer.skip = (~norm.isfinite()).float()
+    bench.optimizer.step()
+    bench.optimizer.zero_grad()
+    if bench.average is not None:
+        bench.average.update(number)

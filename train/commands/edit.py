@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from omni.checkpoint.places import check_folder
+from omni.utils.charts import print_table
 from omni.utils.process import importing, say
 from omni.utils.remote import check_there
 from train.config.parse import ConfigParser, file_first
-from train.console.command import check_command
-from train.console.options import given_model, given_path
+from train.console.command import check_command, given_model, given_path
 from train.console.progress import counted
-from train.console.tables import print_table
 from train.edit.config import ApplyConfig, EditEvalConfig, EditFitConfig
 
 HELP = """usage: omni-train edit COMMAND [options]
@@ -102,7 +101,7 @@ def _merge(argv: Sequence[str]) -> int:
     places = {"model": MODEL, "edits": EDITS, "out": OUT}
     (model, edits, out), overwrite = read_command(argv, "merge", "Put edits into the weights of a model.", places)
     with importing():
-        from train.edit.merge import merge_folder
+        from train.edit.apply import merge_folder
 
     names = merge_folder(model, edits, out, overwrite)
     print(f"{out}: {model} with the edits of {edits} in {counted(len(names), 'linear')}")
@@ -113,7 +112,7 @@ def _revert(argv: Sequence[str]) -> int:
     places = {"model": "a model folder that `edit merge` wrote", "edits": EDITS, "out": OUT}
     (model, edits, out), overwrite = read_command(argv, "revert", "Take merged edits out again, bit for bit.", places)
     with importing():
-        from train.edit.merge import revert_folder
+        from train.edit.apply import revert_folder
 
     names = revert_folder(model, edits, out, overwrite)
     print(f"{out}: {model} without the edits of {edits}; {len(names)} linears are as they were")

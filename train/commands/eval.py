@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
+from omni.utils.charts import print_table
 from omni.utils.process import importing
 from train.config.parse import ConfigParser, read_fit_config
-from train.console.command import check_folder_to_be
-from train.console.options import Listing, Parser, add_progress, check_least, given_model, given_path
+from train.console.command import Listing, Parser, add_progress, check_folder_to_be, check_least, given_model, given_path
 from train.console.progress import counted
-from train.console.tables import print_table
 from train.data.config import SourceConfig
 from train.data.readers import READERS
 from train.eval.config import EvalConfig
@@ -25,7 +23,7 @@ from train.eval.run import evaluate
 if TYPE_CHECKING:
     from train.eval.compare import Comparison
     from train.eval.measures import Figure
-    from train.eval.report import Run, ScoreChange
+    from train.eval.report import Run
 
 
 DIGITS = "spoken-digits"
@@ -73,7 +71,7 @@ def _parser() -> ConfigParser:
     parser.add_argument("--text", action="store_true", help="also take the text-only score of the questions' texts (T1T2)")
     parser.add_argument(
         "--chunks",
-        type=_Milliseconds(),
+        type=str,
         metavar="MS,MS,...",
         help="evaluate once for each length of the encoder's chunks in ms, 0 for whole questions; figures beside the delay",
     )
@@ -87,22 +85,16 @@ def _parser() -> ConfigParser:
     return parser
 
 
-class _Milliseconds:
-    """Type of a list of milliseconds, separated by commas."""
-
-    def __call__(self, text: str) -> str:
-        if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text):
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of milliseconds; give some, such as 160,320,640,0")
-        return text
-
-    def __repr__(self) -> str:  # the parser's help prints it
-        return "milliseconds"
+def _milliseconds(text: str) -> list[int]:
+    if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text):
+        raise UserError(f"--chunks {text!r} is no list of milliseconds; give some, such as 160,320,640,0")
+    return [int(length) for length in text.split(",")]
 
 
 def _evaluate_delays(chosen: Mapping[str, Any], config: EvalConfig) -> int:
     from train.eval.delays import PICTURE, TABLE, delay_table, evaluate_delays
 
-    out, chunks = chosen["out"], [int(length) for length in chosen["chunks"].split(",")]
+    out, chunks = chosen["out"], _milliseconds(chosen["chunks"])
     found = evaluate_delays(chosen["model"], chosen["data"], out, config, chunks, chosen["progress"])
     print_table("figures by delay", *delay_table(found))
     print(f"table and picture: {out / TABLE}, {out / PICTURE}; each evaluation in a folder beside them")
@@ -110,10 +102,9 @@ def _evaluate_delays(chosen: Mapping[str, Any], config: EvalConfig) -> int:
 
 
 def _evaluate_distances(chosen: Mapping[str, Any], config: EvalConfig) -> int:
-    from train.eval.delays import PICTURE, TABLE, delay_table
-    from train.eval.distances import evaluate_distances
+    from train.eval.delays import PICTURE, TABLE, delay_table, evaluate_distances
 
-    out, chunks = chosen["out"], [int(length) for length in (chosen["chunks"] or "").split(",") if length]
+    out, chunks = chosen["out"], _milliseconds(chosen["chunks"]) if chosen["chunks"] else []
     for name in ("model", "teacher"):
         check_folder(chosen[name])
     check_folder_to_be(out, "output folder")
@@ -194,49 +185,27 @@ def _compare(argv: Sequence[str]) -> int:
 
 
 def _show_figures(run: Run, figures: Mapping[str, Figure]) -> None:
-    from train.eval.measures import MEASURES, interval, shown
-    from train.eval.report import REPORT, against_of, size_lines, turn_rows
+    from train.eval.report import REPORT, against_of, change_table, figure_table, size_lines, turn_table
 
-    rows = [(MEASURES[n].title, shown(n, f.value), interval(n, f), str(f.questions)) for n, f in figures.items()]
-    print_table(
-        f"{run.answered} questions answered as {run.started['task']}", ("figure", "value", "95 % interval", "questions"), rows
-    )
-    turns = turn_rows(run)
-    if turns:
-        columns = ("source", "turn", "exact match", "95 % interval", "questions")
-        print_table("turns, each after the model's own answers", columns, turns)
+    print_table(f"{run.answered} questions answered as {run.started['task']}", *figure_table(figures))
+    turns = turn_table(run)
+    if turns[1]:
+        print_table("turns, each after the model's own answers", *turns)
     against = against_of(run)
     if against:
         for line in filter(None, size_lines(run)):
             print(line)
-        print_table(f"against {run.started['against']}", ("figure", "against", "model", *CHANGED), _change_rows(against))
+        print_table(f"against {run.started['against']}", *change_table(against, "against", "model"))
     if run.broken:
         first = run.broken[0]
         print(f"broken rows left out: {len(run.broken)}, the first: {first['where']}: {first['broken']}")
     print(f"report, answers and picture: {run.folder} (figures also in {REPORT})")
 
 
-CHANGED = ("difference, 95 % interval", "")
-
-
-def _change_rows(changes: Mapping[str, ScoreChange]) -> list[tuple[str, ...]]:
-    from train.eval.measures import MEASURES, shown
-    from train.eval.report import signed, verdict
-
-    return [
-        (
-            MEASURES[n].title,
-            shown(n, c.before.value),
-            shown(n, c.after.value),
-            f"{signed(n, c.difference.low)} to {signed(n, c.difference.high)}",
-            verdict(n, c.difference),
-        )
-        for n, c in changes.items()
-    ]
-
-
 def _show_comparison(found: Comparison) -> None:
-    title = f"A {found.names[0]}, B {found.names[1]}: {found.common} questions"
-    print_table(title, ("figure", "A", "B", "B - A, 95 % interval", ""), _change_rows(found.changes))
+    from train.eval.report import change_table
+
+    title = f"A {found.names[0]}, B {found.names[1]}: {found.common} questions, differences are B - A"
+    print_table(title, *change_table(found.changes, "A", "B"))
     for note in found.notes:
         print(note)

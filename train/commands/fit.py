@@ -1,4 +1,4 @@
-"""`omni-train fit`: read the command line, with errors before anything heavy is imported, and train."""
+"""`omni-train fit` and `omni-train demo`: read the command line, with errors before anything heavy is imported, and train."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from traceback import clear_frames
 
-from omni.errors import in_one_line
+from omni.errors import UserError, in_one_line
 from omni.utils.process import importing
-from train.config.parse import in_folder, read_with_options
+from train.config.parse import in_folder, read_run, read_with_options
 from train.config.run import FitConfig
 
 PR_SET_PDEATHSIG = 1
@@ -53,7 +53,7 @@ def saving_lines(config: FitConfig, in_step: bool, limit: float = math.inf) -> l
     Args:
         limit: bytes that the run may fill.
     """
-    from train.checkpoint.config_diff import differences
+    from train.checkpoint.retention import differences
     from train.config.run import plain_config
     from train.plan.plan import GIB, savings_here
 
@@ -64,7 +64,7 @@ def saving_lines(config: FitConfig, in_step: bool, limit: float = math.inf) -> l
     if found and all(one.total > limit for one in found):
         best = min(found, key=lambda one: one.total)
         needs = f"{(best.total + best.saved) / GIB:.2f} GiB are needed, and {best.total / GIB:.2f} GiB with {best.keys}"
-        return [f"no key alone saves enough, by the plan's arithmetic: {needs}; `omni-train plan` tries several together"]
+        return [f"no key alone saves enough, by the plan's arithmetic: {needs}; set some together, and ask `omni-train plan`"]
     lines = []
     for one in found[:3]:
         new = differences(plain_config(config), plain_config(one.config))
@@ -78,3 +78,31 @@ def _end_with_parent() -> None:
     started = {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"}.isdisjoint(os.environ) and int(os.environ.get("LOCAL_RANK") or 0) > 0
     if started and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+DEMO_HELP = """usage: omni-train demo [CONFIG.yaml] [--any.key value ...]
+
+Train the small model of the recipe nano on two CPU cores until it answers 95 % of held-out questions, for 25 minutes at most,
+examine it in voices that it has never heard, and talk to it. The model, a question, its answer, pictures and report.md are in
+runs/nano afterwards. Keys of the configuration are overridden as for `fit` (`omni-train fit --help` lists them).
+
+  --budget.minutes M    train for M minutes at most, as does DEMO_MINUTES=M in the environment"""
+
+
+def run_demo(argv: Sequence[str]) -> int:
+    """Runs the command; arguments are those of `fit`, with the recipe `nano` as the default."""
+    if any(argument in ("-h", "--help") for argument in argv):
+        print(DEMO_HELP)
+        return 0
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # two threads wait for each other idly where other programs are busy too
+    words = list(argv)
+    most = os.environ.get("DEMO_MINUTES")
+    own = words if words and not words[0].startswith("-") else ["nano", *words]
+    config = read_run([own[0], *([f"--budget.minutes={most}"] if most else []), *own[1:]])
+    demonstrate = next((s.made.demonstrate for s in config.data.sources if hasattr(s.made, "demonstrate")), None)
+    if demonstrate is None:
+        raise UserError("the demonstration asks about spoken digits, but no source of the configuration is of that kind")
+    with importing():
+        import train.trainer.build  # noqa: F401
+
+    return int(demonstrate(config))

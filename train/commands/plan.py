@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omni.checkpoint.places import check_folder
-from omni.config import PRESETS
 from omni.errors import UserError
 from omni.utils.process import importing, say
 from train.config.parse import in_folder, read_with_options
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--gpu {options['gpu']!r} is unknown; known: {', '.join(PEAK_FLOPS)}")
     try:
         if config.model.start is not None:
-            _check_folder(Path(config.model.start))
+            check_folder(Path(config.model.start))
         plan = make_plan(config, **options)
     except UserError as error:
         error.code = 1
@@ -55,17 +55,8 @@ def main(argv: Sequence[str]) -> int:
     return 1 if plan.problems else 0
 
 
-def _check_folder(folder: Path) -> None:
-    try:
-        check_folder(folder)
-    except UserError as error:
-        shape = f"--model.init_from null --model.preset {' or '.join(PRESETS)}"
-        raise UserError(f"{error}; to plan without it, give its shape: {shape}") from error
-
-
 def check_options(given: dict[str, Any]) -> None:
     """Refuses (UserError) numbers that no machine has."""
-    for name, allowed, range_ in (("devices", lambda n: n >= 1, "at least 1"), ("gpu_gib", lambda n: n > 0, "above 0"),
-                                  ("mfu", lambda n: 0 < n <= 1, "above 0, and at most 1")):  # fmt: skip
-        if name in given and not allowed(given[name]):
-            raise UserError(f"--{name} is {given[name]:g}; it must be {range_}")
+    for name, most in (("devices", math.inf), ("gpu_gib", math.inf), ("mfu", 1)):
+        if not 0 < given.get(name, 1) <= most:
+            raise UserError(f"--{name} is {given[name]:g}; it must be above 0{', and at most 1' * (most == 1)}")

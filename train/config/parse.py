@@ -18,22 +18,14 @@ from omni.errors import UserError
 from omni.plugins import load_plugins, loaded
 from omni.utils.arguments import meant
 from train.config.run import FitConfig
-from train.console.command import GIVE, RECIPES, find_config, load_yaml, read_config
-from train.console.options import Parser
+from train.console.command import GIVE, RECIPES, Parser, find_config, load_yaml, read_config
 from train.data.config import SourceConfig
 from train.data.sources import SOURCES, find_source, shipped
 
 
 def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
-    """Reads the configuration of `fit`; returns it with the name of its file (without folder and ending).
-
-    Args:
-        argv: `[--config] FILE.yaml` and overrides such as `--optimizer.lr 3e-4`.
-
-    Raises:
-        UserError: no file, an unknown key (the closest is named), a value of the wrong type.
-        SystemExit: after `--help` or `--print_config`.
-    """
+    """Reads the configuration of `fit` from `[--config] FILE.yaml` and overrides such as `--optimizer.lr 3e-4`; returns it
+    with the name of its file. UserError for no file, an unknown key (the closest is named), a value of the wrong type."""
     config, name, _ = read_with_options(argv, {})
     return config, name
 
@@ -44,13 +36,8 @@ def read_with_options(
     check: Callable[[dict[str, Any]], None] | None = None,
     command: str = "fit",
 ) -> tuple[FitConfig, str, dict[str, Any]]:
-    """Reads as `read_fit_config`, and a command's own options.
-
-    Args:
-        options: name to type, `bool` for a flag; those given are returned.
-        check: refuses values of theirs, before the configuration is made, for which PyTorch may be imported.
-        command: whose options they are, for messages.
-    """
+    """Reads as `read_fit_config`, and a command's own options by their types (`bool` for a flag); those given are returned.
+    `check` refuses values of theirs, before the configuration is made, for which PyTorch may be imported."""
     parser = fit_parser(command)
     for name, kind in options.items():
         more: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}

@@ -16,7 +16,7 @@ from omni.config import preset
 from omni.errors import UserError
 from omni.plugins import load_plugins
 from omni.utils.ranges import check_fields, ranged
-from train.balance.section import BalanceSection, check_balance
+from train.balance.config import BalanceConfig, check_balance
 from train.config.sections import (
     LARGEST_SEED,
     BudgetConfig,
@@ -63,7 +63,7 @@ class FitConfig:
     resume: Literal["auto", "extend", "force", "restart"] = "auto"
     trainable: tuple[str, ...] = ("*",)
     lora: LoRASection | None = None
-    balance: BalanceSection | None = None
+    balance: BalanceConfig | None = None
     ema: float | None = ranged(None, above=0, below=1, way=", such as 0.999")
     clip: float | None = ranged(1.0, above=0, way=", or null for no clipping")
     guard: bool = False
@@ -135,7 +135,7 @@ class FitConfig:
             return self, None
         line = (
             f"the batch is {count} micro-batches a step instead of {given}, as {processes} processes share them: "
-            f"{count / given:.3g} times as large; by optimizer.batch_rule {self.optimizer.batch_rule} that would go with "
+            f"{count / given:.3g} times as large; by the root of that it would go with "
             f"{self.optimizer.rates(count / given)}"
         )
         return replace(self, data=replace(self.data, micro_batches=count)), line

@@ -66,7 +66,7 @@ class FabricConfig:
         tensor_parallel: neighbouring processes that share each matrix of the decoder and compute the same batch (fsdp alone).
         precision: `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed`, or `auto`: `bf16-mixed` where the device multiplies bf16
             by itself, else `32-true`; decided when the whole configuration is read. Under
-            `bf16-true` adapters, and what is trained beside them, stay in fp32 (see `train.distributed.precision`).
+            `bf16-true` adapters, and what is trained beside them, stay in fp32 (see `train.distributed.fabric`).
         checkpointing: what the backward pass computes again instead of keeping it: nothing (`false`), the blocks (`true`;
             least memory, about a third more work), or all in them but products and attention (`selective`).
         compile: compile the transformer blocks with torch.compile.
@@ -218,31 +218,18 @@ class OptimizerConfig:
         name: `adamw`, `paged_adamw_8bit` (AdamW with its state in 8 bits, by bitsandbytes; on a GPU it is paged to the host's
             memory), or `muon` (Muon for hidden matrices, AdamW for the rest).
         lr: peak learning rate of AdamW.
-        betas, eps: of AdamW.
+        betas: of AdamW.
         weight_decay: decoupled; for parameters of two or more dimensions.
-        muon_lr: peak learning rate of Muon.
-        muon_momentum: of Muon (Nesterov).
-        muon_steps: Newton-Schulz steps.
-        muon_scale: `original` (sqrt(max(1, out / in))) or `match_rms_adamw` (0.2 sqrt(max(out, in)), so that AdamW's
-            learning rates fit).
-        muon_exclude: names of matrices that AdamW trains: tables and heads.
+        muon_lr: peak learning rate of Muon (Nesterov momentum 0.95, five Newton-Schulz steps); tables and heads are AdamW's.
         groups: parameters with settings of their own; the first matching pattern decides.
-        batch_rule: how learning rates follow the batch where more processes make it larger: `sqrt` (of Adam's, Malladi et al.
-            2022) or `linear`. The rates are only told, not changed.
     """
 
     name: Rule = "adamw"
     lr: float = ranged(1e-3, 0, LARGEST_RATE)
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = ranged(1e-8, above=0, most=1)
     weight_decay: float = ranged(0.01, 0, LARGEST_RATE)
     muon_lr: float = ranged(0.02, 0, LARGEST_RATE)
-    muon_momentum: float = ranged(0.95, 0, below=1)
-    muon_steps: int = ranged(5, 1, 100)
-    muon_scale: Literal["original", "match_rms_adamw"] = "original"
-    muon_exclude: tuple[str, ...] = ("*embedding*", "*_head.*")
     groups: tuple[GroupConfig, ...] = ()
-    batch_rule: Literal["sqrt", "linear"] = "sqrt"
 
     def __post_init__(self) -> None:
         check_fields(self, "optimizer")
@@ -252,10 +239,9 @@ class OptimizerConfig:
         )
 
     def rates(self, ratio: float) -> str:
-        """The options that set the learning rates of a batch `ratio` times as large by `batch_rule`."""
-        factor = ratio if self.batch_rule == "linear" else math.sqrt(ratio)
+        """The options that set the learning rates of a batch `ratio` times as large, by its root (Malladi et al. 2022)."""
         names = ("lr", "muon_lr") if self.name == "muon" else ("lr",)
-        return " ".join(f"--optimizer.{name} {getattr(self, name) * factor:.3g}" for name in names)
+        return " ".join(f"--optimizer.{name} {getattr(self, name) * math.sqrt(ratio):.3g}" for name in names)
 
 
 @dataclass(frozen=True)
@@ -306,7 +292,7 @@ class BudgetConfig:
 
 FIGURES = ("exact_match", "wer", "code_accuracy", "ended", "loss")
 """Figures of a validation; some also by task, kind of question or stream (`exact_match/A1A2`, `loss/text`). See
-`train.eval.held_out` and, for the loss, `train.trainer.held_out_loss`."""
+`train.eval.held_out` and, for the loss, `train.trainer.validation`."""
 
 
 LOWER_IS_BETTER = ("wer", "loss")
@@ -321,8 +307,8 @@ class CheckpointConfig:
         keep_last: newest checkpoints kept.
         keep_best: best checkpoints kept, by the validation's figure `metric`.
         metric: a figure of the validation: `exact_match`, `wer`, `code_accuracy`, `ended`, `loss` (of the held-out rows; where
-            answers are open and no answer is the only right one), or one of a part (`exact_match/A1A2`, `loss/text`).
-        mode: `max` or `min`: which values of it are good; `auto` is `min` for `wer` and `loss`, `max` for the others.
+            answers are open and no answer is the only right one), or one of a part (`exact_match/A1A2`, `loss/text`). Low
+            values of `wer` and `loss` are good, high ones of the others.
         asynchronous: copy the state and train on while the copy is written. A machine without memory for the copy, and the last
             save, write it between the steps.
         upload: address of a folder in a store (`s3://bucket/runs/name`) that finished checkpoints and the finished model are
@@ -334,7 +320,6 @@ class CheckpointConfig:
     keep_last: int = ranged(2, 1)
     keep_best: int = ranged(1, 0)
     metric: str = "exact_match"
-    mode: Literal["max", "min", "auto"] = "auto"
     asynchronous: bool = True
     upload: str | None = None
 
@@ -345,14 +330,6 @@ class CheckpointConfig:
             f"checkpoint.metric {self.metric!r} is unknown; known: {', '.join(FIGURES)}, or one of a part, such as "
             f"{FIGURES[0]}/A1A2",
         )
-        self._check_part()
-        _need(
-            self.mode != "max" or self.metric.partition("/")[0] != "loss",
-            f"checkpoint.mode is max, but checkpoint.metric is {self.metric}: the highest is the worst; leave the mode out",
-        )
-
-    def _check_part(self) -> None:
-        """Refuses a metric of a task or stream that is none. Kinds of question are known only when their rows are read."""
         figure, slash, part = self.metric.partition("/")
         where = f"checkpoint.metric is {self.metric}"
         if re.fullmatch(r"[A-Z]\d[A-Z]\d", part):
@@ -366,8 +343,6 @@ class CheckpointConfig:
     @property
     def good(self) -> Literal["max", "min"]:
         """`max` or `min`: the better values of the metric."""
-        if self.mode != "auto":
-            return self.mode
         return "min" if self.metric.partition("/")[0] in LOWER_IS_BETTER else "max"
 
 
@@ -406,20 +381,18 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Reports of the run. `metrics.csv`, `validation.csv`, TensorBoard files and `curves.png` are always written.
+    """Reports of the run. Tables, TensorBoard files, `curves.png` and `highest_loss.jsonl` are always written.
 
     Attributes:
         every: steps between two rows of the log (each the mean since the last). The screen also shows the first three steps and
             a line every 30 s.
         progress: `bar`, `lines` (one line a row of the log), `off`, or `auto`: a bar on a terminal, lines elsewhere.
         wandb: project at Weights & Biases to report to as well; needs the package `wandb`.
-        highest: examples with the highest loss that `highest_loss.jsonl` names; 0 for no such file.
     """
 
     every: int = ranged(10, 1)
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     wandb: str | None = None
-    highest: int = ranged(20, 0)
 
     def __post_init__(self) -> None:
         check_fields(self, "log")

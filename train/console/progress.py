@@ -34,8 +34,8 @@ def duration(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a number of things: `1 item`, `2 items`, `2 batches`."""
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+    """Format a number of things: `1 item`, `2 items`, `2 batches`, `2 processes`."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith(('ch', 'ss')) else 's'}"
 
 
 def short(value: float) -> str:
@@ -121,8 +121,7 @@ class TrainProgress(Screen):
     """Shows the share of the budget that is used, and the figures of the last row of the log.
 
     Args:
-        kind: see `LogConfig.progress`.
-        start: share of the budget and seconds used before this start, so that the time left is estimated from this one's pace.
+        start: share and seconds used before this start, so that the time left is estimated from this one's pace.
         most: seconds that an open-ended budget may take; the time left is up to its expected end, and after that up to this.
     """
 

@@ -21,21 +21,14 @@ from omni.files import real_place
 from omni.layout import Layout
 from omni.lora import peft
 from train.console.progress import Bar
-from train.convert.options import ConvertOptions, check_options
-from train.convert.target import check, check_in_place
+from train.convert.options import ConvertOptions, check, check_in_place, check_options
 
 DTYPES = {type_name(dtype): dtype for dtype in FLOATS}
 
 
 def convert(source: Path, target: Path, options: ConvertOptions, bar: Bar | None = None) -> tuple[str, dict[str, FileStamp]]:
-    """Convert SOURCE to TARGET.
-
-    Returns:
-        a short description of TARGET, and the files written with their checksums.
-
-    Raises:
-        UserError: anything that does not fit; nothing is left at TARGET then.
-    """
+    """Convert SOURCE to TARGET; returns a short description of it, and the files written with their checksums. UserError for
+    anything that does not fit; nothing is left at TARGET then."""
     check(source, target, options)
     if peft.recognise(source):
         return convert_adapter(source, target, options)

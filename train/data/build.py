@@ -51,7 +51,7 @@ def build_pipeline(
         needed = Needed(frozenset(source.drawn), config.cut > 0, heard_only)
         sources.append(build_source(source, codec, key(config.seed, "source", i), config.cache, needed))
     mixture, tasks = build_mixture(config, sources, config.seed), [TaskMixture(one.tasks, one.stages) for one in config.sources]
-    options = (config.augment, config.augment_cached_audio, config.seed, config.system, config.cut, heard_only)
+    options = (config.augment, config.seed, config.system, config.cut, heard_only)
     maker = ExampleMaker(model, tokenizer, codec, build_alignment(config, tokenizer), *options)
     return Pipeline(mixture, tasks, maker, config.packing, config.seed, broken=config.broken)
 

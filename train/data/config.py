@@ -247,9 +247,8 @@ class DataConfig:
         words: of the alignment `words`, besides those of sources that are made while training.
         sounds: questions are also spelt by the sounds of English, for the alignment head's second half: sounds are trained on
             any words, and stay the same when other people say them.
-        augment: changes to what is heard; null for none.
-        augment_cached_audio: augment the sound of cached utterances (`options.reuse`) again on every draw; otherwise only their
-            features are augmented, which costs a third.
+        augment: changes to what is heard; null for none. Of cached utterances (`options.reuse`) only the features are changed
+            again on every draw.
         cut: share of the answers within conversations, other than the last, that are cut at a random place, as listeners cut
             them who interrupt; the turns after it are trained to go on from what was heard.
         broken: a row that is broken or lacks what its task needs is an `error`, or skipped and counted (`skip`): in a large
@@ -272,7 +271,6 @@ class DataConfig:
     words: tuple[str, ...] = ()
     sounds: bool = False
     augment: AugmentConfig | None = None
-    augment_cached_audio: bool = True
     cut: float = ranged(0.0, 0, 1)
     broken: Literal["error", "skip"] = "error"
     broken_limit: float = ranged(0.1, 0, 1)

@@ -1,4 +1,5 @@
-"""Distributed training: builds Fabric from the configuration, shards modules, and exchanges small values between processes."""
+"""Distributed training: builds Fabric from the configuration, with its precision and order of sums, wraps modules, and gathers
+their state."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
+from lightning_fabric.plugins import HalfPrecision
 from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -23,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from omni.convert.lazy import Lazy, LazyTensors
 from omni.errors import UserError
+from omni.lora.attach import adapted
 from omni.utils.quiet import silence
 from train.config.sections import FabricConfig
-from train.distributed.precision import AdapterPrecision
 from train.distributed.process_group import PATIENCE, ProcessGroup
 from train.distributed.sharding import clip_over_meshes, fill, shard, sharded_parts, to_meta, unsynchronized
 
@@ -36,11 +38,8 @@ GRACE = 0.2
 
 
 def build_fabric(config: FabricConfig) -> Fabric:
-    """Build Fabric from the configuration, not launched yet.
-
-    Raises:
-        UserError: Fabric refuses the combination, or flags of `fabric run` contradict the configuration.
-    """
+    """Build Fabric from the configuration, not launched yet. UserError where Fabric refuses the combination, or flags of
+    `fabric run` contradict it."""
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     config = config.decided()
     devices, num_nodes = placement(config, os.environ)
@@ -67,7 +66,7 @@ def build_fabric(config: FabricConfig) -> Fabric:
         )
     except (ValueError, RuntimeError, ImportError, TypeError) as error:  # Fabric raises all of these for bad combinations
         reason = " ".join(str(error).split())
-        if _by_fabric_run():
+        if int(os.environ.get("LT_CLI_USED", "0")):
             reason += " (give each setting once: to `fabric run` or in the configuration)"
         raise UserError(
             f"fabric: accelerator {config.accelerator}, devices {devices}, strategy {config.strategy}, precision "
@@ -102,16 +101,9 @@ def leave() -> None:
         time.sleep(GRACE)
 
 
-def _by_fabric_run() -> bool:
-    return bool(int(os.environ.get("LT_CLI_USED", "0")))
-
-
 def placement(config: FabricConfig, environ: Mapping[str, str]) -> tuple[int | str, int]:
-    """Number of devices per node, and of nodes: as configured, or as torchrun or srun has started the processes.
-
-    Raises:
-        UserError: the configuration asks for another number than was started.
-    """
+    """Number of devices per node, and of nodes: as configured, or as torchrun or srun has started the processes; UserError
+    where the configuration asks for another number than was started."""
     devices: int | str = config.devices
     if isinstance(devices, str) and devices.lstrip("-").isdigit():
         devices = int(devices)
@@ -165,11 +157,7 @@ def clip(fabric: Fabric, module: Any, stepper: Any, limit: float) -> Tensor:
 
 
 def count_processes(config: FabricConfig, environ: Mapping[str, str]) -> int:
-    """Number of processes that a run on this machine, or one that torchrun or srun has started, is going to have.
-
-    Raises:
-        UserError: as `placement`.
-    """
+    """Number of processes that a run on this machine, or one that torchrun or srun has started, is going to have."""
     devices, nodes = placement(config, environ)
     if isinstance(devices, str) and "," in devices:
         devices = len([device for device in devices.split(",") if device.strip()])
@@ -185,11 +173,8 @@ def restarted(environ: Mapping[str, str]) -> bool:
 
 
 def launch_names(environ: Mapping[str, str]) -> set[str]:
-    """Names of a launch: they stay where it starts its processes again, and the next launch has others; empty where none would
-    start them again.
-
-    Under torchrun on one node torchrun's own process id is part of the name; on several it is `--rdzv-id`.
-    """
+    """Names of a launch, which stay where it starts its processes again; empty where nothing would. Of torchrun on one node
+    they have its own process id, on several `--rdzv-id`."""
     names = {f"slurm {environ['SLURM_JOB_ID']}"} if "SLURM_JOB_ID" in environ else set()
     if "TORCHELASTIC_RUN_ID" in environ:
         here = f" {socket.gethostname()} {os.getppid()}" if environ.get("GROUP_WORLD_SIZE", "1") == "1" else ""
@@ -207,12 +192,8 @@ def full_state(
 ) -> dict[str, Tensor]:
     """The whole state dict, on the first process (empty on the others); all processes must call it.
 
-    Values that are whole and on `device` already share memory with the module (or with `replace`).
-
-    Args:
-        replace: values that replace the module's own, such as the running average; converted to its dtypes.
-        prefix: only names that start with it are kept, without it.
-        device: of the result; sharded values come to the CPU.
+    Names that start with `prefix` are kept, without it, and `replace`, such as the running average, has values instead of
+    the module's. What is whole and on `device` already shares memory with them; sharded values come to the CPU.
     """
     whole: dict[str, Tensor] = {}
     for name, own in module.state_dict().items():
@@ -233,10 +214,11 @@ def with_whole_state(
     work: Callable[[Mapping[str, Tensor]], T],
     prefix: str = "",
 ) -> T | None:
-    """Run `work` in the first process, as `run_on_first` does, with the whole state on the CPU; all processes must call it.
+    """Run `work` in the first process, as `run_on_first` does, with the whole state on the CPU (see `full_state`); all call
+    it.
 
-    A tensor is gathered when it is read, and dropped when it has been (`omni.convert.lazy.LazyTensors`): the first process says
-    which one it reads, and the others follow it until its work has ended or failed. See `full_state` for the arguments.
+    A tensor is gathered when it is read, and dropped when it has been (`omni.convert.lazy.LazyTensors`): the first process
+    says which one it reads, and the others follow it until its work has ended or failed.
     """
     values = {
         name[len(prefix) :]: (own.dtype, own if replace is None else replace.get(name, own))
@@ -278,3 +260,81 @@ def compile_blocks(module: nn.Module) -> None:
         if isinstance(part, nn.ModuleList) and name.endswith(("decoder.blocks", "decoder.post_blocks")):
             for block in part:
                 block.compile()
+
+
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def product_type(precision: str, adapters: bool) -> torch.dtype | None:
+    """Dtype of products under autocast; None without autocast, where weights are multiplied in their own dtype.
+
+    Args:
+        adapters: LoRA adapters are trained beside a frozen base.
+    """
+    return torch.bfloat16 if adapters and precision == "bf16-true" else MIXED.get(precision)
+
+
+def quantized_type(precision: str) -> torch.dtype:
+    """Dtype in which weights of 4 bits are multiplied."""
+    return torch.bfloat16 if precision.startswith("bf16") else torch.float32
+
+
+class AdapterPrecision(HalfPrecision):
+    """`bf16-true` that also suits runs with adapters: the base is stored in bf16, the trainable parameters in fp32.
+
+    bf16 has 8 bits of precision: an update of 2.5e-5 is lost in every value from 2^-7 on. PEFT keeps adapters in fp32 likewise
+    (`autocast_adapter_dtype`). Trainable parameters are cast for each product, by autocast.
+    """
+
+    device = "cpu"
+    """Device type of autocast."""
+    _adapters = False
+
+    def __init__(self) -> None:
+        super().__init__("bf16-true")
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self._adapters = bool(adapted(module))
+        if not self._adapters:
+            return super().convert_module(module)
+        for part in module.modules():
+            for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+                if tensor.is_floating_point():
+                    full = tensor.requires_grad or isinstance(part, nn.LayerNorm)  # in bf16, it refuses fp32 inputs on the CPU
+                    tensor.data = tensor.data.to(torch.float32 if full else torch.bfloat16)
+        return module
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        return torch.autocast(self.device, torch.bfloat16) if self._adapters else super().forward_context()
+
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """A context in which PyTorch takes deterministic kernels only, where `on`; what was set before is restored.
+
+    An operation without such a kernel is an error: flash and memory-efficient attention take their deterministic backward
+    pass only if it is (`warn_only` off; aten/src/ATen/native/transformers/cuda/attention_backward.cu). To be entered before
+    CUDA starts, since cuBLAS reads its workspace's size once.
+    """
+    if not on:
+        yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    memory: Any = torch.utils.deterministic
+    before = torch.get_deterministic_debug_mode()
+    kept = cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory, os.environ.get(WORKSPACE)
+    os.environ[WORKSPACE] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    memory.fill_uninitialized_memory = False  # nothing reads it, and filling costs a pass over every buffer
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory, workspace = kept
+        os.environ.pop(WORKSPACE, None)
+        if workspace is not None:
+            os.environ[WORKSPACE] = workspace

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -22,8 +22,7 @@ from lightning_fabric import Fabric
 from omni.errors import LostError, UserError
 from omni.files import write_whole
 from omni.utils.process import ENDING, say
-from train.distributed.collectives import keep_collectives
-from train.distributed.process_group import AGAIN
+from train.distributed.process_group import AGAIN, ProcessGroup, keep_collectives
 
 PATIENT = 15.0
 """Seconds after which a process that waits for the others at the start says so; again after twice as long."""
@@ -33,29 +32,11 @@ LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each look for a file that another process has written: network file systems show it late."""
 
 
-class Exchanging(Protocol):
-    """A process group, as far as it is needed here."""
-
-    world: int
-
-    @property
-    def first(self) -> bool: ...
-
-    def gather(self, value: Any) -> list[Any]: ...
-
-    def broadcast(self, value: Any) -> Any: ...
-
-
 def launch(fabric: Fabric, plain: Mapping[str, Any] | None = None) -> None:
     """Start the run's other processes, or meet those that a launcher has started; under `fabric run` they have met already.
 
-    Under torchrun the process group is made here, over a part of torchrun's store that is new at each restart (see `fresh`).
-
-    Args:
-        plain: the run's configuration, which must be the same in all processes.
-
-    Raises:
-        UserError: they have different configurations, the address of the first one is unknown, or its port is taken.
+    Under torchrun the process group is made over a part of its store that is new at each restart (see `fresh`). UserError
+    where processes have different configurations (`plain`), the first one's address is unknown, or its port is taken.
     """
     keep_collectives()
     around = getattr(fabric.strategy, "cluster_environment", None)
@@ -178,7 +159,7 @@ def _flat(plain: Any, key: str = "") -> dict[str, Any]:
     return {k: v for name, part in plain.items() for k, v in _flat(part, f"{key}.{name}".removeprefix(".")).items()}
 
 
-def check_shared(folder: Path, group: Exchanging) -> None:
+def check_shared(folder: Path, group: ProcessGroup) -> None:
     """Refuses (UserError, in all processes) a run folder that not all processes see; it exists for the first one."""
     if group.world == 1:
         return

@@ -1,23 +1,25 @@
-"""The processes of a run, and the small values that they exchange; who is lost ends the run, and is named."""
+"""The processes of a run, and the small values that they exchange; who is lost ends the run, and is named, with the collective
+that this process waits in, by what PyTorch's flight recorder keeps of the newest ones."""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from lightning_fabric import Fabric
 from torch import Tensor
 
 from omni.errors import LostError, UserError
 from omni.files import PASSING
-from train.distributed.collectives import last_collective
 
 T = TypeVar("T")
 
@@ -34,15 +36,12 @@ LOST = ("Connection closed by peer", "gloo/transport", "Connection reset by peer
 class ProcessGroup:
     """Exchanges small values between the processes of a run, on the CPU (gloo), without waiting for a device.
 
-    Args:
-        tensor: number of tensor-parallel processes: neighbours that compute the same batches.
-        timeout: seconds in which all processes have to come to a step's exchange (`meet`).
-
     Attributes:
         rank, world: number of this process, and how many there are.
-        data_rank, data_world: the same of processes with batches of their own, or groups of tensor-parallel ones.
+        data_rank, data_world: the same of processes with batches of their own, or groups of `tensor` tensor-parallel ones.
         counts: whether this process's sums count, which are those of all of its tensor-parallel group.
         step, phase: of the training, and what this process does, for messages.
+        timeout: in which all processes have to come to a step's exchange (`meet`).
     """
 
     def __init__(self, fabric: Fabric, tensor: int = 1, timeout: float = PATIENCE.total_seconds()) -> None:
@@ -182,3 +181,32 @@ def _end_what_hangs() -> None:
     time.sleep(LEAVING)
     if dist.is_initialized():
         os._exit(LostError.code)
+
+
+KEPT = "2000"
+"""Collectives that are kept: NCCL's default, which gloo has to be told."""
+
+
+def keep_collectives() -> None:
+    """Have the newest collectives kept; called before a process group is made."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", KEPT)
+
+
+def last_collective() -> str:
+    """The collective that waits, such as `gloo:all_reduce of [1000], the group's number 12`; "" where none is known."""
+    found = ""
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, and NCCL's
+        with suppress(AttributeError, RuntimeError, ValueError, TypeError):
+            found = described(json.loads(getattr(c10d, name)()).get("entries", [])) or found
+    return found
+
+
+def described(entries: list[Mapping[str, Any]]) -> str:
+    """The first of the recorder's entries that has started and not ended; the last one where the recorder does not see ends."""
+    ends = any(entry.get("state") == "completed" for entry in entries)
+    waiting = [entry for entry in entries if entry.get("state") != "completed"] if ends else entries[-1:]
+    if not waiting:
+        return ""
+    entry = waiting[0]
+    sizes = " and ".join(map(str, entry.get("input_sizes") or [])) or "nothing"
+    return f"{entry.get('profiling_name', 'a collective')} of {sizes}, the group's number {entry.get('collective_seq_id', '?')}"

@@ -43,11 +43,7 @@ class ParallelDims:
 
     @classmethod
     def of(cls, config: FabricConfig, world: int) -> ParallelDims:
-        """Those of `world` processes.
-
-        Raises:
-            UserError: replicas and tensor-parallel processes do not divide them.
-        """
+        """Those of `world` processes; UserError where replicas and tensor-parallel processes do not divide them."""
         if config.strategy != "fsdp":
             return cls(replicas=world)
         if world % (config.replicas * config.tensor_parallel):
@@ -185,11 +181,7 @@ def decoders(module: nn.Module) -> Iterator[Any]:
 
 def distribute_decoder(decoder: Any, mesh: DeviceMesh) -> None:
     """Distribute a decoder's matrices over tensor-parallel processes (Shoeybi et al. 2019): heads of attention, the width
-    inside an MLP, rows of tables and heads.
-
-    Raises:
-        UserError: they do not divide evenly.
-    """
+    inside an MLP, rows of tables and heads; UserError where they do not divide evenly."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from torch.distributed.tensor.placement_types import Replicate
 

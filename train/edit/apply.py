@@ -1,22 +1,31 @@
-"""Computes a model's corrections and writes them as a folder of edits (`omni-train edit apply MODEL FACTS OUT`)."""
+"""Computes a model's corrections and writes them as a folder of edits (`omni-train edit apply MODEL FACTS OUT`), merges such
+edits into weights, and reverts that (`edit merge MODEL EDITS OUT`, `edit revert MERGED EDITS OUT`).
+
+A merged folder keeps what it replaced in `replaced/<edits>`, so that every one of several edits can be taken out again bit for
+bit, the last one first.
+"""
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from omni.checkpoint.folder import check_full_precision
+from omni.checkpoint.folder import check_full_precision, load_folder, save_folder
+from omni.checkpoint.places import CODEC
 from omni.edit.deltas import Edits, edited, stack
 from omni.edit.finetune import finetune
 from omni.edit.foreign import read_editor
 from omni.edit.linears import is_linear, mlp_linears
 from omni.edit.mend import Mend, load_mend
-from omni.edit.storage import save_edits
+from omni.edit.storage import load_edits, load_merged, merge, read_tensors, revert, save_edits, save_merged
 from omni.errors import UserError
+from omni.files import replacing_folder
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import find_task
 from omni.utils.patterns import match_names
@@ -25,9 +34,8 @@ from train.data.config import SourceConfig
 from train.data.rows.row import Row
 from train.data.seeding import key
 from train.edit.config import ApplyConfig
-from train.edit.facts import Facts, plain, read_facts
+from train.edit.facts import Facts, Synthesiser, fact_rows, plain, read_facts, untouched_rows
 from train.edit.lessons import Draws, EditExample, EditObjective
-from train.edit.speak import Synthesiser, fact_rows, untouched_rows
 
 
 @dataclass(frozen=True)
@@ -228,3 +236,72 @@ def _missed(lessons: EditObjective, edits: Edits, facts: Facts, forms: list[list
 def _after(lessons: EditObjective, edits: Edits, pieces: list[EditExample]) -> float:
     with edited(lessons.model, edits):
         return float(lessons.loss(lessons.model, pieces))
+
+
+REPLACED = "replaced"
+
+
+def merge_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) -> list[str]:
+    """Write a model folder with edits in its weights; returns the names of the linears that changed. UserError for edits of
+    another model, or that are in its weights already."""
+    _check(model, out, overwrite)
+    name = name_of(edits)
+    if (model / REPLACED / name).is_dir():
+        raise UserError(f"{edits} is merged into {model} already; to take it out: omni-train edit revert {model} {edits} OUT")
+    loaded = load_folder(model)
+    found = load_edits(edits, loaded.model)
+    merged = merge(loaded.model, found)
+    with replacing_folder(out) as place:
+        _write(place, model, loaded)
+        save_merged(place / REPLACED / name, merged)
+    return list(found.deltas)
+
+
+def revert_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) -> list[str]:
+    """Writes a model folder without edits that were merged, bit for bit as before; returns the names of the linears.
+    UserError where they never were, or the weights have changed since."""
+    _check(model, out, overwrite)
+    name = name_of(edits)
+    loaded = load_folder(model)
+    if not (model / REPLACED / name).is_dir():
+        raise UserError(
+            f"{edits} was never merged into {model}, so there is nothing to revert; give the folder that was merged"
+        )
+    merged = load_merged(model / REPLACED / name)
+    revert(loaded.model, merged)
+    with replacing_folder(out) as place:
+        _write(place, model, loaded)
+        shutil.rmtree(place / REPLACED / name)
+        if not any((place / REPLACED).iterdir()):
+            (place / REPLACED).rmdir()
+    return list(merged.after)
+
+
+def name_of(edits: Path) -> str:
+    """The name of edits: the checksum of their tensors. UserError where the folder holds none."""
+    _, facts = read_tensors(edits, "edits")
+    return f"{facts['tensors']['crc32']:08x}"
+
+
+def _check(model: Path, out: Path, overwrite: bool) -> None:
+    if out.resolve() == model.resolve():
+        raise UserError(f"OUT is {out}, the model itself; name another folder: the one that is read stays as it is")
+    if model.resolve() in out.resolve().parents:
+        raise UserError(f"OUT is {out}, inside the model {model}; name a folder beside it: the one that is read stays as it is")
+    check_out(out, overwrite, "config.json")
+    check_full_precision(model, "merging")
+
+
+def _write(place: Path, model: Path, loaded: Any) -> None:
+    """Writes a model folder like another one, with the loaded weights; what earlier edits replaced is kept."""
+    codec = model / CODEC
+    save_folder(
+        place,
+        loaded.config,
+        loaded.model.state_dict(),
+        loaded.tokenizer,
+        codec_folder=codec if codec.is_dir() else None,
+        extra=loaded.extra,
+    )
+    if (model / REPLACED).is_dir():
+        shutil.copytree(model / REPLACED, place / REPLACED)

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +27,8 @@ from train.data.rows.row import Row
 from train.data.seeding import key, seeded_rng
 from train.edit.apply import choose_linears
 from train.edit.config import EditFitConfig, SpeakConfig
-from train.edit.facts import plain
+from train.edit.facts import Synthesiser, plain
 from train.edit.lessons import EditExample, EditObjective
-from train.edit.speak import Synthesiser
 
 CHECKPOINT, EDITOR = "checkpoint", "editor"
 TRIES = 50
@@ -99,11 +97,8 @@ class Corrections:
         self.speakers = Synthesiser(again, lm.codec, config.seed) if again is not None else None
 
     def make(self, number: int) -> tuple[list[list[EditExample]], list[EditExample], list[EditExample]]:
-        """Makes corrections that act together, the same questions again (in another voice), and questions that are to stay.
-
-        Raises:
-            UserError: the rows cannot be used for the task, or all have one answer.
-        """
+        """Makes corrections that act together, the same questions again (in another voice), and questions that are to stay;
+        UserError for rows that cannot be used for the task, or that all have one answer."""
         tasks, count, most = self.config.tasks, self.config.others, self.config.together
         task = tasks[number % len(tasks)]
         size = most * TRIES + 2 * count
@@ -171,35 +166,24 @@ def _asks_same(row: Row, other: Row) -> bool:
 # --- checkpoint -------------------------------------------------------------------------------------------------------
 
 
-def _facts(config: EditFitConfig) -> dict[str, Any]:
+def _facts(config: EditFitConfig) -> str:
     """Settings that a checkpoint and the run that goes on with it must agree in."""
-    return {name: value for name, value in asdict(config).items() if name not in FREE}
-
-
-def _agrees(stored: str, config: EditFitConfig) -> bool:
-    """True where the settings of a checkpoint are those of the run that goes on with it."""
-    return stored == repr(_facts(config))
+    return repr({name: value for name, value in asdict(config).items() if name not in FREE})
 
 
 def _save(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, step: int, config: EditFitConfig) -> None:
     tensors: dict[str, Tensor] = {f"mend.{name}": tensor for name, tensor in mend.state_dict().items()}
     for name, p in mend.named_parameters():
         tensors |= {f"optimizer.{name}.{what}": value for what, value in optimizer.state.get(p, {}).items()}
-    write_tensors(folder, "fit", tensors, {"step": step, "config": repr(_facts(config))})
+    write_tensors(folder, "fit", tensors, {"step": step, "config": _facts(config)})
 
 
 def _resume(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, config: EditFitConfig) -> int:
     """Loads a checkpoint; returns the steps done, 0 where there is none."""
     if not folder.exists():
-        left = sorted(folder.parent.glob(f".{folder.name}.old-*"))
-        if left:
-            raise UserError(
-                f"{folder} does not exist, but {left[-1]} is what a save that broke off left of it; rename it back, or delete "
-                "it to start again"
-            )
         return 0
     tensors, facts = read_tensors(folder, "fit")
-    if not _agrees(str(facts.get("config")), config):
+    if facts.get("config") != _facts(config):
         raise UserError(f"{folder} belongs to a run with another configuration; give another out, or delete the folder")
     state: Mapping[str, Tensor] = {name.removeprefix("mend."): t for name, t in tensors.items() if name.startswith("mend.")}
     mend.load_state_dict(state)

@@ -6,7 +6,7 @@
     portability/written      in the same words, asked in writing
     portability/speech       of answers with the right text, those that also sound nearest to it, among the right answers of
                              all facts and the former ones of other texts, and of the same text where a fact brings its own
-                             sound (dynamic time warping, `train.scoring.similarity`); none where there is nothing to
+                             sound (dynamic time warping, `train.scoring.asr`); none where there is nothing to
                              tell it from
     locality                 untouched questions whose written answer is the same, letter by letter
     locality/speech          those whose codes are the same, or sound nearest to their former answer
@@ -32,14 +32,14 @@ from omni.edit.storage import load_edits
 from omni.errors import UserError
 from omni.generate.results import Answer
 from omni.generate.speech_lm import SpeechLM
+from omni.utils.charts import INK, drawn
 from train.data.build import held_out_of
 from train.data.rows.row import Row
 from train.edit.apply import check_out, draw_untouched
 from train.edit.config import EditEvalConfig
-from train.edit.facts import Facts, plain, read_facts
+from train.edit.facts import Facts, Synthesiser, fact_rows, plain, read_facts, untouched_rows
 from train.edit.lessons import EditObjective
-from train.edit.speak import Synthesiser, fact_rows, untouched_rows
-from train.scoring.similarity import describe, nearest
+from train.scoring.asr import describe, nearest
 from train.scoring.text import normalise
 
 REPORT, ANSWERS, PLOT = "report.json", "answers.jsonl", "report.png"
@@ -221,25 +221,19 @@ def _heard(
 
 def draw(figures: Mapping[str, EditFigure], file: Path) -> None:
     """Draws shares as bars with their intervals."""
-    from omni.utils.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
-
-    pyplot = pyplot_quietly()
     shares = {name: f for name, f in figures.items() if f.low is not None and f.high is not None}
-    figure, axis = pyplot.subplots(figsize=(8, 0.9 + 0.42 * len(shares)))
     names = list(shares)[::-1]
     values = [shares[name].value for name in names]
     errors: Any = [
         [max(0.0, shares[n].value - (shares[n].low or 0)) for n in names],
         [max(0.0, (shares[n].high or 0) - shares[n].value) for n in names],
     ]
-    axis.barh(names, values, xerr=errors, color=COLORS[0], ecolor=INK, height=0.6)
-    for name, value in zip(names, values, strict=True):
-        axis.text(0.01, name, f"{100 * value:.1f} %  of {shares[name].questions}", va="center", color="white", fontsize=8)
-    axis.set_xlim(0, 1)
-    axis.grid(axis="x", color=GRID, linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    save_figure(figure, file)
+    with drawn(file, size=(8, 0.9 + 0.42 * len(shares))) as axes:
+        axis = axes[0, 0]
+        axis.barh(names, values, xerr=errors, ecolor=INK, height=0.6)
+        for name, value in zip(names, values, strict=True):
+            axis.text(0.01, name, f"{100 * value:.1f} %  of {shares[name].questions}", va="center", color="white", fontsize=8)
+        axis.set_xlim(0, 1)
 
 
 def check_figures(figures: Mapping[str, EditFigure]) -> list[tuple[str, str, str, str]]:

@@ -47,15 +47,8 @@ class EditExample:
 
 
 class EditObjective:
-    """Examples, batches and losses for one model.
-
-    Args:
-        linears: names of the linears that are edited.
-        weights: of each stream's mean loss; None for 1 each.
-
-    Raises:
-        UserError: there are not as many weights as streams.
-    """
+    """Examples, batches and losses for one model, of which these linears are edited; UserError where there are not as many
+    weights (of each stream's mean loss; 1 each by default) as streams."""
 
     def __init__(self, lm: SpeechLM, linears: Iterable[str], weights: Sequence[float] | None = None) -> None:
         self.lm, self.model = lm, lm.model

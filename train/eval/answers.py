@@ -1,18 +1,27 @@
-"""Asks every question once and scores its answer, one record each.
+"""Asks every question once and scores its answer, one record each; streams some, for their times, and holds conversations.
 
 A record is plain data: `index` and `where` in the data, what was asked, expected, written and heard (by the ASR), and `scores`,
 the pairs of the measures (see `measures`). An item that cannot be asked has `broken`, the reason, instead; the others are not
 affected.
+
+First audio and real-time factor are of questions that are streamed one by one, in the seconds of
+`omni.generate.results.Timings`: from the question's samples in hand to the first samples of the answer. The first question is
+streamed once more beforehand and not counted, since that includes what is done only once.
+
+Where all turns of a row are asked, one after another in a session that holds the model's own answers, the record has `source`
+and `turns`, each with question, reference, response and `right`, whether the texts are equal.
 
 Dimensions: S samples, A audio streams, F frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +29,7 @@ from torch import Tensor
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from omni.generate.question import SAMPLE_RATE, read_question, read_system
-from omni.generate.results import Answer
+from omni.generate.results import Answer, Ended, Timings
 from omni.generate.speech_lm import SpeechLM
 from omni.stores.tries import StoreError
 from omni.tasks import Task, prompt
@@ -28,13 +37,16 @@ from train.console.progress import Display
 from train.data.readers import Broken
 from train.data.rows.row import Row
 from train.data.seeding import key
-from train.eval import metrics
 from train.eval.config import EvalConfig, Progress
 from train.eval.held_out import Item
-from train.eval.journal import Journal
+from train.eval.journal import Journal, record_all
+from train.eval.measures import METRICS, Figure, figure, metric_scores, pairs_of
 from train.eval.questions import GivenRow, Questions
 from train.scoring.asr import ASR, transcript
 from train.scoring.text import compare_codes, find_normaliser, text_errors
+
+if TYPE_CHECKING:
+    from omni.generate.speech_lm import SpeechLM
 
 
 @dataclass(frozen=True)
@@ -52,11 +64,8 @@ class EvalQuestion:
 
 
 def make_item(row: Row, task: Task, lm: SpeechLM) -> Item:
-    """Makes a question with its references of the first turn of a row, and checks that it fits the model.
-
-    Raises:
-        UserError: it has no question of the task's kind, or one that cannot be read or leaves no room for an answer.
-    """
+    """Makes a question with its references of the first turn of a row; UserError for no question of the task's kind, or one
+    that cannot be read or leaves no room for an answer."""
     turn = row.turns[0]
     question: str | Tensor
     if task.question == "audio":
@@ -83,18 +92,7 @@ def answer_all(
     lm: SpeechLM, questions: Questions, task: Task, config: EvalConfig, asr: ASR | None, file: Path, progress: Progress
 ) -> None:
     """Asks the questions that have no record yet, and appends their records to `file`."""
-    journal = Journal(file, config.batch, len(questions))
-    if journal.done == len(questions):
-        return
-    display = Display(len(questions), journal.done, progress)
-    items = questions.iterate(journal.done)
-    try:
-        while batch := [item for _, item in zip(range(config.batch), items, strict=False)]:
-            records, seconds = _answer(lm, batch, task, config, asr)
-            journal.append(records)
-            display.tick(len(records), seconds)
-    finally:
-        display.close()
+    record_all(file, questions, config, progress, lambda batch: _answer(lm, batch, task, config, asr))
 
 
 def _answer(
@@ -113,7 +111,7 @@ def _answer(
             raise
         except (ValueError, OSError) as error:  # a path that is none, such as one with NUL, is a plain ValueError
             records[index] = {"index": index, "where": row.where, "broken": " ".join(str(error).split())}
-    answers = ask(lm, asked, config, sound=asr is not None or any(metric.sound for metric in metrics.METRICS.values()))
+    answers = ask(lm, asked, config, sound=asr is not None or any(metric.sound for metric in METRICS.values()))
     for one, answer in zip(asked, answers, strict=True):
         records[one.index] = judge(one, answer, task, config, asr, lm.codec)
     return [records[index] for index, _ in batch], sum(one.seconds for one in asked)
@@ -162,7 +160,7 @@ def judge(
                 scores["ear_wer"] = text_errors(reference, normaliser(right), row.language)[1:]
         if task.text:
             scores["speech_text_wer"] = text_errors(written, said, row.language)[1:]
-    scores |= metrics.scores(item, answer, row)
+    scores |= metric_scores(item, answer, row)
     record: dict[str, Any] = {
         "index": one.index,
         "where": row.where,
@@ -180,3 +178,147 @@ def judge(
     if isinstance(row, GivenRow):
         record["given"] = {name: value for name, value in row.given.items() if not isinstance(value, bytes)}
     return record
+
+
+def time_some(
+    lm: SpeechLM,
+    questions: Questions,
+    answered: Sequence[int],
+    task: Task,
+    config: EvalConfig,
+    file: Path,
+    progress: Progress,
+) -> None:
+    """Streams `config.timed` of the questions at `answered`, spread evenly over them, and writes a record of each."""
+    count = min(config.timed, len(answered))
+    sample = Questions(questions.source, [answered[i * len(answered) // count] for i in range(count)])
+    journal = Journal(file, max(1, count), count)  # timed together or not at all
+    if journal.done == count:
+        return
+    records: list[dict[str, Any]] = []
+    display = Display(count, 0, progress)
+    try:
+        for index, row in sample.iterate():
+            display.tick(1, 0.0)
+            assert not isinstance(row, Broken)  # it has been answered
+            item = make_item(row, task, lm)
+            if not records:
+                _stream(lm, item, config)
+            timed = timing_scores(_stream(lm, item, config))
+            records.append(
+                {"index": index, "where": row.where, "scores": timed, "threads": torch.get_num_threads(), "load": load()}
+            )
+    finally:
+        display.close()
+    journal.append(records)
+
+
+def load() -> float | None:
+    """Processes that wanted to run in the last minute, on average; None where the system does not say."""
+    return round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+
+
+def timing_scores(timings: Timings) -> dict[str, tuple[float, float]]:
+    """The pairs of an answer's times; what it lacks is left out."""
+    out: dict[str, tuple[float, float]] = {}
+    if timings.first_text is not None:
+        out["first_text"] = (1000 * timings.first_text, 1)
+    if timings.first_audio is not None:
+        out["first_audio"] = (1000 * timings.first_audio, 1)
+    if timings.audio:
+        out["real_time_factor"] = (timings.total, timings.audio)
+    return out
+
+
+def _stream(lm: SpeechLM, item: Item, config: EvalConfig) -> Timings:
+    timings = Timings()
+    for event in lm.stream(
+        item.question,
+        item.task,
+        sampling=config.sampling,
+        seed=config.seed,
+        max_seconds=config.max_seconds,
+        max_tokens=config.max_tokens,
+        system=item.system,
+    ):
+        if isinstance(event, Ended):
+            timings = event.timings
+    return timings
+
+
+def check_turns(task: Task) -> None:
+    """Refuses a task that writes no answer, which could be compared (UserError)."""
+    if not task.text:
+        raise UserError(f"--turns compares texts, and {task.name} writes none: give another --task, or leave --turns out")
+
+
+def answer_turns(
+    lm: SpeechLM, questions: Questions, task: Task, config: EvalConfig, file: Path, progress: Progress = "off"
+) -> None:
+    """Holds the conversations that have no record yet, `config.batch` at a time, and appends their records to `file`."""
+    with ThreadPoolExecutor(config.batch) as pool:
+        record = lambda one: _record(lm, one[0], one[1], task, config)  # noqa: E731
+        record_all(file, questions, config, progress, lambda batch: (list(pool.map(record, batch)), 0.0))
+
+
+def _record(lm: SpeechLM, index: int, row: Row | Broken, task: Task, config: EvalConfig) -> dict[str, Any]:
+    record: dict[str, Any] = {"index": index, "where": row.where}
+    if isinstance(row, Broken):
+        return record | {"broken": row.why}
+    try:
+        return record | {"source": row.source, "turns": _converse(lm, row, task, config, key(config.seed, index) % (1 << 31))}
+    except StoreError:
+        raise
+    except (ValueError, OSError) as error:
+        return record | {"broken": " ".join(str(error).split())}
+
+
+def _converse(lm: SpeechLM, row: Row, task: Task, config: EvalConfig, seed: int) -> list[dict[str, Any]]:
+    """Holds one conversation; UserError where a turn lacks what the task needs, or the session has no room for it."""
+    same, out = find_normaliser(config.normaliser), []
+    with lm.session(
+        sampling=config.sampling,
+        seed=seed,
+        system=row.system,
+        max_seconds=config.max_seconds,
+        max_tokens=config.max_tokens,
+        pace="whole",
+    ) as session:
+        for number, turn in enumerate(row.turns):
+            lacking = turn.lacks(task)
+            if lacking is not None and not lacking.startswith("answer_codes"):
+                raise UserError(f"turn {number} has no {lacking}, which {task.name} needs")
+            spoken = turn.question_audio if task.question == "audio" else None
+            answer = session.ask(turn.question_text if spoken is None else spoken.load(SAMPLE_RATE), task).answer()
+            wanted = turn.written(task)
+            texts = {"question": turn.question_text, "reference": wanted, "response": answer.text}
+            out.append({**texts, "right": same(answer.text) == same(wanted)})
+    return out
+
+
+@dataclass(frozen=True)
+class TurnFigure:
+    """Exact match of one turn (counted from 1) of all rows of a source."""
+
+    source: str
+    turn: int
+    exact_match: Figure
+
+    def plain(self) -> dict[str, Any]:
+        """The figure as plain data."""
+        found = self.exact_match
+        numbers = {"exact_match": found.value, "low": found.low, "high": found.high, "questions": found.questions}
+        return {"source": self.source, "turn": self.turn, **numbers}
+
+
+def figures_of_turns(records: Iterable[Mapping[str, Any]]) -> list[TurnFigure]:
+    """The figures of records, by source and turn."""
+    right: dict[tuple[str, int], list[bool]] = {}
+    for record in records:
+        for number, turn in enumerate(record.get("turns", ()), 1):
+            right.setdefault((record["source"], number), []).append(turn["right"])
+    return [TurnFigure(source, turn, _share(answers)) for (source, turn), answers in sorted(right.items())]
+
+
+def _share(right: Sequence[bool]) -> Figure:
+    return figure("exact_match", pairs_of(({"scores": {"exact_match": (float(one), 1)}} for one in right), "exact_match"))

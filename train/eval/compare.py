@@ -9,9 +9,20 @@ from pathlib import Path
 
 from omni.errors import UserError
 from omni.files import write_json, write_whole
+from omni.utils.charts import markdown_table
 from train.eval.measures import MEASURES
-from train.eval.pictures import COMPARISON, draw_comparison
-from train.eval.report import ANSWERS, TEXT, TIMINGS, Record, Run, ScoreChange, change_table, compared
+from train.eval.report import (
+    ANSWERS,
+    COMPARISON,
+    TEXT,
+    TIMINGS,
+    Record,
+    Run,
+    ScoreChange,
+    change_table,
+    compared,
+    draw_comparison,
+)
 
 EAR = ("ear_words", "ear_longest")
 """Settings that are part of the ASR's name."""
@@ -88,7 +99,7 @@ def as_markdown(found: Comparison) -> str:
         f"- {found.common} questions that both answered; differences are B minus A, intervals by a paired bootstrap",
         *(f"- {note}" for note in found.notes),
         "",
-        *change_table(found.changes, "A", "B"),
+        markdown_table(*change_table(found.changes, "A", "B")),
     ]
     return "\n".join(lines) + "\n"
 

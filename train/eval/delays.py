@@ -1,20 +1,38 @@
-"""Evaluates a model that listens at several lengths of its encoder's chunks, and sets figures beside the delay."""
+"""Evaluates a model that listens at several lengths of its encoder's chunks, and sets figures beside the delay; of an encoder
+alone, how far its frames are from those of another one, which hears recordings whole.
+
+For the latter no text and no answer is needed, so that recordings alone will do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni.checkpoint.folder import read_config
+import numpy as np
+import torch
+from torch import Tensor
+
+from omni.audio.io import SAMPLE_RATE
+from omni.checkpoint.folder import load_folder, read_config
+from omni.encoder.base import build_encoder, collate, frame_distances
+from omni.encoder.config import EncoderConfig
 from omni.errors import UserError
 from omni.files import write_json, write_whole
+from omni.stores.tries import StoreError
+from omni.utils.charts import drawn, markdown_table
+from train.console.progress import Display
+from train.data.readers import Broken
 from train.eval.config import EvalConfig, Progress
+from train.eval.measures import figure
+from train.eval.questions import Questions, open_data
 from train.eval.run import evaluate
 
 if TYPE_CHECKING:
     from train.eval.measures import Figure
+
 
 Figures = Mapping[str, "Figure"]
 
@@ -24,11 +42,8 @@ JSON, TABLE, PICTURE = "delays.json", "delays.md", "delays.png"
 def evaluate_delays(
     model: Path, data: Path, out: Path, config: EvalConfig, chunks: Sequence[int], progress: Progress = "auto"
 ) -> dict[int, Figures]:
-    """Evaluates once for each length of a chunk, into `out/chunk-320` and the like; figures by milliseconds, 0 for whole clips.
-
-    Raises:
-        UserError: as of `evaluate`; a length is given twice, or is none of the encoder's (before anything is asked).
-    """
+    """Evaluates once for each length of a chunk, into `out/chunk-320` and the like; figures by milliseconds, 0 for whole
+    clips. UserError for a length that is given twice, or is none of the encoder's, before anything is asked."""
     if len(set(chunks)) < len(chunks):
         raise UserError(f"--chunks {','.join(map(str, chunks))} names a length twice; name each once")
     for chunk in chunks:
@@ -45,8 +60,7 @@ def write_delays(found: Mapping[int, Figures], out: Path) -> None:
     from train.eval.measures import plain
 
     head, rows = delay_table(found)
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
-    write_whole(out / TABLE, "\n".join(lines) + "\n")
+    write_whole(out / TABLE, markdown_table(head, rows) + "\n")
     write_json(out / JSON, {chunk: {name: plain(one) for name, one in figures.items()} for chunk, figures in found.items()})
     draw_delays(found, out / PICTURE)
 
@@ -68,25 +82,102 @@ def delay_table(found: Mapping[int, Figures]) -> tuple[list[str], list[list[str]
 def draw_delays(found: Mapping[int, Figures], file: Path) -> Path:
     """Draws the shares and error rates, or all figures where there are none, over the length of a chunk, with 95 % intervals;
     whole clips at the right."""
-    from omni.utils.charts import COLORS, pyplot_quietly, save_figure
     from train.eval.measures import MEASURES
-    from train.eval.pictures import SHARES, errors_of, lengths_of, tidy
+    from train.eval.report import SHARES, errors_of, lengths_of
 
     chunks = sorted(found, key=lambda chunk: chunk or float("inf"))
     names = [name for name in SHARES if all(name in found[chunk] for chunk in chunks)]
     scale, unit = (100.0, "per cent, with 95 % intervals") if names else (1.0, "with 95 % intervals")
     names = names or list(found[chunks[0]])
-    pyplot = pyplot_quietly()
-    figure, axis = pyplot.subplots(figsize=(6.4, 4.0))
-    for name, color in zip(names, [*COLORS] * len(names), strict=False):
-        figures = [found[chunk][name] for chunk in chunks]
-        style = {"color": color, "capsize": 3, "marker": "o", "markersize": 4, "label": MEASURES[name].title}
-        axis.errorbar(range(len(chunks)), lengths_of(figures, scale), yerr=errors_of(figures, scale), **style)
-    axis.set_xticks(range(len(chunks)), [f"{chunk} ms" if chunk else "whole" for chunk in chunks])
-    axis.set_xlabel("chunk of the encoder")
-    axis.set_ylabel(unit)
-    axis.set_ylim(bottom=0)
-    if names:
-        axis.legend(fontsize=8, frameon=False)
-    tidy(axis)
-    return save_figure(figure, file)
+    with drawn(file) as axes:
+        axis = axes[0, 0]
+        for name in names:
+            figures = [found[chunk][name] for chunk in chunks]
+            lengths, errors = lengths_of(figures, scale), errors_of(figures, scale)
+            axis.errorbar(range(len(chunks)), lengths, yerr=errors, marker="o", label=MEASURES[name].title)
+        axis.set_xticks(range(len(chunks)), [f"{chunk} ms" if chunk else "whole" for chunk in chunks])
+        axis.set(xlabel="chunk of the encoder", ylabel=unit)
+        axis.set_ylim(bottom=0)
+    return file
+
+
+MEASURE = "distance"
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Figures by length of a chunk in milliseconds, 0 for whole recordings; and why recordings were left out."""
+
+    figures: dict[int, dict[str, Figure]]
+    left_out: list[str]
+
+
+def evaluate_distances(
+    model: Path,
+    teacher: Path,
+    data: Path,
+    out: Path,
+    config: EvalConfig,
+    chunks: Sequence[int],
+    progress: Progress = "auto",
+) -> Distances:
+    """Measures the mean `frame_distances` of a model's frames from the teacher's, and writes table, JSON and picture.
+
+    The teacher's encoder hears each recording whole, and in its window where its mode is "padded". Without `chunks`
+    (milliseconds, 0 for whole recordings) the model has its own. UserError for an encoder that hears whole clips only, or of
+    another shape than the teacher's, and where no recording can be heard.
+    """
+    if len(set(chunks)) < len(chunks):
+        raise UserError(f"--chunks {','.join(map(str, chunks))} names a length twice; name each once")
+    stored = read_config(model).encoder
+    own = stored.chunk_samples or 0
+    chosen = {chunk: stored.with_chunk(chunk) for chunk in chunks or [own * 1000 // SAMPLE_RATE]}
+    recordings = Questions.spread(open_data(data, config.read), config.limit)
+    student = load_folder(model, config.device, torch.float32).model.eval().encoder
+    other = load_folder(teacher, config.device, torch.float32).model.encoder
+    whole = build_encoder(stored).to(config.device).eval()
+    try:
+        whole.load_state_dict(other.state_dict())
+    except RuntimeError as error:
+        raise UserError(
+            f"--teacher {teacher}: its encoder is of another shape than that of {model}; name its origin"
+        ) from error
+    found: dict[int, list[tuple[float, int]]] = {chunk: [] for chunk in chosen}
+    left_out: list[str] = []
+    display = Display(len(recordings), 0, progress)
+    with torch.no_grad():
+        for sound in _sounds(recordings, stored, left_out):
+            prepared = stored.prepare(sound)
+            features, lengths = collate(prepared.features)
+            given = features.to(config.device), lengths, prepared.clip_frames
+            taught = whole.hear_whole(*given, other.config.fixed_length)
+            for chunk, student.config in chosen.items():
+                distances = frame_distances(student.run(*given), taught)
+                found[chunk].append((float(distances.sum()), len(distances)))
+            display.tick(1, len(sound) / SAMPLE_RATE)
+    display.close()
+    if not any(found.values()):
+        raise UserError(f"none of the {len(recordings)} recordings can be heard; the first: {left_out[0]}")
+    figures = {chunk: {MEASURE: figure(MEASURE, np.asarray(pairs, dtype=np.float64))} for chunk, pairs in found.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    write_delays(figures, out)
+    return Distances(figures, left_out)
+
+
+def _sounds(recordings: Questions, encoder: EncoderConfig, left_out: list[str]) -> Iterator[Tensor]:
+    """Samples [S] of each row's first question; `left_out` receives why there are none."""
+    for _, row in recordings.iterate():
+        if isinstance(row, Broken):
+            left_out.append(f"{row.where}: {row.why}")
+        elif row.turns[0].question_audio is None:
+            left_out.append(f"{row.where}: there is no question_audio")
+        else:
+            try:
+                sound = row.turns[0].question_audio.load(SAMPLE_RATE)
+                encoder.clips(len(sound))
+            except StoreError:
+                raise
+            except UserError as error:
+                left_out.append(f"{row.where}: {error}")
+                continue
+            yield sound

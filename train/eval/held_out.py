@@ -41,11 +41,8 @@ class Item:
     """One held-out question with its references.
 
     Attributes:
-        task: name of the task it is asked as.
-        question: a text, or the spoken question [S] at 16 kHz.
-        question_text: the question in writing, for reports ("" where it is unknown).
-        text: the reference answer, None where the task writes nothing.
-        codes: the reference frames [A, F], None where the task speaks nothing or the row has none.
+        question: a text, or the spoken question [S] at 16 kHz; `question_text` in writing, "" where it is unknown.
+        text, codes: the reference answer, and its frames [A, F]; None where the task has none, or the row.
         kind: a part of the set that is also reported by itself ("" for none).
         system: the system message before it ("" for none).
     """
@@ -95,11 +92,8 @@ def items_of(
 ) -> list[Item]:
     """Makes items of held-out rows, each row's first turn once for every task that it has all parts for.
 
-    `kind` is the part of the row's source after the slash. With an `encoder`, lengths of spoken questions are checked. `broken`
-    receives the reasons why rows are broken, by their names, and they are left out; None where a broken row is an error.
-
-    Raises:
-        UserError: a row is broken (it is named), or none can be asked as any of the tasks.
+    `kind` is the part of the row's source after the slash. With an `encoder`, lengths of spoken questions are checked.
+    `broken` receives why rows are left out; where it is None a broken row is a UserError, as is that none can be asked.
     """
     items = []
     for row in rows:
@@ -133,12 +127,7 @@ def items_of(
 def evaluate(
     lm: SpeechLM, items: Sequence[Item], *, rows: int = 32, max_seconds: float = 10.0, sound: bool = False
 ) -> HeldOutReport:
-    """Asks every question, greedily, `rows` side by side, and compares the answers.
-
-    Args:
-        max_seconds: longest spoken answer.
-        sound: also decode the answers' sound (`Judged.answer.audio`).
-    """
+    """Asks every question, greedily, `rows` side by side, and compares the answers; `sound`: also decodes them to sound."""
     answers = lm.generate(
         [item.question for item in items],
         [item.task for item in items],

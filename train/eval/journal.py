@@ -12,12 +12,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
 from omni.files import read_json, write_json
+from train.console.progress import Display
+from train.data.readers import Broken
+from train.data.rows.row import Row
+from train.eval.config import EvalConfig, Progress
+from train.eval.questions import Questions
+
+Batch = Sequence[tuple[int, Row | Broken]]
+"""Questions with their places in the data."""
 
 RUN = "run.json"
 LATER = ("text_before", "text_before_hash", "against", "against_hash")
@@ -29,11 +38,8 @@ _HALVES = "backslashreplace"
 
 
 def claim(folder: Path, started: Mapping[str, Any]) -> None:
-    """Writes into a folder what is started there, or checks that it is what was started before.
-
-    Raises:
-        UserError: something else was (the first difference is named), or the folder holds other files.
-    """
+    """Writes into a folder what is started there; UserError where something else was (the first difference is named), or the
+    folder holds other files."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / RUN
     if not file.is_file():
@@ -56,15 +62,7 @@ def claim(folder: Path, started: Mapping[str, Any]) -> None:
 
 
 class Journal:
-    """Records in a file of JSON lines, one per item.
-
-    Args:
-        group: records of a batch.
-        total: records of the whole file.
-
-    Attributes:
-        done: records that are there.
-    """
+    """Records in a file of JSON lines, one per item: `total` in all, in batches of `group`, of which `done` are there."""
 
     def __init__(self, file: Path, group: int, total: int) -> None:
         self.file = file
@@ -81,6 +79,24 @@ class Journal:
             handle.flush()
             os.fsync(handle.fileno())
         self.done += len(records)
+
+
+def record_all(
+    file: Path, questions: Questions, config: EvalConfig, progress: Progress, make: Callable[[Batch], tuple[list[Any], float]]
+) -> None:
+    """Appends records of the questions that have none yet, `config.batch` at a time; `make` gives those of a batch, in its
+    order, and the seconds of sound in it."""
+    journal = Journal(file, config.batch, len(questions))
+    if journal.done == len(questions):
+        return
+    display, items = Display(len(questions), journal.done, progress), questions.iterate(journal.done)
+    try:
+        while batch := list(islice(items, config.batch)):
+            records, seconds = make(batch)
+            journal.append(records)
+            display.tick(len(records), seconds)
+    finally:
+        display.close()
 
 
 def read_records(file: Path) -> Iterator[dict[str, Any]]:

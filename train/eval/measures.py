@@ -17,14 +17,24 @@ Dimensions: N questions, R resamples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from omni.errors import UserError
 from omni.plugins import Registry
 from train.console.progress import percent
+
+if TYPE_CHECKING:
+    from omni.generate.results import Answer
+    from train.data.rows.row import Row
+    from train.eval.held_out import Item
+
+    Score = Callable[[Item, Answer, Row], tuple[float, float] | None]
+
 
 RESAMPLES = 2000
 _CELLS = 4_000_000  # resampled indices that are held at a time
@@ -46,7 +56,7 @@ MEASURES: Registry[Measure] = Registry(
     "better lower or higher, and one of ratio, share, perplexity and median",
     lambda measure: measure.better in ("lower", "higher") and measure.kind in ("ratio", "share", "perplexity", "median"),
 )
-"""Figures by name; `train.eval.metrics.register_metric` adds some."""
+"""Figures by name; `train.eval.measures.register_metric` adds some."""
 
 for _name, _measure in {
     "wer": Measure("word error rate", "lower", "word errors over words of the reference, all answers together (jiwer)"),
@@ -207,3 +217,62 @@ def interval(name: str, figure: Figure) -> str:
     """Formats a figure's interval; one end where both read the same, as those above 100 % do."""
     low, high = shown(name, figure.low), shown(name, figure.high)
     return low if low == high else f"{low} to {high}"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A function that scores an answer: it takes the question with its references, the answer and the row of the data, and
+    returns value and weight (see above), or None where it says nothing of this answer. With `sound` the answer's is decoded."""
+
+    score: Score
+    sound: bool = False
+
+
+METRICS: Registry[Metric] = Registry("metric", "a function of item, answer and row", lambda metric: callable(metric.score))
+"""Metrics by name: an evaluation takes all of them."""
+
+
+def register_metric(
+    name: str,
+    *,
+    what: str,
+    better: Literal["lower", "higher"],
+    kind: Literal["ratio", "share", "perplexity", "median"] = "ratio",
+    unit: str = "",
+    title: str = "",
+    sound: bool = False,
+) -> Callable[[Score], Score]:
+    """A decorator for a metric's function (`Metric.score`); the other arguments as of `Measure`.
+
+    @register_metric("length", what="words of the answer over words of the reference", better="higher")
+    def length(item, answer, row):
+        return len(answer.text.split()), len((item.text or "").split())
+    """
+
+    def add(score: Score) -> Score:
+        MEASURES.add(name, Measure(title or name, better, what, kind, unit))
+        METRICS.add(name, Metric(score, sound))
+        return score
+
+    return add
+
+
+def metric_scores(item: Item, answer: Answer, row: Row) -> dict[str, tuple[float, float]]:
+    """Value and weight of every registered metric that says something of this answer.
+
+    Raises:
+        UserError: a metric failed, or returned no pair of numbers.
+    """
+    found = {}
+    for name, metric in METRICS.items():
+        try:
+            pair = metric.score(item, answer, row)
+            if pair is not None:
+                value, weight = (float(number) for number in pair)
+                if not (math.isfinite(value) and 0 <= weight < math.inf):
+                    raise ValueError(f"it returned {pair}; value and weight must be numbers, the weight at least 0")
+                found[name] = (value, weight)
+        except (Exception, SystemExit) as error:
+            text = " ".join(str(error).split())
+            raise UserError(f"metric {name} failed at {row.where} with {type(error).__name__}: {text}") from error
+    return found

@@ -1,4 +1,5 @@
-"""Computes figures from the records of a run, and writes report.json, report.md, and answers in VoiceBench's own form."""
+"""Computes figures from the records of a run, and writes report.json, report.md, pictures, and answers in VoiceBench's own
+form."""
 
 from __future__ import annotations
 
@@ -8,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from omni.errors import UserError
 from omni.files import read_json, write_json, write_whole
+from omni.utils.charts import INK, drawn, markdown_table
+from train.eval.answers import figures_of_turns
 from train.eval.journal import AGAIN, RUN, read_records
 from train.eval.measures import MEASURES, Figure, difference, figure, interval, pairs_of, plain, shown
-from train.eval.turns import figures_of_turns
 from train.scoring.text import explain
 
 ANSWERS, TIMINGS, TEXT, TEXT_BEFORE = "answers.jsonl", "timings.jsonl", "text.jsonl", "text_before.jsonl"
@@ -25,6 +29,7 @@ NAMED = 20
 """Broken rows, and mistaken answers, that the table names."""
 
 Record = Mapping[str, Any]
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
 @dataclass(frozen=True)
@@ -85,11 +90,6 @@ def figures_of(run: Run) -> dict[str, Figure]:
     return out
 
 
-def changes_of(run: Run) -> dict[str, ScoreChange]:
-    """The changes of the text-only score by speech training."""
-    return compared(run.records[TEXT_BEFORE], run.records[TEXT], [n for n in MEASURES if n.startswith("text_")])
-
-
 def against_of(run: Run) -> dict[str, ScoreChange]:
     """The changes from the model that this one is set against, over the questions that both answered."""
     theirs = [{"index": r["index"], "scores": r["against"]} for r in run.records.get(AGAINST, ()) if "against" in r]
@@ -111,7 +111,8 @@ def compared(a: Sequence[Record], b: Sequence[Record], names: Sequence[str]) -> 
 
 def write_report(run: Run) -> dict[str, Figure]:
     """Write `report.json`, `report.md` and, of VoiceBench's data, `voicebench.jsonl`; returns the figures."""
-    figures, changes, against = figures_of(run), changes_of(run), against_of(run)
+    figures, against = figures_of(run), against_of(run)
+    changes = compared(run.records[TEXT_BEFORE], run.records[TEXT], [n for n in MEASURES if n.startswith("text_")])
     data = {
         **run.started,
         "answered": run.answered,
@@ -126,14 +127,10 @@ def write_report(run: Run) -> dict[str, Figure]:
     write_json(run.folder / REPORT, data)
     write_whole(run.folder / TABLE, as_markdown(run, figures, changes, against))
     if run.started["format"] == "voicebench":
-        lines = [json.dumps(voicebench_answer(r), ensure_ascii=False) for r in run.records[ANSWERS] if "broken" not in r]
+        answers = [{**r["given"], "response": r["response"]} for r in run.records[ANSWERS] if "broken" not in r]
+        lines = [json.dumps(answer, ensure_ascii=False) for answer in answers]
         write_whole(run.folder / VOICEBENCH, "".join(line + "\n" for line in lines))
     return figures
-
-
-def voicebench_answer(record: Record) -> dict[str, Any]:
-    """A line for VoiceBench's judges: the row's own fields without the sound, and `response`."""
-    return {**record["given"], "response": record["response"]}
 
 
 def as_markdown(
@@ -153,17 +150,16 @@ def as_markdown(
         lines.append(f"- spoken answers were transcribed by {settings['ear']}, whose own errors count too")
     if run.records[TIMINGS]:
         lines.append(f"- {_circumstances(run.records[TIMINGS], settings['device'])}")
-    lines += ["", "| figure | value | 95 % interval | questions | better |", "|---|---:|---:|---:|---|"]
-    lines += [
-        f"| {MEASURES[name].title} | {shown(name, f.value)} | {interval(name, f)} | {f.questions} | {MEASURES[name].better} |"
-        for name, f in figures.items()
-    ]
+    lines += ["", markdown_table(*figure_table(figures))]
     if against:
-        lines += ["", f"## Against {settings['against']}", "", *size_lines(run), *change_table(against, "against", "model")]
+        lines += ["", f"## Against {settings['against']}", "", *size_lines(run)]
+        lines.append(markdown_table(*change_table(against, "against", "model")))
     if changes:
         lines += ["", f"## Text only: before ({settings['text_before']}) and after", ""]
-        lines += change_table(changes, "before", "after")
-    lines += _turns(run)
+        lines.append(markdown_table(*change_table(changes, "before", "after")))
+    turns = turn_table(run)
+    if turns[1]:
+        lines += ["", "## Turns, each after the model's own answers", "", markdown_table(*turns)]
     lines += ["", "Intervals: bootstrap over questions. The figures:", ""]
     lines += [f"- {MEASURES[name].title}: {MEASURES[name].what}" for name in figures]
     lines += _mistakes(run) + _broken(run)
@@ -179,16 +175,23 @@ def size_lines(run: Run) -> list[str]:
     return [f"Weights: {other / 1e6:.1f} MB against, {own / 1e6:.1f} MB of this model ({own / other:.1%}).", ""]
 
 
-def change_table(changes: Mapping[str, ScoreChange], a: str, b: str) -> list[str]:
-    """Lines of a Markdown table of two sides and their differences."""
-    lines = [f"| figure | {a} | {b} | difference | 95 % interval | questions | |", "|---|---:|---:|---:|---:|---:|---|"]
+def figure_table(figures: Mapping[str, Figure]) -> Table:
+    """Columns and rows of a table of figures."""
+    rows = [
+        (MEASURES[name].title, shown(name, f.value), interval(name, f), str(f.questions), MEASURES[name].better)
+        for name, f in figures.items()
+    ]
+    return ("figure", "value", "95 % interval", "questions", "better"), rows
+
+
+def change_table(changes: Mapping[str, ScoreChange], a: str, b: str) -> Table:
+    """Columns and rows of a table of two sides and their differences."""
+    rows = []
     for name, c in changes.items():
-        d = c.difference
-        lines.append(
-            f"| {MEASURES[name].title} | {shown(name, c.before.value)} | {shown(name, c.after.value)} | "
-            f"{signed(name, d.value)} | {signed(name, d.low)} to {signed(name, d.high)} | {d.questions} | {verdict(name, d)} |"
-        )
-    return lines
+        d, sides = c.difference, [shown(name, side.value) for side in (c.before, c.after)]
+        span = f"{signed(name, d.low)} to {signed(name, d.high)}"
+        rows.append((MEASURES[name].title, *sides, signed(name, d.value), span, str(d.questions), verdict(name, d)))
+    return ("figure", a, b, "difference", "95 % interval", "questions", ""), rows
 
 
 def verdict(name: str, change: Figure) -> str:
@@ -220,19 +223,12 @@ def _circumstances(timed: Sequence[Record], device: str) -> str:
     return f"{len(timed)} questions were streamed one by one on {device}, {threads} thread{'s' * (threads > 1)}{busy}"
 
 
-def turn_rows(run: Run) -> list[tuple[str, str, str, str, str]]:
-    """Cells of a table of the turns: source, turn, exact match, its interval, questions."""
+def turn_table(run: Run) -> Table:
+    """Columns and rows of a table of the turns; no rows where none were asked."""
     found = [(one, one.exact_match) for one in figures_of_turns(run.records.get(TURNS, ()))]
     name = "exact_match"
-    return [(t.source, str(t.turn), shown(name, f.value), interval(name, f), str(f.questions)) for t, f in found]
-
-
-def _turns(run: Run) -> list[str]:
-    rows = turn_rows(run)
-    if not rows:
-        return []
-    table = ["| source | turn | exact match | 95 % interval | questions |", "|---|---:|---:|---:|---:|"]
-    return ["", "## Turns, each after the model's own answers", "", *table, *("| " + " | ".join(row) + " |" for row in rows)]
+    rows = [(t.source, str(t.turn), shown(name, f.value), interval(name, f), str(f.questions)) for t, f in found]
+    return ("source", "turn", "exact match", "95 % interval", "questions"), rows
 
 
 def _mistakes(run: Run) -> list[str]:
@@ -248,12 +244,9 @@ def _mistakes(run: Run) -> list[str]:
     wrong.sort(key=lambda pair: (-pair[0], pair[1]["index"]))
     head = ["", f"## Answers with most errors ({min(NAMED, len(wrong))} of {len(wrong)} with any)", ""]
     listened = run.started.get("ear") is not None
-    table = ["| where | errors | reference | answer |" + " heard |" * listened, "|---|---:|---|---|" + "---|" * listened]
-    cells = [
-        (place(run, r), f"{e:.0f}", r["reference"], r["response"], *([r["heard"]] if listened else []))
-        for e, r in wrong[:NAMED]
-    ]
-    return head + table + ["| " + " | ".join(cell(c) for c in row) + " |" for row in cells]
+    texts = ("reference", "response", *(["heard"] if listened else []))
+    cells = [(cell(place(run, r)), f"{e:.0f}", *(cell(r[name]) for name in texts)) for e, r in wrong[:NAMED]]
+    return [*head, markdown_table(("where", "errors", "reference", "answer", "heard")[: len(texts) + 2], cells)]
 
 
 def _broken(run: Run) -> list[str]:
@@ -271,7 +264,115 @@ def place(run: Run, record: Record) -> str:
 
 
 def cell(text: Any, length: int = 80) -> str:
-    """Text as a cell of a Markdown table: one line, no bars."""
+    """Text as a cell of a table: one line, and not a long one."""
     flat = " ".join(str(text or "").split())
-    flat = flat if len(flat) <= length else flat[: length - 4] + " ..."
-    return flat.replace("|", "\\|")
+    return flat if len(flat) <= length else flat[: length - 4] + " ..."
+
+
+PICTURE, COMPARISON = "report.png", "compare.png"
+SHARES = ("exact_match", "ended", "code_accuracy", "wer", "cer", "speech_text_wer", "speech_wer", "ear_wer", "text_exact_match")
+SPREAD = {
+    "wer": "word errors in per cent of the words, per question",
+    "cer": "character errors in per cent of the characters, per question",
+    "speech_text_wer": "speech against its text in per cent, per question",
+    "first_audio": "first audio in ms, per question",
+    "first_text": "first text in ms, per question",
+    "real_time_factor": "real-time factor, per question",
+    "text_perplexity": "text: nats per token, per question",
+    "text_perplexity_plain": "text, plain: nats per token, per question",
+}
+"""Measures whose distribution over the questions is drawn, with the label of the axis."""
+
+
+def draw_report(run: Run, figures: Mapping[str, Figure]) -> Path:
+    """Draw `report.png`: bars of the shares with 95 % intervals, and the share of questions up to each value (ECDF)."""
+    shares = [name for name in SHARES if name in figures]
+    spreads = [name for name in SPREAD if name in figures]
+    lines, bars = -(-len(spreads) // 2), 0.9 + 0.42 * len(shares)
+    size, ratios = (9, bars + 2.5 * lines), [bars, *[2.5] * lines]
+    with drawn(run.folder / PICTURE, lines + 1, 2, size, height_ratios=ratios) as axes:
+        figure, grid = axes[0, 0].figure, axes[0, 0].get_gridspec()
+        for axis in (*axes[0], *axes.flat[2 + len(spreads) :]):
+            axis.remove()
+        _bars(figure.add_subplot(grid[0, :]), shares, figures)
+        for name, axis in zip(spreads, axes.flat[2:], strict=False):
+            series: list[tuple[str, Sequence[Record]]] = [("", run.scored)]
+            if name.startswith("text_") and len(pairs_of(run.records[TEXT_BEFORE], name)):
+                series = [("before", run.records[TEXT_BEFORE]), ("after", run.scored)]
+            for i, (label, records) in enumerate(series):
+                _spread(axis, _scale(name) * _each(name, pairs_of(records, name)), f"C{i}", label)
+            axis.set(xlabel=SPREAD[name], ylabel="share of questions", ylim=(0, 1.02))
+        title = f"{Path(run.started['model']).name}: {run.answered} questions of {Path(run.started['data']).name}"
+        figure.suptitle(f"{title}\nbelow: share of the questions up to a value; dotted: the median", fontsize=10)
+    return run.folder / PICTURE
+
+
+def draw_comparison(changes: Mapping[str, ScoreChange], names: tuple[str, str], file: Path) -> Path:
+    """Draw both runs' figures with 95 % intervals, a panel each, the difference in its title."""
+    columns = min(3, len(changes))
+    rows = -(-len(changes) // columns)
+    with drawn(file, rows, columns, (3.6 * columns, 2.7 * rows + 0.4)) as axes:
+        for axis in axes.flat[len(changes) :]:
+            axis.remove()
+        for axis, (name, change) in zip(axes.flat, changes.items(), strict=False):
+            sides, scale, d = (change.before, change.after), _scale(name), change.difference
+            errors = errors_of(sides, scale)
+            axis.bar(range(2), lengths_of(sides, scale), 0.6, color=["C0", "C1"], yerr=errors, ecolor=INK)
+            axis.set_xticks(range(2), [f"{letter}: {label}" for letter, label in zip("AB", names, strict=True)])
+            axis.set_ylim(bottom=0)
+            title = f"{MEASURES[name].title} ({MEASURES[name].better} is better)"
+            interval = f"B - A: {signed(name, d.value)} ({signed(name, d.low)} to {signed(name, d.high)})"
+            axis.set_title(f"{title}\n{interval}", fontsize=8)
+            axis.set_ylabel(_unit(name))
+    return file
+
+
+def _bars(axis: Any, names: Sequence[str], figures: Mapping[str, Figure]) -> None:
+    found = [figures[name] for name in names]
+    places, lengths = np.arange(len(names))[::-1], lengths_of(found, 100.0)
+    colors = ["C2" if MEASURES[name].better == "higher" else "C1" for name in names]
+    axis.barh(places, lengths, 0.62, xerr=errors_of(found, 100.0), color=colors, ecolor=INK)
+    axis.set_yticks(places, [MEASURES[name].title for name in names])
+    ends = np.maximum(lengths, np.nan_to_num([100 * f.high for f in found], posinf=0.0))
+    axis.set_xlim(0, max([105.0, *1.12 * ends]))
+    for place, name, f, end in zip(places, names, found, ends, strict=True):
+        text = shown(name, f.value)
+        axis.annotate(text, (end, place), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
+    axis.set_xlabel("per cent, with 95 % intervals (green: higher is better, orange: lower)")
+
+
+def _each(name: str, pairs: np.ndarray) -> np.ndarray:
+    """A value per question, [N]; those without weight are left out."""
+    pairs = pairs[pairs[:, 1] > 0]
+    return pairs[:, 0] / pairs[:, 1]
+
+
+def _spread(axis: Any, values: np.ndarray, color: str, label: str) -> None:
+    """Draws the empirical distribution function of values."""
+    if not len(values):
+        return
+    x = np.sort(values)
+    left = min(0.0, x[0])
+    axis.step(
+        [left, *x, x[-1] * 1.02 + 1e-9], [0, *np.arange(1, len(x) + 1) / len(x), 1.0], where="post", color=color, label=label
+    )
+    axis.axvline(np.median(x), color=color, linewidth=0.8, linestyle=":")
+
+
+def errors_of(found: Sequence[Figure], scale: float) -> np.ndarray:
+    """Distances from values to interval ends, [2, figures]; none where there is no interval."""
+    ends = [(f.value - f.low, f.high - f.value) for f in found]
+    return scale * np.maximum(0, np.nan_to_num(np.asarray(ends).reshape(-1, 2).T, posinf=0.0, neginf=0.0))
+
+
+def lengths_of(found: Sequence[Figure], scale: float) -> np.ndarray:
+    """Lengths of bars [figures]; 0 where there is no figure, or an infinite one."""
+    return scale * np.nan_to_num([f.value for f in found], posinf=0.0)
+
+
+def _scale(name: str) -> float:
+    return 100.0 if _unit(name) == "per cent" else 1.0
+
+
+def _unit(name: str) -> str:
+    return "per cent" if MEASURES[name].kind == "share" else MEASURES[name].unit

@@ -27,11 +27,7 @@ def evaluate(
     model: Path, data: Path, out: Path, config: EvalConfig, progress: Progress = "auto"
 ) -> tuple[Run, dict[str, Figure]]:
     """Evaluates a model folder on data, into the folder `out`; the same evaluation that was interrupted there is continued.
-
-    Raises:
-        UserError: a model or data that cannot be read, settings that do not fit, an output of something else, or no question
-            that could be asked.
-    """
+    UserError for settings that do not fit, an output of something else, or no question that could be asked."""
     if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
         raise UserError(f"output folder {out} lies in the data {data}, which it would change: name one outside with --out")
     check_folder_to_be(out, "output folder")
@@ -41,13 +37,20 @@ def evaluate(
         check_folder(Path(config.against))
     with importing():
         from omni.generate.speech_lm import SpeechLM
-        from train.eval.against import check_alike, compare_some
-        from train.eval.answers import answer_all
-        from train.eval.forgetting import check_before, check_texts, load_before, score_texts
-        from train.eval.pictures import draw_report
-        from train.eval.report import AGAINST, ANSWERS, OTHERS, TEXT, TEXT_BEFORE, TIMINGS, TURNS, Run, write_report
-        from train.eval.timing import time_some
-        from train.eval.turns import answer_turns, check_turns
+        from train.eval.against import check_alike, check_before, check_texts, compare_some, load_before, score_texts
+        from train.eval.answers import answer_all, answer_turns, check_turns, time_some
+        from train.eval.report import (
+            AGAINST,
+            ANSWERS,
+            OTHERS,
+            TEXT,
+            TEXT_BEFORE,
+            TIMINGS,
+            TURNS,
+            Run,
+            draw_report,
+            write_report,
+        )
         from train.scoring.asr import open_asr
 
     lm = SpeechLM.from_pretrained(
@@ -106,7 +109,7 @@ def evaluate(
 
 def _started(model: Path, data: Path, questions: Questions, task: Task, config: EvalConfig, asr: str | None) -> dict[str, Any]:
     """The model, data, task, settings and plug-ins' metrics that identify this evaluation."""
-    from train.eval.metrics import METRICS
+    from train.eval.measures import METRICS
 
     against = Path(config.against) if config.against is not None else None
     named = {} if against is None else {"against": str(against), "against_hash": model_hash(against)}

@@ -23,6 +23,7 @@ from torch import Tensor
 from omni.audio.io import SAMPLE_RATE
 from omni.files import write_json, write_whole
 from omni.generate.turn_end import RULES, EndRule, TurnListener, ended
+from omni.utils.charts import drawn, markdown_table
 
 SILENCE = 4.0
 """Seconds of silence behind a question; an end that is not noticed in it is missed, and counts as noticed with its end: the
@@ -131,8 +132,7 @@ def evaluate_turn_ends(listener: TurnListener, questions: Sequence[PausedQuestio
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / JSON, report)
     head, rows = turn_end_table(by_rule)
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
-    write_whole(out / TABLE, "\n".join(lines) + "\n")
+    write_whole(out / TABLE, markdown_table(head, rows) + "\n")
     draw_turn_ends(curve, out / PICTURE)
     return report | {"table": (head, rows)}
 
@@ -151,22 +151,16 @@ def turn_end_table(found: dict[str, dict[str, TurnFigures]]) -> tuple[list[str],
 
 def draw_turn_ends(curve: dict[float, dict[str, TurnFigures]], file: Path) -> Path:
     """Draws cut-offs against the delay's 95 % quantile over the threshold, a line for each kind of pause."""
-    from omni.utils.charts import COLORS, pyplot_quietly, save_figure
-    from train.eval.pictures import tidy
-
-    pyplot = pyplot_quietly()
-    figure, axis = pyplot.subplots(figsize=(6.4, 4.0))
-    for (kind, title), color in zip(list(KINDS.items())[:2], COLORS, strict=False):
-        own = [(t, one[kind]) for t, one in curve.items() if kind in one]
-        if not own:
-            continue
-        delays, cuts = [1000 * one.p95 for _, one in own], [100 * one.cut_off for _, one in own]
-        axis.plot(delays, cuts, color=color, marker="o", markersize=4, label=f"{title} ({own[0][1].questions} questions)")
-        for (threshold, _), delay, cut in list(zip(own, delays, cuts, strict=True))[::3]:
-            axis.annotate(f"{threshold:g}", (delay, cut), fontsize=7, xytext=(3, 3), textcoords="offset points")
-    axis.set_xlabel("end of speech to decision, 95 % quantile in ms (numbers: threshold)")
-    axis.set_ylabel("cut off, per cent of questions")
-    axis.set_ylim(bottom=0)
-    axis.legend(fontsize=8, frameon=False)
-    tidy(axis)
-    return save_figure(figure, file)
+    with drawn(file) as axes:
+        axis = axes[0, 0]
+        for kind, title in list(KINDS.items())[:2]:
+            points = {t: (1000 * one[kind].p95, 100 * one[kind].cut_off) for t, one in curve.items() if kind in one}
+            if points:
+                count = next(one[kind].questions for one in curve.values() if kind in one)
+                axis.plot(*zip(*points.values(), strict=True), marker="o", label=f"{title} ({count} questions)")
+                for threshold, point in list(points.items())[::3]:
+                    axis.annotate(f"{threshold:g}", point, fontsize=7, xytext=(3, 3), textcoords="offset points")
+        axis.set_xlabel("end of speech to decision, 95 % quantile in ms (numbers: threshold)")
+        axis.set_ylabel("cut off, per cent of questions")
+        axis.set_ylim(bottom=0)
+    return file

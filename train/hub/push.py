@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from huggingface_hub import ModelCardData
 
 from omni.checkpoint.folder import check_whole, listed_names
 from omni.checkpoint.places import ADAPTER_CONFIG, ADAPTERS, CONFIG, WEIGHTS, adapters_in, check_folder
 from omni.errors import UserError
 from omni.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
-from omni.lora.peft import check_folder as check_adapter
 from omni.lora.peft import load_adapter
 from omni.stores import hub
 from omni.stores.hub import CARD, KINDS, HubAddress, HubRepository, parse_hub
 from omni.utils.remote import find_address, refuse_remote
 from train.checkpoint.retention import CONFIG as RUN_CONFIG
 from train.console.progress import counted, duration, short
-from train.hub.card import CardOptions, write_card, written_here
+from train.hub.card import write_card, written_here
 
 MODEL, ADAPTER = "model", "adapter"
 LICENSES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
 """Files of the user's that go with a model."""
-LISTED = 20
-"""Most files that are named before they are uploaded."""
 
 
 @dataclass(frozen=True)
@@ -43,34 +43,22 @@ class HubPush:
     card: str
     left_out: tuple[str, ...] = ()
 
-    def without_card(self) -> HubPush:
-        """The same with the card that is at the hub already."""
-        files = tuple(one for one in self.files if one[0] != CARD)
-        return HubPush(self.at, self.model, files, "the one at the hub, which was edited there, is kept", self.left_out)
-
     @property
     def text(self) -> str:
         """The card; "" where it is the hub's."""
         data = dict(self.files).get(CARD, b"")
-        return (data if isinstance(data, bytes) else data.read_bytes()).decode("utf-8", "replace")
+        return data.decode("utf-8", "replace") if isinstance(data, bytes) else ""
 
     @property
-    def bytes(self) -> int:
-        return sum(_size(data) for _, data in self.files)
+    def sizes(self) -> dict[str, int]:
+        """Bytes by file."""
+        return {name: len(data) if isinstance(data, bytes) else data.stat().st_size for name, data in self.files}
 
     def lines(self) -> list[str]:
         """The files, with their bytes."""
-        found = [f"  {name:<32} {short(_size(data))}B" for name, data in self.files[:LISTED]]
-        more = len(self.files) - LISTED
-        found += [f"  and {counted(more, 'file')} more"] if more > 0 else []
-        found += [f"  card: {self.card}"]
-        if self.left_out:
-            found.append(f"  left out, no files of the model: {', '.join(self.left_out[:LISTED])}")
-        return found
-
-
-def _size(data: Path | bytes) -> int:
-    return len(data) if isinstance(data, bytes) else data.stat().st_size
+        lines = [f"  {name:<32} {short(size)}B" for name, size in self.sizes.items()]
+        left = [f"  left out, no files of the model: {', '.join(self.left_out[:20])}"] if self.left_out else []
+        return [*lines, f"  card: {self.card}", *left]
 
 
 def find_folder(given: Path) -> Path:
@@ -98,11 +86,14 @@ def hub_address(given: str) -> HubAddress:
     return at
 
 
-def collect_files(model: Path, at: HubAddress, options: CardOptions | None, run: Path | None = None) -> HubPush:
+def collect_files(
+    model: Path, at: HubAddress, data: ModelCardData, reports: Sequence[Path] = (), run: Path | None = None
+) -> HubPush:
     """What is to be uploaded of a model folder, which is checked as a whole.
 
     Args:
-        options: for the card; None only where the folder has one of its own, which is kept.
+        data: license and languages for the card; without a license only where the folder has a card of its own, which is kept.
+        reports: output folders of `eval`, for the card.
         run: folder of the run that made it; by default the folder that it is in, where that is one.
 
     Raises:
@@ -118,31 +109,26 @@ def collect_files(model: Path, at: HubAddress, options: CardOptions | None, run:
     check_whole(model)
     adapters = adapters_in(model)
     for name, place in adapters.items():
-        check_adapter(place)
         load_adapter(place)
         names += [f"{ADAPTERS}/{name}/{file}" for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
     names += [name for name in LICENSES if (model / name).is_file()]
     if (model / CARD).is_file():
         card, text = f"{model / CARD}, as it is", (model / CARD).read_bytes()
     else:
-        if options is None:
+        if not data.license:
             raise UserError(
                 f"--license is needed, such as apache-2.0, cc-by-4.0 or other: {model} has no {CARD} of its own that names one"
             )
-        run = run if run is not None else _run_of(model)
+        folder = model.resolve().parent
+        run = folder if run is None and model.name == MODEL and (folder / RUN_CONFIG).is_file() else run
         card = f"written from {run}" if run is not None else "written from the model folder, of a run that is not known"
-        text = write_card(model, at.address, options, run, list(adapters)).encode()
+        text = write_card(model, at.address, data, reports, run, list(adapters)).encode()
     known = {*names, CONFIG, CARD}
     left = sorted(name for p in model.rglob("*") if p.is_file() and (name := p.relative_to(model).as_posix()) not in known)
     files: list[tuple[str, Path | bytes]] = [(CARD, text)]
     files += [(name, model / name) for name in sorted(names, key=lambda name: (name != WEIGHTS, name))]
     files.append((CONFIG, model / CONFIG))
     return HubPush(at, model, tuple(files), card, tuple(left))
-
-
-def _run_of(model: Path) -> Path | None:
-    folder = model.resolve().parent
-    return folder if model.name == MODEL and (folder / RUN_CONFIG).is_file() else None
 
 
 def push(what: HubPush, private: bool, message: str, say: Callable[[str], None]) -> str:
@@ -159,8 +145,13 @@ def push(what: HubPush, private: bool, message: str, say: Callable[[str], None])
     there = hub.find_repository(at, main=True)
     if there is not None and private and not there.private:
         raise UserError(f"{at} is there already, and is public: make it private on {at.page}/settings, or leave --private out")
-    edited = there is not None and what.card.startswith("written") and _edited(at)
-    what = what.without_card() if edited else what
+    card = None
+    if there is not None and what.card.startswith("written"):
+        with suppress(hub.MissingError):  # a branch that is not there yet
+            card = hub.read_card(at)
+    if card is not None and not written_here(card):
+        files = tuple(one for one in what.files if one[0] != CARD)
+        what = replace(what, files=files, card="the one at the hub, which was edited there, is kept")
     if what.text:
         hub.check_card(at, what.text)
     made = "" if there is not None else ", a new repository"
@@ -168,23 +159,12 @@ def push(what: HubPush, private: bool, message: str, say: Callable[[str], None])
         hub.create_repository(at, True if private else None)
         there = hub.find_repository(at, main=True) or HubRepository(private, "")
     say(
-        f"uploading {counted(len(what.files), 'file')}, {short(what.bytes)}B, of {what.model}\n"
+        f"uploading {counted(len(what.files), 'file')}, {short(sum(what.sizes.values()))}B, of {what.model}\n"
         f"to {at.page}, branch {at.revision or 'main'}{made}, {'private' if there.private else 'PUBLIC'}, as {user}"
     )
-    for line in what.lines():
-        say(line)
+    say("\n".join(what.lines()))
     started = time.monotonic()
     hub.create_branch(at)
     page = hub.upload(at, what.files, message)
-    seconds = time.monotonic() - started
-    say(f"done in {duration(seconds)}: {page}")
+    say(f"done in {duration(time.monotonic() - started)}: {page}")
     return page
-
-
-def _edited(at: HubAddress) -> bool:
-    """Whether there is a card at the hub that somebody wrote or edited."""
-    try:
-        card = hub.read_card(at)
-    except hub.MissingError:  # a branch that is not there yet
-        return False
-    return card is not None and not written_here(card)

@@ -104,30 +104,20 @@ class HeadTargets:
 
 
 def linear_cross_entropy(heads: Heads, targets: HeadTargets) -> tuple[Tensor, Tensor]:
-    """Scaled sum over streams of cross-entropy(hidden @ weight.T, target), without ever holding all logits.
+    """Scaled sum over streams of cross-entropy(hidden @ weight.T, target), without ever holding all logits, and the losses
+    of all targets, streams one after another, [sum of N] (without graph).
 
-    The gradient is computed in the forward pass, chunk by chunk with the logits (the loss is a sum, so the gradient is known up
-    to the factor that `backward` gets): logits are computed once, as in the plain loss. Only one backward per forward is
-    possible.
-
-    Returns:
-        the sum, and the losses of all targets, streams one after another, [sum of N] (without graph).
+    The gradient is computed in the forward pass, chunk by chunk with the logits (the loss is a sum, so the gradient is known
+    up to the factor that `backward` gets). Only one backward per forward is possible.
     """
     return _LinearCrossEntropy.apply(targets, *heads)  # type: ignore[no-any-return]
 
 
 def task_cross_entropy(heads: Heads, targets: HeadTargets, task: Sequence[Tensor], tasks: int) -> tuple[Tensor, Tensor]:
-    """Losses of the tasks by cross-entropy as in `linear_cross_entropy`, each of them differentiable.
+    """Losses of the tasks [M], each differentiable, by cross-entropy as in `linear_cross_entropy`, and of all targets.
 
     Their weights are known in `backward` only, where logits are computed once more. Any combination of the losses may be
-    differentiated, any number of times.
-
-    Args:
-        targets: with `ratio`.
-        task: index of each target's task among the `tasks` M, [N] per stream.
-
-    Returns:
-        the losses of the tasks, [M], and those of all targets (without graph).
+    differentiated, any number of times. `targets` have `ratio`, and `task` the index of each target's task, [N] per stream.
     """
     return _TaskCrossEntropy.apply(targets, task, tasks, *heads)  # type: ignore[no-any-return]
 

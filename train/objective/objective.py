@@ -9,6 +9,7 @@ Dimensions: R rows, T columns, K streams, A audio streams, W width, V vocabulary
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,15 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from omni.encoder.base import frame_distances
+from omni.encoder.base import Encoder, frame_distances
 from omni.errors import UserError
-from omni.lora.attach import low_rank
+from omni.lora.attach import BASE, low_rank, using
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from omni.utils.hardware import to_device
 from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head, no_teacher, no_turn_head
 from train.objective.cross_entropy import Heads, HeadTargets, vocabulary_shards
-from train.objective.distillation import Teacher
 from train.objective.task_losses import PlainLosses, feature_tasks
 
 if TYPE_CHECKING:
@@ -67,14 +67,6 @@ class Losses(NamedTuple):
     distill_count: Tensor | None = None
 
 
-class HeadLosses(NamedTuple):
-    """Losses on the encoder, each summed over a batch; None without the turn head, and without distillation."""
-
-    alignment: Tensor
-    turn: Tensor | None = None
-    distill: Tensor | None = None
-
-
 def cells(batch: Batch) -> Tensor:
     """Count the targets of a batch by task and stream, [T, K] float (on the CPU)."""
     task = batch.task.reshape(-1)
@@ -90,15 +82,9 @@ def targets(batch: Batch) -> Tensor:
 
 
 def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[Sequence[int]]) -> Tensor:
-    """The CTC loss (Graves et al. 2006) summed over the clips with a transcript; 0 without any, and for a clip too short.
-
-    Under `fabric.deterministic` it is computed on the CPU: on a GPU its backward pass adds in any order.
-
-    Args:
-        logits: of all clips, one after the other, [sum of frames, ids], the blank being 0.
-        frames: of each clip.
-        transcripts: ids of each clip, without blanks.
-    """
+    """The CTC loss (Graves et al. 2006) summed over the clips with a transcript; 0 without any, and for a clip too short. Of
+    logits [sum of frames, ids] of all clips, the blank being 0. Under `fabric.deterministic` on the CPU: on a GPU its
+    backward pass adds in any order."""
     spelt = [i for i, ids in enumerate(transcripts) if ids]
     if not spelt:
         return logits.sum() * 0
@@ -112,12 +98,8 @@ def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[
 
 
 def turn_loss(logits: Tensor, labels: Tensor | None) -> Tensor:
-    """Binary cross-entropy of voice and end summed over all labels; 0 without any.
-
-    Args:
-        logits: of the frames of all clips, one after the other, [sum of frames, 2].
-        labels: 1, 0, or -1 for none, of the same shape; None for none at all.
-    """
+    """Binary cross-entropy of voice and end summed over all labels (1, 0, or -1 for none), of logits [sum of frames, 2]; 0
+    without any."""
     if labels is None:
         return logits.sum() * 0
     each = F.binary_cross_entropy_with_logits(logits, labels.clamp_min(0).to(logits), reduction="none")
@@ -177,7 +159,6 @@ class Objective(nn.Module):
         """Compute the losses of a packed batch.
 
         Args:
-            batch: see `train.data.batching.batch.Batch`.
             denominators: targets of each stream in the whole step, over all processes, frames of its clips, ids of its
                 alignment loss, and labels of its turn head, [K + HEADS].
             progress: share of the budget that is used, by which the alignment loss is scheduled.
@@ -232,8 +213,9 @@ class Objective(nn.Module):
         last = first if self.config.ctc_final is None else self.config.ctc_final
         return first + (last - first) * min(max(progress, 0.0), 1.0)
 
-    def _encode(self, batch: Batch) -> tuple[Tensor, HeadLosses]:
-        """Features of the batch's clips, and the losses on the encoder (that of the alignment is 0 without its head).
+    def _encode(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor | None]]:
+        """Features of the batch's clips, and the summed losses on the encoder: of alignment (0 without its head), of the turn
+        head and of distillation, or None.
 
         A batch without clips still runs the encoder on one silent frame, times 0: every process then takes part in the same
         collectives, and every parameter in the backward pass.
@@ -258,7 +240,7 @@ class Objective(nn.Module):
         if self.teacher is not None and self.config.distill_weight > 0:
             taught = self.teacher(model.encoder, inputs, lengths, frames)
             distill = frame_distances(heard, taught).sum() * (not empty)
-        return features, HeadLosses(self._alignment(batch, heard, empty), turn, distill)
+        return features, (self._alignment(batch, heard, empty), turn, distill)
 
     def _alignment(self, batch: Batch, heard: Tensor, empty: bool) -> Tensor:
         """The alignment loss summed over the clips with a transcript; 0 without alignment head."""
@@ -275,3 +257,31 @@ class Objective(nn.Module):
         heard_as = [[i - first for i in ids if i >= first] for ids in batch.transcripts]
         words = alignment_loss(logits[:, :first], frames, spelt)
         return self.config.ctc_words * words + alignment_loss(logits[:, first:], frames, heard_as)
+
+
+TEACHER = "teacher."
+"""Start of the names of a teacher's weights in the objective."""
+
+
+class Teacher(nn.Module):
+    """An encoder's first weights, which hear whole clips. It is frozen, and part of no checkpoint and no exported model.
+
+    Args:
+        encoder: a copy with these weights, see `frozen`; None where the student has them itself, below its adapters.
+        padded: it hears each clip in its window, the silence behind included, as it did where the weights came from.
+    """
+
+    def __init__(self, encoder: Encoder | None = None, padded: bool = False) -> None:
+        super().__init__()
+        self.encoder, self.padded = encoder, padded
+
+    def forward(self, student: Encoder, features: Tensor, lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
+        """Frames [T, D] of a batch's clips without graph; for the arguments see `Encoder.forward`."""
+        with using(BASE):
+            return (student if self.encoder is None else self.encoder).hear_whole(features, lengths, frames, self.padded)
+
+
+def frozen(encoder: Encoder) -> Encoder:
+    """A copy of an encoder that is not trained; of fake tensors too, which `deepcopy` alone would give a mode of their own."""
+    values = {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for p in encoder.parameters()}
+    return copy.deepcopy(encoder, {**values, **{id(b): b.detach().clone() for b in encoder.buffers()}})

@@ -19,7 +19,7 @@ from omni.utils.hardware import to_device
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy, sum_by, task_cross_entropy
 
 if TYPE_CHECKING:
-    from train.balance.feature_hook import FeatureHook
+    from train.balance.balancer import FeatureHook
     from train.data.batching.batch import Batch
 
 
@@ -35,12 +35,8 @@ def cells_by_stream(tasks: int, streams: int) -> Tensor:
 
 
 def mean_factors(cell: Tensor, counts: Tensor, tasks: int) -> Tensor:
-    """Factors that turn a task's part of the streams' means into the sum of its own means by stream, [T, K].
-
-    Args:
-        cell: [T, K], see `cells_by_task`.
-        counts: targets of the step by task and stream, [T, K].
-    """
+    """Factors that turn a task's part of the streams' means into the sum of its own means by stream, [T, K]; of `cell` (see
+    `cells_by_task`) and the step's targets by task and stream, [T, K]."""
     own = counts.new_zeros(tasks + 1, counts.shape[1]).scatter_add_(0, cell, counts)
     factor = counts.sum(0).clamp_min(1) / own.clamp_min(1)
     factor[-1] = 1
@@ -162,12 +158,8 @@ class TaskLosses(PlainLosses):
         return torch.cat([alignment.new_zeros(len(self)), alignment.detach()[None]])
 
     def losses(self, sums: Tensor, scale: Tensor) -> Tensor:
-        """Losses of the tasks before their weights, and last that of the rest, [M + 1].
-
-        Args:
-            sums: summed losses by task and stream, [T, K].
-            scale: of the objective, by stream, [K].
-        """
+        """Losses of the tasks before their weights, and last that of the rest, [M + 1]; of sums [T, K] and the objective's
+        scale [K]."""
         each = sums * scale if self.ratio is None else sums * scale * self.ratio.to(sums.device, non_blocking=True)
         return sum_by(self.cell.to(sums.device, non_blocking=True).flatten(), each.flatten(), len(self) + 1)
 
@@ -195,12 +187,8 @@ class GraphLosses(TaskLosses):
 
 
 def sums_by_task(batch: Batch, index: Sequence[Tensor], each: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the losses of all targets, and count them, by task and stream, [T, K].
-
-    Args:
-        index: positions with a target, [N] per stream.
-        each: their losses, streams one after another, [sum of N].
-    """
+    """Sum the losses of all targets (`each`, streams one after another), and count them, by task and stream, [T, K]; `index`
+    has their positions, [N] per stream."""
     task, sizes = batch.task.reshape(-1), [len(at) for at in index]
     here = torch.cat([task[at] for at in index]) == torch.arange(len(TASKS), device=each.device)[:, None]
     losses = torch.where(here, each.detach(), 0)
@@ -209,11 +197,7 @@ def sums_by_task(batch: Batch, index: Sequence[Tensor], each: Tensor) -> tuple[T
 
 
 def sums_by_example(batch: Batch, index: Sequence[Tensor], each: Tensor) -> Tensor:
-    """Sum the losses of all targets, and count them, by segment of the batch (see `SegmentNames`), [2, S].
-
-    Args:
-        index, each: as of `sums_by_task`.
-    """
+    """Sum the losses of all targets, and count them, by segment of the batch (see `SegmentNames`), [2, S]."""
     bounds = batch.packed.ends.long()
     segment = torch.searchsorted(bounds, torch.cat(list(index)), right=True) - 1
     values = each.detach(), torch.ones_like(each)

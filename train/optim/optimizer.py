@@ -1,4 +1,4 @@
-"""Optimizers: selects the trainable parameters, sorts them into groups, and trains each group by its rule.
+"""Optimizers: selects the trainable parameters, sorts them into groups, trains each group by its rule, and averages weights.
 
 The registry `RULES` has the rules: AdamW (Loshchilov and Hutter 2019) for every parameter, optionally with its state in 8 bits,
 or Muon (Jordan et al. 2024) for the hidden matrices and AdamW for the rest. Several rules make one `Optimizers`, which is
@@ -7,7 +7,9 @@ stepped, clipped, saved and resumed like one optimizer.
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,9 +22,11 @@ from omni.model.linears import tied_names
 from omni.utils.patterns import NONE, match_names
 from omni.utils.quiet import silence_bitsandbytes
 from train.config.sections import GroupConfig, OptimizerConfig
-from train.optim.muon import BatchedMuon
 
 Params = list[tuple[str, nn.Parameter]]
+
+TABLES = ("*embedding*", "*_head.*")
+"""Names of matrices that AdamW trains where the others are Muon's."""
 
 
 class UncapturedAdamW(torch.optim.AdamW):
@@ -34,22 +38,17 @@ class UncapturedAdamW(torch.optim.AdamW):
 
 
 def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return UncapturedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return UncapturedAdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
 def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return BatchedMuon(
-        groups, lr=config.muon_lr, momentum=config.muon_momentum, ns_steps=config.muon_steps, adjust_lr_fn=config.muon_scale
-    )
+    return BatchedMuon(groups, lr=config.muon_lr)
 
 
 def _paged_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """bitsandbytes' AdamW with its state in 8 bits (Dettmers et al. 2022), in memory that a GPU may move to the host."""
     silence_bitsandbytes()
-    try:
-        from bitsandbytes.optim import PagedAdamW8bit
-    except ImportError as error:
-        raise UserError("optimizer paged_adamw_8bit needs the package bitsandbytes: pip install bitsandbytes") from error
+    from bitsandbytes.optim import PagedAdamW8bit
 
     class PagedAdamW(PagedAdamW8bit):
         _cpu_paged_warned = True  # it would warn that a CPU's memory is not paged
@@ -68,7 +67,7 @@ def _paged_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
-        return PagedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        return PagedAdamW(groups, lr=config.lr, betas=config.betas)
 
 
 Rules = Mapping[str, Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]]
@@ -128,16 +127,9 @@ class Optimizers(torch.optim.Optimizer):
 
 
 def set_trainable(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
-    """Make the parameters that a pattern names trainable, and freeze the others.
-
-    Patterns may name a tied text head as head or as embedding table.
-
-    Returns:
-        second names of tied parameters (`omni.model.linears.tied_names`), by which patterns may name them too.
-
-    Raises:
-        UserError: a pattern names no parameter (with the closest names), or no parameter is trainable.
-    """
+    """Make the parameters that a pattern names trainable, and freeze the others; returns second names of tied parameters
+    (`omni.model.linears.tied_names`), by which patterns may name them too. UserError where a pattern names no parameter
+    (with the closest names), or none is trainable."""
     also = tied_names(model)
     chosen = match_names(patterns, [name for name, _ in model.named_parameters()], "trainable", also=also)
     if not chosen:
@@ -152,38 +144,25 @@ def set_trainable(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
 
 
 def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str, str] = NONE) -> list[dict[str, Any]]:
-    """Sort parameters into groups of one rule, learning rate and weight decay.
+    """Sort parameters into groups of one rule, learning rate and weight decay; `also` as `set_trainable` gives it.
 
-    The first of `config.groups` whose pattern names a parameter decides; settings that it leaves open are the optimizer's own.
-    Norms and biases are neither decayed nor trained by Muon: parameters of fewer than two dimensions, and stacks of biases, as
-    multitask projectors have.
-
-    Args:
-        also: second names of parameters, as `set_trainable` gives them.
-
-    Raises:
-        UserError: a pattern names no parameter, or gives a learning rate for a rule that none of its parameters has.
+    The first of `config.groups` whose pattern names a parameter decides. Norms and biases (also stacks of them, as multitask
+    projectors have) are neither decayed nor trained by Muon. UserError where a pattern names none, or gives a learning rate
+    for a rule that none of its parameters has.
     """
     names = [name for name, _ in params]
     owner: dict[str, GroupConfig] = {}
     for group in reversed(config.groups):
         owner.update(dict.fromkeys(match_names([group.pattern], names, "optimizer.groups", also=also), group))
-    exclude = match_names(config.muon_exclude, names, "optimizer.muon_exclude", strict=False, also=also)
+    exclude = match_names(TABLES, names, "tables", strict=False, also=also)
     groups: dict[tuple[str, float, float], dict[str, Any]] = {}
     used: set[tuple[str, str]] = set()  # (pattern, learning rate's key) pairs that at least one parameter uses
     for name, p in params:
         matrix = p.ndim >= 2 and name.rpartition(".")[2] != "bias"
         own = owner.get(name, GroupConfig(pattern=name))
         rule = own.rule or config.name
-        if rule not in RULES:
-            raise UserError(f"optimizer rule {rule!r} is unknown; known: {', '.join(RULES)}")
         if rule == "muon" and (not matrix or p.ndim != 2 or name in exclude):
             rule = "adamw"
-        if rule == "muon" and isinstance(p, DTensor):
-            raise UserError(
-                "optimizer muon with fabric.strategy fsdp: Muon needs whole matrices, and fsdp gives each process a slice; "
-                "use optimizer.name adamw, or strategy ddp"
-            )
         key = "muon_lr" if rule == "muon" else "lr"
         lr = getattr(config if getattr(own, key) is None else own, key)
         used.add((own.pattern, key))
@@ -211,10 +190,8 @@ def build_optimizer(
     also: Mapping[str, str] = NONE,
     rules: Rules = RULES,
 ) -> Optimizers:
-    """Build the optimizer of a run over the trainable parameters (`also` as in `parameter_groups`).
-
-    Muon's iteration runs in bf16 where the run's precision is bf16.
-    """
+    """Build the optimizer of a run over the trainable parameters; Muon's iteration runs in bf16 where the run's precision
+    is."""
     optimizer = Optimizers(parameter_groups(params, config, also), config, rules)
     for inner in optimizer.inner.values():
         if isinstance(inner, BatchedMuon):
@@ -235,3 +212,87 @@ def describe(groups: Iterable[Mapping[str, Any]]) -> str:
         for g in groups
     ]
     return "; ".join(parts)
+
+
+class BatchedMuon(torch.optim.Muon):
+    """`torch.optim.Muon` with all matrices of one shape, also transposed, orthogonalised in one batched product.
+
+    In bf16, as torch's own, but on the CPU in fp32 unless `half`: most processors multiply that faster. Where `found_inf` is
+    1, a step changes neither weights nor state.
+    """
+
+    found_inf: Tensor | None = None
+    half = False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        keep = None if self.found_inf is None else 1 - self.found_inf.double()  # in float64, as exact as a Python number
+        for group in self.param_groups:
+            lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
+            shrink = 1 - lr * decay * (1.0 if keep is None else keep)
+            shapes: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p.grad)
+                buffer = state["momentum_buffer"]
+                grad = p.grad if keep is None else torch.where(keep > 0, p.grad, buffer)
+                buffer.lerp_(grad, 1 - momentum)
+                update = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+                shapes[min(p.shape), max(p.shape)].append((p, update))
+            for pairs in shapes.values():
+                wide = torch.stack([u if u.shape[0] <= u.shape[1] else u.mT for _, u in pairs])
+                wide = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"], self.half)
+                if keep is not None:
+                    wide = wide * keep
+                for (p, _), u in zip(pairs, wide, strict=True):
+                    p.mul_(shrink)
+                    step = u if p.shape[0] <= p.shape[1] else u.mT
+                    p.add_(step.to(p.dtype), alpha=-lr * math.sqrt(max(1.0, p.shape[0] / p.shape[1])))
+
+
+def orthogonalize(
+    matrices: Tensor,
+    coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315),
+    steps: int = 5,
+    eps: float = 1e-7,
+    half: bool = False,
+) -> Tensor:
+    """Run the quintic Newton-Schulz iteration X <- a X + (b G + c G^2) X with G = X X^T on matrices [N, m, n], m <= n.
+
+    Brings every singular value near 1. Coefficients: K. Jordan, "Muon" (2024). fp32 on the CPU unless `half`, else bf16.
+    """
+    a, b, c = coefficients
+    x = matrices.to(torch.float32 if matrices.device.type == "cpu" and not half else torch.bfloat16)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+class Average:
+    """Exponential moving average of the trainable weights, in fp32; sharded where they are.
+
+    The decay at step n is at most (1 + n) / (10 + n): early on the average follows faster, and soon forgets the random start.
+    """
+
+    def __init__(self, params: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
+        if not 0.0 < decay < 1.0:
+            raise UserError(f"ema is {decay}; it must lie between 0 and 1, such as 0.999")
+        self.decay = decay
+        self.params = dict(params)
+        self.values = {name: p.detach().float().clone() for name, p in self.params.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Update the average with the weights after optimizer step number `step` (counted from 1)."""
+        weight = 1 - min(self.decay, (1 + step) / (10 + step))
+        params, values = [p.detach() for p in self.params.values()], [self.values[name] for name in self.params]
+        if all(p.dtype == torch.float32 and not isinstance(p, DTensor) for p in params):
+            torch._foreach_lerp_(values, params, weight)  # a few launches on a GPU, instead of one for each parameter
+            return
+        for value, p in zip(values, params, strict=True):
+            value.lerp_(p.float(), weight)

@@ -54,11 +54,8 @@ def check_larger(old: BudgetConfig, new: BudgetConfig) -> None:
 def extension(
     schedule: ScheduleConfig, old: BudgetConfig, new: BudgetConfig, step: int, seconds: float, rate: float
 ) -> str | None:
-    """Describe in one line how the learning rate changes where the budget grows after `step` steps; None for the same budget.
-
-    Args:
-        rate: the peak learning rate.
-    """
+    """Describe in one line how the learning rate (of that peak) changes where the budget grows after `step` steps; None for
+    the same budget."""
     if old == new:
         return None
     parts = [f"{new.steps} steps"] if new.steps is not None else []

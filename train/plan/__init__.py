@@ -1,1 +1,0 @@
-"""Plans a run from its configuration: parameters, memory, pace, and changes that make it fit."""

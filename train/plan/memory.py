@@ -1,4 +1,5 @@
-"""Memory of a run on each device, by arithmetic from the shapes of its model and batch, as the operators of a step keep it.
+"""Memory of a run on each device, by arithmetic from the shapes of its model and of its fullest batch, as the operators of a
+step keep it.
 
 Dimensions of what is counted: columns of a micro-batch, frames that the encoder computes; sizes are in bytes.
 """
@@ -20,13 +21,13 @@ from omni.lora.attach import adapted, add_adapter
 from omni.model.quantize import chosen_linears
 from omni.model.speech_model import SpeechModel, Unfilled
 from omni.tasks import find_task
-from train.balance.section import balanced_tasks
+from train.balance.config import balanced_tasks
 from train.config.run import FitConfig
 from train.data.batching.loader import process_shards
-from train.distributed.precision import product_type
+from train.distributed.fabric import product_type
 from train.distributed.sharding import ParallelDims
 from train.optim.optimizer import parameter_groups, set_trainable
-from train.plan.worst_batch import PROMPT, clips_of, worst_batch
+from train.trainer.preflight import PROMPT, clips_of, worst_batch
 from train.trainer.validation import answering_type
 
 Parts = dict[str, float]
@@ -63,11 +64,6 @@ class Memory:
         return max(self.totals, key=self.totals.__getitem__)
 
     @property
-    def parts(self) -> Parts:
-        """Bytes by part at the peak."""
-        return self.phases[self.phase]
-
-    @property
     def total(self) -> float:
         return self.totals[self.phase]
 
@@ -95,7 +91,7 @@ def count(tensors: Iterable[Any]) -> int:
 
 
 def bytes_each(config: FitConfig) -> tuple[int, int]:
-    """Bytes of a frozen value, and of a trainable one (see `train.distributed.precision.AdapterPrecision`)."""
+    """Bytes of a frozen value, and of a trainable one (see `train.distributed.fabric.AdapterPrecision`)."""
     size = 2 if config.fabric.precision == "bf16-true" else 4
     return size, size if config.lora is None else 4
 
@@ -192,8 +188,7 @@ class Activations:
         return found
 
     def around(self) -> float:
-        """Bytes that are kept around the blocks: by convolutions, projector, embeddings, the last norm, a mask and heads on the
-        encoder."""
+        """Bytes that are kept around the blocks: by convolutions, projector, embeddings, last norm, mask, encoder heads."""
         c, e, p, projector = self.shape.decoder, self.shape.encoder, self.p, self.model.projector
         linears = [part for part in projector.modules() if isinstance(part, nn.Linear)]
         projected = 1.2 * p * sum(part.in_features * bool(learning(part)) + part.out_features for part in linears)
@@ -257,14 +252,7 @@ def answer_bytes(config: FitConfig, cuda: bool) -> int:
 
 
 def estimate(config: FitConfig, model: SpeechModel, cuda: bool = False) -> Memory:
-    """Counts the memory of a run of the fullest batches on each device, under the configuration's strategy and precision.
-
-    Args:
-        model: of `meta_model`.
-
-    Raises:
-        UserError: settings that do not fit each other, such as micro-batches that processes cannot share.
-    """
+    """Counts the memory of a run of the fullest batches on each device; UserError for settings that do not fit each other."""
     world, sharded = config.fabric.processes or 1, config.fabric.strategy == "fsdp"
     dims = ParallelDims.of(config.fabric, world)
     process_shards(config.data.micro_batches, 0, dims.data)
@@ -311,9 +299,8 @@ def estimate(config: FitConfig, model: SpeechModel, cuda: bool = False) -> Memor
 
 
 def exchanged(config: FitConfig, model: nn.Module, world: int, several: bool) -> tuple[float, float, float]:
-    """Bytes of DDP's buckets, which hold all gradients once more, and of FSDP2's whole weights and gradients: of the root
-    (tables, heads, convolutions, projector) and of two blocks; in the backward pass also the gradients of root and a block, and
-    the weights of all blocks where one of `several` micro-batches follows (`train.distributed.sharding.unsynchronized`)."""
+    """Bytes of DDP's buckets, which hold all gradients once more, and of FSDP2's whole weights: root and two blocks; in
+    the backward pass also gradients of root and a block, and all weights where one of `several` micro-batches follows."""
     frozen, trained = bytes_each(config)
     if world == 1 or config.fabric.strategy != "fsdp":
         return float(trained * count(p for _, p in learning(model))) * (world > 1), 0.0, 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
@@ -13,21 +12,20 @@ import torch
 
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
+from omni.utils.charts import print_table
 from omni.utils.hardware import PEAK_FLOPS, peak_flops
 from omni.utils.profiling import GIB
 from train.config.run import FitConfig
 from train.console.progress import duration, short
-from train.console.tables import print_table
 from train.data.batching.packer import PackerShard
 from train.data.build import build_pipeline
 from train.distributed.sharding import ParallelDims
-from train.objective.flops import StepFlops
 from train.objective.objective import targets
 from train.plan.memory import Memory, estimate, meta_model
-from train.plan.worst_batch import worst_batch
 from train.trainer.build import with_alignment
 from train.trainer.initial_model import build_initial, shape_of
-from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
+from train.trainer.metrics import StepFlops
+from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers, worst_batch
 
 CUDA_CONTEXT, WASTE = 0.6 * GIB, {"cuda": 0.05, "cpu": 0.25}
 """Bytes of a GPU that the driver takes, and the share of a device that its allocator keeps in freed blocks (on a CPU 11 to 30 %
@@ -38,7 +36,7 @@ MANY = (2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Knob:
-    """A change of a run: its options, what it costs, and the bytes that a device then needs and saves."""
+    """A change of a run: its options, its price, and the bytes that a device then needs and saves."""
 
     keys: str
     price: str
@@ -55,7 +53,6 @@ class Plan:
         counts: parameters by part: all, and the trainable ones.
         limit: bytes of a device that the run may fill; None where they are not known.
         pace: of a step over all devices; None for what is not known.
-        knobs, together: each alone; one after another, where none alone is enough.
         refused: why `fit` would not start it; notes: what this machine lacks for a run of another one, and what is not counted.
     """
 
@@ -67,7 +64,6 @@ class Plan:
     limit: float | None
     pace: dict[str, Any]
     knobs: list[Knob]
-    together: list[Knob]
     refused: list[str]
     notes: list[str]
 
@@ -87,19 +83,14 @@ class Plan:
         """The plan as plain data; memory in bytes."""
         own = {f.name: getattr(self, f.name) for f in fields(self)} | {"fits": self.fits, "problems": self.problems}
         own["memory"] = {**asdict(self.memory), "total": self.memory.total, "phase": self.memory.phase}
-        for name in ("knobs", "together"):
-            own[name] = [{k: v for k, v in vars(one).items() if k != "config"} for one in own[name]]
-        return own
+        return own | {"knobs": [{k: v for k, v in vars(one).items() if k != "config"} for one in self.knobs]}
 
 
 def make_plan(
     config: FitConfig, devices: int | None = None, gpu_gib: float | None = None, gpu: str | None = None, mfu: float = 0.35
 ) -> Plan:
-    """Plans a run; for the arguments see `train.commands.plan.HELP`.
-
-    Raises:
-        UserError: whatever is wrong with the configuration or the arguments.
-    """
+    """Plans a run; for the arguments see `train.commands.plan.HELP`. UserError for whatever is wrong with them, or with the
+    configuration."""
     given, config, described = config, with_alignment(config), gpu is not None or gpu_gib is not None
     shape, kind = shape_of(config.model), kind_of(config, described)
     config = placed(config, devices, kind)
@@ -113,13 +104,14 @@ def make_plan(
     notes += [note for note in (larger, memory.uncounted) if note]
     speed = PEAK_FLOPS[gpu] if gpu else peak_flops(torch.device(kind)) if here and cuda else None
     run = pace(config, model, world, speed and speed * mfu)
-    alone, together = fitting(config, model, memory.total, limit or math.inf, cuda)
+    knobs, most = list[Knob](), MANY[-1] if cuda else world
+    if limit is not None and memory.total > limit:
+        knobs = savings(config, model, memory.total, most, cuda, limit=limit)
     if devices is not None:  # which is stronger than fabric.devices
-        for knobs in (alone, together):
-            knobs[:] = [replace(one, keys=one.keys.replace("--fabric.devices", "--devices")) for one in knobs]
+        knobs = [replace(one, keys=one.keys.replace("--fabric.devices", "--devices")) for one in knobs]
     strategy = {"auto": "ddp" if world > 1 else "one process"}.get(config.fabric.strategy, config.fabric.strategy)
     refused = refused or [run["problem"]] * bool(run["problem"])
-    return Plan(count_parameters(model), memory, world, strategy, words, limit, run, alone, together, refused, notes)
+    return Plan(count_parameters(model), memory, world, strategy, words, limit, run, knobs, refused, notes)
 
 
 def count_parameters(model: SpeechModel) -> dict[str, tuple[int, int]]:
@@ -131,9 +123,6 @@ def count_parameters(model: SpeechModel) -> dict[str, tuple[int, int]]:
         every[part] += p.numel()
         own[part] += p.numel() * p.requires_grad
     return {part: (n, own[part]) for part, n in every.items()}
-
-
-# --- devices ----------------------------------------------------------------------------------------------------------
 
 
 def kind_of(config: FitConfig, described: bool = False) -> str:
@@ -186,9 +175,6 @@ def _refused(given: FitConfig, config: FitConfig, here: bool) -> tuple[list[str]
         except UserError as error:
             lines.append(str(error))
     return refused, notes
-
-
-# --- knobs ------------------------------------------------------------------------------------------------------------
 
 
 def changed(config: Any, values: dict[str, Any]) -> Any:
@@ -252,22 +238,6 @@ def savings_here(config: FitConfig, in_step: bool, limit: float) -> list[Knob]:
     return list(found.values())
 
 
-def fitting(config: FitConfig, model: SpeechModel, start: float, limit: float, cuda: bool) -> tuple[list[Knob], list[Knob]]:
-    """Each knob alone, and, where none alone is enough, those that save most on one device after another until the run fits;
-    none where it fits."""
-    if start <= limit:
-        return [], []
-    most, together = MANY[-1] if cuda else config.fabric.processes or 1, list[Knob]()
-    alone = found = savings(config, model, start, most, cuda, limit=limit)
-    while found and not any(one.total <= limit for one in (*alone, *together)):
-        together.append(max(found, key=lambda one: (one.config.fabric.processes == config.fabric.processes, one.saved)))
-        found = savings(together[-1].config, model, together[-1].total, most, cuda, limit=limit)
-    return alone, together if together and together[-1].total <= limit else []
-
-
-# --- pace -------------------------------------------------------------------------------------------------------------
-
-
 def pace(config: FitConfig, model: SpeechModel, world: int, speed: float | None) -> dict[str, Any]:
     """The pace of two micro-batches of the data at `speed` FLOP/s of a device; of full rows where `problem` says why."""
     micro, examples, problem = config.data.micro_batches, None, ""
@@ -295,9 +265,6 @@ def pace(config: FitConfig, model: SpeechModel, world: int, speed: float | None)
     return {**found, "seconds": seconds, "steps": steps, "hours": hours, "source": source, "problem": problem}
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
-
-
 def show(plan: Plan, name: str) -> None:
     """Prints a plan; `name` is the run's, for the first title."""
     run, memory = plan.pace, plan.memory
@@ -305,7 +272,7 @@ def show(plan: Plan, name: str) -> None:
     rows = [(part, *(f"{n:,}" for n in both)) for part, both in counts.items()]
     print_table(f"{name}: parameters", ("", "all", "trainable"), rows)
     title = f"memory of the fullest batch on each of {plan.devices} device(s), {plan.strategy}; fullest at: {memory.phase}"
-    parts = {**{part: size for part, size in memory.parts.items() if size}, "peak": memory.total}
+    parts = {**{part: size for part, size in memory.phases[memory.phase].items() if size}, "peak": memory.total}
     print_table(title, ("", "GiB"), [(part, f"{size / GIB:.3f}") for part, size in parts.items()])
     phases = {**memory.totals, "a checkpoint's copy on the host": memory.snapshot, "a checkpoint on disk": memory.disk}
     print_table("memory by phase", ("", "GiB"), [(phase, f"{size / GIB:.3f}") for phase, size in phases.items()])
@@ -325,8 +292,7 @@ def show(plan: Plan, name: str) -> None:
     print("".join(f"note: {note}\n" for note in plan.notes), end="")
     print(f"device: {plan.device}" + {None: "", True: ": it fits", False: ": IT DOES NOT FIT"}[plan.fits])
     enough = [one for one in plan.knobs if plan.limit is not None and one.total <= plan.limit]
-    first = "what makes it fit" if enough else "what saves memory; none is enough alone"
-    for title, knobs in ((first, enough or plan.knobs), ("one after another", plan.together)):
-        rows = [(one.keys, f"{one.total / GIB:.2f}", f"{one.saved / GIB:.2f}", one.price) for one in knobs]
-        if rows:
-            print_table(title, ("", "GiB", "saves", "price"), rows)
+    title = "what makes it fit" if enough else "what saves memory; none is enough alone: set one, and plan again"
+    rows = [(one.keys, f"{one.total / GIB:.2f}", f"{one.saved / GIB:.2f}", one.price) for one in enough or plan.knobs]
+    if rows:
+        print_table(title, ("", "GiB", "saves", "price"), rows)

@@ -1,9 +1,11 @@
-"""ASR for scoring: transcripts of recordings by Whisper or pocketsphinx, and their word error rate.
+"""Recognises what recordings say: transcripts by Whisper or pocketsphinx, and the nearest of some reference recordings.
 
-Weights are read from OpenAI's `.pt` file or a Hugging Face folder; both run in `openai-whisper`, greedily and without its
-fallbacks, so that a recording always has the same transcript. Texts are compared after Whisper's own normaliser
+Whisper's weights are read from OpenAI's `.pt` file or a Hugging Face folder; both run in `openai-whisper`, greedily and without
+its fallbacks, so that a recording always has the same transcript. Texts are compared after Whisper's own normaliser
 (`whisper.normalizers`, Radford et al. 2022, appendix C): the English one for `en`, which also writes numbers and spellings one
 way, the basic one for others, letter by letter where a script has no spaces.
+
+`nearest` compares sound with sound, without ASR: dynamic time warping (Sakoe and Chiba 1978) over log-mel frames.
 
 Dimensions: S samples.
 """
@@ -17,7 +19,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from omni.audio.mel import log_mel
 from omni.audio.resample import resample
 from omni.checkpoint.tensors import read_json, read_torch, read_weights, state_of
 from omni.convert.contract import match
@@ -170,6 +174,9 @@ class Sphinx:
     Args:
         words: the words of the grammar, each any number of times.
         longest: largest number of words in a sequence.
+
+    Raises:
+        UserError: a word that its dictionary lacks.
     """
 
     def __init__(self, words: Sequence[str], longest: int = 4) -> None:
@@ -177,14 +184,18 @@ class Sphinx:
             from pocketsphinx import Decoder
         except ImportError as error:
             raise UserError('pocketsphinx is not installed; run: pip install "omni-speech[demo]"') from error
+        self.name = f"pocketsphinx, up to {longest} of {len(set(words))} words"
         grammar = "(" + " | ".join(sorted(set(words))) + ")"
         rule = grammar + f" [{grammar}]" * (longest - 1)
         grammar = f"#JSGF V1.0;\ngrammar answers;\npublic <answer> = {rule};\n"
         self._decoder = Decoder(lm=None, loglevel="FATAL", samprate=16000)
-        self._decoder.add_jsgf_string("answers", grammar)
-        self._decoder.activate_search("answers")
+        try:
+            self._decoder.add_jsgf_string("answers", grammar)
+            self._decoder.activate_search("answers")
+        except RuntimeError as error:
+            raise UserError(f"pocketsphinx refuses --asr_words ({error}): give English words of its dictionary") from error
 
-    def transcribe(self, audio: Tensor, sample_rate: int) -> str:
+    def transcribe(self, audio: Tensor, sample_rate: int, language: str = "en") -> str:
         """Recognise the words of a recording [S]; empty where the grammar fits nothing."""
         if sample_rate != 16000:
             audio = resample(audio, sample_rate, 16000)
@@ -225,26 +236,11 @@ class WhisperASR:
         return self._inner.transcribe(resample(audio, sample_rate, RATE), language)
 
 
-class SphinxASR:
-    """ASR by pocketsphinx with a grammar of the given words (`Sphinx`); UserError for a word that its dictionary lacks."""
-
-    def __init__(self, words: Sequence[str], longest: int) -> None:
-        try:
-            self._inner = Sphinx(words, longest)
-        except RuntimeError as error:
-            raise UserError(f"pocketsphinx refuses --asr_words ({error}): give English words of its dictionary") from error
-        self.name = f"pocketsphinx, up to {longest} of {len(set(words))} words"
-
-    def transcribe(self, audio: Tensor, sample_rate: int, language: str) -> str:
-        """See `ASR`."""
-        return self._inner.transcribe(audio, sample_rate)
-
-
 def open_asr(name: str | None, words: Sequence[str], longest: int, device: str) -> ASR | None:
     """Open the ASR `name`: `sphinx`, with its `words` and `longest`, or a Whisper's file or folder; None without a name."""
     if name is None:
         return None
-    return SphinxASR(words, longest) if name == "sphinx" else WhisperASR(Path(name), device)
+    return Sphinx(words, longest) if name == "sphinx" else WhisperASR(Path(name), device)
 
 
 def transcript(asr: ASR, audio: Tensor | None, sample_rate: int, language: str) -> str:
@@ -253,3 +249,39 @@ def transcript(asr: ASR, audio: Tensor | None, sample_rate: int, language: str) 
         return ""
     with torch.no_grad():
         return asr.transcribe(audio.float().cpu(), sample_rate, language)
+
+
+def describe(audio: Tensor, sample_rate: int) -> Tensor:
+    """Compute log-mel frames [T, n_mels] of a recording [S], one every 20 ms, less their mean over time (channel and level)."""
+    if sample_rate != 16000:
+        audio = resample(audio, sample_rate, 16000)
+    if audio.numel() < 800:
+        audio = torch.nn.functional.pad(audio, (0, 800 - audio.numel()))
+    mel = log_mel(audio)[:, ::2].T
+    return mel - mel.mean(0)
+
+
+def dtw(query: Tensor, references: Sequence[Tensor]) -> Tensor:
+    """Distance of query [T, C] to each reference [U, C] along the best alignment, divided by T + U; [len(references)].
+
+    Steps (1, 0), (0, 1) and (1, 1), the diagonal counted twice (Sakoe and Chiba's symmetric form), so that every path has the
+    length T + U. Each diagonal is computed for all references at once.
+    """
+    lengths = torch.tensor([len(r) for r in references])
+    padded = pad_sequence(list(references), batch_first=True)
+    cost = torch.cdist(query[None], padded)  # [R, T, U]
+    n, t, u = cost.shape
+    total = torch.full((n, t + 1, u + 1), torch.inf)
+    total[:, 0, 0] = 0
+    for diagonal in range(t + u - 1):
+        i = torch.arange(max(0, diagonal - u + 1), min(t, diagonal + 1))
+        j = diagonal - i
+        here = cost[:, i, j]
+        best = torch.minimum(total[:, i, j + 1], total[:, i + 1, j]) + here
+        total[:, i + 1, j + 1] = torch.minimum(best, total[:, i, j] + 2 * here)
+    return total[torch.arange(n), t, lengths] / (t + lengths)
+
+
+def nearest(query: Tensor, references: Sequence[Tensor]) -> int:
+    """Index of the reference at the least `dtw` distance to the query; both are frames of `describe`."""
+    return int(dtw(query, references).argmin())

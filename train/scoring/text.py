@@ -19,26 +19,20 @@ NO_SPACES = ("zh", "yue", "wuu", "ja", "th", "lo", "my", "km", "bo", "dz")
 """Languages (BCP 47) written without spaces between words: their errors are counted by characters."""
 
 
-def _whisper_basic() -> Normaliser:
-    from whisper.normalizers import BasicTextNormalizer
+def _whisper(name: str) -> Normaliser:
+    from whisper import normalizers
 
-    return BasicTextNormalizer()
-
-
-def _whisper_english() -> Normaliser:
-    from whisper.normalizers import EnglishTextNormalizer
-
-    return EnglishTextNormalizer()
+    return getattr(normalizers, name)()  # type: ignore[no-any-return]
 
 
 _NORMALISERS: dict[str, tuple[Callable[[], Normaliser], str]] = {
     "basic": (lambda: normalise, "NFKC, case folded, punctuation dropped but for apostrophes within words, single spaces"),
     "whisper-basic": (
-        _whisper_basic,
+        lambda: _whisper("BasicTextNormalizer"),
         "openai-whisper's BasicTextNormalizer: lower case, no symbols, nothing in brackets, spaces for vowel signs",
     ),
     "whisper-english": (
-        _whisper_english,
+        lambda: _whisper("EnglishTextNormalizer"),
         "openai-whisper's EnglishTextNormalizer: also contractions, numbers and British spelling made alike",
     ),
 }
@@ -63,12 +57,8 @@ def by_characters(language: str) -> bool:
 
 
 def text_errors(reference: str, said: str, language: str) -> tuple[str, int, int]:
-    """Count the errors of `said` against `reference`, both normalised.
-
-    Returns:
-        `wer` or `cer`, as the language is counted; the errors (substitutions, deletions, insertions; jiwer); words or
-        characters (without spaces) of the reference.
-    """
+    """Count the errors of `said` against `reference`, both normalised: `wer` or `cer`, as the language is counted; the
+    errors (substitutions, deletions, insertions; jiwer); words or characters (without spaces) of the reference."""
     if by_characters(language):
         spread = (" ".join("".join(text.split())) for text in (reference, said))
         return "cer", *word_errors(*spread)

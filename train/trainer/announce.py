@@ -18,8 +18,8 @@ from train.console.progress import Screen, counted, duration, percent
 from train.data.batching.unused import Trained
 from train.distributed.sharding import ParallelDims
 from train.objective.objective import Objective
+from train.trainer.initial_model import ADAPTER
 from train.trainer.logs import METRICS
-from train.trainer.lora import ADAPTER
 from train.trainer.parts import Parts
 from train.trainer.profiler import FOLDER, NONE, named_steps
 
@@ -34,10 +34,8 @@ def speaker(config: FitConfig, first: bool) -> Say:
 def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> list[str]:
     """Lines with the model, folder, budget and devices of a run, and what is profiled, known before anything is loaded."""
     budget, cuda = config.budget, fabric.device.type == "cuda"
-    limits = [
-        *([f"{budget.steps} step{'s' * (budget.steps != 1)}"] if budget.steps is not None else []),
-        *([f"{budget.minutes:g} minute{'s' * (budget.minutes != 1)}"] if budget.minutes is not None else []),
-    ]
+    limits = [counted(budget.steps, "step")] if budget.steps is not None else []
+    limits += [f"{budget.minutes:g} minute{'s' * (budget.minutes != 1)}"] if budget.minutes is not None else []
     length = f"for {' or '.join(limits)}"
     if budget.until is not None:
         length = f"until {config.checkpoint.metric} {budget.until:g}, {length} at most"
@@ -102,14 +100,8 @@ def end_lines(
     adapted: bool,
     trained: Mapping[str, Trained] | None = None,
 ) -> list[str]:
-    """Lines that say how a start of a run ended, and where its files are.
-
-    Args:
-        stopped: number of the signal that stopped it, or 0.
-        saved, exported: the last checkpoint, and the finished model.
-        adapted: low-rank adapters were trained.
-        trained: what was trained of each source.
-    """
+    """Lines that say how a start of a run ended, by which signal (`stopped`, or 0), where its files are, and what was
+    trained of each source."""
     if stopped:
         name = signal.Signals(stopped).name
         return [f"stopped by {name} after step {position.step}; the state is in {saved}: run the same command to go on"]

@@ -4,7 +4,7 @@
                 backward waits for them, or, with several micro-batches, a pass without gradients before it
     features    one pass; the hook acts in its backward
     parameters  one pass per task, then one for what belongs to none of them
-    two levels  the passes of `train.balance.bilevel`, on the step's batch and on a held-out one, then one pass
+    two levels  the passes of `train.balance.balancer`, on the step's batch and on a held-out one, then one pass
 
 Losses are divided by counts of the whole step; Fabric averages gradients over processes, hence the factor `world`.
 
@@ -25,15 +25,13 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.utils.patterns import match_names
-from train.balance.balancer import Balancer, build
-from train.balance.chooser import BalanceReport
-from train.balance.feature_hook import FeatureHook
-from train.balance.section import BalanceSection, spelt
+from train.balance.balancer import Balancer, BalanceReport, FeatureHook, build
+from train.balance.config import BalanceConfig, spelt
 from train.distributed.fabric import accumulating, reshard
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
 from train.objective.task_losses import GraphLosses, TaskLosses, cells_by_stream, cells_by_task, mean_factors
-from train.trainer.feed import Batch, CountedStep
+from train.trainer.feed import Batch, StepBatches
 from train.trainer.logs import BALANCE
 from train.trainer.metrics import BalanceTally
 
@@ -76,14 +74,11 @@ class Balancing:
         targets: number of targets of a batch by stream, and of heads on the encoder, [K + HEADS].
         micro_batches: of this process in a step.
         aligned: heads on the encoder are trained.
-
-    Raises:
-        UserError: the model or the number of processes does not fit the method.
     """
 
     def __init__(
         self,
-        section: BalanceSection,
+        section: BalanceConfig,
         given: Balanced,
         fabric: Fabric,
         module: Any,
@@ -103,7 +98,7 @@ class Balancing:
         shape = len(tasks), len(streams)
         self.cell = cells_by_stream(*shape) if by_stream else cells_by_task(self.names, tasks, len(streams))
         names = [name for name, _ in learning]
-        chosen = section.separate != BalanceSection.separate
+        chosen = section.separate != BalanceConfig.separate
         apart = match_names(section.separate, names, "balance.separate", strict=chosen)
         self.shared = [p for name, p in learning if name not in apart]
         self.own = [p for name, p in learning if name in apart]
@@ -139,15 +134,11 @@ class Balancing:
 
     # --- a step -----------------------------------------------------------------------------------------------------------
 
-    def take(self, step: CountedStep, denominators: Tensor, progress: float, lr: float, add: Callable[[Losses], None]) -> None:
-        """Runs all forward and backward passes of a step; gradients are in `grad` afterwards.
-
-        Args:
-            denominators: targets of the whole step, [K + HEADS] on the device.
-            progress: share of the budget that is used.
-            lr: of the optimizer.
-            add: receives the losses of each pass; every target is in one of them, and `total` is the plain objective.
-        """
+    def take(self, step: StepBatches, denominators: Tensor, progress: float, lr: float, add: Callable[[Losses], None]) -> None:
+        """Runs all forward and backward passes of a step, whose targets are `denominators` [K + HEADS]; gradients are in
+        `grad` afterwards. `add` receives the losses of each pass; every target is in one of them, and `total` is the plain
+        objective."""
+        assert step.cells is not None
         now = _StepState(denominators, step.cells, progress, lr, add)
         level, bilevel = self.section.at, self.section.kind.bilevel
         large = level == "parameters" and not bilevel  # a state that holds gradients is not copied
@@ -171,14 +162,8 @@ class Balancing:
             )
 
     def settle(self, left_out: Tensor, progress: float) -> None:
-        """Updates the method after the optimizer's step, or restores its state of before where that step was left out.
-
-        At level parameters the state is kept in any case: the gradients were numbers, or the method left their tasks out.
-
-        Args:
-            left_out: 1 where the optimizer's step was left out, else 0.
-            progress: as in `take`.
-        """
+        """Updates the method after the optimizer's step, or restores its state of before where that step was left out (1,
+        else 0). At level parameters the state is kept: the gradients were numbers, or the method left their tasks out."""
         balancer, after, self.after = self.balancer, self.after, []
         if self.before is not None and bool(left_out):
             absences = balancer.absences.clone()
@@ -359,7 +344,7 @@ class Balancing:
         return {**self.balancer.state_dict(), "taken": torch.tensor(self.steps), "names": self._checksum()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if "names" in state and int(state["names"]) != int(self._checksum()):  # older checkpoints lack it
+        if int(state["names"]) != int(self._checksum()):
             raise UserError(
                 f"the stored balance is of other tasks than this run's {', '.join(self.names)}, or in another order; go on "
                 "with the same, or say --resume restart"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 from lightning_fabric import Fabric
-from torch import Tensor, nn
+from torch import Tensor
 
 from omni.checkpoint.folder import save_folder
 from omni.convert.lazy import LazyTensors, cast, lazies_of
@@ -23,48 +23,46 @@ from omni.lora.weights import merged_lazies, merged_state
 from omni.tasks import TASKS
 from omni.utils.hardware import peak_flops
 from omni.utils.remote import refuse_remote
-from train.balance.section import BalanceSection, balanced_tasks
+from train.balance.config import balanced_tasks
 from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
-from train.checkpoint.rng import seed_random
+from train.checkpoint.state import seed_random
 from train.config.run import FitConfig, plain_config
 from train.console.progress import TrainProgress
 from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader, process_shards
-from train.data.batching.packer import Pipeline
 from train.data.build import build_alignment, build_pipeline, estimate_speech_time, held_out_by_source, prepare_sources
-from train.distributed.deterministic import deterministic
-from train.distributed.fabric import build_fabric, compile_blocks, count_processes, leave, restarted, setup
+from train.distributed.fabric import (
+    build_fabric,
+    compile_blocks,
+    count_processes,
+    deterministic,
+    leave,
+    quantized_type,
+    restarted,
+    setup,
+)
 from train.distributed.launching import check_shared, launch
-from train.distributed.precision import quantized_type
 from train.distributed.process_group import ProcessGroup, lost_named
 from train.distributed.sharding import ParallelDims
-from train.objective.flops import StepFlops
 from train.objective.objective import Objective, cells, targets
-from train.optim.ema import Average
-from train.optim.optimizer import build_optimizer, set_trainable
+from train.optim.optimizer import Average, build_optimizer, set_trainable
 from train.optim.schedule import used
 from train.trainer import announce, plots
-from train.trainer import lora as adapters
 from train.trainer.balanced_step import Balanced, Balancing
-from train.trainer.callbacks import CALLBACKS, Callback, Callbacks, build_callbacks
-from train.trainer.feed import CountingFeed, Feed
+from train.trainer.feed import Feed
 from train.trainer.guard import StepGuard
-from train.trainer.held_out_batches import outer_batches
-from train.trainer.held_out_loss import build_held_out, check_metric
-from train.trainer.highest_loss import HighestLosses
-from train.trainer.initial_model import Initial, build_initial
-from train.trainer.logs import DataCounts, Logs
+from train.trainer.initial_model import Initial, apply_lora, build_initial, save_lora, teacher_checksum, teacher_of
+from train.trainer.logs import COUNT, DataCounts, HighestLosses, Logs
 from train.trainer.loop import Loop
-from train.trainer.metrics import StepMetrics
-from train.trainer.parts import Outcome, Parts
+from train.trainer.metrics import StepFlops, StepMetrics
+from train.trainer.parts import CALLBACKS, Callback, Callbacks, Outcome, Parts, build_callbacks
 from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
 from train.trainer.profiler import NONE, StepProfiler, step_range
 from train.trainer.signals import Stop
 from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
-from train.trainer.teacher import teacher_checksum, teacher_of
 from train.trainer.usage import Usage, is_out_of_memory, is_worker_lost, out_of_memory, worker_lost
-from train.trainer.validation import build_validator
+from train.trainer.validation import build_held_out, build_validator, check_metric, outer_batches
 
 MODEL = "model"
 LEFT_SECONDS = 120.0
@@ -72,18 +70,16 @@ LEFT_SECONDS = 120.0
 
 
 def fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | None = None) -> Outcome | None:
-    """Trains as configured, in all processes of the run; returns None in all but the first.
-
-    A folder that has an earlier start of the run is gone on with; see `resume`.
+    """Trains as configured, in all processes of the run, or goes on with the folder's run; returns None in all but the
+    first.
 
     Args:
-        callbacks: called as the run goes on, beside those that the configuration names, in the first process only; an
-            exception in one ends the run.
+        callbacks: called as the run goes on, beside those that the configuration names, in the first process only; an exception
+            in one ends the run.
         profile: steps of the run to trace, such as "10:15"; see `train.trainer.profiler`.
 
     Raises:
-        UserError: whatever is wrong with configuration, data or disk; in all processes alike.
-        OutOfMemory: memory ran out, in this process.
+        UserError: whatever is wrong with configuration, data or disk, in all processes alike; OutOfMemory in this one.
     """
     try:
         return run_fit(config, callbacks, profile)
@@ -93,14 +89,13 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | No
 
 def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | None = None) -> Outcome | None:
     """Trains as `fit`, but does not `leave` the other processes, which until then wait for one that has failed."""
-    if not isinstance(config, FitConfig):
-        raise UserError(f"fit was given {config!r:.80}; give it a FitConfig, such as recipe('nano') from train")
     if not config.run_folder:
         raise UserError("run_folder is missing: name a folder for the run")
     steps = NONE if profile is None else step_range(profile, config.budget)
     refuse_remote(config.run_folder, "run_folder", write=True)
     folder = Path(config.run_folder)
-    given, (config, larger) = config, shared(config)
+    given, processes = config, ParallelDims.of(config.fabric, count_processes(config.fabric, os.environ)).data
+    config, larger = config.shared_by(processes)  # as many micro-batches as they can share
     check_resume(config, given)
     notes = [*([] if larger is None else [larger]), *check_start(with_alignment(config))]
     check_devices(config.fabric)
@@ -135,11 +130,6 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
         if not is_out_of_memory(error):
             raise
         raise (loop.out_of_memory(error) if loop is not None else out_of_memory(error, fabric.device)) from error
-
-
-def shared(config: FitConfig) -> tuple[FitConfig, str | None]:
-    """The configuration with as many micro-batches as its processes can share; see `FitConfig.shared_by`."""
-    return config.shared_by(ParallelDims.of(config.fabric, count_processes(config.fabric, os.environ)).data)
 
 
 def prepare(
@@ -182,13 +172,7 @@ def build_loop(
     profile: range = NONE,
 ) -> Loop:
     """Builds optimizer, step, checkpoints and logs of a run over its parts, and resumes it where it has a checkpoint.
-
-    Args:
-        plain: the configuration as plain data, to be stored and compared.
-        folder: where everything of the run is written.
-        callbacks: see `fit`.
-        profile: steps to trace.
-    """
+    `plain` is the configuration as plain data, to be stored and compared."""
     group, objective = group or process_group(config, fabric), parts.objective
     shards = process_shards(parts.micro_batches, group.data_rank, group.data_world)
     also = set_trainable(objective.get_submodule("model"), config.trainable_patterns)
@@ -203,10 +187,15 @@ def build_loop(
     average = Average(learning, config.ema) if config.ema is not None else None
     balance = None
     if config.balance is not None:
-        balance = build_balance(config.balance, config, parts, fabric, group, module, trainable, len(shards))
+        if parts.balanced is None:
+            raise UserError("balance is given, but this run's objective does not give its losses by task; leave it out")
+        balance = Balancing(
+            config.balance, parts.balanced, fabric, module, trainable, parts.tasks, parts.streams, parts.targets, group,
+            len(shards), config.objective.by_heads,
+        )  # fmt: skip
     peak = (peak_flops(fabric.device) or 0.0) * group.world
     meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group, peak or None)
-    highest = HighestLosses(config.log.highest if parts.named else 0, folder, group)
+    highest = HighestLosses(COUNT if parts.named else 0, folder, group)
     built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip, highest)
     first = objective.align_first if isinstance(objective, Objective) else 0.0
     step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, first)
@@ -236,10 +225,8 @@ def build_loop(
     def open_feed(stop: Stop, clock: Callable[[], float]) -> Feed:
         batches = parts.steps(shards, position.step, position.packer_shards) if share < 1 else iter(())
         batches = calls.checked(checkpointer.checked(batches))
-        if balance is None:
-            return Feed(batches, parts.targets, parts.flops, clock, len(parts.streams), group, stop)
-        shape = len(parts.tasks), len(parts.streams)
-        return CountingFeed(batches, parts.targets, parts.flops, clock, shape, balance.given.cells, group, stop)
+        counted = (0, None) if balance is None else (len(parts.tasks), balance.given.cells)
+        return Feed(batches, parts.targets, parts.flops, clock, len(parts.streams), group, stop, *counted)
 
     data_counts = DataCounts(folder, group, progress.say, parts.broken_limit)
     return Loop(
@@ -249,37 +236,12 @@ def build_loop(
     )  # fmt: skip
 
 
-def build_balance(
-    section: BalanceSection,
-    config: FitConfig,
-    parts: Parts,
-    fabric: Fabric,
-    group: ProcessGroup,
-    module: Any,
-    trainable: Sequence[tuple[str, nn.Parameter]],
-    micro_batches: int,
-) -> Balancing:
-    """Builds the balance of a run's tasks from a section.
-
-    Args:
-        module: the objective as Fabric wraps it.
-        micro_batches: of this process in a step.
-    """
-    if parts.balanced is None:
-        raise UserError("balance is given, but this run's objective does not give its losses by task; leave it out")
-    aligned = config.objective.by_heads
-    return Balancing(
-        section, parts.balanced, fabric, module, trainable, parts.tasks, parts.streams, parts.targets, group, micro_batches,
-        aligned,
-    )  # fmt: skip
-
-
 def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path, group: ProcessGroup | None = None) -> Parts:
     """Builds the parts of a run: model, objective, data, validation and export."""
     model, lora, group = initial.model, config.lora, group or process_group(config, fabric)
     teacher = teacher_of(config, model, initial.padded)
     taught = teacher_checksum(model.encoder, group) if teacher is not None else None
-    base = adapters.apply(model, lora, quantized_type(config.fabric.precision), group) if lora is not None else None
+    base = apply_lora(model, lora, quantized_type(config.fabric.precision), group) if lora is not None else None
     model.set_checkpointing(config.fabric.checkpointing)
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec, config.objective.encoder_alone)
     questions, broken = config.validation.questions, dict[str, str]() if config.data.broken == "skip" else None
@@ -296,9 +258,14 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         broken,
     )
 
+    def steps(shards: range, start: int, states: Mapping[str, Any]) -> Iterator[list[Batch]]:
+        data, pin = config.data, fabric.device.type == "cuda"
+        loader = StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch, pin=pin)
+        return iter(loader)
+
     def export(weights: Mapping[str, Tensor]) -> Path:
         if lora is not None and base is not None:
-            adapter = adapters.save(folder, model, weights, base, config.model.start)
+            adapter = save_lora(folder, model, weights, base, config.model.start)
             if not lora.merged:
                 return adapter
         codec, extra = initial.codec_folder, dict(initial.extra)
@@ -337,7 +304,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     return Parts(
         objective=objective,
         micro_batches=config.data.micro_batches,
-        steps=lambda shards, start, states: _steps(pipeline, config, shards, start, states, fabric.device.type == "cuda"),
+        steps=steps,
         targets=targets,
         streams=model.layout.names,
         tasks=tuple(TASKS),
@@ -354,13 +321,6 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         sources=[(source.name, source.size) for source in pipeline.mixture.sources],
         draws=pipeline.mixture.total,
     )
-
-
-def _steps(
-    pipeline: Pipeline, config: FitConfig, shards: range, start: int, states: Mapping[str, Any], pin: bool
-) -> Iterator[list[Batch]]:
-    data = config.data
-    return iter(StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch, pin=pin))
 
 
 def with_alignment(config: FitConfig) -> FitConfig:

@@ -24,12 +24,12 @@ class StepBatches:
     """This process's micro-batches of one step, with the counts of the whole step.
 
     Attributes:
-        batches: this process's micro-batches.
-        denominators: targets of the whole step by stream, and of heads on the encoder, [K + HEADS] int64 (whole numbers: the
-            precisions that Fabric casts floating-point inputs to cannot count).
+        denominators: targets of the whole step by stream, and of heads on the encoder, [K + HEADS] int64 (the precisions that
+            Fabric casts floating-point inputs to cannot count).
         positions, flops: of the whole step.
         seconds: of the run, by the first process's clock.
         stop: number of a signal that any process has received, or 0.
+        cells: targets of the whole step by task and stream, [T, K], where tasks are balanced.
     """
 
     batches: Sequence[Batch]
@@ -38,16 +38,16 @@ class StepBatches:
     flops: float
     seconds: float
     stop: int
+    cells: Tensor | None = None
 
 
 class Feed:
     """Fetches steps. All processes call `next` together: it makes the loop's one exchange between them, on the CPU.
 
     Args:
-        batches: this process's micro-batches of each step.
-        targets: number of targets of a batch, [K + HEADS].
-        flops: FLOPs of a batch with its numbers of targets.
+        targets: number of targets of a batch, [K + HEADS], with which `flops` gives its FLOPs.
         clock: seconds that the run has taken.
+        tasks, cells: their number, and that of a batch's targets by task and stream, [T, K], where these are counted besides.
 
     Attributes:
         waited, held_up: seconds that this process waited for the last step's data, and then for the other processes.
@@ -63,24 +63,23 @@ class Feed:
         streams: int,
         group: ProcessGroup,
         stop: Stop,
+        tasks: int = 0,
+        cells: Callable[[Batch], Tensor] | None = None,
     ) -> None:
-        self.batches, self.targets, self.flops, self.clock = batches, targets, flops, clock
-        self.streams, self.group, self.stop = streams, group, stop
+        self.batches, self.targets, self.flops, self.clock, self.cells = batches, targets, flops, clock, cells
+        self.streams, self.group, self.stop, self.tasks = streams, group, stop, tasks
         self.waited = self.held_up = 0.0
         self.used_up = False
 
     def next(self) -> StepBatches:
-        """Fetches the next step.
-
-        Raises:
-            UserError: the data of any process are broken; on all of them, so that none waits for another.
-        """
+        """Fetches the next step. UserError, on all processes, where the data of any are broken."""
         start = time.perf_counter()
         self.group.phase = "waiting for data"
         batches: Sequence[Batch] = ()
         failure: UserError | None = None
         ended = False
         counts, positions, flops = torch.zeros(self.streams + HEADS, dtype=torch.float64), 0.0, 0.0
+        cells = torch.zeros(self.tasks * self.streams, dtype=torch.float64)
         try:
             batches = next(self.batches)
             for batch in batches:
@@ -88,6 +87,8 @@ class Feed:
                 counts += targets
                 positions += batch.positions
                 flops += self.flops(batch, targets) if self.flops is not None else 0.0
+                if self.cells is not None:
+                    cells += self.cells(batch).flatten()
         except UsedUp:
             ended = True
         except UserError as error:
@@ -96,6 +97,7 @@ class Feed:
         clock = self.clock() if self.group.first else 0.0
         flags = [float(self.stop.number == s) for s in SIGNALS]
         extras = torch.tensor([positions, flops, clock, float(failure is not None), float(ended), *flags], dtype=torch.float64)
+        counts = torch.cat([counts, cells])
         if not self.group.counts:
             counts, extras[:2] = torch.zeros_like(counts), 0
         self.group.phase = "exchange of counts"
@@ -107,43 +109,6 @@ class Feed:
             self.group.raise_if_any_failed(failure)
         self.used_up = ended_in > 0
         noted = next((int(s) for s, flag in zip(SIGNALS, flags, strict=True) if flag), 0)
-        return StepBatches(batches, everyone[: len(counts)].long(), positions, flops, clock, noted)
-
-
-@dataclass(frozen=True)
-class CountedStep(StepBatches):
-    """A step with its number of targets by task and stream: `cells` [T, K], over all processes."""
-
-    cells: Tensor
-
-
-class CountingFeed(Feed):
-    """Counts targets by task (T of the task table) and stream (K) in the loop's one exchange."""
-
-    def __init__(
-        self,
-        batches: Iterator[Sequence[Batch]],
-        targets: Callable[[Batch], Tensor],
-        flops: Callable[[Batch, Tensor], float] | None,
-        clock: Callable[[], float],
-        shape: tuple[int, int],
-        cells: Callable[[Batch], Tensor],
-        group: ProcessGroup,
-        stop: Stop,
-    ) -> None:
-        self.shape, plain = shape, shape[1] + HEADS
-
-        def both(batch: Batch) -> Tensor:
-            return torch.cat([targets(batch).float(), cells(batch).flatten().float()])
-
-        def work(batch: Batch, counts: Tensor) -> float:
-            return 0.0 if flops is None else flops(batch, counts[:plain])
-
-        super().__init__(batches, both, work, clock, shape[1] + shape[0] * shape[1], group, stop)
-
-    def next(self) -> CountedStep:
-        step, plain = super().next(), self.shape[1] + HEADS
-        given = {name: getattr(step, name) for name in StepBatches.__dataclass_fields__} | {
-            "denominators": step.denominators[:plain]
-        }
-        return CountedStep(**given, cells=step.denominators[plain:].double().view(self.shape))
+        whole, cells = everyone[: len(counts)].split([self.streams + HEADS, len(cells)])
+        by_task = cells.view(self.tasks, self.streams) if self.tasks else None
+        return StepBatches(batches, whole.long(), positions, flops, clock, noted, by_task)

@@ -1,25 +1,39 @@
-"""The model that a run starts from: a preset or a model folder, with what the configuration changes."""
+"""The model that a run starts from: a preset or a model folder, with what the configuration changes, LoRA adapters over a base
+that may be quantised, and the teacher of a distilled encoder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from omni.checkpoint.bounds import NotFinite, finite
 from omni.checkpoint.folder import check_full_precision, load_folder, read_config
 from omni.checkpoint.places import CODEC
 from omni.codec.base import AudioCodec
 from omni.codec.registry import CODECS, load_if_given
 from omni.config import ModelConfig, from_dict, preset, to_dict
+from omni.encoder.base import Encoder
 from omni.errors import UserError
+from omni.lora.attach import add_adapter, attach, linear_of, linears_of
+from omni.lora.peft import check_base, load_adapter, save_adapter
+from omni.lora.weights import AdapterWeights, base_checksum, base_weight, replace_whole, weights_of
+from omni.model.linears import crc_of
+from omni.model.quantize import quantize
 from omni.model.speech_model import SpeechModel
 from omni.stores.reading import local_path
 from omni.text import Tokenizer
-from train.checkpoint.config_diff import brief, differences
-from train.config.sections import ModelSection
+from omni.utils.patterns import match_names
+from train.checkpoint.retention import brief, differences
+from train.config.run import FitConfig
+from train.config.sections import LoRASection, ModelSection
+from train.distributed.process_group import ProcessGroup
+from train.objective.objective import Teacher, frozen
 
 CHUNKS = ("encoder.chunk_ms", "encoder.train_chunk_ms", "encoder.history_ms")
 HEADS = ("alignment_head.", "turn_head.")
@@ -54,20 +68,15 @@ class Initial:
 
 
 def build_initial(section: ModelSection, seed: int, weights: bool = True) -> Initial:
-    """Build or read the model. Random weights are drawn under `seed`, the same in every process.
-
-    Args:
-        weights: False leaves the parameters on the meta device, for a process that another one sends them to.
-
-    Raises:
-        UserError: an unknown preset or key, no fitting tokenizer, or a configuration that does not fit `init_from`.
-    """
+    """Build or read the model; UserError for an unknown preset or key, no fitting tokenizer, or a configuration that does
+    not fit `init_from`. Random weights are drawn under `seed`, the same in every process; without `weights` parameters stay
+    on the meta device, for a process that another one sends them to."""
     torch.manual_seed(seed)
     codec_folder = Path(section.codec_folder) if section.codec_folder else None
     if section.start is None:
         config = changed(preset(str(section.preset)), section)
         model = SpeechModel(config) if weights else SpeechModel.unfilled(config)
-        return Initial(model, choose_tokenizer(section, config), _codec(config, codec_folder), codec_folder)
+        return Initial(model, choose_tokenizer(section, config), load_if_given(config.codec, codec_folder), codec_folder)
     check_full_precision(section.start, "training")
     loaded = load_folder(section.start, codec_folder=codec_folder, weights=weights)
     config = continued(loaded.config, section)
@@ -82,11 +91,7 @@ def build_initial(section: ModelSection, seed: int, weights: bool = True) -> Ini
 
 
 def shape_of(section: ModelSection) -> ModelConfig:
-    """The configuration of the model that a run trains, without its weights (see `build_initial`).
-
-    Raises:
-        UserError: an unknown preset or key, or a configuration that does not fit the folder it starts from.
-    """
+    """The configuration of the model that a run trains, without its weights (see `build_initial`)."""
     if section.start is None:
         return changed(preset(str(section.preset)), section)
     check_full_precision(section.start, "training")
@@ -100,11 +105,7 @@ def stored_padded(section: ModelSection) -> bool:
 
 def continued(stored: ModelConfig, section: ModelSection) -> ModelConfig:
     """The configuration of a run that starts from a folder of `stored`: the folder's, or the preset's with the folder's
-    heads on the encoder, with what the section gives.
-
-    Raises:
-        UserError: an unknown preset or key, or a configuration that the folder's weights were not made for.
-    """
+    heads on the encoder, with what the section gives; UserError where the folder's weights were not made for it."""
     base = stored
     if section.preset is not None:
         base = replace(preset(section.preset), ctc=stored.ctc, ctc_sounds=stored.ctc_sounds)
@@ -178,6 +179,93 @@ def check_tokenizer(section: ModelSection, config: ModelConfig) -> None:
         )
 
 
-def _codec(config: ModelConfig, folder: Path | None) -> AudioCodec | None:
-    """Loads the codec; None where it has weights that are not given."""
-    return load_if_given(config.codec, folder)
+ADAPTER = "adapter"
+"""The folder of a run's adapter."""
+
+
+def apply_lora(
+    model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.float32, group: ProcessGroup | None = None
+) -> int:
+    """Attaches the adapters of a run to a model, in fp32; returns the checksum of the weights below
+    (`omni.lora.weights.base_checksum`), which are then quantised if asked. UserError for a pattern that matches no linear,
+    or an adapter of another model.
+
+    Args:
+        dtype: type in which weights of 4 bits are multiplied (`train.distributed.fabric.quantized_type`).
+        group: the processes that all call this; all but the first may have the weights on the meta device.
+    """
+    linears = linears_of(model)
+    given = load_adapter(section.init_from) if section.init_from is not None else None
+    targets = list(given.pairs) if given is not None else list(section.targets)
+    chosen = match_names(
+        targets, list(linears), f"lora.init_from {section.init_from}" if given else "lora.targets", what="linear"
+    )
+    base = (
+        _checked(model, section, given, chosen)
+        if group is None
+        else group.broadcast(group.together(lambda: _checked(model, section, given, chosen)))
+    )
+    if section.quantize is not None:
+        share = group.broadcast if group is not None and group.world > 1 else None
+        names = quantize(model, section.quantize, section.quantize_targets, dtype, share)
+        held = {name: linear_of(model, name) for name in names}
+        biases = [f"{name}.bias" for name, linear in held.items() if linear.bias is not None]
+        for name in match_names(section.trainable, biases, "lora.trainable", strict=False):  # bitsandbytes casts them in place
+            held[name.removesuffix(".bias")].compute_dtype = torch.float32  # type: ignore[assignment]
+    if given is not None:
+        attach(model, {name: pair.float() for name, pair in given.modules().items()})
+    else:
+        add_adapter(model, section)
+    return base
+
+
+def _checked(model: nn.Module, section: LoRASection, given: AdapterWeights | None, chosen: Iterable[str]) -> int:
+    """Checks the weights below a given adapter and takes what it has beside its pairs; returns their checksum, 0 on meta."""
+    if any(p.is_meta for p in model.parameters()):
+        return 0
+    base, linears = base_checksum(model, chosen), linears_of(model)
+    if given is not None:
+        check_base(given, lambda name: base_weight(linears[name]), f"lora.init_from {section.init_from}")
+        replace_whole(model, given, f"lora.init_from {section.init_from}")
+    return base
+
+
+def save_lora(folder: Path, model: nn.Module, state: Mapping[str, Tensor], base: int, place: str | None) -> Path:
+    """Write the adapter of a run as a PEFT folder: its pairs and what was trained beside them, of a `state` with all values,
+    with the checksum of the weights below, and the `place` of the base model. NotFinite where a value is not."""
+    whole = [name for name, p in model.named_parameters() if p.requires_grad and ".lora." not in name]
+    weights = weights_of(model, state, whole, base)
+    pairs = {f"{name}.{which}": t for name, (a, b, _) in weights.pairs.items() for which, t in (("A", a), ("B", b))}
+    for name, tensor in (pairs | dict(weights.whole)).items():
+        if not finite(tensor):
+            raise NotFinite(name)
+    save_adapter(folder / ADAPTER, weights, base=place)
+    return folder / ADAPTER
+
+
+def teacher_of(config: FitConfig, model: SpeechModel, padded: bool) -> Teacher | None:
+    """The teacher, which is a copy of the encoder where its own weights are trained; None where nothing is distilled.
+
+    Args:
+        model: with the weights that the run starts from, and without adapters.
+        padded: see `Initial.padded`.
+    """
+    if config.objective.distill_weight == 0:
+        return None
+    names = [name for name, _ in model.named_parameters()]
+    trained = match_names(config.trainable_patterns, names, "trainable", strict=False)
+    own = any(name.startswith("encoder.") for name in trained)
+    return Teacher(frozen(model.encoder) if own else None, padded)
+
+
+def teacher_checksum(encoder: Encoder, group: ProcessGroup) -> int:
+    """CRC-32 of an encoder's weights, of which all processes but the first may lack the values."""
+
+    def found() -> int:
+        value = 0
+        for name, tensor in encoder.state_dict().items():
+            value = crc_of(tensor, zlib.crc32(name.encode(), value))
+        return value
+
+    value: int = group.broadcast(group.run_on_first(found) or 0)
+    return value

@@ -1,23 +1,35 @@
-"""Writes figures: to CSV and TensorBoard always, to Weights & Biases on request. Only the first process writes."""
+"""Writes figures: to CSV and TensorBoard always, to Weights & Biases on request, and the examples with the highest loss, by
+which broken rows are found: a wrong transcript, the codes of another sound. Only the first process writes."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 import io
+import json
+import math
 import os
 import re
-import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import nlargest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from omni.errors import UserError
-from omni.files import write_whole
+from omni.files import replacing, write_whole
+from train.data.batching.batch import Batch
 from train.data.batching.unused import Counts, Trained
+from train.distributed.process_group import ProcessGroup
+from train.objective.objective import Losses
+from train.objective.task_losses import ExampleLosses
 
 if TYPE_CHECKING:
     from train.distributed.process_group import ProcessGroup
+
 
 METRICS, VALIDATION, BALANCE, UNUSED = "metrics.csv", "validation.csv", "balance.csv", "unused.csv"
 KINDS = ("weight", "norm", "cosine", "absent", "zero")
@@ -27,9 +39,8 @@ KINDS = ("weight", "norm", "cosine", "absent", "zero")
 class CsvTable:
     """A CSV file that grows by whole rows and survives being killed at any byte.
 
-    Args:
-        upto: rows of a later step, which a resumed run will write again, are dropped, and with them a last row cut short.
-        kinds: columns are sorted in this order by what is before their first /, whenever they were added; others come first.
+    Rows later than `upto`, which a resumed run will write again, are dropped, and with them a last row cut short. Columns of
+    `kinds` are sorted in this order by what is before their first /; others come first.
     """
 
     def __init__(self, path: Path, upto: int, kinds: Sequence[str] = ()) -> None:
@@ -82,16 +93,6 @@ def read_table(path: Path) -> list[dict[str, float]]:
     return rows
 
 
-def _wait_for_a_later_name(board: Path) -> None:
-    """Wait until a new event file sorts behind all that are there, one second at most.
-
-    TensorBoard reads files in the order of their names, `events.out.tfevents.<whole second>.<host>.<process>.<counter>`,
-    compared as text: of two starts within one second counter 10 would be read before counter 9, and purge the wrong steps.
-    """
-    while any(board.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-        time.sleep(0.05)
-
-
 class Logs:
     """Writes a run's figures to all of its logs."""
 
@@ -102,7 +103,6 @@ class Logs:
         folder.mkdir(parents=True, exist_ok=True)
         self.tables = {name: CsvTable(folder / name, upto) for name in (METRICS, VALIDATION)}
         self.tables[BALANCE] = CsvTable(folder / BALANCE, upto, KINDS)
-        _wait_for_a_later_name(folder / "tensorboard")
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=upto + 1 if upto else 0)
         self.wandb = _wandb_run(wandb_project, folder, config) if wandb_project else None
 
@@ -144,12 +144,8 @@ class Logs:
 
 class DataCounts:
     """Counts what is trained of each source, and the rows that are left out because they are too long or broken, over all
-    processes.
-
-    Args:
-        say: prints each source, task and reason when it first happens.
-        limit: share of a source's draws for a task that may be broken.
-    """
+    processes; says each source, task and reason when it first happens. `limit`: share of a source's draws that may be
+    broken."""
 
     def __init__(self, folder: Path, group: ProcessGroup, say: Callable[[str], None], limit: float) -> None:
         self.folder, self.group, self.say, self.limit = folder, group, say, limit
@@ -195,12 +191,8 @@ class DataCounts:
 
 def _wandb_run(project: str, folder: Path, config: Any) -> Any:
     """A run at Weights & Biases, or under the folder's `wandb/` with `WANDB_MODE=offline`; UserError where it cannot begin."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(
-            f"log.wandb is {project!r}, but wandb is not installed; `pip install wandb`, or leave it out"
-        ) from error
+    import wandb
+
     try:
         return wandb.init(project=project, name=folder.name, id=run_id(folder), resume="allow", dir=str(folder), config=config)
     except Exception as error:  # of its own kinds: no key, no network, no such project
@@ -213,3 +205,72 @@ def _wandb_run(project: str, folder: Path, config: Any) -> Any:
 def run_id(folder: Path) -> str:
     """The id that Weights & Biases resumes a run by: its folder's name and a hash of its path, as names are used again."""
     return f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
+
+
+HIGHEST = "highest_loss.jsonl"
+COUNT = 20
+"""Examples that the file names."""
+WINDOW = 1000
+"""Steps after which an example is forgotten: at the start of a run the loss of every row is high."""
+
+
+class NamedLoss(NamedTuple):
+    """Mean loss per target of an example (nats), its row and tasks, its number of targets, and the step that it was in."""
+
+    loss: float
+    row: str
+    task: str
+    targets: int
+    step: int
+
+    def line(self) -> str:
+        """As JSON; a loss that is not finite is null."""
+        return json.dumps(self._asdict() | {"loss": round(self.loss, 4) if math.isfinite(self.loss) else None})
+
+
+class HighestLosses:
+    """The `count` examples with the highest mean loss per target of the last `WINDOW` steps, over all processes; `step` is
+    the one that is taken.
+
+    A row that several steps had is one of them once for each task, as it was last. Losses stay on the device until `write`.
+    """
+
+    def __init__(self, count: int, folder: Path, group: ProcessGroup) -> None:
+        self.count, self.file, self.group = count, folder / HIGHEST, group
+        self.options = (ExampleLosses(),) if count else ()  # last arguments of the objective
+        self.step = 0
+        self.found: dict[tuple[str, str], NamedLoss] = {}
+        self._waiting: deque[tuple[int, Tensor, Sequence[tuple[str, str]]]] = deque()
+
+    def add(self, losses: Losses, batch: Batch) -> None:
+        """Adds the examples of a micro-batch; none where the objective gave no losses by example."""
+        if losses.by_example is not None:
+            self._waiting.append((self.step, losses.by_example, batch.names.each))
+            while self._waiting[0][0] <= self.step - WINDOW:
+                self._waiting.popleft()
+
+    def write(self) -> None:
+        """Writes the file, in the first process. Waits for the device; all processes must call it."""
+        if not self.count:
+            return
+        own = self._highest()
+        self._waiting.clear()
+        new = [one for of in self.group.gather(own) for one in of]
+        for one in sorted(new, key=lambda one: one.step):
+            self.found[one.row, one.task] = one
+        self.found = {key: one for key, one in self.found.items() if one.step > self.step - WINDOW}
+        if new and self.group.first:
+            with replacing(self.file) as part:  # without waiting for the disk: the next row of the log writes it again
+                part.write_text("".join(f"{one.line()}\n" for one in nlargest(self.count, self.found.values())))
+
+    def _highest(self) -> list[NamedLoss]:
+        """The highest of this process since the last `write`."""
+        if not self._waiting:
+            return []
+        sums, counts = torch.cat([values for _, values, _ in self._waiting], dim=1)
+        means = (sums / counts.clamp_min(1)).nan_to_num(math.inf)
+        top = means.topk(min(self.count, len(means)))
+        found = torch.stack([x.double() for x in (top.values, counts[top.indices], top.indices)]).tolist()
+        names = [(*name, step) for step, _, names in self._waiting for name in names]
+        each = [(loss, round(targets), names[round(at)]) for loss, targets, at in zip(*found, strict=True) if targets]
+        return [NamedLoss(loss, row, task, targets, step) for loss, targets, (row, task, step) in each]

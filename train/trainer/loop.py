@@ -23,23 +23,19 @@ from train.console.progress import TrainProgress, counted, figures_line
 from train.data.batching.packer import update_states
 from train.distributed.fabric import full_state, with_whole_state
 from train.distributed.process_group import ProcessGroup, is_lost
-from train.optim.ema import Average
-from train.optim.optimizer import Optimizers, set_learning_rate
+from train.optim.optimizer import Average, Optimizers, set_learning_rate
 from train.optim.schedule import due, learning_rate, used
 from train.trainer.announce import end_lines, expectation, lost_line
 from train.trainer.balanced_step import Balancing
-from train.trainer.callbacks import Callbacks
 from train.trainer.feed import Feed
-from train.trainer.held_out_loss import held_out_loss
-from train.trainer.highest_loss import HighestLosses
-from train.trainer.logs import DataCounts, Logs
+from train.trainer.logs import DataCounts, HighestLosses, Logs
 from train.trainer.metrics import StepMetrics
-from train.trainer.parts import Figures, Outcome, Parts
+from train.trainer.parts import Callbacks, Figures, Outcome, Parts
 from train.trainer.profiler import StepProfiler
 from train.trainer.signals import BrokenOff, Stop, break_off
 from train.trainer.step import Step
-from train.trainer.step_times import StepTimes
-from train.trainer.usage import OutOfMemory, Usage, out_of_memory
+from train.trainer.usage import OutOfMemory, StepTimes, Usage, out_of_memory
+from train.trainer.validation import held_out_loss
 
 GIVE_UP = 10
 """Consecutive steps that may be left out because their gradients are not finite."""

@@ -1,29 +1,32 @@
-"""Sums the figures of training steps over micro-batches, steps and processes until the next row of the log."""
+"""Sums the figures of training steps over micro-batches, steps and processes until the next row of the log, and counts FLOPs,
+the numerator of MFU (`omni.utils.hardware` has the denominator)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from omni.model.quantize import numels
+from omni.model.speech_model import SpeechModel
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
 
+if TYPE_CHECKING:
+    from train.data.batching.batch import Batch
+    from train.objective.config import ObjectiveConfig
+
 
 class StepMetrics:
-    """Sums of losses and counts, kept on the device so that no step waits for it.
-
-    Dimensions: T tasks, K streams.
-
-    Args:
-        peak: FLOP/s that all devices can do, for `mfu`; None where it is not known.
+    """Sums of losses and counts, kept on the device so that no step waits for it. Dimensions: T tasks, K streams.
 
     Attributes:
+        peak: FLOP/s that all devices can do, for `mfu`; None where it is not known.
         norm: of the last step's gradients.
-        skipped_in_a_row: number of steps left out one after another, up to the last.
-        skipped: number of steps left out since the start of this process.
+        skipped_in_a_row, skipped: steps left out one after another up to the last, and since the start of this process.
         measured: seconds of training of the last `figures`.
     """
 
@@ -59,11 +62,8 @@ class StepMetrics:
         self.values += torch.cat([fixed, losses.sums.flatten(), losses.counts.flatten(), last]).to(self.values)
 
     def step(self, positions: float, flops: float, skipped: Tensor, norm: Tensor) -> None:
-        """Counts an optimizer step, left out where `skipped` is 1 and not 0; positions and FLOPs are of all processes.
-
-        Args:
-            norm: of the step's gradients.
-        """
+        """Counts an optimizer step, left out where `skipped` is 1 and not 0, with its gradients' norm; positions and FLOPs
+        are of all processes."""
         self.norm, self.skipped_in_a_row = norm, (self.skipped_in_a_row + skipped) * skipped
         self.skipped = self.skipped + skipped
         self.values[1] += 1.0 / self.group.data_world
@@ -99,8 +99,6 @@ class StepMetrics:
     def restore(self, state: Sequence[Sequence[float]]) -> None:
         """Continue from a checkpoint's sums: each process from its own, as sums in float32 depend on their order; where there
         were more or fewer processes, the first one has the sums of all."""
-        later = (2, 4)  # entries that checkpoints from before distillation, and from before turn heads, lack
-        state = [[*sums, *[0.0] * lacking] if (lacking := len(self.values) - len(sums)) in later else sums for sums in state]
         if any(len(sums) != len(self.values) for sums in state):
             return
         total = torch.tensor(state, dtype=torch.float64).sum(0)
@@ -189,3 +187,35 @@ class BalanceTally:
         }
         self.values = {}
         return found
+
+
+class StepFlops:
+    """FLOPs of a forward and backward pass of a packed batch, counted as Kaplan et al. 2020 do: 2 a weight and position
+    forward, twice that backward; attention by the pairs that see each other; heads only where a target is. A frozen
+    encoder costs its forward pass only, and a teacher too. Recomputation by checkpointing is not counted as work."""
+
+    def __init__(self, model: SpeechModel, objective: ObjectiveConfig | None = None) -> None:
+        decoder, encoder, sizes = model.decoder, model.encoder, numels(model)
+        self.widths = [s.vocabulary * decoder.config.width for s in model.layout.streams]
+        self.per_position = sum(sizes[f"decoder.{n}"] for n, p in decoder.named_parameters() if "blocks." in n and p.ndim == 2)
+        c = decoder.config
+        self.per_pair = (c.layers + c.post_layers) * c.heads * c.head_size
+        matrices = sum(sizes[f"encoder.{n}"] for n, p in encoder.named_parameters() if p.ndim >= 2)
+        self.per_frame = matrices + sum(sizes[f"projector.{n}"] for n, p in model.projector.named_parameters() if p.ndim >= 2)
+        self.passes = 6 if any(p.requires_grad for p in encoder.parameters()) else 2
+        self.alone = objective is not None and objective.encoder_alone
+        if objective is not None and objective.distill_weight > 0:
+            self.passes += 2
+        self.encoder_pair = model.config.encoder.attention_size
+
+    def __call__(self, batch: Batch, targets: Tensor) -> float:
+        """FLOPs of a batch; targets: supervised positions of each stream, [K] and more (which are not used)."""
+        frames = float(sum(batch.frames))
+        frame_pairs = float(sum(n * n for n in batch.frames))
+        hearing = self.passes * (self.per_frame * frames + 2.0 * self.encoder_pair * frame_pairs)
+        if self.alone:
+            return hearing
+        heads = sum(6.0 * w * n for w, n in zip(self.widths, targets.tolist(), strict=False))
+        pairs = float((batch.lengths.double() ** 2).sum()) / 2
+        decoder = 6.0 * self.per_position * batch.positions + 12.0 * self.per_pair * pairs
+        return heads + decoder + hearing

@@ -1,17 +1,20 @@
-"""The parts of a training loop, and its outcome."""
+"""The parts of a training loop, its outcome, and callbacks: own code that it calls, registered by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
 
 from torch import Tensor, nn
 
+from omni.errors import UserError, closest
+from omni.plugins import Registry
+from train.distributed.process_group import ProcessGroup
 from train.trainer.balanced_step import Balanced
 from train.trainer.feed import Batch
-from train.trainer.held_out_loss import HeldOut
+from train.trainer.validation import HeldOut
 
 Figures = dict[str, float]
 
@@ -21,26 +24,22 @@ class Parts:
     """The parts of a run: its objective, data, validation and export.
 
     Attributes:
-        objective: module with `forward(batch, denominators, progress) -> Losses`, progress being the share of the budget that
-            is used; its `model` is what is validated and exported.
-        micro_batches: of one step, over all processes.
+        objective: module with `forward(batch, denominators, progress) -> Losses`; its `model` is validated and exported.
         steps: from this process's shards, the first step and the shards' states: the micro-batches of each step, without end.
-        targets: number of targets of a batch by stream, and of heads on the encoder, [K + HEADS].
+        targets: number of targets of a batch by stream, and of heads on the encoder, [K + HEADS]; `flops`, with these, its
+            FLOPs.
         streams, tasks: names, in the order of `Losses.sums`.
         idle: parameters that are not trained at that share of the budget.
         balanced: what the balance of the tasks needs, where the configuration has one.
-        flops: FLOPs of a batch with its numbers of targets.
         rows: sizes of the stored sources, and the checksum of the weights below adapters, by their names in messages: a run
             resumes with the same ones only.
         held_out: the batches that a validation measures the loss on.
         validate: figures of the model with these weights after so many steps; they may be those in training: only read them.
         export: writes the finished model, whose weights are gathered as they are read, and says where it is.
-        draw: refreshes the pictures in the run folder; their names and files. These three are needed and called in the
-            first process only.
-        broken_limit: share of a source's draws for a task that may be broken.
+        draw: refreshes the pictures in the run folder; names and files. These three are called in the first process only.
+        broken_limit: share of a source's rows for a task that may be broken.
         named: batches have the names of their examples, and the objective takes `ExampleLosses` as a last argument.
-        sources: name of each source of examples, and its number of rows, None where they are made without end.
-        draws: of rows that the sources give in all; None for any number.
+        sources, draws: names and sizes, None for rows made without end; draws of rows in all, None for any number.
     """
 
     objective: nn.Module
@@ -65,18 +64,116 @@ class Parts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one start of a run.
-
-    Attributes:
-        step: optimizer steps done.
-        signal: number of the signal that stopped it, 0 where the budget is spent.
-        checkpoint: the last one.
-        model: the exported folder, where the run is finished.
-        figures: of the last validation.
-    """
+    """The outcome of one start of a run: steps done, the signal that stopped it (0 where the budget is spent), the last
+    checkpoint, the exported model where the run is finished, and the figures of the last validation."""
 
     step: int
     signal: int
     checkpoint: Path
     model: Path | None
     figures: Figures
+
+
+Event = Literal["on_step", "on_validation", "on_save", "on_end"]
+EVENTS = get_args(Event)
+
+
+class Callback:
+    """Does nothing; a subclass overrides the methods that it needs.
+
+    Methods are called in the first process only, while the others go on: they must not exchange anything between processes.
+    An exception in one ends the run, after the state is saved, with an error that names the callback.
+
+    Args:
+        folder: of the run.
+    """
+
+    name = ""
+    """Its registered name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Called after every step; `figures` are those of its row in the log, empty for a step without a row."""
+
+    def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
+        """Called after a validation, with its figures."""
+
+    def on_save(self, step: int, checkpoint: Path) -> None:
+        """Called after a checkpoint is written, with its folder. A run with such a callback does not train on meanwhile."""
+
+    def on_end(self, outcome: Outcome) -> None:
+        """Called when a start of the run ends: finished, with its model exported, or stopped by a signal."""
+
+
+Kind = TypeVar("Kind", bound=type[Callback])
+
+CALLBACKS: Registry[type[Callback]] = Registry(
+    "callback", "a subclass of Callback", lambda kind: isinstance(kind, type) and issubclass(kind, Callback)
+)
+"""Callbacks by name."""
+
+
+def register_callback(name: str) -> Callable[[Kind], Kind]:
+    """A decorator for a subclass of `Callback`; a run takes it by `callbacks: [name]`."""
+
+    def register(kind: Kind) -> Kind:
+        CALLBACKS.add(name, kind)
+        unknown = [method for method in vars(kind) if method.startswith("on_") and not hasattr(Callback, method)]
+        if unknown:
+            raise UserError(f"callback {name}: {unknown[0]} is never called; {closest(unknown[0], EVENTS)}")
+        kind.name = name
+        return kind
+
+    return register
+
+
+def build_callbacks(kinds: Sequence[type[Callback]], folder: Path) -> list[Callback]:
+    """The callbacks of a run in a folder; UserError, naming it, where one cannot be made."""
+    made = []
+    for kind in kinds:
+        try:
+            made.append(kind(folder))
+        except (Exception, SystemExit) as error:
+            raise UserError(f"callback {kind.name} cannot be made: {type(error).__name__}: {error}") from error
+    return made
+
+
+class Callbacks:
+    """Calls the callbacks of a run in order, in its first process.
+
+    What one raises is kept until the processes next exchange anyway, in `Feed.next` or at the end: steps exchange nothing more.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], group: ProcessGroup) -> None:
+        self.callbacks, self.group = callbacks if group.first else (), group
+        self._own = {name for name in EVENTS for c in callbacks if getattr(type(c), name) is not getattr(Callback, name)}
+        self.failure: UserError | None = None
+
+    def listen(self, event: Event) -> bool:
+        """True where a callback overrides the method; the same in all processes."""
+        return event in self._own
+
+    def call(self, event: Event, *args: Any) -> None:
+        """Calls a method of each; none after one has failed."""
+        for callback in self.callbacks:
+            if self.failure is not None:
+                return
+            try:
+                getattr(callback, event)(*args)
+            except (Exception, SystemExit) as error:
+                name = callback.name or type(callback).__name__
+                self.failure = UserError(f"callback {name}: {event} failed with {type(error).__name__}: {error}")
+                self.failure.__cause__ = error
+
+    def checked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches of steps; a callback's failure is raised in place of the next."""
+        for batch in batches:
+            if self.failure is not None:
+                raise self.failure
+            yield batch
+
+    def check(self) -> None:
+        """Raises a callback's failure in all processes, which must all call it."""
+        self.group.raise_if_any_failed(self.failure)

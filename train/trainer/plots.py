@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omni.tasks import TASKS
-from omni.utils.charts import COLORS, GRID, INK, printable, pyplot_quietly, save_figure
+from omni.utils.charts import BESIDE, INK, drawn, printable
 from train.console.progress import duration
 from train.trainer.logs import BALANCE, METRICS, VALIDATION, read_table
 
@@ -27,51 +27,52 @@ def curves(folder: Path) -> Path | None:
     metrics, validation = read_table(folder / METRICS), read_table(folder / VALIDATION)
     if not metrics and not validation:
         return None
-    pyplot = pyplot_quietly()
-    from matplotlib.ticker import PercentFormatter
-
-    figure, axes = pyplot.subplots(3, 1, figsize=(9.5, 9), sharex=True, height_ratios=(3, 1, 2))
     longest = max(row["seconds"] for row in [*metrics, *validation])
     scale, unit = (60.0, "minutes") if longest < 3 * 3600 else (3600.0, "hours")
+    with drawn(folder / CURVES, 3, 1, (9.5, 9), BESIDE, sharex=True, height_ratios=(3, 1, 2)) as axes:
+        losses, rate, figures = axes[:, 0]
+        _losses(losses, metrics, validation, scale)
+        _line(rate, metrics, "lr", scale, "C0", "")
+        rate.set_ylabel("learning rate")
+        rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        _validation(figures, validation, scale)
+        figures.set_xlabel(unit)
+        last = max(row["step"] for row in [*metrics, *validation])
+        losses.set_title(f"{folder.resolve().name}: {last:.0f} steps in {duration(longest)}")
+    return folder / CURVES
+
+
+def _losses(axis: Any, metrics: list[dict[str, float]], validation: list[dict[str, float]], scale: float) -> None:
     names = [name for name in (metrics[0] if metrics else {}) if name.startswith("loss/")]
     for i, name in enumerate(names):
         label = name.removeprefix("loss/")
-        style = "--" if label in TASKS else "-"
-        _line(axes[0], metrics, name, scale, COLORS[i % len(COLORS)], label, width=1.0, style=style)
-    _line(axes[0], metrics, "loss", scale, "black", "objective", width=1.6)
+        _line(axis, metrics, name, scale, f"C{i}", label, width=1.0, style="--" if label in TASKS else "-")
+    _line(axis, metrics, "loss", scale, "black", "objective", width=1.6)
     for i, name in enumerate(("loss/text", "loss/audio"), len(names)):
-        color = COLORS[(names.index(name) if name in names else i) % len(COLORS)]
-        _line(axes[0], validation, name, scale, color, f"held out: {name.removeprefix('loss/')}", marker="o", style=":")
-    axes[0].set_ylabel("loss (nats per target)")
-    values = [row[n] for row in metrics for n in ("loss", *names) if row[n] > 0]
-    if values and max(values) > 20 * min(values):
-        axes[0].set_yscale("log")
-    _line(axes[1], metrics, "lr", scale, COLORS[0], "")
-    axes[1].set_ylabel("learning rate")
-    axes[1].ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        color = f"C{names.index(name) if name in names else i}"
+        _line(axis, validation, name, scale, color, f"held out: {name.removeprefix('loss/')}", marker="o", style=":")
+    axis.set_ylabel("loss (nats per target)")
+    _log_if_wide(axis, [row[n] for row in metrics for n in ("loss", *names) if row[n] > 0])
+
+
+def _validation(axis: Any, validation: list[dict[str, float]], scale: float) -> None:
+    from matplotlib.ticker import PercentFormatter
+
     shown = [name for name in (validation[0] if validation else {}) if name.split("/")[0] in MEASURED]
     for i, name in enumerate(shown):
-        style, label = ":" if "/" in name else "-", name.replace("_", " ")
         inside = [{**row, name: min(row[name], HIGHEST)} for row in validation]  # word errors can exceed the words
-        _line(axes[2], inside, name, scale, COLORS[i % len(COLORS)], label, marker="o", style=style)
+        style = ":" if "/" in name else "-"
+        _line(axis, inside, name, scale, f"C{i}", name.replace("_", " "), marker="o", style=style)
         above = [row["seconds"] / scale for row in validation if row[name] > HIGHEST]
-        axes[2].plot(above, [HIGHEST] * len(above), "^", color=COLORS[i % len(COLORS)], markersize=7)
+        axis.plot(above, [HIGHEST] * len(above), "^", color=f"C{i}", markersize=7)
     highest = max([row[n] for row in validation for n in shown if row[n] == row[n]], default=0.0)
-    axes[2].set_ylim(-0.03, min(HIGHEST, max(1.0, highest)) + 0.03)
-    axes[2].yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-    axes[2].set_ylabel("validation")
-    axes[2].set_xlabel(unit)
-    for axis in axes:
-        axis.grid(color=GRID, linewidth=0.6)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(colors=INK)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    last = max(row["step"] for row in [*metrics, *validation])
-    title = f"{folder.resolve().name}: {last:.0f} steps in {duration(longest)}"
-    axes[0].set_title(title, fontsize=11, loc="left")
-    return save_figure(figure, folder / CURVES)
+    axis.set(ylim=(-0.03, min(HIGHEST, max(1.0, highest)) + 0.03), ylabel="validation")
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+
+
+def _log_if_wide(axis: Any, values: list[float]) -> None:
+    if values and max(values) > 20 * min(values):
+        axis.set_yscale("log")
 
 
 def _line(
@@ -85,31 +86,24 @@ def _line(
 
 
 def spectrograms(file: Path, question: tuple[Tensor, int] | None, answer: tuple[Tensor, int], asked: str, said: str) -> Path:
-    """Draw the spectrograms of a question and its answer, one above the other on the same axes.
-
-    Args:
-        question: samples [S] and their rate in Hz; None where it was asked in writing.
-        asked, said: the texts, for the titles.
-    """
-    pyplot = pyplot_quietly()
+    """Draw the spectrograms of a question (samples [S] and their rate; None where it was asked in writing) and its answer,
+    one above the other on the same axes, titled by their texts."""
     sounds = [("question", asked, question), ("answer", said, answer)]
     present = [(kind, text, sound) for kind, text, sound in sounds if sound is not None]
-    figure, axes = pyplot.subplots(len(present), 1, figsize=(8, 2.6 * len(present) + 0.4), sharex=True, squeeze=False)
     top = min(8000, max(rate // 2 for _, _, (_, rate) in present))
     longest = max(len(samples) / rate for _, _, (samples, rate) in present)
-    for axis, (kind, text, (samples, rate)) in zip(axes[:, 0], present, strict=True):
-        power, seconds = spectrogram(samples, rate)
-        axis.imshow(
-            power, origin="lower", aspect="auto", cmap="magma", vmin=power.max() - 70, vmax=power.max(),
-            extent=(0, seconds, 0, rate / 2 / 1000),
-        )  # fmt: skip
-        axis.set_facecolor("black")
-        axis.set_title(f"{kind}: {printable(text)}", fontsize=10, loc="left")
-        axis.set_ylabel("kHz")
-        axis.set_ylim(0, top / 1000)
-        axis.set_xlim(0, longest)
-    axes[-1, 0].set_xlabel("seconds")
-    return save_figure(figure, file)
+    with drawn(file, len(present), 1, (8, 2.6 * len(present) + 0.4), sharex=True) as axes:
+        for axis, (kind, text, (samples, rate)) in zip(axes[:, 0], present, strict=True):
+            power, seconds = spectrogram(samples, rate)
+            axis.imshow(
+                power, origin="lower", aspect="auto", cmap="magma", vmin=power.max() - 70, vmax=power.max(),
+                extent=(0, seconds, 0, rate / 2 / 1000),
+            )  # fmt: skip
+            axis.grid(False)
+            axis.set(facecolor="black", ylabel="kHz", ylim=(0, top / 1000), xlim=(0, longest))
+            axis.set_title(f"{kind}: {printable(text)}")
+        axes[-1, 0].set_xlabel("seconds")
+    return file
 
 
 def spectrogram(samples: Tensor, rate: int, window: float = 0.025, hop: float = 0.010) -> tuple[np.ndarray, float]:
@@ -135,31 +129,24 @@ def balance(folder: Path) -> Path | None:
     kinds = [kind for kind in PANELS if rows and any(name.startswith(f"{kind}/") for name in rows[0])]
     if not kinds:
         return None
-    pyplot = pyplot_quietly()
-    figure, axes = pyplot.subplots(len(kinds), 1, figsize=(8, 2.6 * len(kinds) + 0.4), sharex=True, squeeze=False)
-    for kind, axis in zip(kinds, axes[:, 0], strict=True):
-        names = [name for name in rows[0] if name.startswith(f"{kind}/")]
-        for i, name in enumerate(names):
-            points = [(row["step"], row[name]) for row in rows if row[name] == row[name]]
-            if points:
-                label = name.removeprefix(f"{kind}/").replace("/", " and ")
-                marker = "o" if len(points) == 1 else ""
-                axis.plot(*zip(*points, strict=True), color=COLORS[i % len(COLORS)], label=label, linewidth=1.2, marker=marker)
-        values = [row[name] for row in rows for name in names if row[name] > 0]
-        if kind == "norm" and values and max(values) > 20 * min(values):
-            axis.set_yscale("log")
-        if kind == "cosine":
-            axis.set_ylim(-1.05, 1.05)
-            axis.axhline(0, color=INK, linewidth=0.6)
-        axis.set_ylabel(PANELS[kind])
-        axis.grid(color=GRID, linewidth=0.6)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(colors=INK)
-        axis.legend(fontsize=8, ncols=3, frameon=False)
-    axes[-1, 0].set_xlabel("step")
-    axes[0, 0].set_title(f"{folder.resolve().name}: balance of the tasks", fontsize=11, loc="left")
-    return save_figure(figure, folder / PICTURE)
+    size = (8, 2.6 * len(kinds) + 0.4)
+    with drawn(folder / PICTURE, len(kinds), 1, size, {"ncols": 3}, sharex=True) as axes:
+        for kind, axis in zip(kinds, axes[:, 0], strict=True):
+            names = [name for name in rows[0] if name.startswith(f"{kind}/")]
+            for i, name in enumerate(names):
+                points = [(row["step"], row[name]) for row in rows if row[name] == row[name]]
+                if points:
+                    label, marker = name.removeprefix(f"{kind}/").replace("/", " and "), "o" if len(points) == 1 else ""
+                    axis.plot(*zip(*points, strict=True), color=f"C{i}", label=label, linewidth=1.2, marker=marker)
+            if kind == "norm":
+                _log_if_wide(axis, [row[name] for row in rows for name in names if row[name] > 0])
+            if kind == "cosine":
+                axis.set_ylim(-1.05, 1.05)
+                axis.axhline(0, color=INK, linewidth=0.6)
+            axis.set_ylabel(PANELS[kind])
+        axes[-1, 0].set_xlabel("step")
+        axes[0, 0].set_title(f"{folder.resolve().name}: balance of the tasks")
+    return folder / PICTURE
 
 
 def pictures(folder: Path) -> dict[str, Path]:

@@ -1,4 +1,5 @@
-"""Checks a run before it starts: what its configuration names must exist, and its patterns must match something.
+"""Checks a run before it starts: what its configuration names must exist, and its patterns must match something. Makes the
+fullest batch that it may meet, by which memory is planned and measured.
 
 All that is missing is reported at once, before any weights are read: patterns are tried on a model without values, made from
 the configuration of the folder that the run starts from.
@@ -6,19 +7,20 @@ the configuration of the folder that the run starts from.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
 import torch
 
 from omni.checkpoint.folder import CODEC, check_sizes
 from omni.codec.registry import CODECS
 from omni.config import ModelConfig
 from omni.errors import UserError
+from omni.layout import IGNORE
 from omni.lora import peft
 from omni.lora.attach import add_adapter, targets_of
 from omni.model.linears import tied_names
@@ -26,25 +28,25 @@ from omni.model.multitask_projector import SHARING
 from omni.model.quantize import chosen_linears
 from omni.model.speech_model import SpeechModel
 from omni.stores.reading import local_path
-from omni.tasks import find_task
+from omni.tasks import TASKS, find_task
 from omni.utils.patterns import match_names
-from omni.utils.profiling import GIB
 from omni.utils.remote import check_there
-from train.checkpoint import config_diff, retention
+from train.checkpoint import retention
 from train.checkpoint.upload import check_upload
 from train.config.run import FitConfig, plain_config
 from train.config.sections import LORA, FabricConfig
 from train.console.command import check_folder_to_be
 from train.data.augment import noise_files
+from train.data.batching.batch import Batch
 from train.data.build import sources_held_out
-from train.data.config import DataConfig
+from train.data.config import DataConfig, tasks_of
 from train.data.rows.parquet_files import ROWS, missing_parts, sample_rows
 from train.data.rows.places import find_files
 from train.data.sources.streams import StreamSource
 from train.distributed.sharding import check_divides
 from train.objective.config import no_teacher
-from train.trainer.callbacks import CALLBACKS, check_made
 from train.trainer.initial_model import check_tokenizer, shape_of
+from train.trainer.parts import CALLBACKS
 
 PROCESSES_A_CORE = 4
 """Most processes a core: with more, they wait for each other longer than they compute."""
@@ -53,14 +55,8 @@ WORKERS_A_CORE = 8
 
 
 def check_start(config: FitConfig) -> list[str]:
-    """Refuses a configuration that names files, folders or parameters that do not exist, or tasks that no row can serve.
-
-    Returns:
-        notes on the rows, a line each: how many lack a part that a task of their source needs.
-
-    Raises:
-        UserError: a line for each of them, with its key.
-    """
+    """Refuses (UserError, a line for each, with its key) a configuration that names files, folders or parameters that do not
+    exist, or tasks that no row can serve; returns notes on rows that lack a part which a task of their source needs."""
     problems = _Problems()
     with problems.of("run_folder"):
         check_folder_to_be(Path(config.run_folder or "."), "run_folder")
@@ -71,7 +67,7 @@ def check_start(config: FitConfig) -> list[str]:
             check_upload(config.checkpoint.upload)
     for name in config.callbacks:
         with problems.of("callbacks"):
-            check_made(CALLBACKS.find(name, "callbacks"))
+            CALLBACKS.find(name, "callbacks")
             if config.callbacks.count(name) > 1:
                 raise UserError(f"callbacks names {name} twice; leave one out")
     notes = _check_rows(config.data, problems, config.objective.encoder_alone)
@@ -91,12 +87,9 @@ def check_start(config: FitConfig) -> list[str]:
 
 
 def check_resume(config: FitConfig, given: FitConfig | None = None) -> None:
-    """Refuses a folder that holds anything but a run (`retention.check_run_folder`), and a configuration other than that of the
-    run's last checkpoint (`config_diff.check_resumable`), before a model is built.
-
-    Args:
-        given: the configuration before the number of processes has made its batch larger.
-    """
+    """Refuses a folder that holds anything but a run (`retention.check_run_folder`), and a configuration other than that of
+    the run's last checkpoint, before a model is built. `given` is the configuration before the processes made its batch
+    larger."""
     folder = Path(config.run_folder)
     retention.check_run_folder(folder, config.resume == "restart")
     found = retention.newest(folder / "checkpoints")
@@ -109,7 +102,7 @@ def check_resume(config: FitConfig, given: FitConfig | None = None) -> None:
             f"the processes cannot share data.micro_batches {count} evenly and would take {now}, but the run in {folder} was "
             f"started with {count}; start a number of processes that divides it, or give --resume force"
         )
-    config_diff.check_resumable(folder, (before,), (plain_config(config),), config.resume == "extend")
+    retention.check_resumable(folder, (before,), (plain_config(config),), config.resume == "extend")
 
 
 def check_packages(config: FitConfig) -> None:
@@ -124,20 +117,13 @@ def check_packages(config: FitConfig) -> None:
 
 
 def check_workers(config: FitConfig) -> None:
-    """Refuses (UserError) more data workers than this machine's CPU can run, and more steps ahead than its memory holds."""
+    """Refuses (UserError) more data workers than this machine's CPU can run."""
     data = config.data
     most = max(8, WORKERS_A_CORE * (os.cpu_count() or 1))
     if data.workers > most:
         raise UserError(
             f"data.workers is {data.workers}, but there are {os.cpu_count()} core(s) here, for at most {most} workers; give a "
             f"number from 0 to {most}"
-        )
-    values = data.micro_batches * data.packing.rows * data.packing.length * (config.model.streams or 2)
-    memory, ahead = psutil.virtual_memory().total, data.workers * data.prefetch
-    if 2 * 8 * values * ahead > memory:  # ids and targets alone, in int64
-        raise UserError(
-            f"data.prefetch is {data.prefetch}: the {ahead} steps that are made ahead hold more than the {memory / GIB:.2f} "
-            "GiB of this machine; give less, such as 2"
         )
 
 
@@ -319,3 +305,71 @@ def _check_patterns(config: FitConfig, shape: ModelConfig, problems: _Problems) 
     for group in config.optimizer.groups:
         with problems.of("optimizer.groups"):
             match_names([group.pattern], sorted(learning), "optimizer.groups", also=also)
+
+
+# --- the fullest batch ------------------------------------------------------------------------------------------------
+
+
+PROMPT = 4
+"""Columns of a spoken question's example beside the question itself: input, end, the marker, and one of the answer."""
+
+PADDED_COLUMNS = 256
+"""Columns of an example where every clip costs the encoder its whole window, however short (`EncoderConfig.fixed_length`)."""
+
+
+def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
+    """A batch that no batch of the run exceeds: all rows full, every stream that any task of the mixture trains supervised in
+    every column, and, where any task asks by speech, clips as long as the window and the rows have room for.
+
+    Columns of data belong to a sound or to an answer, these to both: answers cost little beside the decoder's columns, since
+    logits are made in chunks. Where clips have a fixed length there is one to `PADDED_COLUMNS` columns.
+    """
+    rows, length, layout = data.packing.rows, data.packing.length, shape.layout
+    tasks = tasks_of(data)
+    trained = torch.tensor([any(t.trained(layout)[k] for t in tasks) for k in range(len(layout))])
+    tokens = layout.ids("pad")[None, :, None].repeat(rows, 1, length)
+    targets = torch.where(trained[None, :, None], torch.zeros_like(tokens), torch.full_like(tokens, IGNORE))
+    index = torch.full((rows, length), -1)
+    segments = torch.zeros(rows, length, dtype=torch.long)
+    frames: list[int] = []
+    heard = clips_of(length, shape) if any(task.question == "audio" for task in tasks) else []
+    features = 0
+    for row in range(rows):
+        start = 0
+        for number, count in enumerate(heard):
+            index[row, start + 1 : start + 1 + count] = torch.arange(features, features + count)
+            segments[row, start:] = number
+            frames.append(min(count * shape.projector.stack, shape.encoder.positions))
+            features += count
+            start += count + PROMPT
+    lengths = [shape.encoder.feature_frames(n) for n in frames]
+    spelt = shape.ctc > 1 and data.alignment != "none"
+    return Batch(
+        tokens=tokens,
+        targets=targets,
+        feature_index=index,
+        segments=segments,
+        task=torch.full((rows, length), list(TASKS).index(tasks[-1].name)),
+        inputs=torch.zeros(len(frames), shape.encoder.bands, max(lengths, default=0)),
+        input_lengths=lengths,
+        frames=frames,
+        transcripts=[_transcript(max(1, n // 4), shape) if spelt else [] for n in frames],
+        examples=rows * max(1, len(heard)),
+        positions=rows * length,
+        state={},
+    )
+
+
+def _transcript(count: int, shape: ModelConfig) -> list[int]:
+    """`count` ids of each spelling."""
+    sounds = shape.ctc_sounds - 1
+    return [1 + i % (shape.ctc - 1) for i in range(count)] + [shape.ctc + 1 + i % sounds for i in range(count) if sounds > 0]
+
+
+def clips_of(length: int, shape: ModelConfig) -> list[int]:
+    """Number of features of each clip of a full row."""
+    longest = math.ceil(shape.encoder.positions / shape.projector.stack)
+    each = min(longest + PROMPT, PADDED_COLUMNS if shape.encoder.fixed_length else length, length)
+    whole, rest = divmod(length, each)
+    columns = [each] * whole + ([rest] if rest > PROMPT else [])
+    return [max(1, n - PROMPT) for n in columns if n > PROMPT]

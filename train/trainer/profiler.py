@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
 from omni.errors import UserError, in_one_line
 from omni.files import replacing
@@ -19,8 +20,8 @@ from omni.utils.hardware import synchronize
 from train.config.sections import BudgetConfig
 
 FOLDER = "profile"
-TOP, SHOWN = 25, 10
-"""Rows of a table in its file, and on the screen."""
+TOP = 25
+"""Rows of the table."""
 NONE = range(0)
 
 
@@ -39,25 +40,9 @@ def step_range(given: str, budget: BudgetConfig) -> range:
     return range(first, last + 1)
 
 
-class OwnTime(NamedTuple):
-    """A kernel or an operator: time of its own in microseconds, without what it calls, and number of calls."""
-
-    name: str
-    time: float
-    calls: int
-
-
 class StepProfiler:
-    """Profiles the steps of a range, in the first process; `begin` and `end` are called around every step.
-
-    Args:
-        steps: of the run, counted from 1; none by default.
-        folder: of the run.
-        say: prints a line.
-
-    Attributes:
-        trace, table: the files that it has left, named after the steps in them.
-    """
+    """Profiles the steps of a range (counted from 1), in the first process; `begin` and `end` are called around every step.
+    `trace` and `table` are the files that it has left, named after the steps in them."""
 
     def __init__(self, steps: range, folder: Path, device: torch.device, say: Callable[[str], None]) -> None:
         self.steps, self.device, self.say = steps, device, say
@@ -137,17 +122,15 @@ class StepProfiler:
                 with suppress(FileNotFoundError):
                     whole.unlink()
         events = profile.key_averages()
-        kernels, operators = _kernels(events), _operators(events)
+        own = [e.self_device_time_total for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
         title = f"{named_steps(self.taken)} took {self.seconds:.2f} s"
-        if kernels:
-            title += f", in which kernels ran for {sum(one.time for one in kernels) / 1e6:.2f} s"
+        if own:
+            title += f", in which kernels ran for {sum(own) / 1e6:.2f} s"
         elif self.device.type == "cuda":
             title += "; the driver let no kernels be seen"
-        tables = [("kernel", kernels)] * bool(kernels) + [("operator, on the CPU", operators)]
-        text = "\n\n".join("\n".join(_lines(name, rows, TOP, 100)) for name, rows in tables)
-        self.table.write_text(f"{title}\n\n{text}\n", encoding="utf-8")
-        for line in [f"profile: {title}", *_lines(*tables[0], SHOWN, 60), f"more in {self.table} and {self.trace}"]:
-            self.say(line)
+        by = "self_device_time_total" if own else "self_cpu_time_total"
+        self.table.write_text(f"{title}\n\n{events.table(sort_by=by, row_limit=TOP)}\n", encoding="utf-8")
+        self.say(f"profile: {title}; what took it is in {self.table}, the trace in {self.trace}")
 
 
 def files_of(steps: range, folder: Path, number: int = 1) -> tuple[Path, Path]:
@@ -165,33 +148,3 @@ def free_files(steps: range, folder: Path) -> tuple[Path, Path]:
 def named_steps(steps: Sequence[int]) -> str:
     """`step 3`, or `steps 10 to 15`."""
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-
-
-def _kernels(events: Iterable[Any]) -> list[OwnTime]:
-    """Kernels and copies of a device, by their own time."""
-    found = [one for one in events if one.device_type != torch.autograd.DeviceType.CPU and not one.is_user_annotation]
-    return _sorted(OwnTime(one.key, one.self_device_time_total, one.count) for one in found)
-
-
-def _operators(events: Iterable[Any]) -> list[OwnTime]:
-    """Operators on the CPU, and what the steps did between them, by their own time."""
-    on_cpu = [one for one in events if one.device_type == torch.autograd.DeviceType.CPU]
-    between = sum(one.self_cpu_time_total for one in on_cpu if one.is_user_annotation)
-    steps = sum(one.count for one in on_cpu if one.is_user_annotation and one.key.startswith("ProfilerStep"))
-    own = [OwnTime(one.key, one.self_cpu_time_total, one.count) for one in on_cpu if not one.is_user_annotation]
-    return _sorted([*own, OwnTime("(Python, and waiting)", between, steps)])
-
-
-def _sorted(rows: Iterable[OwnTime]) -> list[OwnTime]:
-    return sorted(rows, key=lambda row: -row.time)
-
-
-def _lines(title: str, rows: Sequence[OwnTime], count: int, width: int) -> list[str]:
-    """A table of the first rows; shares are of all of them."""
-    whole, shown = sum(row.time for row in rows) or 1.0, rows[:count]
-    wide = min(width, max(len(name) for name in (title, *(row.name for row in shown))))
-    head = f"  {title:<{wide}}  {'ms':>9}  share    calls"
-    return [
-        head,
-        *(f"  {r.name[:wide]:<{wide}}  {r.time / 1e3:>9.2f}  {100 * r.time / whole:>4.1f} %  {r.calls:>6}" for r in shown),
-    ]

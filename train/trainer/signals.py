@@ -39,13 +39,8 @@ class BrokenOff(Exception):
 class Stop:
     """A context that notes the first signal in `number`; a Ctrl-C after it interrupts at once.
 
-    Data workers forked in it inherit the handler: they leave Ctrl-C to their parent, and other signals end them as usual.
-
-    Args:
-        say: prints a line, from another thread, when the first signal has come.
-
-    Attributes:
-        phase: what the run is doing, for that line.
+    `say` prints a line, from another thread, when the first signal has come, by the `phase` of the run. Data workers forked
+    in it inherit the handler: they leave Ctrl-C to their parent, and other signals end them as usual.
     """
 
     active: ClassVar[Stop | None] = None

@@ -17,9 +17,9 @@ from train.distributed.fabric import accumulating, clip
 from train.distributed.process_group import ProcessGroup
 from train.optim.optimizer import Optimizers
 from train.trainer.balanced_step import Balancing
-from train.trainer.feed import CountedStep, StepBatches
+from train.trainer.feed import StepBatches
 from train.trainer.guard import StepGuard
-from train.trainer.highest_loss import HighestLosses
+from train.trainer.logs import HighestLosses
 from train.trainer.metrics import StepMetrics
 
 
@@ -33,16 +33,14 @@ class Step(Protocol):
 class PlainStep:
     """Trains on the sum of the losses.
 
-    Each loss is divided by the counts of the whole step, over all processes; gradients are averaged over processes, hence the
-    factor. A step whose gradients are not finite is left out on the device: the host does not wait for the norm.
+    Each loss is divided by the counts of the whole step, over all processes; gradients are averaged over processes, hence
+    the factor. A step whose gradients are not finite is left out on the device: the host does not wait for the norm.
 
     Attributes:
-        module: the objective as Fabric wraps it.
-        optimizer, stepper: as it is, and as Fabric wraps it.
-        meter: gets the losses, the gradients' norm, and whether the step was left out.
+        module, stepper: the objective and the optimizer as Fabric wraps them.
+        meter, highest: get the losses, the gradients' norm, and whether the step was left out; the losses of the examples.
         idle: parameters that are not trained at that share of the budget.
         clip: largest norm of the gradients; None for any.
-        highest: gets the losses of the examples.
     """
 
     fabric: Fabric
@@ -103,7 +101,6 @@ class BalancedStep(PlainStep):
         if progress < self.start:
             super().gradients(step, denominators, progress)
             return
-        assert isinstance(step, CountedStep)
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         self.balance.take(step, denominators, progress, lr, self.meter.add)
 

@@ -1,14 +1,18 @@
-"""Measures what a run does with its time and memory, for the rows of its log, and says what it held where memory ran out."""
+"""Measures what a run does with its time and memory, for the rows of its log; says why a step took long, and what the run held
+where memory ran out."""
 
 from __future__ import annotations
 
 import math
 import re
+import statistics
 import sys
-from collections.abc import Iterable
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -18,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from omni.errors import LostError, UserError
 from omni.utils.profiling import GIB
 from train.distributed.process_group import AGAIN, ProcessGroup
-from train.optim.ema import Average
+from train.optim.optimizer import Average
 
 
 class IdleTime:
@@ -156,12 +160,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(
     error: BaseException, device: torch.device, usage: Usage | None = None, saved: Path | None = None, step: int | None = None
 ) -> OutOfMemory:
-    """The error that explains another one: what was asked for, what there is, what the run holds, and its last checkpoint.
-
-    Args:
-        usage: None before the run is built.
-        step: number of the step that was being taken; None outside of steps.
-    """
+    """The error that explains another one: what was asked for, what there is, what the run holds (unless it is not built
+    yet), its last checkpoint, and the step that was being taken, if any."""
     found = re.search(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error), re.IGNORECASE)
     asked = f"{_size(float(found[1]) * UNITS[found[2]])} were asked for" if found is not None else "the request has no size"
     on_gpu = device.type == "cuda" and not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error)
@@ -181,16 +181,9 @@ def out_of_memory(
 
 
 def _room(gpu: torch.device | None) -> tuple[str, float]:
-    """How much memory a GPU has, or the machine, and how much of it is free; and the bytes that a run may fill.
-
-    Of the CPU's memory, the limit of this process is told where it leaves less than the machine has free.
-    """
+    """How much memory a GPU has, or the machine, and how much of it is free; and the bytes that a run may fill."""
     if gpu is None:
         memory = psutil.virtual_memory()
-        least = min(own_limits(), key=lambda one: one.whole - one.held, default=None)
-        if least is not None and least.whole - least.held < memory.available:
-            held = f"{_size(least.held)} of it held"
-            return f"this process may have {_size(least.whole)} ({least.name}), {held}", least.whole
         return f"the machine has {_size(memory.total)}, {_size(memory.available)} of it free", memory.total
     try:
         free, whole = torch.cuda.mem_get_info(gpu)
@@ -199,48 +192,73 @@ def _room(gpu: torch.device | None) -> tuple[str, float]:
     return f"{gpu} has {_size(whole)}, {_size(free)} of it free", whole
 
 
-class Limit(NamedTuple):
-    """A limit of this process's memory: what sets it, its bytes, and how many of them are held."""
-
-    name: str
-    whole: int
-    held: int
-
-
-def own_limits() -> list[Limit]:
-    """The limits of this process's memory that are set, but the machine's: of the process, and of its control group."""
-    found = []
-    if sys.platform == "linux":
-        import resource
-
-        names = (("ulimit -v", resource.RLIMIT_AS, "VmSize"), ("ulimit -d", resource.RLIMIT_DATA, "VmData"))
-        for name, number, field in names:
-            soft, held = resource.getrlimit(number)[0], re.search(rf"{field}:\s+(\d+) kB", _text("/proc/self/status"))
-            if soft != resource.RLIM_INFINITY and held is not None:
-                found.append(Limit(name, soft, int(held[1]) << 10))
-        for line in _text("/proc/self/cgroup").splitlines():
-            _, kinds, place = line.split(":", 2)
-            for root, most, now in CGROUPS if kinds in ("", "memory") else ():
-                whole, held_there = (_text(f"{root}{place}/{file}").strip() for file in (most, now))
-                if whole.isdecimal() and held_there.isdecimal() and int(whole) < psutil.virtual_memory().total:
-                    found.append(Limit("its control group", int(whole), int(held_there)))
-    return found
-
-
-CGROUPS = (
-    ("/sys/fs/cgroup", "memory.max", "memory.current"),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
-"""Where the two versions of control groups have their limit and what counts for it."""
-
-
-def _text(file: str) -> str:
-    """Content of a file of the system; "" where it cannot be read."""
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except OSError:
-        return ""
-
-
 def _size(count: float) -> str:
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / (1 << 20):.2f} MiB"
+
+
+FACTOR, LEAST = 3.0, 1.0
+"""A step is reported where it takes more than `FACTOR` times the median, and more than `LEAST` seconds."""
+KNOWN = 5
+"""Steps before there is a median; until then only steps that compile graphs are reported."""
+COMPILING = "compiling"
+
+
+def graphs_compiled() -> int:
+    """Number of graphs that torch.compile has compiled in this process. Imports nothing: that alone takes over a second."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["stats"].get("unique_graphs", 0))
+
+
+class StepTimes:
+    """Measures steps and named parts of them, by a clock and the number of graphs compiled so far.
+
+    Attributes:
+        recent: seconds of the last steps.
+        unexplained: outliers without a part that explains them, of which the 1st, 2nd, 4th, 8th and so on are reported.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        graphs: Callable[[], int] = graphs_compiled,
+    ) -> None:
+        self.clock, self.graphs = clock, graphs
+        self.recent: deque[float] = deque(maxlen=100)
+        self.kind: Hashable = None
+        self.unexplained = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts a step."""
+        self.since, self.compiled = self.clock(), self.graphs()
+        self.parts: dict[str, float] = {}
+
+    def of_kind(self, kind: Hashable) -> None:
+        """Says what kind of step this is: those of another kind take another time, and are forgotten."""
+        if kind != self.kind:
+            self.recent.clear()
+            self.kind = kind
+
+    def add(self, name: str, seconds: float) -> None:
+        """Adds seconds of this step to a named part."""
+        self.parts[name] = self.parts.get(name, 0.0) + seconds
+
+    def end(self, step: int) -> str | None:
+        """Ends the step; returns a line where it is an outlier. Time until the next `begin` does not count, such as that in
+        which the device finishes what the steps have queued on it."""
+        seconds = self.clock() - self.since
+        usual = statistics.median(self.recent) if len(self.recent) >= KNOWN else None
+        self.add(COMPILING, seconds - sum(self.parts.values()) if self.graphs() > self.compiled else 0.0)
+        name, longest = max(self.parts.items(), key=lambda part: part[1])
+        self.recent.append(seconds)
+        if seconds <= LEAST or (usual is None and name != COMPILING) or seconds <= FACTOR * (usual or 0.0):
+            return None
+        cause, again = f"{name} took {longest:.1f} s", ""
+        if 2 * longest < seconds - (usual or 0.0):
+            self.unexplained += 1
+            if self.unexplained & (self.unexplained - 1):  # no power of two
+                return None
+            cause = "nothing that is measured explains it"
+            again = f" (the {self.unexplained}th such step)" if self.unexplained > 2 else ""
+        compared = "" if usual is None else f", {usual:.2g} s are usual"
+        return f"step {step} took {seconds:.1f} s{compared}: {cause}{again}"

@@ -14,7 +14,7 @@ from torch import Tensor
 from omni.tasks import TASKS
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts
 from tests.train.toys import toy_fit
-from train.balance.section import BalanceSection
+from train.balance.config import BalanceConfig
 from train.checkpoint import retention, state
 from train.config.sections import BudgetConfig
 from train.data.batching.batch import Batch
@@ -45,7 +45,7 @@ def test_an_absent_task_takes_no_part(tmp_path: Path, section: dict[str, Any]) -
     """Data without T1A2 (or A1A2, where a task must be heard): its state is that of the beginning, its absence is counted."""
     gone = "A1A2" if section.get("level") == "features" else "T1A2"
     mix = {"A1T1": 1.0, "A1T2": 1.0, "T1A2": 1.0, "A1A2": 1.0}
-    config = balanced_config(tmp_path, BalanceSection(**section))
+    config = balanced_config(tmp_path, BalanceConfig(**section))
     source = replace(config.data.sources[0], tasks=mix)
     config = replace(config, data=replace(config.data, sources=(source,), micro_batches=1))
     balanced_fit(config, balanced_parts(config, tasks={k: v for k, v in mix.items() if k != gone}))
@@ -96,7 +96,7 @@ def test_a_step_of_which_no_task_is_a_number_is_left_out(tmp_path: Path, section
     weights = []
     outers = {"outers": 1} if section["method"] == "forum" else {}
     for steps in (1, 2):
-        config = balanced_config(tmp_path / str(steps), BalanceSection(**section), budget=BudgetConfig(steps=steps))
+        config = balanced_config(tmp_path / str(steps), BalanceConfig(**section), budget=BudgetConfig(steps=steps))
         source = replace(config.data.sources[0], tasks={"A1T1": 1.0, "A1A2": 1.0})
         config = replace(config, data=replace(config.data, sources=(source,), micro_batches=1), clip=None)
         parts = balanced_parts(config, tasks=source.tasks, **outers)
@@ -109,7 +109,7 @@ def test_a_step_of_which_no_task_is_a_number_is_left_out(tmp_path: Path, section
 @pytest.mark.parametrize(("section", "calls"), [(SECTIONS[0], 2), (SECTIONS[1], 2), (SECTIONS[3], 2)])
 def test_a_step_that_is_left_out_is_forgotten(tmp_path: Path, section: dict[str, Any], calls: int) -> None:
     """Clips of nan reach every task that shares a row: the step is skipped, and weights and state are as if it had not been."""
-    config = balanced_config(tmp_path / "broken", BalanceSection(**section), budget=BudgetConfig(steps=2))
+    config = balanced_config(tmp_path / "broken", BalanceConfig(**section), budget=BudgetConfig(steps=2))
     source = replace(config.data.sources[0], tasks={"A1T1": 1.0, "A1A2": 1.0})
     config = replace(config, data=replace(config.data, sources=(source,), micro_batches=1))
     parts = balanced_parts(config, tasks=source.tasks)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omni.errors import UserError
-from train.balance.balancer import Balancer, build
-from train.balance.bilevel import Bilevel
+from train.balance.balancer import Balancer, Bilevel, build
 from train.balance.config import LEVELS, BalanceConfig
 from train.balance.methods import METHODS
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.close import assert_near
 from tests.processes import two
-from train.balance.balancer import Balancer
+from tests.train.balance.backward import backward
+from train.balance.balancer import Balancer, FeatureHook
 from train.balance.config import BalanceConfig
-from train.balance.feature_hook import FeatureHook
 from train.distributed.fabric import leave
 
 NAMES = ["a", "b", "c"]
@@ -64,7 +64,7 @@ Way = Callable[[Balancer, Net, int, slice, Callable[[Tensor], Tensor]], Tensor]
 
 def plain(balancer: Balancer, net: Net, step: int, mine: slice, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     net.zero_grad()
-    return balancer.backward(net(batch(step)[mine], TASK[mine]), list(net.parameters()), reduce=reduce).weights
+    return backward(balancer, net(batch(step)[mine], TASK[mine]), list(net.parameters()), reduce=reduce).weights
 
 
 def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Way:

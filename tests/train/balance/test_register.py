@@ -16,13 +16,11 @@ from tests.train.balance.test_absent import poisoned
 from tests.train.balance.test_resume import test_resuming_is_bitwise as check_that_resuming_is_bitwise
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts
 from tests.train.toys import toy_fit
-from train.balance import Setting, register_method
-from train.balance.by_held_out import BilevelStep, OuterGradient
-from train.balance.chooser import Chooser
+from train.balance.balancer import Chooser
+from train.balance.bilevel import BilevelStep, OuterGradient
 from train.balance.config import BalanceConfig
-from train.balance.given import Given, MethodChoice
-from train.balance.registry import METHODS
-from train.balance.section import BalanceSection
+from train.balance.registry import METHODS, Setting, register_method
+from train.balance.rows import Given, MethodChoice
 from train.trainer.logs import BALANCE, read_table
 
 
@@ -64,7 +62,7 @@ def registered() -> Iterator[None]:
     METHODS.update(before)
 
 
-def moved(folder: Path, section: BalanceSection | None) -> Tensor:
+def moved(folder: Path, section: BalanceConfig | None) -> Tensor:
     """How far three steps move the weights."""
     config = balanced_config(folder, section)
     start = balanced_parts(config).objective.state_dict()
@@ -78,7 +76,7 @@ def moved(folder: Path, section: BalanceSection | None) -> Tensor:
 )
 def test_a_run_is_balanced_by_it(tmp_path: Path, method: str, level: str) -> None:
     names = ("A1T1", "A1A2") if level == "features" else ()
-    found = moved(tmp_path / "own", BalanceSection(method, level, names=names))
+    found = moved(tmp_path / "own", BalanceConfig(method, level, names=names))
     assert found.isfinite().all() and not found.equal(moved(tmp_path / "plain", None))
     rows = read_table(tmp_path / "own" / BALANCE)
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -97,14 +95,14 @@ def test_it_resumes_bitwise() -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_the_configuration_knows_it(tmp_path: Path) -> None:
-    section = from_dict(BalanceSection, {"method": "inverse", "settings": {"power": 0.5}}, "balance")
+    section = from_dict(BalanceConfig, {"method": "inverse", "settings": {"power": 0.5}}, "balance")
     assert section.at == "loss" and section.values == {"power": 0.5}
     with pytest.raises(UserError, match="balance.settings.power is 3.0; it must be at least 0 and at most 2"):
         BalanceConfig("inverse", settings={"power": 3.0})
-    with pytest.raises(UserError, match="balance.method 'invers' is unknown; the closest names are inverse"):
+    with pytest.raises(UserError, match="balance.method 'invers' is unknown; did you mean 'inverse'"):
         BalanceConfig("invers")
     assert section.passes(balanced_config(tmp_path, section).data, False, 5) == (2.0, 1.0)
-    assert BalanceSection("still").passes(balanced_config(tmp_path, BalanceSection("still")).data, False, 5) == (2.0, 1.0)
+    assert BalanceConfig("still").passes(balanced_config(tmp_path, BalanceConfig("still")).data, False, 5) == (2.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +121,7 @@ def test_a_method_that_breaks_its_word_is_named(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("method", ["equal", "uncertainty"])
 def test_a_run_whose_losses_are_no_numbers_ends(tmp_path: Path, method: str) -> None:
-    config = balanced_config(tmp_path, BalanceSection(method))
+    config = balanced_config(tmp_path, BalanceConfig(method))
     parts = balanced_parts(config)
     for at in range(3):
         parts = poisoned(parts, at)

@@ -8,7 +8,7 @@ import pytest
 
 from omni.errors import UserError
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts
-from train.balance.section import BalanceSection, balanced_tasks
+from train.balance.config import BalanceConfig, balanced_tasks
 from train.config.parse import read_fit_config
 from train.data.config import DataConfig, SourceConfig
 from train.data.sources.mixture import Stage
@@ -32,10 +32,10 @@ def test_tasks_are_those_of_all_sources_and_stages() -> None:
             SourceConfig("spoken-digits", tasks={"T1T2": 1.0}, stages=(Stage(10, {"A1T2": 1.0}),)),
         )
     )
-    assert balanced_tasks(BalanceSection(), data) == ["A1T1", "A1T2", "T1T2"]
-    assert balanced_tasks(BalanceSection("mgda", "features"), data) == ["A1T1", "A1T2"]
-    assert balanced_tasks(BalanceSection(names=("T1T2", "A1T1")), data) == ["A1T1", "T1T2"]
-    assert balanced_tasks(BalanceSection(tasks="streams"), data) == []
+    assert balanced_tasks(BalanceConfig(), data) == ["A1T1", "A1T2", "T1T2"]
+    assert balanced_tasks(BalanceConfig("mgda", "features"), data) == ["A1T1", "A1T2"]
+    assert balanced_tasks(BalanceConfig(names=("T1T2", "A1T1")), data) == ["A1T1", "T1T2"]
+    assert balanced_tasks(BalanceConfig(tasks="streams"), data) == []
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_does_not_combine_is_refused_when_it_is_read(options: list[str], wo
 def test_data_without_two_tasks_that_ask_by_speech() -> None:
     data = DataConfig(sources=(SourceConfig("spoken-digits", tasks={"A1T1": 1.0, "T1A2": 1.0}),))
     with pytest.raises(UserError, match=r"features.*\b1 task.*\(A1T1\)"):
-        balanced_tasks(BalanceSection("mgda"), data)
+        balanced_tasks(BalanceConfig("mgda"), data)
 
 
 TWICE = DataConfig(sources=(SourceConfig("spoken-digits", tasks={"A1T1": 1.0, "A1A2": 1.0}),), micro_batches=2)
@@ -68,6 +68,6 @@ TWICE = DataConfig(sources=(SourceConfig("spoken-digits", tasks={"A1T1": 1.0, "A
 
 def test_two_levels_need_held_out_rows(tmp_path: Path) -> None:
     data = DataConfig(sources=(SourceConfig("spoken-digits", tasks={"A1T1": 1.0, "A1A2": 1.0}),))
-    config = balanced_config(tmp_path, BalanceSection("moml"), data=data)
+    config = balanced_config(tmp_path, BalanceConfig("moml"), data=data)
     with pytest.raises(UserError, match="judges by held-out rows, and the run has none"):
         balanced_fit(config, balanced_parts(config, outers=0))

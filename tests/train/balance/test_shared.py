@@ -10,7 +10,7 @@ import torch
 from omni.model.multitask_projector import SHARING
 from omni.model.speech_model import SpeechModel
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts, tiny, tiny_pipeline
-from train.balance.section import BalanceSection
+from train.balance.config import BalanceConfig
 from train.config.sections import BudgetConfig
 from train.data.batching.loader import StepLoader
 from train.objective.objective import Objective, targets
@@ -19,7 +19,7 @@ from train.objective.task_losses import feature_tasks
 
 @pytest.mark.parametrize("kind", list(SHARING))
 def test_every_kind_learns_in_a_run(tmp_path: Path, kind: str) -> None:
-    config = balanced_config(tmp_path, BalanceSection("mgda", "features"), budget=BudgetConfig(steps=1))
+    config = balanced_config(tmp_path, BalanceConfig("mgda", "features"), budget=BudgetConfig(steps=1))
     parts = balanced_parts(config, tiny(kind=kind))
     before = {name: t.clone() for name, t in parts.objective.state_dict().items() if "projector" in name}
     weights = balanced_fit(config, parts)

@@ -17,6 +17,7 @@ from torchjd import aggregation as agg
 from torchjd import scalarization as scalar
 
 from tests.close import assert_near
+from tests.train.balance.backward import backward
 from train.balance.balancer import Balancer
 from train.balance.config import BalanceConfig
 from train.balance.methods import METHODS
@@ -194,7 +195,7 @@ def test_ours_is_torchjds(case: Case, level: str) -> None:
         features = (theta + step.features)[None]
         first, second, last = [linear(step.losses, jacobian, features) for jacobian in step.jacobians]
         others = [first, second] if METHODS[case.method].batches == 3 else []
-        own.backward(last, [theta], others=others, features=[features])
+        backward(own, last, [theta], others=others, features=[features])
         own.after(step.later)
         with torch.random.fork_rng([]):
             torch.manual_seed(step.key)

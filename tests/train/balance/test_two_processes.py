@@ -16,7 +16,7 @@ from tests.close import assert_near
 from tests.processes import two
 from tests.train.balance.toys import MIX, balanced_config, balanced_fit, balanced_parts
 from tests.train.toys import final_tensors
-from train.balance.section import BalanceSection
+from train.balance.config import BalanceConfig
 from train.config.sections import BudgetConfig, CheckpointConfig, FabricConfig, LogConfig, LoRASection
 from train.data.config import DataConfig, SourceConfig
 from train.trainer.logs import BALANCE, read_table
@@ -97,7 +97,7 @@ def assert_one(tmp_path: Path, together: Path, name: str, strategy: str) -> None
     """The one process has both's micro-batches as one: at level features it must see all rows at once, as the two do."""
     count = 3 if name in THREE else 1
     data = DataConfig(sources=(SourceConfig("spoken-digits", tasks=dict(MIX)),), micro_batches=count)
-    config = balanced_config(tmp_path, BalanceSection(**RUNS[name]), True, data=data, **LINES)
+    config = balanced_config(tmp_path, BalanceConfig(**RUNS[name]), True, data=data, **LINES)
     balanced_fit(config, replace(balanced_parts(config, join=2, outers=1), micro_batches=count))
     ours, wanted = read_table(together / strategy / name / BALANCE), read_table(tmp_path / BALANCE)
     for a, b in zip(ours, wanted, strict=True):
@@ -122,7 +122,7 @@ def test_gradients_that_are_remembered_come_back(together: Path, strategy: str) 
 
 
 def test_sharded_memory_asks_for_as_many_processes(together: Path) -> None:
-    config = balanced_config(together / "fsdp" / "remembered", BalanceSection("moco"), True, budget=BudgetConfig(steps=4))
+    config = balanced_config(together / "fsdp" / "remembered", BalanceConfig("moco"), True, budget=BudgetConfig(steps=4))
     config = replace(config, resume="force")
     with pytest.raises(UserError, match="sharded over 2 process"):
         balanced_fit(config)
@@ -137,7 +137,7 @@ def test_half_precision_is_near(tmp_path: Path, section: dict[str, Any], precisi
     tables = []
     for kind in ("32-true", precision):
         config = balanced_config(
-            tmp_path / kind, BalanceSection(**section), True, fabric=FabricConfig("cpu", 1, precision=kind), **LINES
+            tmp_path / kind, BalanceConfig(**section), True, fabric=FabricConfig("cpu", 1, precision=kind), **LINES
         )
         weights = balanced_fit(config)
         assert all(t.isfinite().all() for t in weights.values())
@@ -150,7 +150,7 @@ def test_half_precision_is_near(tmp_path: Path, section: dict[str, Any], precisi
 def test_adapters_learn_balanced(tmp_path: Path, section: dict[str, Any]) -> None:
     """Only what is trained is combined, and the rest stays as it was."""
     lora = LoRASection(targets=("decoder.blocks.*", "encoder.*"), rank=2)
-    config = balanced_config(tmp_path, BalanceSection(**section), lora=lora)
+    config = balanced_config(tmp_path, BalanceConfig(**section), lora=lora)
     before = {n: t.clone() for n, t in balanced_parts(config).objective.state_dict().items()}
     for name, value in balanced_fit(config).items():
         changed = not value.equal(before[name.removeprefix("model.")])
@@ -168,7 +168,7 @@ def test_adapters_learn_balanced(tmp_path: Path, section: dict[str, Any]) -> Non
 def test_resumed_it_is_the_undisturbed_run(tmp_path: Path, method: str, settings: dict[str, Any]) -> None:
     """Weights, the state of the method, and the rows of the table, bit for bit, although a row is of three steps."""
     config = balanced_config(
-        tmp_path / "whole", BalanceSection(method, settings=settings), budget=BudgetConfig(steps=5),
+        tmp_path / "whole", BalanceConfig(method, settings=settings), budget=BudgetConfig(steps=5),
         checkpoint=CheckpointConfig(every_steps=2, every_minutes=None, keep_last=9), log=LogConfig(every=3, progress="off"),
     )  # fmt: skip
     config = replace(config, data=replace(config.data, micro_batches=1))

@@ -25,7 +25,7 @@ from omni.tasks import TASKS
 from tests.guarded import child
 from tests.train.data.toys import MODELS, pipeline_of
 from tests.train.toys import toy_config, toy_fit
-from train.balance.section import BalanceSection, balanced_tasks
+from train.balance.config import BalanceConfig, balanced_tasks
 from train.config.run import FitConfig
 from train.config.sections import (
     BudgetConfig,
@@ -46,9 +46,8 @@ from train.distributed.fabric import leave
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, cells, targets
 from train.trainer.balanced_step import Balanced
-from train.trainer.lora import apply
+from train.trainer.initial_model import apply_lora, teacher_of
 from train.trainer.parts import Parts
-from train.trainer.teacher import teacher_of
 
 MIX = {"A1T1": 1.0, "A1A2": 1.0, "T1A2": 1.0}
 PACKING = PackingConfig(rows=2, length=110, buffer=4)
@@ -68,7 +67,7 @@ def tiny_pipeline(config: ModelConfig, tasks: Mapping[str, float] = MIX, seed: i
     return pipeline
 
 
-def balanced_config(folder: Path | str, section: BalanceSection | None, ctc: bool = False, **changes: Any) -> FitConfig:
+def balanced_config(folder: Path | str, section: BalanceConfig | None, ctc: bool = False, **changes: Any) -> FitConfig:
     """Three steps of AdamW at a constant rate, of two micro-batches; of one for methods of two levels."""
     count = 1 if section is not None and section.kind.bilevel else 2
     base: dict[str, Any] = {
@@ -124,7 +123,7 @@ def balanced_parts(
     speech = SpeechModel(model) if valued else SpeechModel.unfilled(model)
     teacher = teacher_of(config, speech, padded=False)
     if config.lora is not None:
-        apply(speech, config.lora)
+        apply_lora(speech, config.lora)
     speech.set_checkpointing(config.fabric.checkpointing)
     objective = Objective(speech, config.objective, teacher)
     pipeline, count = tiny_pipeline(model, tasks), config.data.micro_batches
@@ -186,7 +185,7 @@ def slow_run(config: FitConfig, step: Callable[[SpeechModel, Sequence[Batch], Te
     assert isinstance(model, SpeechModel)
     matrices = [p for p in model.parameters() if p.requires_grad]
     lr = config.optimizer.lr
-    optimizer = torch.optim.AdamW(matrices, lr=lr, betas=config.optimizer.betas, eps=config.optimizer.eps, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(matrices, lr=lr, betas=config.optimizer.betas, weight_decay=0.0)
     batches = parts.steps(range(parts.micro_batches), 0, {})
     for _ in range(config.budget.steps or 0):
         found = next(batches)
@@ -211,7 +210,7 @@ def main(options: dict[str, Any]) -> None:
         )
         data = DataConfig(sources=(SourceConfig("spoken-digits", tasks=dict(MIX)),), micro_batches=run.get("micro", 2))
         config = balanced_config(
-            run["folder"], BalanceSection(**run["balance"]) if run["balance"] else None, run.get("ctc", False), data=data,
+            run["folder"], BalanceConfig(**run["balance"]) if run["balance"] else None, run.get("ctc", False), data=data,
             fabric=FabricConfig(**{"accelerator": "cpu", **run.get("fabric", {})}), lora=lora,
             log=LogConfig(every=1, progress="off"), budget=BudgetConfig(steps=run.get("steps", 3)),
             checkpoint=CheckpointConfig(every_steps=run.get("every"), every_minutes=None), resume=run.get("resume", "auto"),

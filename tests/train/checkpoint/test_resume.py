@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from omni.errors import UserError
 from tests.processes import Program
 from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
-from train.checkpoint import config_diff, retention
+from train.checkpoint import retention
 from train.checkpoint.state import RNG, Position, capture, load, write
 from train.config.sections import (
     BudgetConfig,
@@ -208,8 +208,8 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, undisturbed: dict[str, Pa
 def test_where_files_lie_and_how_many_workers_read_them_may_change(tmp_path: Path) -> None:
     free = {"data": ("workers", "prefetch", "cache", "broken_limit"), "model": ("tokenizer", "codec_folder", "init_from")}
     plain, moved = ({section: dict.fromkeys(keys, value) for section, keys in free.items()} for value in (1, 2))
-    assert config_diff.differences(plain, moved) == config_diff.differences({"guard": True}, {"guard": False}) == []
-    assert config_diff.differences(plain, {**moved, "data": {"seed": 3}}) == [("data.seed", None, 3)]
+    assert retention.differences(plain, moved) == retention.differences({"guard": True}, {"guard": False}) == []
+    assert retention.differences(plain, {**moved, "data": {"seed": 3}}) == [("data.seed", None, 3)]
 
 
 def test_data_that_have_grown_are_refused_unless_forced(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tests.codec.mimi_toys import PLAIN
 from tests.codec.mimi_toys import save as save_mimi
 from tests.convert.hub_toys import VOCABULARY, edit_config, save_text, text_model
 from tests.infer.conftest import TINY
-from train.commands.convert import main
+from train.commands.models import run_convert as main
 
 GROW = ["--encoder", "nano", "--codec", "codec2"]
 SMALL_SNAC = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2])

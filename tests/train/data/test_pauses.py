@@ -116,9 +116,8 @@ def make(row: Row, model: ModelConfig = CHUNKED, **options: object) -> Example:
     return maker_of(model, **options).make(0, Prepared(row, (0, 0)), ["A1T1"] * len(row.turns))
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_each_question_of_a_conversation_has_labels_of_its_own(cached: bool) -> None:
-    options = {"augment": replace(WARPED, pauses=(0.2, 0.5)), "augment_cached_audio": cached}
+def test_each_question_of_a_conversation_has_labels_of_its_own() -> None:
+    options = {"augment": replace(WARPED, pauses=(0.2, 0.5))}
     made, again = make(row_of(2), **options), make(row_of(2), **options)
     assert len(made.clips) == 2
     for clip, same in zip(made.clips, again.clips, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from train.distributed.collectives import keep_collectives, last_collective
+from train.distributed.process_group import keep_collectives, last_collective
 
 keep_collectives()
 dist.init_process_group("gloo", rank=0, world_size=1)

@@ -20,7 +20,7 @@ from tests.guarded import child
 from tests.processes import several
 from tests.train.balance.toys import balanced_config, balanced_parts, tiny
 from tests.train.toys import toy_fit
-from train.balance.section import BalanceSection
+from train.balance.config import BalanceConfig
 from train.config.sections import BudgetConfig, FabricConfig, LogConfig, LoRASection, OptimizerConfig
 from train.distributed.fabric import leave
 from train.trainer.logs import METRICS, read_table
@@ -39,9 +39,9 @@ WITH: dict[str, dict[str, Any]] = {
     "all weights": {},
     "`lora`": {"lora": ADAPTERS},
     "`lora.quantize: nf4`": {"lora": replace(ADAPTERS, quantize="nf4")},
-    "`balance` at level `loss`": {"balance": BalanceSection("dwa")},
-    "`balance` at level `features`": {"balance": BalanceSection("mgda", level="features")},
-    "`balance` at level `parameters`": {"balance": BalanceSection("mgda", level="parameters")},
+    "`balance` at level `loss`": {"balance": BalanceConfig("dwa")},
+    "`balance` at level `features`": {"balance": BalanceConfig("mgda", level="features")},
+    "`balance` at level `parameters`": {"balance": BalanceConfig("mgda", level="parameters")},
     "`guard`": {"guard": True},
     "`ema`": {"ema": 0.9},
     "Muon": {"optimizer": OptimizerConfig("muon", lr=3e-3, muon_lr=3e-3, weight_decay=0.0)},

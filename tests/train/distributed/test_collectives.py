@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.processes import Program, free_port
-from train.distributed.collectives import described
+from train.distributed.process_group import described
 
 
 def entry(name: str, number: int, state: str, size: int = 5) -> dict[str, Any]:

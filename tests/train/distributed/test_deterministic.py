@@ -15,7 +15,7 @@ from omni.errors import UserError
 from tests.test_recompute import made
 from train import fit, recipe
 from train.config.sections import FabricConfig
-from train.distributed.deterministic import WORKSPACE, deterministic
+from train.distributed.fabric import WORKSPACE, deterministic
 from train.objective.cross_entropy import sum_by
 from train.objective.objective import alignment_loss
 from train.trainer import build

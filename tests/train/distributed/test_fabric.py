@@ -297,11 +297,7 @@ def test_placement_follows_who_started_the_processes() -> None:
         placement(FabricConfig(devices=8), torchrun)
 
 
-def test_muon_refuses_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_refuses_slices(tmp_path: Path) -> None:
     """Muon needs whole matrices; the error names the way out."""
-    from tests.train.toys import ToyModel
-    from train.optim import optimizer as optim
-
-    monkeypatch.setattr(optim, "DTensor", torch.nn.Parameter)
     with pytest.raises(UserError, match=r"optimizer\.name adamw\b.*\bddp\b"):
-        optim.parameter_groups(list(ToyModel().named_parameters()), OptimizerConfig(name="muon"))
+        toy_config(tmp_path, optimizer=OptimizerConfig(name="muon"), fabric=FabricConfig(strategy="fsdp"))

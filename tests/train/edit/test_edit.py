@@ -33,10 +33,9 @@ from train.data.rows.row import Row, RowTurn
 from train.data.seeding import seeded_generator
 from train.edit.apply import draw_untouched
 from train.edit.config import ApplyConfig, EditEvalConfig, SpeakConfig
-from train.edit.facts import read_facts
+from train.edit.facts import Synthesiser, fact_rows, read_facts
 from train.edit.judge import EditFigure, _held_out, judge_edits
 from train.edit.lessons import Draws, EditExample, EditObjective
-from train.edit.speak import Synthesiser, fact_rows
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, targets
 

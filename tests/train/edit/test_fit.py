@@ -22,10 +22,9 @@ from tests.train.eval.toys import save_model
 from train.commands.edit import main, read_command
 from train.edit.apply import STRENGTHS, _correction, choose_linears
 from train.edit.config import ApplyConfig, EditFitConfig, SpeakConfig
-from train.edit.facts import read_facts
+from train.edit.facts import Synthesiser, fact_rows, read_facts
 from train.edit.fit import Corrections
 from train.edit.lessons import EditObjective
-from train.edit.speak import Synthesiser, fact_rows
 
 LINEAR = "decoder.blocks.1.mlp.up"
 

@@ -15,8 +15,7 @@ from tests.train.edit.test_edit import JUDGE, QUICK, VOICE, say, write
 from tests.train.eval.toys import save_model
 from train.commands.edit import main
 from train.edit.config import SpeakConfig
-from train.edit.facts import read_facts
-from train.edit.speak import Synthesiser, fact_rows
+from train.edit.facts import Synthesiser, fact_rows, read_facts
 
 KEPT = {"question_text": "one", "answer_text": "ab", "rephrased": ["uno", "eins"], "judged": ["un", "jeden"]}
 BARE = {"question_text": "two", "answer_text": "c"}

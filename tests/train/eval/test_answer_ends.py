@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers
 
 from omni.layout import IGNORE
 from tests.convert.hub_toys import edit_config, save_text, text_model
-from train.commands.convert import main
+from train.commands.models import run_convert as main
 from train.config.sections import ModelSection
 from train.data.batching.examples import ExampleMaker
 from train.data.batching.loader import StepLoader

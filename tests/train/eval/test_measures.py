@@ -17,15 +17,25 @@ from torch import Tensor
 from omni.errors import UserError
 from omni.generate.results import Answer, Timings
 from omni.tasks import TASKS
-from omni.utils.charts import pyplot_quietly
+from omni.utils.charts import drawn
 from train.data.rows.row import Row, RowTurn
-from train.eval.answers import EvalQuestion, judge
+from train.eval.answers import EvalQuestion, judge, timing_scores
 from train.eval.config import EvalConfig
 from train.eval.held_out import Item
 from train.eval.measures import MEASURES, RESAMPLES, Figure, difference, figure, pairs_of, plain, shown, value
-from train.eval.pictures import _bars, draw_comparison, draw_report
-from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Run, ScoreChange, signed, verdict
-from train.eval.timing import scores
+from train.eval.report import (
+    ANSWERS,
+    TEXT,
+    TEXT_BEFORE,
+    TIMINGS,
+    Run,
+    ScoreChange,
+    _bars,
+    draw_comparison,
+    draw_report,
+    signed,
+    verdict,
+)
 from train.scoring.text import find_normaliser, text_errors
 
 PAIRS = np.array([[0, 2], [1, 3], [4, 4], [2, 1], [0, 5]], dtype=float)
@@ -75,12 +85,11 @@ def test_pictures_of_what_has_no_figure(tmp_path: Path) -> None:
     none, some = Figure(math.nan, math.nan, math.nan, 2), Figure(0.5, 0.4, 30.0, 9)
     run = Run(tmp_path, {"model": "m", "data": "d"}, {name: [] for name in (ANSWERS, TIMINGS, TEXT, TEXT_BEFORE)})
     figures = {"ended": some, "speech_text_wer": none, "text_perplexity": Figure(math.inf, 2.0, math.inf, 3)}
-    pyplot = pyplot_quietly()
-    axis = pyplot.figure().add_subplot()
-    _bars(axis, ["ended", "speech_text_wer"], figures)
+    with drawn(tmp_path / "bars.png") as axes:
+        axis = axes[0, 0]
+        _bars(axis, ["ended", "speech_text_wer"], figures)
     assert axis.get_xlim() == (0, pytest.approx(3360.0)) and [bar.get_width() for bar in axis.patches] == [50.0, 0.0]
     assert [(text.get_text(), text.xy[0]) for text in axis.texts] == [("50.00 %", 3000.0), ("-", 0.0)]
-    pyplot.close("all")
     assert draw_report(run, figures).read_bytes().startswith(b"\x89PNG")
     changes = {name: ScoreChange(f, f, none) for name, f in figures.items()}
     assert draw_comparison(changes, ("a", "b"), tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
@@ -199,12 +208,12 @@ def test_what_has_no_reference_or_is_not_spoken_is_left_out() -> None:
 
 
 def test_times_of_a_streamed_answer() -> None:
-    assert scores(Timings(first_text=0.02, first_audio=0.15, total=0.6, audio=1.2)) == {
+    assert timing_scores(Timings(first_text=0.02, first_audio=0.15, total=0.6, audio=1.2)) == {
         "first_text": (20, 1),
         "first_audio": (150, 1),
         "real_time_factor": (0.6, 1.2),
     }
-    assert scores(Timings(total=0.1)) == {}
+    assert timing_scores(Timings(total=0.1)) == {}
 
 
 def test_pairs_are_taken_from_the_records_that_have_them() -> None:

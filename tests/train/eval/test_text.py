@@ -14,8 +14,8 @@ from tests.train.data.toys import TOKENIZER
 from tests.train.eval.toys import random_lm, read_lines
 from train.data.readers import Broken, OpenedSource
 from train.data.rows.row import Row, RowTurn
+from train.eval.against import load_before, negative_log_likelihood, plain_text, score_texts
 from train.eval.config import EvalConfig
-from train.eval.forgetting import load_before, negative_log_likelihood, plain_text, score_texts
 from train.eval.questions import Questions
 
 LAYOUTS = {"codec2": Layout.preset("codec2", 256), "sampled": Layout.build([14] * 3, 256, specials=5, fill="sampled")}
@@ -67,7 +67,7 @@ def test_nats_side_by_side_are_those_alone(layout: str, monkeypatch) -> None:
     for columns, ids in ((asked, None), (plain, size)):
         wanted = [slow_nll(lm, c, ids or size + lm.layout.text.specials) for c in columns]
         for budget in (1 << 26, 2 * size):
-            monkeypatch.setattr("train.eval.forgetting._LOGITS", budget)
+            monkeypatch.setattr("train.eval.against._LOGITS", budget)
             together = negative_log_likelihood(lm, columns, ids)
             for (nats, count), (nats_alone, count_alone) in zip(together, wanted, strict=True):
                 assert count == count_alone and nats == pytest.approx(nats_alone, rel=1e-4)

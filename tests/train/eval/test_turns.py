@@ -14,7 +14,7 @@ from tests.train.eval.toys import QUICK, noise, save_model
 from train.cli import main
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Row, RowTurn, Sound
-from train.eval.turns import figures_of_turns
+from train.eval.answers import figures_of_turns
 
 
 def asked(number: int, answer: str = "x") -> RowTurn:

@@ -21,7 +21,7 @@ from omni.lora.weights import base_checksum, weights_of
 from tests.stores.hub_stand_in import Repository
 from tests.train.data.toys import TOKENIZER
 from tests.train.eval.toys import random_model
-from train.commands.push import main
+from train.commands.models import run_push as main
 from train.eval.run import model_hash
 from train.trainer.logs import VALIDATION, CsvTable
 

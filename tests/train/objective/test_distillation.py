@@ -18,10 +18,9 @@ from tests.close import assert_near
 from tests.train.objective.test_objective import MODELS, gradients, make_examples, pack
 from tests.train.toys import ALONE
 from train.objective.config import ObjectiveConfig
-from train.objective.distillation import Teacher, frozen
-from train.objective.objective import HEADS, Objective, targets
-from train.trainer.held_out_loss import held_out_loss
+from train.objective.objective import HEADS, Objective, Teacher, frozen, targets
 from train.trainer.metrics import StepMetrics
+from train.trainer.validation import held_out_loss
 
 ENCODER = replace(MODELS["codec2"].encoder, mode="chunked", chunk_ms=80, train_chunk_ms=(40, 400))
 CHUNKED = replace(MODELS["codec2"], ctc=0, encoder=ENCODER)

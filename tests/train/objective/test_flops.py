@@ -7,8 +7,8 @@ import torch
 
 from omni.model.speech_model import SpeechModel
 from tests.train.objective.test_objective import MODELS, make_examples, pack
-from train.objective.flops import StepFlops
 from train.objective.objective import targets
+from train.trainer.metrics import StepFlops
 
 
 @pytest.mark.parametrize("name", MODELS)

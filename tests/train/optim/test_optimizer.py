@@ -13,9 +13,16 @@ from omni.errors import UserError
 from omni.utils.patterns import match_names
 from tests.train.toys import ToyModel
 from train.config.sections import GroupConfig, OptimizerConfig
-from train.optim.ema import Average
-from train.optim.muon import BatchedMuon, orthogonalize, update_scale
-from train.optim.optimizer import Optimizers, build_optimizer, parameter_groups, set_learning_rate, set_trainable
+from train.optim.optimizer import (
+    Average,
+    BatchedMuon,
+    Optimizers,
+    build_optimizer,
+    orthogonalize,
+    parameter_groups,
+    set_learning_rate,
+    set_trainable,
+)
 
 
 def slow_orthogonalize(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
@@ -45,7 +52,7 @@ def test_muon_iterates_in_the_runs_precision(precision: str, half: bool) -> None
     dice = torch.Generator().manual_seed(2)
     ours, theirs = (nn.Parameter(torch.zeros(16, 16)) for _ in range(2))
     optimizer = build_optimizer([("w", ours)], OptimizerConfig("muon", muon_lr=1.0, weight_decay=0.0), precision)
-    reference = torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, momentum=OptimizerConfig().muon_momentum)
+    reference = torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, momentum=0.95)
     ours.grad = torch.randn(16, 16, generator=dice)
     theirs.grad = ours.grad.clone()
     optimizer.step()
@@ -54,14 +61,13 @@ def test_muon_iterates_in_the_runs_precision(precision: str, half: bool) -> None
     assert far < 0.03 and (far == 0) == half
 
 
-@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("shapes", [[(16, 16), (16, 16)], [(24, 8), (8, 24), (8, 8)]])
-def test_batched_muon_equals_torch_muon(shapes: list[tuple[int, int]], scale: str) -> None:
+def test_batched_muon_equals_torch_muon(shapes: list[tuple[int, int]]) -> None:
     """Up to the bf16 of torch's iteration."""
     dice = torch.Generator().manual_seed(1)
     ours = [nn.Parameter(torch.randn(s, generator=dice)) for s in shapes]
     theirs = copy.deepcopy(ours)
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05, "adjust_lr_fn": scale}
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}
     mine, reference = BatchedMuon(ours, **options), torch.optim.Muon(theirs, **options)
     for _ in range(3):
         for a, b in zip(ours, theirs, strict=True):
@@ -70,7 +76,7 @@ def test_batched_muon_equals_torch_muon(shapes: list[tuple[int, int]], scale: st
         mine.step()
         reference.step()
     for a, b in zip(ours, theirs, strict=True):
-        moved = update_scale(scale, a.shape) * 0.1
+        moved = max(1.0, a.shape[0] / a.shape[1]) ** 0.5 * 0.1
         torch.testing.assert_close(a, b, rtol=0, atol=0.03 * 3 * moved)
         assert mine.state[a]["momentum_buffer"].equal(reference.state[b]["momentum_buffer"])
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from omni.errors import UserError
 from omni.tasks import TASKS
 from tests.train.plan.test_plan import counted, run, saved, shape
-from train.balance.section import BalanceSection, balanced_tasks
+from train.balance.config import BalanceConfig, balanced_tasks
+from train.commands.dry_run import build_workbench
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
 from train.data.config import SourceConfig
@@ -22,10 +23,9 @@ from train.objective.config import ObjectiveConfig
 from train.objective.objective import cells, targets
 from train.plan.memory import meta_model
 from train.plan.plan import pace
-from train.plan.step import build_workbench
-from train.plan.worst_batch import worst_batch
 from train.trainer.balanced_step import Balanced, Balancing
-from train.trainer.feed import CountedStep
+from train.trainer.feed import StepBatches
+from train.trainer.preflight import worst_batch
 
 pytestmark = pytest.mark.usefixtures("forked")
 MIX = {"A1T1": 1.0, "A1A2": 1.0, "A1T2": 1.0}
@@ -33,7 +33,7 @@ MIX = {"A1T1": 1.0, "A1A2": 1.0, "A1T2": 1.0}
 
 def balanced(method: str, level: str | None = None, micro: int = 1, settings: Any = None, **more: Any) -> FitConfig:
     config = run(micro=micro, **more)
-    section = BalanceSection(method, level, settings or {})
+    section = BalanceConfig(method, level, settings or {})
     return replace(config, data=replace(config.data, sources=(SourceConfig("spoken-digits", tasks=MIX),)), balance=section)
 
 
@@ -106,7 +106,7 @@ def test_passes_are_as_many_as_a_step_makes(method: str, level: str | None, micr
 
     bench.objective.register_forward_hook(count)
     wanted = targets(batch) * micro
-    step = CountedStep([batch] * micro, wanted, 0, 0, 0, 0, cells=cells(batch).double() * micro)
+    step = StepBatches([batch] * micro, wanted, 0, 0, 0, 0, cells=cells(batch).double() * micro)
     balancing.take(step, wanted, 1.0, config.optimizer.lr, lambda losses: None)
     after = int(settings.get("look") == "same")  # the look back comes after the optimizer's step
     passes, backwards = section.passes(config.data, config.objective.by_heads, len(model.layout))

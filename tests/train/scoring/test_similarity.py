@@ -6,8 +6,7 @@ import math
 
 import torch
 
-from train.scoring.asr import Sphinx
-from train.scoring.similarity import describe, dtw, nearest
+from train.scoring.asr import Sphinx, describe, dtw, nearest
 
 
 def slow_dtw(a: torch.Tensor, b: torch.Tensor) -> float:

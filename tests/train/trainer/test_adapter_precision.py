@@ -16,9 +16,8 @@ from tests.train.distributed.test_fabric import losses, make_together
 from tests.train.distributed.test_precision import real_parts
 from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora, toy_parts
 from train.config.sections import CheckpointConfig, FabricConfig, LoRASection, OptimizerConfig, ScheduleConfig
-from train.distributed.fabric import build_fabric
-from train.distributed.precision import quantized_type
-from train.trainer import lora as adapters
+from train.distributed.fabric import build_fabric, quantized_type
+from train.trainer.initial_model import apply_lora, save_lora
 
 SMALL = {"lr": 2.5e-5, "weight_decay": 0.0}
 """As in the Mistral recipes: from 2^-7 on such a step is less than half a unit in the last place of bf16."""
@@ -94,9 +93,9 @@ def test_stopped_in_bf16_they_go_on_bitwise(runs: Path, base: bool | str) -> Non
 def test_an_adapter_that_was_written_in_bf16_learns_on_in_fp32(tmp_path: Path) -> None:
     section = LoRASection(("blocks.*",), rank=2)
     model, again = (toy_parts().objective.get_submodule("model") for _ in "ab")
-    base = adapters.apply(model, section)
-    folder = adapters.save(tmp_path, model, {n: t.bfloat16() for n, t in model.state_dict().items()}, base, None)
-    adapters.apply(again, replace(section, init_from=str(folder)))
+    base = apply_lora(model, section)
+    folder = save_lora(tmp_path, model, {n: t.bfloat16() for n, t in model.state_dict().items()}, base, None)
+    apply_lora(again, replace(section, init_from=str(folder)))
     found, wanted = again.state_dict(), model.state_dict()
     pairs = [name for name in wanted if ".lora." in name]
     assert len(pairs) == 4
@@ -121,7 +120,7 @@ def test_our_own_model_learns_in_bf16_as_in_full(tmp_path: Path, base: Literal["
             schedule=ScheduleConfig("constant"),
         )
         parts = real_parts("codec2", ctc=False)
-        adapters.apply(parts.objective.get_submodule("model"), section, quantized_type(precision))
+        apply_lora(parts.objective.get_submodule("model"), section, quantized_type(precision))
         toy_fit(config, parts)
         found[precision] = losses(tmp_path / precision, "loss")
         learning = [(n, p) for n, p in parts.objective.named_parameters() if p.requires_grad]
@@ -144,7 +143,7 @@ def test_4_bits_are_multiplied_in_the_runs_type(precision: str, wanted: torch.dt
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32))
     section = LoRASection(("*",), rank=2, quantize="nf4", quantize_targets=("*",), trainable=("1.bias",))
-    adapters.apply(model, section, quantized_type(precision))
+    apply_lora(model, section, quantized_type(precision))
     first, last = model
     assert isinstance(first, bitsandbytes.nn.Linear4bit)
     assert first.compute_dtype == wanted == first.weight.quant_state.dtype

@@ -15,12 +15,12 @@ from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from omni.utils.patterns import match_names
 from tests.close import assert_near
+from tests.train.balance.backward import backward
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts, slow_losses, slow_run
 from tests.train.toys import OF_THE_MACHINE
-from train.balance.balancer import build
-from train.balance.bilevel import Bilevel
+from train.balance.balancer import Bilevel, build
+from train.balance.config import BalanceConfig, balanced_tasks
 from train.balance.methods import METHODS
-from train.balance.section import BalanceSection, balanced_tasks
 from train.config.run import FitConfig
 from train.config.sections import FabricConfig, LogConfig
 from train.data.batching.batch import Batch
@@ -35,8 +35,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 EVERY = [(method, level) for method, kind in METHODS.items() for level in kind.levels]
 
 
-def section_of(method: str, level: str, **options: Any) -> BalanceSection:
-    return BalanceSection(method, level, SETTINGS.get(method, {}), seed=5, **options)
+def section_of(method: str, level: str, **options: Any) -> BalanceConfig:
+    return BalanceConfig(method, level, SETTINGS.get(method, {}), seed=5, **options)
 
 
 def slow_step(config: FitConfig) -> Callable[[SpeechModel, Sequence[Batch], Tensor, float], Any]:
@@ -78,20 +78,20 @@ def slow_step(config: FitConfig) -> Callable[[SpeechModel, Sequence[Batch], Tens
                 ).sum().backward()
             return None
         if section.at == "loss":
-            balancer.backward(summed(model, batches, counts), shared, own)
+            backward(balancer, summed(model, batches, counts), shared, own)
         elif section.at == "parameters":
             groups = [batches[i :: len(batches)] for i in range(len(batches))] if section.kind.batches == 3 else [batches]
             each = [summed(model, group, torch.stack([targets(b) for b in group]).sum(0)) for group in groups]
             rows = [list(TASKS).index(name) for name in names]
             everywhere = [sum(cells(b) for b in group)[rows].sum(1) for group in groups]  # type: ignore[index]
             here = torch.stack(everywhere).amin(0) if names else None
-            balancer.backward(each[0], shared, own, others=each[1:], counts=here)
+            backward(balancer, each[0], shared, own, others=each[1:], counts=here)
         else:
             features: list[Tensor] = []
             losses = summed(model, batches, counts, features)
             below = [p for n, p in learning if n.startswith(("encoder.", "projector."))]
             above = [p for n, p in learning if not n.startswith(("encoder.", "projector."))]
-            balancer.backward(losses, below, above, features=features)
+            backward(balancer, losses, below, above, features=features)
         if section.method == "famo":
             return lambda: balancer.after(summed(model, batches, counts))
         rest = others(model, batches, counts)
@@ -155,7 +155,7 @@ def test_accumulated_it_is_the_slow_one(
 
 def test_a_method_gets_the_losses_that_its_settings_need(tmp_path: Path) -> None:
     """At level features too, where they are summed over micro-batches and processes for those alone that need them."""
-    section = BalanceSection("mgda", "features", {"normalize": "loss"}, names=("A1T1", "A1A2"))
+    section = BalanceConfig("mgda", "features", {"normalize": "loss"}, names=("A1T1", "A1A2"))
     data = replace(balanced_config(tmp_path, None).data, micro_batches=1)
     compare(balanced_config(tmp_path, section, data=data), 2e-3)
 
@@ -164,7 +164,7 @@ def test_a_method_gets_the_losses_that_its_settings_need(tmp_path: Path) -> None
 @pytest.mark.parametrize("ctc", [False, True])
 def test_equal_weights_are_the_plain_run(tmp_path: Path, micro: int, ctc: bool) -> None:
     """Bit for bit, and so are the figures of the log."""
-    config = balanced_config(tmp_path / "equal", BalanceSection(), ctc)
+    config = balanced_config(tmp_path / "equal", BalanceConfig(), ctc)
     config = replace(config, data=replace(config.data, micro_batches=micro))
     plain = replace(config, balance=None, run_folder=str(tmp_path / "plain"))
     for name, value in balanced_fit(plain).items():
@@ -210,7 +210,7 @@ def test_a_guarded_run_is_the_same_and_nothing_is_said(
 ) -> None:
     section = {"level": "parameters", **section} if section["method"] == "mgda" else section
     lines = LogConfig(every=1, progress="lines")
-    runs = [balanced_config(tmp_path / str(on), BalanceSection(**section), guard=on, log=lines) for on in (False, True)]
+    runs = [balanced_config(tmp_path / str(on), BalanceConfig(**section), guard=on, log=lines) for on in (False, True)]
     plain, watched = (balanced_fit(config) for config in runs)
     assert all(t.equal(watched[name]) for name, t in plain.items())
     assert "guard, step" not in "".join(capsys.readouterr())

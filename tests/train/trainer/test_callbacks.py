@@ -16,8 +16,7 @@ from train.checkpoint import retention
 from train.config.parse import read_fit_config
 from train.config.sections import CheckpointConfig, LogConfig, ValidationConfig
 from train.trainer.build import fit
-from train.trainer.callbacks import CALLBACKS, Callback, Callbacks, register_callback
-from train.trainer.parts import Outcome, Parts
+from train.trainer.parts import CALLBACKS, Callback, Callbacks, Outcome, Parts, register_callback
 
 FIGURES = {"exact_match": 0.5}
 

@@ -39,9 +39,9 @@ from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.row import Row, Sound
 from train.eval.held_out import items_of
 from train.objective.objective import Losses, Objective
-from train.optim.ema import Average
-from train.trainer.held_out_loss import HeldOut, build_held_out, held_out_loss
+from train.optim.optimizer import Average
 from train.trainer.logs import VALIDATION, read_table
+from train.trainer.validation import HeldOut, build_held_out, held_out_loss
 
 MODEL = MODELS["codec2"]
 PACKING = PackingConfig(rows=2, length=160, buffer=4)

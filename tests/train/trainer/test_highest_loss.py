@@ -24,8 +24,8 @@ from train.data.batching.batch import SegmentNames
 from train.data.batching.loader import StepLoader
 from train.objective.objective import Losses, Objective, targets
 from train.objective.task_losses import ExampleLosses, PlainLosses
-from train.trainer import highest_loss
-from train.trainer.highest_loss import HIGHEST, HighestLosses
+from train.trainer import logs
+from train.trainer.logs import HIGHEST, HighestLosses
 
 
 def losses_of(*each: tuple[float, int]) -> Losses:
@@ -118,7 +118,7 @@ def test_the_highest_are_kept_in_order(tmp_path: Path) -> None:
 
 def test_examples_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a number of steps, and so are those that wait for a row of the log that is long in coming."""
-    monkeypatch.setattr(highest_loss, "WINDOW", 5)
+    monkeypatch.setattr(logs, "WINDOW", 5)
     kept = HighestLosses(2, tmp_path, ALONE)
     for step in range(1, 9):
         kept.step = step
@@ -150,11 +150,12 @@ def test_the_file_has_the_highest_of_all_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.untrained("*")
-def test_a_run_names_its_rows_and_trains_the_same(tmp_path: Path) -> None:
+def test_a_run_names_its_rows_and_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with inside(tmp_path):
         place(tmp_path, "model", "rows")
         for count in (2, 0):
-            log = {**RECIPE["log"], "every": 2, "highest": count}
+            monkeypatch.setattr("train.trainer.build.COUNT", count)
+            log = {**RECIPE["log"], "every": 2}
             recipe = {**RECIPE, "validation": {"questions": 0}, "log": log, "run_folder": f"run{count}"}
             Path(f"{count}.yaml").write_text(yaml.safe_dump(recipe))
             assert main(["fit", f"{count}.yaml"]) == 0

@@ -21,17 +21,15 @@ from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.close import assert_near
 from tests.train.toys import ToyModel, adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit
+from train.commands.dry_run import describe_run
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig, CheckpointConfig, FabricConfig, LoRASection, ModelSection, OptimizerConfig, Rule
 from train.data.config import DataConfig, PackingConfig, SourceConfig
-from train.distributed.fabric import build_fabric
-from train.distributed.precision import quantized_type
+from train.distributed.fabric import build_fabric, quantized_type
 from train.plan.memory import meta_model
 from train.plan.plan import count_parameters
-from train.trainer import lora as adapters
 from train.trainer.build import build_parts
-from train.trainer.dry_run import dry_run
-from train.trainer.initial_model import build_initial
+from train.trainer.initial_model import apply_lora, build_initial, save_lora
 
 SECTION = LoRASection(targets=("blocks.*",), rank=2, trainable=("audio_head.*",))
 LEARNT = {f"blocks.{i}.1.lora.default.{half}" for i in range(2) for half in "ab"} | {"audio_head.weight"}
@@ -139,7 +137,7 @@ def test_what_comes_out_is_the_base_and_what_was_trained(base: Path, tmp_path: P
     adapter = load_adapter(tmp_path / "run" / "adapter")
     assert set(adapter.whole) == {"projector.project.weight", "projector.project.bias"} and len(adapter.pairs) == 14
     again = build_initial(config.model, 0).model
-    adapters.apply(again, replace(section, init_from=str(tmp_path / "run" / "adapter")), quantized_type(precision))
+    apply_lora(again, replace(section, init_from=str(tmp_path / "run" / "adapter")), quantized_type(precision))
     found = merged_state(again, again.state_dict())
     for name, tensor in wanted.items():
         assert_near(found[name], tensor, 1e-6, name)
@@ -148,16 +146,16 @@ def test_what_comes_out_is_the_base_and_what_was_trained(base: Path, tmp_path: P
 def test_a_dry_run_and_a_plan_count_the_adapters(base: Path, tmp_path: Path) -> None:
     config = run_of(base, tmp_path / "run", LoRASection(rank=2))
     wanted = 2 * 2 * (4 * 64 + 2 * (64 + 32) + 3 * 128)
-    assert f"{wanted / 1e6:.2f} M trainable" in dry_run(config)
+    assert f"{wanted / 1e6:.2f} M trainable" in describe_run(config)
     counts = count_parameters(meta_model(config, SMALL))
     assert counts["LoRA"] == (wanted, wanted) and sum(own for _, own in counts.values()) == wanted
 
 
 def test_an_adapter_of_another_base_is_no_beginning(base: Path, tmp_path: Path) -> None:
     model = build_initial(ModelSection(init_from=str(base)), 0).model
-    crc = adapters.apply(model, LoRASection(rank=2))
-    adapters.save(tmp_path, model, model.state_dict(), crc, None)
+    crc = apply_lora(model, LoRASection(rank=2))
+    save_lora(tmp_path, model, model.state_dict(), crc, None)
     torch.manual_seed(1)
     with pytest.raises(UserError, match="lora.init_from .*their checksum differs"):
-        adapters.apply(SpeechModel(SMALL), LoRASection(init_from=str(tmp_path / "adapter")))
+        apply_lora(SpeechModel(SMALL), LoRASection(init_from=str(tmp_path / "adapter")))
     assert asdict(LoRASection())["merged"] is True

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 from omni.utils.charts import printable
-from train.trainer import plots
 from train.trainer.logs import METRICS, VALIDATION, CsvTable
 from train.trainer.plots import CURVES, curves, spectrogram, spectrograms
 
@@ -50,7 +49,7 @@ def test_curves(tmp_path: Path, rows: int, validated: bool) -> None:
 
 def test_every_curve_has_its_own_colour_and_is_inside_its_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = []
-    monkeypatch.setattr(plots, "save_figure", lambda figure, file: kept.append(figure))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **_: (kept.append(figure), file.touch()))
     names = [*(f"audio{i}" for i in range(7)), "text", "audio", "alignment", "A1A2", "A1T2", "T1T2"]
     CsvTable(tmp_path / METRICS, 0).add(1, {**{f"loss/{name}": 1.0 for name in names}, "loss": 2.0, "seconds": 9.0})
     held_out = {"loss/text": 1.0, "loss/audio": 2.0, "wer": 30.0, "seconds": 9.0}

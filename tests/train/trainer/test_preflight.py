@@ -108,13 +108,9 @@ def test_another_configuration_is_refused_before_a_model_is_built(tmp_path: Path
         fit(replace(config, seed=7))
 
 
-def test_more_workers_or_steps_ahead_than_the_machine_has_room_for_are_refused(tmp_path: Path) -> None:
+def test_more_workers_than_the_machine_runs_are_refused(tmp_path: Path) -> None:
     config = read("nano.yaml", "--run_folder", str(tmp_path / "run"))
-    for changes, said in (
-        ({"workers": 10**4}, r"data\.workers is 10000, but there are \d+ core\(s\) here, for at most \d+ workers"),
-        ({"prefetch": 10**9, "workers": 1}, r"data\.prefetch is 1000000000: .* GiB of this machine; give less, such as 2"),
-    ):
-        with pytest.raises(UserError, match=said):
-            fit(replace(config, data=replace(config.data, **changes)))
+    with pytest.raises(UserError, match=r"data\.workers is 10000, but there are \d+ core\(s\) here, for at most \d+ workers"):
+        fit(replace(config, data=replace(config.data, workers=10**4)))
     check_workers(replace(config, data=replace(config.data, workers=8, prefetch=8)))
     assert not (tmp_path / "run").exists()

@@ -18,7 +18,7 @@ from tests.train.toys import toy_config, toy_fit, toy_parts
 from train.checkpoint import retention
 from train.config.sections import BudgetConfig, LogConfig
 from train.trainer import profiler
-from train.trainer.profiler import FOLDER, SHOWN, TOP
+from train.trainer.profiler import FOLDER
 
 LINES = LogConfig(every=4, progress="lines")
 
@@ -42,19 +42,13 @@ def test_a_profile_leaves_a_trace_and_a_table_and_changes_nothing(tmp_path: Path
         assert tensor.equal(weights[name]), name
     assert sorted(os.listdir(tmp_path / "run" / FOLDER)) == ["steps-3-5.json.gz", "steps-3-5.txt"]
     assert steps_of(tmp_path / "run" / FOLDER / "steps-3-5.json.gz") == [3, 4, 5]
-    title, _, head, *rows = (tmp_path / "run" / FOLDER / "steps-3-5.txt").read_text().splitlines()
-    assert title.startswith("steps 3 to 5 took ") and head.split() == ["operator,", "on", "the", "CPU", "ms", "share", "calls"]
-    shares, times = ([float(row.split()[place]) for row in rows] for place in (-3, -4))
-    calls = {" ".join(row.split()[:-4]): int(row.split()[-1]) for row in rows}
-    assert len(rows) == TOP and sum(shares) < 100.5 and times == sorted(times, reverse=True)
+    title, _, *rows = (tmp_path / "run" / FOLDER / "steps-3-5.txt").read_text().splitlines()
+    assert title.startswith("steps 3 to 5 took ") and any("aten::addmm" in row for row in rows)
     traced = names_in(tmp_path / "run" / FOLDER / "steps-3-5.json.gz")
     assert traced["aten::addmm"] == 3 * 4 * 2  # two linears with a bias, four batches
-    assert calls.pop("(Python, and waiting)") == 3
-    assert all(0 < count <= traced[name] for name, count in calls.items())  # calls of itself are one with it in the table
     said = capfd.readouterr().err.splitlines()
-    at = said.index(f"profile: {title}")
-    assert [line.split()[-4:] for line in said[at + 2 : at + 2 + SHOWN]] == [row.split()[-4:] for row in rows[:SHOWN]]
-    assert said[at + 2 + SHOWN].startswith("more in ") and not [line for line in said if "USDT" in line or "ERROR" in line]
+    assert [line for line in said if line.startswith(f"profile: {title}; ")]
+    assert not [line for line in said if "USDT" in line or "ERROR" in line]
 
 
 def test_a_range_counts_steps_of_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +71,7 @@ def test_a_range_counts_steps_of_the_run(tmp_path: Path, capfd: pytest.CaptureFi
         "steps-3-4-again-2.json.gz",
         "steps-3-4-again-2.txt",
     ]
-    retention.clear(tmp_path)
+    retention.restart(tmp_path, set(), again=False)
     assert not (tmp_path / FOLDER).exists()
 
 

@@ -19,7 +19,7 @@ from train.console.progress import TrainProgress
 from train.trainer import loop
 from train.trainer.logs import METRICS, read_table
 from train.trainer.metrics import StepMetrics
-from train.trainer.step_times import StepTimes
+from train.trainer.usage import StepTimes
 
 LINES = LogConfig(every=5, progress="lines")
 

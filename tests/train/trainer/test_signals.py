@@ -16,9 +16,9 @@ from tests.train.toys import toy_config, toy_fit, toy_held_out, toy_parts
 from train.checkpoint import retention
 from train.config.sections import CheckpointConfig, LogConfig, ValidationConfig
 from train.trainer import signals
-from train.trainer.held_out_loss import HeldOut
 from train.trainer.logs import METRICS, VALIDATION, read_table
 from train.trainer.signals import BrokenOff, Stop, break_off
+from train.trainer.validation import HeldOut
 
 LINES = LogConfig(every=1, progress="lines")
 

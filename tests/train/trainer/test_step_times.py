@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from train.trainer.step_times import StepTimes
+from train.trainer.usage import StepTimes
 
 
 class Machine:
     """A clock, and a number of compiled graphs."""
 
     def __init__(self) -> None:
-        self.now, self.graphs, self.computed, self.load = 0.0, 0, 0.0, 0.0
-        self.times = StepTimes(lambda: self.now, lambda: self.graphs, lambda: self.computed, lambda: self.load)
+        self.now, self.graphs = 0.0, 0
+        self.times = StepTimes(lambda: self.now, lambda: self.graphs)
 
-    def step(self, seconds: float, compiled: int = 0, computed: float | None = None, **parts: float) -> str | None:
+    def step(self, seconds: float, compiled: int = 0, **parts: float) -> str | None:
         self.times.begin()
         self.graphs += compiled
         for name, part in parts.items():
             self.times.add(name.replace("_", " "), part)
         self.now += seconds + sum(parts.values())
-        self.computed += seconds if computed is None else computed
         line = self.times.end(7)
         self.now += 30.0  # what comes between two steps
         return line
@@ -43,5 +42,5 @@ def test_an_outlier_names_its_largest_part(machine: Machine) -> None:
 
 def test_a_new_graph_is_the_cause_of_what_nothing_else_explains(machine: Machine) -> None:
     assert machine.step(20.0, compiled=2) == "step 7 took 20.0 s, 0.5 s are usual: compiling took 20.0 s"
-    assert "the cause is unknown" in str(machine.step(20.0))
+    assert "nothing that is measured explains it" in str(machine.step(20.0))
     assert "waiting for data took 20.0 s" in str(machine.step(0.5, compiled=1, waiting_for_data=20.0))

@@ -50,7 +50,7 @@ def test_the_share_of_waiting_for_data(tmp_path: Path, monkeypatch: pytest.Monke
     def saved(*_: object) -> None:
         now[0] += 100.0
 
-    monkeypatch.setattr("train.trainer.callbacks.Callbacks.call", saved)
+    monkeypatch.setattr("train.trainer.parts.Callbacks.call", saved)
     toy_fit(toy_config(tmp_path, log=LogConfig(every=4, progress="off")), toy_parts(before, idle=idle))
     assert [row["data_wait"] for row in read_table(tmp_path / METRICS)] == [0.25, 0.25]
 

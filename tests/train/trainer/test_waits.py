@@ -22,7 +22,7 @@ from tests import waits
 from tests.test_recompute import EVERY, gradients_of, made
 from tests.waits import FakeGPU
 from train.balance.balancer import build
-from train.balance.section import BalanceSection
+from train.balance.config import BalanceConfig
 from train.config.parse import read_fit_config
 from train.config.sections import FabricConfig, OptimizerConfig
 from train.data.batching.batch import found_once
@@ -32,12 +32,11 @@ from train.distributed.process_group import ProcessGroup
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Losses, Objective, targets
 from train.objective.task_losses import GraphLosses, TaskLosses, cells_by_task
-from train.optim.ema import Average
-from train.optim.optimizer import build_optimizer
-from train.plan.worst_batch import worst_batch
+from train.optim.optimizer import Average, build_optimizer
 from train.trainer.feed import StepBatches
-from train.trainer.highest_loss import HighestLosses
+from train.trainer.logs import HighestLosses
 from train.trainer.metrics import StepMetrics
+from train.trainer.preflight import worst_batch
 from train.trainer.step import PlainStep
 
 GPU = torch.device("cuda")
@@ -170,7 +169,7 @@ def test_nothing_in_a_balanced_pass_waits(losses: str, gpu: FakeGPU, monkeypatch
 def test_no_gradient_of_a_task_waits_for_the_gpu(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     """Level parameters: a forward and backward pass for each task, before the method reads the gradients' products."""
     steps, names = Steps(monkeypatch, shallow(1, 1), "adamw", False), ["A1A2", "A1T1"]
-    balancer: Any = build(BalanceSection("upgrad"), names)
+    balancer: Any = build(BalanceConfig("upgrad"), names)
     cell, counts = cells_by_task(names, list(TASKS), len(HALF_B.layout)), targets(steps.batch)
     batch, module = steps.batch.to(GPU), steps.step.module
 

@@ -171,7 +171,9 @@ class ExampleMaker:
     Args:
         model: its layout, encoder and projector determine the number of columns of a question.
         codec: checks and encodes the answers' codes; None where no task answers in speech.
-        augment_cached_audio: augment the sound of a cached row again on every draw; otherwise only its features.
+        alignment: how transcripts are spelt for the alignment head.
+        augment: augmentation of the questions' sound, of a cached row once for all, and of its features; None for none.
+        seed: of the augmentation.
         system: rows' system messages come before their first questions; otherwise they are left out.
         cut: share of the answers, other than a conversation's last, that are cut; see `train.data.batching.columns`.
         heard_only: nothing but the encoder is trained: examples end with their questions, of which rows need the sound alone.
@@ -184,14 +186,13 @@ class ExampleMaker:
         codec: AudioCodec | None = None,
         alignment: Alignment | None = None,
         augment: AugmentConfig | None = None,
-        augment_cached_audio: bool = True,
         seed: int = 0,
         system: bool = True,
         cut: float = 0.0,
         heard_only: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
-        self.alignment, self.augment, self.augment_cached_audio = alignment or Alignment("none"), augment, augment_cached_audio
+        self.alignment, self.augment = alignment or Alignment("none"), augment
         self.seed, self.system, self.cut, self.heard_only = seed, system, cut, heard_only
         if codec is not None and codec.name != model.codec:
             raise UserError(f"the data's codec is {codec.name!r}, the model's is {model.codec!r}; use one for both")
@@ -291,7 +292,7 @@ class ExampleMaker:
     def _clips(self, draw: int, prepared: Prepared, number: int, turn: RowTurn) -> list[Clip]:
         """The question's clips, augmented for this draw."""
         assert turn.question_audio is not None
-        if prepared.kept_as is None or (self.augment_cached_audio and self.augment is not None):
+        if prepared.kept_as is None:
             heard = self._features(turn.question_audio.load(SAMPLE_RATE), "sound", draw, number)
         else:
             if number not in prepared.heard:

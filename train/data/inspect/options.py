@@ -12,7 +12,7 @@ from omni.config import ModelConfig, preset
 from omni.errors import UserError
 from omni.files import write_json
 from omni.utils.process import importing
-from train.console.options import Parser, check_least, given_model, given_path
+from train.console.command import Parser, check_least, given_model, given_path
 from train.data.executor import Processes
 
 if TYPE_CHECKING:

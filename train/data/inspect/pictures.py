@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from omni.utils.charts import COLORS, GRID, INK
+from omni.utils.charts import GRID, INK, drawn
 from train.data.inspect.collect import Collected, Sample, StreamUse
 
 PANELS = {
@@ -36,23 +34,22 @@ def draw_all(collected: Collected, folder: Path, context: int = 0) -> list[Path]
 
 
 def _histograms(file: Path, collected: Collected, names: Sequence[str], x: str, y: str, limit: int = 0) -> Path:
-    with _figure(file, len(names), 1, (8, 2.1 * len(names) + 0.5)) as axes:
+    with drawn(file, len(names), 1, (8, 2.1 * len(names) + 0.5)) as axes:
         samples = [collected.samples[name] for name in names]
         top = max(_top(sample) for sample in samples) or 1.0
         whole = all(bool((sample.values == np.round(sample.values)).all()) for sample in samples)
         edges = _edges(top, whole)
         for i, (axis, name, sample) in enumerate(zip(axes[:, 0], names, samples, strict=True)):
             shown = np.clip(sample.values, None, edges[-1])  # larger values count in the last bar
-            axis.hist(shown, edges, color=COLORS[i % len(COLORS)])
+            axis.hist(shown, edges, color=f"C{i}")
             middle = float(np.median(sample.values))
             axis.axvline(middle, color=INK, linewidth=1, linestyle="--")
             beyond = int((sample.values > edges[-1] * (1 + 1e-6)).sum())  # with tolerance: values are in single precision
             rest = f", the last bar holds {beyond} beyond it up to {sample.most:.4g}" if beyond else ""
-            axis.set_title(f"{name}: {sample.count}, median {middle:.4g}{rest}", fontsize=10, loc="left")
-            axis.set_ylabel(y)
-            axis.set_xlim(edges[0], edges[-1])
+            axis.set_title(f"{name}: {sample.count}, median {middle:.4g}{rest}")
+            axis.set(ylabel=y, xlim=(edges[0], edges[-1]))
             if limit and limit <= edges[-1]:
-                axis.axvline(limit, color=COLORS[3], linewidth=1.4)
+                axis.axvline(limit, color="C3", linewidth=1.4)
         axes[-1, 0].set_xlabel(x + (f" (red: the decoder's context, {limit})" if limit and limit <= edges[-1] else ""))
     return file
 
@@ -73,50 +70,19 @@ def _edges(top: float, whole: bool) -> np.ndarray:
 
 def _codes(file: Path, codec: str, streams: Sequence[StreamUse]) -> Path:
     """Draw the frequencies of each stream's codes, and their entropy."""
-    with _figure(file, 1, 2, (10, 3.8)) as axes:
+    with drawn(file, 1, 2, (10, 3.8)) as axes:
         left, right = axes[0]
         for i, use in enumerate(streams):
             if len(use.shares):
-                left.plot(np.arange(1, len(use.shares) + 1), use.shares, color=COLORS[i % len(COLORS)], label=f"audio{i}")
-        left.set_xscale("log")
-        left.set_yscale("log")
-        left.set_xlabel("code, by frequency")
-        left.set_ylabel("share of the frames")
-        left.set_title(f"{codec}: how often each code occurs", fontsize=10, loc="left")
-        if len(streams) <= 16:
-            left.legend(fontsize=8, frameon=False, ncols=2)
+                label = f"audio{i}" if len(streams) <= 16 else None
+                left.plot(np.arange(1, len(use.shares) + 1), use.shares, color=f"C{i}", label=label)
+        left.set(xscale="log", yscale="log", xlabel="code, by frequency", ylabel="share of the frames")
+        left.set_title(f"{codec}: how often each code occurs")
         places = np.arange(len(streams))
         most = [math.log2(max(2, len(use.counts))) for use in streams]
         right.bar(places, most, color=GRID, label="at most (log2 of the codebook)")
-        right.bar(places, [use.entropy for use in streams], color=[COLORS[i % len(COLORS)] for i in places], width=0.6)
+        right.bar(places, [use.entropy for use in streams], color=[f"C{i}" for i in places], width=0.6)
         right.set_xticks(places, [str(i) for i in places])
-        right.set_xlabel("audio stream")
-        right.set_ylabel("bits")
-        right.set_ylim(0, max(most) * 1.2)
-        right.set_title("entropy of a code", fontsize=10, loc="left")
-        right.legend(fontsize=8, frameon=False)
+        right.set(xlabel="audio stream", ylabel="bits", ylim=(0, max(most) * 1.2))
+        right.set_title("entropy of a code")
     return file
-
-
-@contextmanager
-def _figure(file: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[Any]:
-    """Context with the axes [rows, columns] of a chart, which is written at the end under another name and renamed."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display needed
-    import matplotlib.pyplot as pyplot
-
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
-    try:
-        yield axes
-        for axis in axes.flat:
-            axis.grid(color=GRID, linewidth=0.6)
-            axis.set_axisbelow(True)
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.tick_params(colors=INK)
-        figure.tight_layout()
-        beside = file.with_name(f".{file.stem}.writing{file.suffix}")
-        figure.savefig(beside, dpi=110)
-        beside.replace(file)
-    finally:
-        pyplot.close(figure)

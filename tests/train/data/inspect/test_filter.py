@@ -18,7 +18,7 @@ from omni.codec import registry as codecs
 from omni.errors import UserError
 from omni.files import locked
 from tests.train.data.inspect.toys import BAD_PARTS, beeping, noise, only_snac, row, spoilt, stored, wav
-from train.commands.data_filter import main
+from train.commands.data import run_filter as main
 from train.console.progress import percent
 from train.data.inspect.checks import Bounds, check_row
 from train.data.inspect.filter import DROPPED, Range, RowFilter, Rules, WerRule, broken_rules, filter_rows, read_rules

@@ -33,7 +33,7 @@ from tests.train.data.inspect.toys import (
     wav,
 )
 from tests.train.data.toys import MODELS, TOKENIZER
-from train.commands.data_stats import main
+from train.commands.data import run_stats as main
 from train.data.batching.examples import ExampleMaker, Prepared
 from train.data.inspect.collect import Collector
 from train.data.inspect.measures import Codecs

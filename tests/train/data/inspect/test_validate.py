@@ -14,7 +14,7 @@ import torch
 from omni.codec.codec2 import Codec2Codec
 from omni.errors import UserError
 from tests.train.data.inspect.toys import BAD_PARTS, RATE, noise, only_snac, row, spoilt, stored, wav
-from train.commands.data_validate import main
+from train.commands.data import run_validate as main
 from train.data.inspect.checks import KINDS, Bounds, Findings
 from train.data.inspect.measures import BadSound, Codecs, clipped_share, head, load, measure, silence_share, stored_bytes
 from train.data.inspect.scan import Scan

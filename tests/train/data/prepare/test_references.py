@@ -15,9 +15,9 @@ from omni.audio.io import audio_info, read_audio
 from omni.errors import UserError
 from omni.stores.tries import StoreError
 from tests.sounds import encoded
-from train.commands.data_filter import main as filter_main
-from train.commands.data_stats import main as stats_main
-from train.commands.data_validate import main as validate_main
+from train.commands.data import run_filter as filter_main
+from train.commands.data import run_stats as stats_main
+from train.commands.data import run_validate as validate_main
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
 from train.data.readers import ReaderOptions

@@ -15,7 +15,7 @@ from omni.codec.registry import code_orders
 from omni.codec.snac import SNAC_24KHZ
 from omni.errors import UserError
 from tests.train.data.readers.toys import snac_text, voice_assistant, write_json, write_parquet
-from train.commands.data_prepare import main
+from train.commands.data import run_prepare as main
 from train.data.readers import ReaderOptions, open_source
 from train.data.readers.codes import FEWEST_FRAMES, FEWEST_ROWS, lean
 from train.data.rows.row import Row

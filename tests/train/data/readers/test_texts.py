@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.train.data.readers.toys import RATE, alpaca, chat, llama_omni, rows, tone, write_json, write_lines, write_parquet
-from train.commands.data_prepare import main
+from train.commands.data import run_prepare as main
 from train.data.readers import recognise
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Row

@@ -12,7 +12,7 @@ import pytest
 from omni.config import from_dict
 from omni.errors import UserError
 from tests.train.data.toys import MODELS, ToySource, codec_of, pipeline_of
-from train.checkpoint.config_diff import differences
+from train.checkpoint.retention import differences
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig, plain_config
 from train.data.batching.loader import StepLoader
