@@ -109,7 +109,11 @@ def read_rules(file: Path) -> Rules:
     """Read rules from a YAML file; UserError for an unknown key (naming the closest), or a value of another type."""
     if not file.exists():
         raise UserError(f"rules {file} do not exist: name a YAML file, such as one with 'question_seconds: {{max: 30}}'")
-    return from_dict(Rules, read_yaml(file, "rules") or {}, str(file))
+    data = read_yaml(file, "rules")
+    try:
+        return from_dict(Rules, data or {}, "rules")
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
 
 
 _FIELDS = {"languages": "language", "sources": "source", "speakers": "speaker", "tasks": "task"}

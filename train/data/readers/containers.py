@@ -14,7 +14,8 @@ import fnmatch
 import itertools
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -245,8 +246,9 @@ class ParquetRecords(Records):
                 row, end = ([0, *self._groups()][number + i] for i in range(2))
                 try:
                     for batch in file.iter_batches(batch_size=_BATCH, row_groups=[number]):
+                        plain = cache(partial(plain_rows, batch))  # rows that are skipped are not made plain
                         for place in range(min(len(batch), end - row)):
-                            yield _StoredRow(row, batch=batch.slice(place, 1))
+                            yield _StoredRow(row, "", plain, place)
                             row += 1
                 except (pa.ArrowException, OSError) as error:
                     why = f"lies in or behind a damaged page of row group {number} ({one_line(error)})"
@@ -256,16 +258,17 @@ class ParquetRecords(Records):
 
     def _record(self, raw: _StoredRow) -> Record:
         where = str(self.path) if self._problem else f"{self.path} row {raw.number}"
-        data, problem = ({}, raw.problem) if raw.batch is None else plain_rows(raw.batch)[0]
+        data, problem = ({}, raw.problem) if raw.plain is None else raw.plain()[raw.place]
         return Record(where, finite(data), problem)
 
 
 class _StoredRow(NamedTuple):
-    """A row of a Parquet file: its number, and a batch of it alone, or why it cannot be read."""
+    """A row of a Parquet file: its number, and what makes its batch plain and its place there, or why it cannot be read."""
 
     number: int
-    problem: str = ""
-    batch: Any = None
+    problem: str
+    plain: Callable[[], list[tuple[dict[str, Any], str]]] | None = None
+    place: int = 0
 
 
 def plain_rows(batch: Any) -> list[tuple[dict[str, Any], str]]:
