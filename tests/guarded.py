@@ -25,11 +25,12 @@ from uuid import uuid4
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from omni.diagnostics import Finding, Guard, report
-from omni.diagnostics.trace.held import tensors_in
+from omni.diagnostics.held import tensors_in
 from omni.edit.mend import Mend
 from omni.edit.transform import GradientTransform
 from omni.encoder.whisper import WhisperEncoder
@@ -144,8 +145,15 @@ class Lookout:
         return forward
 
     def _is_new(self, module: nn.Module) -> bool:
-        """Whether a forward of this model starts something that backward may end."""
-        if self.inside or module in self.open or not torch.is_grad_enabled() or _is_seen_through() or _in_backward():
+        """Whether a forward of this model starts something that backward may end; FSDP2 gathers a root before its forward."""
+        if (
+            isinstance(module, FSDPModule)
+            or self.inside
+            or module in self.open
+            or not torch.is_grad_enabled()
+            or _is_seen_through()
+            or _in_backward()
+        ):
             return False
         learning = [p for p in module.parameters() if p.requires_grad]
         return any(type(p) is nn.Parameter and p.device.type != "meta" for p in learning)

@@ -1,35 +1,24 @@
-"""Diagnoses errors of autograd: finds the cause and its line."""
+"""Finds what a step tells of gradients and graphs, and the cause of errors of autograd with its line."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from traceback import walk_stack, walk_tb
+from types import FrameType
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from omni.diagnostics.checks.gradients import (
-    CACHE,
-    INFERENCE,
-    OUTSIDE,
-    STATISTIC,
-    inference,
-    is_copy,
-    is_view_of_leaf,
-    stale,
-    written_caches,
-)
-from omni.diagnostics.findings import Finding, Place, some
-from omni.diagnostics.trace.graph import Node, backward_roots, is_inner, is_older, nodes_of
-from omni.diagnostics.trace.held import HeldTensor, held_by, shape_of, storage_of, version_of
-from omni.diagnostics.trace.scene import Scene
-from omni.diagnostics.trace.source import place_of
-from omni.diagnostics.trace.trace import Changed
+from omni.diagnostics.findings import Finding, Place, is_internal, shortlist
+from omni.diagnostics.held import HeldTensor, held_by, held_in, reach, storage_of, version_of
+from omni.diagnostics.recompute import WEIGHT, Region
+from omni.diagnostics.trace import Node, Saved, Trace, is_inner, is_older, nodes_of
 
-_VERSION = re.compile(
-    r"\[(?:torch\.)?(?:\w+\.)?(?:CPU|CUDA)?(\w+?)(?:Tensor|Type) \[([\d, ]*)\]\].*?is at version (\d+); expected version (\d+)",
-    re.DOTALL,
-)
-"""Matches tensor types in messages: CPUBFloat16Type under autocast, torch.FloatTensor and the like otherwise."""
+FRAMES = 12  # of the user's functions, that are searched for variables
+
 _ERRORS = {
     "inplace": ("modified by an inplace operation", "is being used in an in-place operation"),
     "freed": ("through the graph a second time", "second backward through one forward"),
@@ -37,14 +26,95 @@ _ERRORS = {
     "nothing": ("does not require grad and does not have a grad_fn",),
     "recompute": ("torch.utils.checkpoint",),
 }
-INPLACE = (
-    "make a new tensor instead (x = x + 1 for x.add_(1), torch.where for a masked write), or change it once backward has run"
-)
+INPLACE = "make a new tensor instead (x = x + 1 for x.add_(1), torch.where for a masked write), or change it after backward"
+CACHE = "train without the cache, or write it under torch.no_grad() while generating; to train through it, pass on a new tensor"
+STATISTIC = "detach what feeds it ({name} = ... x.detach() ...), or compute it under torch.no_grad(): it needs no gradient"
+OUTSIDE = "compute it inside the step, in the module's forward; detach it only if what made it is not to be trained"
 CARRY = "cut it where a step starts: {name} = {name}.detach(); backward through several steps needs them in one loss"
-ONE_BACKWARD = (
-    "add the losses and call backward once; where two parts are to be trained apart, detach what passes between them on the "
-    "side that is not to be trained"
-)
+ONE_BACKWARD = "add the losses and call backward once; or detach what passes between two parts, on the side that is not trained"
+INFERENCE = "evaluate under torch.no_grad(), not torch.inference_mode(); clone() outside of that makes a normal tensor of it"
+NO_GRAPH = "call the model with gradients recorded (no no_grad around it) and with trainable parameters; do not detach the loss"
+UNOWNED = "give them to the optimizer (build it after to(), added adapters, copies), or freeze them with requires_grad_(False)"
+_LOST = {
+    "detached": "remove the detach (or no_grad) between this part and the loss, and add up all losses before one backward",
+    "used": "run this part with gradients recorded; or freeze it with requires_grad_(False) if it is not to be trained",
+    "unused": "use it in forward; if it is not to be trained, freeze it (requires_grad_(False)) or leave it out of the model",
+    "": "look for a detach, .data, .item(), numpy() or no_grad between this part and the loss, or freeze it",
+}
+_COPIES = ("CopySlices", "IndexCopy", "IndexPut", "Copy", "Scatter", "SliceScatter", "SelectScatter", "MaskedScatter")
+
+
+@dataclass(eq=False)
+class Scene:
+    """One step: its start, and the holders of tensors (modules, the batch, variables of functions).
+
+    Attributes:
+        frame: frame in which the step was started; `function`: the step as a function, where there is one.
+        names: path by id of each parameter and module.
+        first: number of the step's first graph node.
+        held: buffers, attributes and tensors of the batch at its beginning, with the graph and version each had then.
+        parts: checkpointed parts, without a trace each as None.
+        later: the user's frames in an error's traceback.
+    """
+
+    model: nn.Module | None
+    batch: Any
+    frame: FrameType | None
+    function: Callable[[], Any] | None = None
+    names: dict[int, str] = field(default_factory=dict)
+    first: int = 0
+    held: list[tuple[HeldTensor, Node, int]] = field(default_factory=list)
+    trace: Trace | None = None
+    parts: list[Region | None] = field(default_factory=list)
+    later: list[FrameType] = field(default_factory=list)
+
+    def variables(self) -> Iterator[HeldTensor]:
+        """Tensors in variables of the user's functions: failed ones, running ones, and those that the step reaches."""
+        seen: set[int] = set()
+        start = HeldTensor(torch.empty(0), "", "the step")
+        files = ((frame, frame.f_code.co_filename) for frame, _ in walk_stack(self.frame))
+        running = [frame for frame, file in files if not is_internal(file) and "-packages" not in file]
+        for frame in [*self.later[::-1], *running[:FRAMES]]:
+            for name, value in frame.f_locals.items():
+                if not name.startswith("__"):
+                    yield from reach(start._replace(name=name, code=frame.f_code, at=frame.f_lineno), value, seen)
+        if self.function is not None:
+            yield from reach(start, self.function, seen)
+
+    def now(self, parameters: bool = False) -> Iterator[HeldTensor]:
+        """Tensors that modules and batch hold at this moment."""
+        yield from held_by(self.model, parameters)
+        yield from held_in(self.batch, "batch")
+
+    def written(self, held: HeldTensor) -> Place | None:
+        """The line that last wrote a held tensor: traced, or found in the source of its class."""
+        present = [other.tensor for other in self.now() if other.path == held.path and other.tensor.grad_fn is not None]
+        writes = [] if self.trace is None else [self.trace.last_write(t) for t in present]
+        source = (place for place in held.written() if place.function != "__init__")
+        return next((write.place for write in writes if write is not None), None) or next(source, None)
+
+    def trainable_of(self, tensor: Tensor) -> str:
+        """Names of the trainable parameters that a tensor's graph leads to."""
+        leaves = [node.variable for node in nodes_of([tensor]) if not is_inner(node)]
+        return shortlist(sorted(self.names.get(id(leaf), "a parameter outside the model") for leaf in leaves)) or "what made it"
+
+
+def _number(variable: HeldTensor) -> int:
+    return variable.tensor.grad_fn._sequence_nr()  # type: ignore[union-attr]
+
+
+def _is_view_of_leaf(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of a parameter: it shows the present values, and its graph keeps nothing alive."""
+    base = tensor._base
+    return base is not None and base.is_leaf and base.requires_grad
+
+
+def _is_copy(node: object) -> bool:
+    """Whether a node comes from writing into a tensor by index or slice."""
+    return type(node).__name__.removeprefix("torch::autograd::").startswith(_COPIES) or "CopySlices" in str(node)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def kind_of(error: BaseException) -> str | None:
@@ -55,182 +125,212 @@ def kind_of(error: BaseException) -> str | None:
 
 def diagnose(scene: Scene, error: BaseException) -> list[Finding]:
     """Findings for an error of autograd."""
-    kind = kind_of(error)
-    traced = traced_changes(scene) + [f for region in scene.regions for f in region.findings(failed=kind == "recompute")]
-    if kind == "inplace":
-        old = from_outside(scene, nodes_of(backward_roots(error)))
-        return [*old, *traced] or [*written_caches(scene), *_guess(scene, str(error))]
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    scene.later = [frame for frame in frames if not is_internal(frame.f_code.co_filename)]
+    kind, nodes, traced = kind_of(error), nodes_of(_backward_roots(frames)), traced_changes(scene)
     if kind == "freed":
-        nodes = nodes_of(backward_roots(error))
-        return [*(from_outside(scene, nodes) or [_twice(scene, nodes)]), *traced]
+        return [*(_from_outside(scene, nodes) or [_twice(scene, nodes)]), *traced]
     if kind == "inference":
-        return _inference(scene) + traced
-    if kind == "recompute" and not traced:
-        return [_unknown_recompute()]
+        holders = [scene.now(parameters=True), scene.variables()]
+        ours, users = ([held for held in each if held.tensor.is_inference()] for each in holders)
+        return [_inference(scene, held) for held in ours or users[:1]] + traced
     if kind == "nothing":
-        return [*traced, _nothing(scene)]
-    return traced
+        what = "the loss has no graph: no parameter that requires a gradient took part in it, or no gradients were recorded"
+        place = scene.trace.cuts[-1][0] if scene.trace is not None and scene.trace.cuts else None
+        return [*traced, Finding("no_gradient", what, NO_GRAPH, place=place)]
+    if kind == "inplace":
+        old, message = _from_outside(scene, nodes), str(error).strip().split("\n")[0]
+        is_known = old or (traced and scene.trace is not None)
+        return [*old, *traced, *([] if is_known else [Finding("inplace", message, INPLACE)])]
+    what = "a checkpointed part is repeated in backward and does not do the same as in forward"
+    remedy = "let its result depend on its arguments alone; guard.rerun(step) names what has changed"
+    return traced or [Finding("recompute", what, remedy)]
+
+
+def _backward_roots(frames: list[FrameType]) -> list[Tensor]:
+    """Tensors on which `backward` or `grad` was called, in the frames of an error; empty where it was not raised there."""
+    found: list[Tensor] = []
+    for frame in frames:
+        name = frame.f_code.co_name
+        if frame.f_code.co_filename == torch.autograd.__file__ and name in ("backward", "grad"):
+            value = frame.f_locals.get("tensors" if name == "backward" else "outputs", ())
+            found = [value] if isinstance(value, Tensor) else [t for t in value if isinstance(t, Tensor)]
+    return found
 
 
 def traced_changes(scene: Scene) -> list[Finding]:
-    """Saved tensors that a traced step changed in place, one finding for each storage."""
-    if scene.trace is None:
-        return []
-    found, seen = [], set[int]()
-    held = {storage_of(h.tensor): h for h in _all_held(scene)}
-    for changed in scene.trace.changed:
-        storage = storage_of(changed.saved.tensor)
-        if storage not in seen:
-            seen.add(storage)
-            found.append(_changed(changed, held.get(storage), scene))
-    for backward in scene.trace.backwards:
-        found += from_outside(scene, backward.nodes)
-    caches = {finding.place for finding in found if finding.kind == "cache"}
-    return found + [finding for finding in written_caches(scene) if finding.place not in caches]
+    """Saved tensors that a step changed in place (traced), one finding for each storage, old graphs that its backward reached
+    and checkpointed parts that it repeated differently (traced), and caches that it wrote."""
+    found: dict[int, Finding] = {}
+    others = [finding for part in scene.parts if part is not None for finding in part.findings()]
+    if scene.trace is not None:
+        held = {storage_of(h.tensor): h for h in scene.now(parameters=True)}
+        for saved in scene.trace.changed:
+            storage = storage_of(saved.tensor)
+            if storage not in found:
+                found[storage] = _changed(saved, held.get(storage), scene)
+        others += [finding for _, nodes in scene.trace.backwards for finding in _from_outside(scene, nodes)]
+    caches = {finding.place for finding in found.values() if finding.kind == "cache"}
+    return [*found.values(), *others, *(f for f in written_caches(scene) if f.place is None or f.place not in caches)]
 
 
-def _all_held(scene: Scene) -> Iterable[HeldTensor]:
-    yield from scene.now()
-    yield from held_by(scene.model, parameters=True)
+def _changed(saved: Saved, held: HeldTensor | None, scene: Scene) -> Finding:
+    writes, kind, remedy = saved.writes, "inplace", INPLACE
+    source = held or HeldTensor(saved.tensor, "", next((write.name for write in writes if write.name), "a tensor"))
+    if scene.names.get(id(source.tensor)):
+        remedy = WEIGHT
+    elif _is_copy(source.tensor.grad_fn):
+        kind, remedy = "cache", CACHE
+    places = [place for place in dict.fromkeys([*(write.place for write in writes), saved.place]) if place is not None]
+    known = any(write.place is not None for write in writes)
+    change = f"version {saved.now} instead of {saved.version}"
+    ops = shortlist(list(dict.fromkeys(write.op.removeprefix("aten.") for write in writes)), 3)
+    what = f"{source.path} was saved for backward and then changed in place: {change} ({ops})"
+    return Finding(kind, what, remedy, source.describe(), source.module, places[0] if known else None, tuple(places[known:]))
 
 
-def _changed(changed: Changed, held: HeldTensor | None, scene: Scene) -> Finding:
-    saved, writes = changed.saved, changed.writes
-    lines = list(dict.fromkeys(write.line for write in writes if write.line is not None))
-    places = [place for place in map(place_of, lines) if place is not None]
-    name = held.path if held is not None else next((w.name for w in writes if w.name), "a tensor")
-    tensor = held.describe() if held is not None else f"{name} {shape_of(saved.tensor)}"
-    ops = some(list(dict.fromkeys(write.op.removeprefix("aten.") for write in writes)), 3)
-    if changed.now != saved.version:
-        how = f"changed in place: version {changed.now} instead of {saved.version} ({ops})"
-    else:
-        how = f"written past autograd, through .data or the like ({ops}); gradients are wrong"
-    what = f"{name} was saved for backward and then {how}"
-    at = place_of(saved.line)
-    others = tuple(p for p in [*places[1:], *([at] if at is not None else [])] if p not in places[:1])
-    module, remedy, kind = (held.module if held is not None else ""), INPLACE, "inplace"
-    if held is not None and scene.names.get(id(held.tensor)):
-        remedy = "step the optimizer (or write the weights) only after every backward that needs them has run"
-    elif held is not None and held.tensor.grad_fn is not None and is_copy(held.tensor.grad_fn):
-        remedy, kind = CACHE, "cache"
-    return Finding(kind, what, remedy, tensor, module, places[0] if places else None, others)
-
-
-def _guess(scene: Scene, message: str) -> list[Finding]:
-    """Guesses without a trace: tensors of the shape and version in the message, and lines that write them."""
-    match = _VERSION.search(message)
-    if match is None:
-        return [Finding("inplace", message.strip().split("\n")[0], INPLACE)]
-    shape = tuple(int(n) for n in match[2].split(",") if n.strip())
-    version = int(match[3])
-
-    def fits(t: Tensor) -> bool:
-        return tuple(t.shape) == shape and version_of(t) == version and t.type().endswith(f".{kind}")
-
-    kind = f"{match[1]}Tensor"
-    what = f"a {kind} {list(shape)} was saved for backward at version {match[4]} and is at version {version} now"
-    for held in _all_held(scene):
-        if fits(held.tensor):
-            places = _in_place(p for p in held.written() if p.function != "__init__")
-            return [Finding("inplace", what, INPLACE, held.describe(), held.module, places[0] if places else None)]
-    for v in scene.variables():
-        places = _in_place(v.places)
-        if fits(v.tensor) and places:
-            return [Finding("inplace", what, INPLACE, f"{v.name} {shape_of(v.tensor)}", "", places[0])]
-    return [Finding("inplace", what, INPLACE, f"{kind} {list(shape)}")]
-
-
-def _in_place(places: Iterable[Place]) -> list[Place]:
-    """Lines that change a tensor in place, without those that bind a name to another one."""
-    return [p for p in places if re.search(r"\w_\(|\] *[-+*/|&]?= |[-+*/|&]= ", p.code)]
-
-
-def from_outside(scene: Scene, nodes: set[Node]) -> list[Finding]:
+def _from_outside(scene: Scene, nodes: set[Node]) -> list[Finding]:
     """Findings about holders of a part of a graph that is older than the step; none where there is no such part."""
     old = {node for node in nodes if is_older(node, scene.first)}
-    if not old:
-        return []
-    found = [stale(scene, held, node) for held, node, _ in scene.held if node is not None and node in old]
-    if found:
+    found = [_stale(scene, held, node) for held, node, _ in scene.held if node is not None and node in old]
+    if found or not old:
         return found
-    holders = [v for v in scene.variables() if v.tensor.grad_fn in old]
-    holders.sort(key=lambda v: (not v.places, v.tensor.grad_fn._sequence_nr()))  # type: ignore[union-attr]
-    used = [] if scene.trace is None else [use for node, use in scene.trace.old_uses.items() if node in old]
-    others = tuple(place for place in (place_of(line) for _, line in used) if place is not None)
-    if holders:
-        v = holders[0]
-        trained = some(scene.trainable_of(v.tensor)) or "what made it"
-        what = f"the variable {v.name} keeps a graph from before this step, which goes through {trained}"
-        return [
-            Finding("freed", what, OUTSIDE, f"{v.name} {shape_of(v.tensor)}", "", v.places[0] if v.places else None, others)
-        ]
-    around = [(v, p) for v in scene.variables() if v.tensor.grad_fn is not None for p in v.places if _reads_itself(v.name, p)]
-    carried = [pair for pair in around if pair[0].tensor.grad_fn in nodes]
-    # A recurrent layer's state is no part of the loss, but depends on the same old state.
-    carried = carried or [pair for pair in around if nodes_of([pair[0].tensor]) & old]
-    if carried:
-        v, line = min(carried, key=lambda pair: pair[0].tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
-        what = f"the variable {v.name} carries the graph of one step into the next"
-        remedy = CARRY.format(name=v.name)
-        others = tuple(place for place in others if place != line)
-        return [Finding("freed", what, remedy, f"{v.name} {shape_of(v.tensor)}", "", line, others)]
-    place, shape = (others[0], used[0][0]) if others else (None, "")
-    what = f"backward reaches {len(old)} nodes of a graph from before this step; nothing that the guard can reach holds it"
-    return [Finding("freed", what, OUTSIDE, f"a tensor {shape}" if shape else "", "", place, others[1:])]
-
-
-def _reads_itself(name: str, place: Place) -> bool:
-    """Whether a line binds a name (an attribute: of any variable) to a value computed from it."""
-    owner, _, last = name.partition("[")[0].rpartition(".")
-    word = (r"\." if owner else r"(?<!\.)\b") + re.escape(last) + r"\b"
-    for part in place.code.split(";"):
-        left, _, right = part.partition("=")
-        if re.search(word, left) and (re.search(word, right) or left.rstrip()[-1:] in tuple("+-*/@|&")):
-            return True
-    return False
+    used = {} if scene.trace is None else scene.trace.old_uses
+    others = tuple(place for node, place in used.items() if node in old and place is not None)
+    variables = [v for v in scene.variables() if v.tensor.grad_fn is not None]
+    variables.sort(key=lambda v: (not v.written(), _number(v)))
+    # A state that was bound again is younger; a recurrent layer's is no part of the loss, but depends on the old one.
+    bound = (v for v in variables if v.written() and nodes_of([v.tensor]) & old)
+    v = next((v for v in variables if v.tensor.grad_fn in old), None) or next(bound, None)
+    if v is None:
+        what = f"backward reaches {len(old)} nodes of a graph from before this step; nothing that the guard can reach holds it"
+        return [Finding("freed", what, OUTSIDE, "", "", next(iter(others), None), others[1:])]
+    what = f"the variable {v.path} carries the graph of one step into the next"
+    remedy, place = CARRY.format(name=v.path), next(iter(v.written()), None)
+    if v.tensor.grad_fn in old:
+        what = f"the variable {v.path} keeps a graph from before this step, which goes through {scene.trainable_of(v.tensor)}"
+        remedy = OUTSIDE
+    return [Finding("freed", what, remedy, v.describe(), "", place, tuple(other for other in others if other != place))]
 
 
 def _twice(scene: Scene, nodes: set[Node]) -> Finding:
     """The finding for two backward calls of one step that share a graph, through a tensor that a module holds or one loss."""
+    before = {(held.path, node) for held, node, _ in scene.held}
     for held in scene.now():
         node = held.tensor.grad_fn
-        if held.owner is None or node is None or is_view_of_leaf(held.tensor) or not nodes_of([held.tensor]) & nodes:
+        if held.owner is None or node is None or (held.path, node) in before or _is_view_of_leaf(held.tensor):
             continue
-        if any(was.path == held.path and was.tensor.grad_fn is node for was, _, _ in scene.held):
-            continue
-        what = f"{held.path} carries the graph of one backward call of this step into the next, which the first one freed"
-        remedy = CACHE if is_copy(node) else STATISTIC.format(name="self." + held.name)
-        return Finding("freed", what, remedy, held.describe(), held.module, scene.written(held))
+        if nodes_of([held.tensor]) & nodes:
+            what = f"{held.path} carries the graph of one backward call of this step into the next, which the first one freed"
+            remedy = CACHE if _is_copy(node) else STATISTIC.format(name="self." + held.name)
+            return Finding("freed", what, remedy, held.describe(), held.module, scene.written(held))
     what = "two backward calls of this step walk through the same graph, which the first one freed"
-    if scene.trace is not None and scene.trace.backwards:
-        *before, this = scene.trace.backwards
-        shared = [b for b in before if any(is_inner(node) for node in b.nodes & nodes)]
-        first = place_of(shared[0].line) if shared else None
-        return Finding("freed", what, ONE_BACKWARD, place=place_of(this.line), others=(first,) if first is not None else ())
-    return Finding("freed", what, ONE_BACKWARD)
+    backwards = [] if scene.trace is None else scene.trace.backwards
+    shared = [place for place, walked in backwards[:-1] if place and any(is_inner(node) for node in walked & nodes)]
+    return Finding("freed", what, ONE_BACKWARD, place=backwards[-1][0] if backwards else None, others=tuple(shared[:1]))
 
 
-def _inference(scene: Scene) -> list[Finding]:
-    found = [inference(scene, held) for held in _all_held(scene) if held.tensor.is_inference()]
-    if found:
-        return found
-    for v in scene.variables():
-        if v.tensor.is_inference():
-            what = f"the variable {v.name} was made under torch.inference_mode(): autograd cannot save it"
-            place = v.places[0] if v.places else None
-            return [Finding("inference", what, INFERENCE, f"{v.name} {shape_of(v.tensor)}", "", place)]
-    return [Finding("inference", "a tensor made under torch.inference_mode() takes part in training", INFERENCE)]
+# --- what a step holds ------------------------------------------------------------------------------------------------
 
 
-def _nothing(scene: Scene) -> Finding:
-    what = "the loss has no graph: no parameter that requires a gradient took part in it, or no gradients were recorded"
-    cut = None if scene.trace is None or not scene.trace.cuts else scene.trace.cuts[-1]
-    remedy = (
-        "call the model with gradients recorded (no no_grad around it) and with trainable parameters; do not detach the loss"
-    )
-    return Finding("no_gradient", what, remedy, place=None if cut is None else place_of(cut.line))
+def _stale(scene: Scene, held: HeldTensor, node: object) -> Finding:
+    """The finding for a held tensor that carries a graph from before the step."""
+    if held.owner is None:
+        nodes = nodes_of([held.tensor])
+        origins = [v for v in scene.variables() if v.tensor.grad_fn in nodes and v.written()]
+        place = min(origins, key=_number).written()[0] if origins else None  # the variable at which the graph starts
+        what = f"{held.path} was computed before the step and carries a graph: it goes through "
+        return Finding("stale", f"{what}{scene.trainable_of(held.tensor)} only once", OUTSIDE, held.describe(), place=place)
+    place = scene.written(held)
+    others = tuple(p for p in held.written() if p != place and p.function != "__init__")[:2]
+    kind, remedy = "stale", STATISTIC.format(name="self." + held.name)
+    what = f"{held.path} keeps the graph of an earlier step: a backward that comes to it fails"
+    if _is_copy(node):
+        what = f"{held.path} is a cache that was written while gradients recorded, and keeps the graph of an earlier step"
+        kind, remedy = "cache", CACHE
+    return Finding(kind, what, remedy, held.describe(), held.module, place, others)
 
 
-def _unknown_recompute() -> Finding:
-    what = "a checkpointed part is repeated in backward and does not do the same as in forward"
-    return Finding("recompute", what, "let its result depend on its arguments alone; guard.rerun(step) names what has changed")
+def at_start(scene: Scene) -> list[Finding]:
+    """Findings about graphs from before the step, and about inference tensors.
+
+    Checked when the step is over: a tensor that a module has computed again, not from its old value, is no finding.
+    """
+    found = []
+    old = any(node is not None and held.owner is not None for held, node, _ in scene.held)
+    now = {held.path: held.tensor for held in held_by(scene.model)} if old else {}
+    reached = nodes_of(now.values(), since=scene.first) if old else set()
+    for held, node, _ in scene.held:
+        if node is not None and not _is_view_of_leaf(held.tensor):
+            current = now.get(held.path)
+            if held.owner is None or node in reached or (current is not None and current.grad_fn is node):
+                found.append(_stale(scene, held, node))
+        elif held.tensor.is_inference():
+            found.append(_inference(scene, held))
+    return found
+
+
+def _inference(scene: Scene, held: HeldTensor) -> Finding:
+    same = [held] if held.owner is not None else [v for v in scene.variables() if v.tensor is held.tensor]
+    what = f"{held.path} was made under torch.inference_mode(): autograd cannot save it"
+    place = next((place for v in same for place in v.written()), None)
+    return Finding("inference", what, INFERENCE, held.describe(), held.module, place)
+
+
+def written_caches(scene: Scene) -> list[Finding]:
+    """Tensors that had no graph when the step started and have one now: written in place while gradients are recorded."""
+    found = []
+    for held, node, version in scene.held:
+        tensor = held.tensor
+        if node is None and version >= 0 and tensor.grad_fn is not None and tensor._version != version:
+            what = f"{held.path} was written in place while gradients record: it now carries the graph of this step"
+            remedy = CACHE if _is_copy(tensor.grad_fn) else STATISTIC.format(name=held.path)
+            found.append(Finding("cache", what, remedy, held.describe(), held.module, scene.written(held)))
+    return found
+
+
+# --- gradients that do not arrive, or that nobody uses ----------------------------------------------------------------
+
+
+def missing_gradients(scene: Scene, named: Iterable[tuple[str, nn.Parameter]]) -> list[Finding]:
+    """Findings about trainable parameters to which no gradient came, one for each cause."""
+    groups: dict[tuple[str, Place | None], list[str]] = {}
+    for name, p in named:
+        groups.setdefault(_cause(scene, name, p), []).append(name)
+    found = []
+    for (why, place), names in groups.items():
+        what = f"{len(names)} trainable parameters received no gradient: {why}"
+        module = names[0].rpartition(".")[0] if len(names) == 1 else ""
+        found.append(Finding("no_gradient", what, _LOST.get(why.split(" ")[0], _LOST[""]), shortlist(names), module, place))
+    return found
+
+
+def _cause(scene: Scene, name: str, p: nn.Parameter) -> tuple[str, Place | None]:
+    trace = scene.trace
+    if trace is None:
+        return "a full trace (guard.rerun) says where it was lost", None
+    if isinstance(p, DTensor):
+        return "FSDP2 gathers it, so that a trace does not see where it was lost", None
+    if (name, True) not in trace.uses:
+        why = "used only where gradients are not recorded" if (name, False) in trace.uses else "unused in forward"
+        return why, trace.uses.get((name, False))
+    for place, op, source in trace.cuts:
+        if any(getattr(node, "variable", None) is p for node in nodes_of([source])):
+            return f"detached from the loss by {op.removeprefix('aten.')}", place
+    return "its results do not reach the loss", trace.uses[name, True]
+
+
+def is_zeroed(p: nn.Parameter, arrived: set[int]) -> bool:
+    """Whether a gradient is only the zeros of `zero_grad(set_to_none=False)`, while other parameters received theirs."""
+    return bool(arrived) and p.grad is not None and type(p) is nn.Parameter and not bool(p.grad.any())
+
+
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, nn.Parameter]:
+    """The parameters that optimizers own, by id."""
+    return {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def fingerprint(p: nn.Parameter) -> tuple[float, ...]:
+    """Version and first values of a parameter: a write through `data` counts in no version."""
+    local = p.to_local() if isinstance(p, DTensor) else p
+    return version_of(p), *local.detach().flatten()[:64].tolist()

@@ -1,69 +1,62 @@
-"""Findings of the guard, with a place and a remedy, and the error that carries them."""
+"""Findings with their lines: what a mistake is, which line of the user's code made it, and the error that carries both."""
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import linecache
 import os
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_stack
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
-KINDS = {
-    "inplace": "a tensor that backward needs was changed in place",
-    "stale": "a tensor carries a graph from before this step",
-    "freed": "a graph is walked a second time",
-    "cache": "a cache was written while gradients record",
-    "no_gradient": "trainable parameters receive no gradient",
-    "not_owned": "parameters with a gradient that no optimizer owns",
-    "inference": "an inference tensor takes part in training",
-    "reentrant": "reentrant checkpointing without an input that requires a gradient",
-    "recompute": "a checkpointed part runs differently the second time",
-    "patch": "a patch takes no part in forward",
-    "label_end": "labels mask the true end of a sequence",
-    "no_target": "nothing to train on in this batch",
-}
-"""Kinds of findings with their meaning."""
+import torch
 
+OWN = str(Path(__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
+LIBRARY = str(Path(inspect.__file__).parent)
+"""Folders of this package, of torch and of Python's standard library, which contains the folder of installed packages."""
 
 _ADVICE = re.compile(r"\s*Specify retain_graph=True if [^.]*\.")
 """Torch's own advice for a graph that backward walks twice: it hides the mistake, or turns it into another error."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """A line of source: path (relative below the working folder), line number from 1, the code itself and its function."""
+class Place(NamedTuple):
+    """A line of source; its code is read when it is asked for."""
 
-    file: str
+    path: str
     line: int
-    code: str
     function: str
 
-    @classmethod
-    def at(cls, file: str, line: int, function: str) -> Place:
-        code = linecache.getline(file, line).strip()
-        try:
-            inside = Path(file).resolve().relative_to(Path.cwd())
-        except (ValueError, OSError):
-            return cls(file, line, code, function)
-        return cls(str(inside).replace(os.sep, "/"), line, code, function)
+    @property
+    def code(self) -> str:
+        return linecache.getline(self.path, self.line).strip()
+
+    @property
+    def file(self) -> str:
+        """The path, relative below the working folder."""
+        full, here = os.path.realpath(self.path), os.path.realpath(".") + os.sep
+        return full.removeprefix(here).replace(os.sep, "/") if full.startswith(here) else self.path
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}: {self.code}" if self.code else f"{self.file}:{self.line}"
+        return f"{self.file}:{self.line} in {self.function}: {self.code}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake.
+    """One mistake; docs/gradients.md has the kinds.
 
     Attributes:
-        kind: a key of `KINDS`.
-        what: the mistake, in a sentence.
         tensor: name and shape of the tensor, or names of the parameters.
         module: path of the module that holds it, empty where none does.
-        place: the line that is to be changed, where it is known.
-        remedy: advice on what to write instead.
-        others: further lines that take part.
+        place: the line that is to be changed, where it is known; `others` take part.
+        remedy: what to write instead.
     """
 
     kind: str
@@ -75,18 +68,14 @@ class Finding:
     others: tuple[Place, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"[{self.kind}] {self.what}"]
-        if self.tensor:
-            lines.append(f"  tensor: {self.tensor}" + (f" (of module {self.module!r})" if self.module else ""))
-        if self.place is not None:
-            lines.append(f"  line:   {self.place}")
-        lines += [f"  also:   {place}" for place in self.others[:3]]
-        lines.append(f"  remedy: {self.remedy}")
-        return "\n".join(lines)
+        module = f" (of module {self.module!r})" if self.module else ""
+        parts = [("tensor: ", self.tensor and self.tensor + module), ("line:   ", self.place)]
+        parts += [*(("also:   ", place) for place in self.others[:3]), ("remedy: ", self.remedy)]
+        return "\n".join([f"[{self.kind}] {self.what}", *(f"  {head}{part}" for head, part in parts if part)])
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Key by which two findings are the same mistake."""
+        """Equal for two findings of one mistake."""
         return self.kind, self.module, self.tensor, self.place
 
 
@@ -106,10 +95,115 @@ class GraphError(RuntimeError):
 
 def report(findings: Iterable[Finding]) -> str:
     """All findings as text, one under the other."""
-    return "\n".join(str(finding) for finding in findings)
+    return "\n".join(map(str, findings))
 
 
-def some(names: Sequence[str], most: int = 6) -> str:
+def shortlist(names: Sequence[str], most: int = 6) -> str:
     """The first `most` names as text, and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def is_internal(file: str) -> bool:
+    """Whether a file is of torch, of this package or of Python's library, so that no user wrote the line."""
+    if file.startswith((OWN, TORCH, "<frozen")) or "/lightning_fabric/" in file:
+        return True
+    return file.startswith(LIBRARY) and "-packages" not in file
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame outside of libraries."""
+    return next((frame for frame, _ in walk_stack(sys._getframe(1)) if not is_internal(frame.f_code.co_filename)), None)
+
+
+def place_of(frame: FrameType | None) -> Place | None:
+    return None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def code_of(function: Any) -> CodeType | None:
+    """The code of a function, a method, a partial or a callable object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None) or getattr(getattr(function, "__call__", None), "__code__", None)  # noqa: B004
+    return code if isinstance(code, CodeType) else None
+
+
+def definition(function: Any) -> Place | None:
+    """Place at which a function is defined."""
+    code = code_of(function)
+    return None if code is None else Place(code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def _writes(tree: ast.AST, wanted: Callable[[ast.expr], bool]) -> Iterator[int]:
+    """Lines that assign what `wanted` accepts, write into it by an index, or call one of its methods in place (`name_`)."""
+
+    def target(node: ast.expr) -> bool:
+        if isinstance(node, (ast.Tuple, ast.List)):
+            return any(map(target, node.elts))
+        while isinstance(node, (ast.Subscript, ast.Starred)):
+            node = node.value
+        return wanted(node)
+
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For)):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = node.func.attr
+            if name in ("append", "extend", "update") or (name.endswith("_") and not name.endswith("__")):
+                targets = [node.func.value]
+        if any(map(target, targets)):
+            yield node.lineno  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=256)
+def attribute_writes(kind: type, name: str) -> tuple[Place, ...]:
+    """Lines of a class, and of those it inherits from, that write `self.name`; those of `__init__` last."""
+    found: list[Place] = []
+    for method in [method for owner in kind.__mro__ for method in vars(owner).values() if inspect.isfunction(method)]:
+        code = inspect.unwrap(method).__code__
+        scopes = () if is_internal(code.co_filename) else _scopes(code)
+        if len(scopes) > 1:
+            lines = _writes(scopes[0], lambda node: isinstance(node, ast.Attribute) and node.attr == name)
+            found += [Place(code.co_filename, n, code.co_name) for n in lines]
+    return tuple(sorted(found, key=lambda place: place.function == "__init__"))
+
+
+@functools.lru_cache(maxsize=256)
+def name_writes(code: CodeType, name: str, at: int = 0) -> tuple[Place, ...]:
+    """Lines that write a name in a function, or where it does not in the nearest one around it, or in the file.
+
+    With the running line `at` they are ordered by how likely it read their value: first lines below it in the same loop
+    (written by the iteration before), then lines above, the nearest first.
+    """
+    for scope in _scopes(code):
+        lines = set(_writes(scope, lambda node: isinstance(node, ast.Name) and node.id == name))
+        if lines:
+            loops = [n for n in ast.walk(scope) if isinstance(n, (ast.For, ast.While))]
+            end = max((n.end_lineno or 0 for n in loops if n.lineno <= at <= (n.end_lineno or 0)), default=0)
+            order = sorted(lines, key=lambda n: (0, -n) if at <= n <= end else (1, -n) if n < at else (2, n))
+            return tuple(Place(code.co_filename, n, getattr(scope, "name", code.co_name)) for n in order)
+    return ()
+
+
+@functools.lru_cache(maxsize=256)
+def _scopes(code: CodeType) -> tuple[ast.AST, ...]:
+    """The functions that hold a piece of code, its own the first, from inside to outside; then the file."""
+
+    def first_line(node: Any) -> int:
+        return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+
+    try:
+        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
+    except SyntaxError:
+        return (ast.Module([], []),)
+    first = 0 if code.co_name == "<module>" else code.co_firstlineno  # a decorator's line, where there is one
+    functions = (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+    around = [n for n in functions if first_line(n) <= first <= (n.end_lineno or 0)]
+    return (*sorted(around, key=lambda n: -n.lineno), tree)

@@ -2,61 +2,56 @@
 
 from __future__ import annotations
 
-import itertools
+import copy
+import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
-from types import FrameType, TracebackType
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from omni.diagnostics.checks.gradients import at_start, is_zeroed, loose, missing_gradients, owned_by, unowned, written_caches
-from omni.diagnostics.checks.labels import untrained_ends
-from omni.diagnostics.checks.patches import Expectation, foreign_forwards
-from omni.diagnostics.diagnose import diagnose, kind_of, traced_changes
-from omni.diagnostics.findings import Finding, GraphError, report
-from omni.diagnostics.trace.graph import next_number
-from omni.diagnostics.trace.held import held_by, held_in, version_of
-from omni.diagnostics.trace.recompute import watch_checkpoints
-from omni.diagnostics.trace.scene import Scene
-from omni.diagnostics.trace.sharded import alone, end_step, gathered
-from omni.diagnostics.trace.snapshot import Snapshot, restored
-from omni.diagnostics.trace.state import Doubt
-from omni.diagnostics.trace.trace import Trace
+from omni.diagnostics.checks import expectation, foreign_forwards
+from omni.diagnostics.diagnose import (
+    UNOWNED,
+    Scene,
+    at_start,
+    diagnose,
+    fingerprint,
+    is_zeroed,
+    kind_of,
+    missing_gradients,
+    parameters_of,
+    traced_changes,
+)
+from omni.diagnostics.findings import Finding, GraphError, report, shortlist
+from omni.diagnostics.held import MODULE_FIELDS, held_by, held_in, version_of
+from omni.diagnostics.recompute import watched_checkpoints
+from omni.diagnostics.trace import Trace, next_number, replaced
 
-PATIENCE = 32
-"""Number of steps that a parameter which has received gradients may go without one."""
-
+MOST_BYTES = 1 << 28  # of buffers and caches, that are copied at the start of every step; further ones are not restored
+PATIENCE = 32  # steps that a parameter which has received gradients may go without one
 HINT = "For the line of each culprit, repeat the step: guard.rerun(step), where step() does what failed."
+
+Restore = Callable[[], None]
 
 
 class Guard:
-    """Watches steps and collects findings.
+    """Watches steps and collects findings (docs/gradients.md); nothing is kept between steps.
 
-        guard = Guard(model, optimizer)
-        for batch in batches:
-            with guard.step(batch):
-                loss = model(batch)
-                loss.backward()
-                optimizer.step()
-        print(guard.report())
-
-    The checks of every step are cheap. The full trace, which knows the line of each write, records every operation: it
-    repeats one step (`rerun`, or `run`, which does so when the step fails). Nothing is kept between steps. In steps 1, 2,
-    4, 8 and so on, state of checkpointed parts is compared when backward repeats them; where it differs, which may be harmless,
-    the next step runs under the trace, once for each piece of state.
+    Of a model with checkpointed parts steps 2, 4, 8 and so on are traced, to compare them with their repetition in backward.
 
     Args:
         model: the model whose state and parameters are checked; several in one `nn.ModuleList`.
-        optimizer: one or several; their steps mark complete gradients, and their parameters count as owned. A wrapper's inner
-            one (its attribute `optimizer`) is taken.
+        optimizer: one or several (of a wrapper its attribute `optimizer`); their steps mark complete gradients, and their
+            parameters count as owned.
         idle: parameters that need no gradient although they are trainable.
-        end_id: the token that ends a sequence, where it is to be trained. Batches are then checked for labels that mask every
-            end, until one is seen in which an end is trained: integer tensors [B, T] side by side, in a mapping or an object,
-            called input_ids, tokens, inputs or ids, and labels, label, targets or target (-100 is left out of the loss).
 
     Attributes:
         findings: all findings so far, each mistake once.
@@ -69,25 +64,20 @@ class Guard:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
         idle: Iterable[nn.Parameter] = (),
-        end_id: int | None = None,
     ) -> None:
-        given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        optimizers = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
         self.model = model
-        self.optimizers = [_inner(o) for o in given]
-        self.key, self.told = -next(_NUMBERS), self._on_optimizer_step
+        self.optimizers: list[torch.optim.Optimizer] = [getattr(inner, "optimizer", inner) for inner in optimizers]
         self.idle = {id(p): p for p in idle}
-        self.end_id = end_id
         self.findings: list[Finding] = []
-        self.failed = False
+        self.failed = self.has_checkpoints = False
         self.arrived: set[int] = set()
         self.waiting: dict[int, int] = {}
-        self.start: Snapshot | None = None
+        self.start: Restore | None = None
         self.batch: Any = None
         self.active: _Step | None = None
         self.recent: list[Finding] = []
         self.steps = 0
-        self.doubts: set[Doubt] = set()
-        self.settled: set[Doubt] = set()
 
     def step(self, batch: Any = None, *, last: bool = True, trace: bool = False) -> _Step:
         """Context manager around forward and backward, optionally also around the optimizer's step.
@@ -100,14 +90,14 @@ class Guard:
         Raises:
             GraphError: autograd failed inside; with the original message and the diagnosis.
         """
-        return _Step(self, batch, last, trace, sys._getframe(1))
+        return _Step(self.model, batch, sys._getframe(1), guard=self, last=last, traced=trace)
 
     def rerun(self, step: Callable[[], Any], batch: Any = None) -> list[Finding]:
-        """Repeat the last step under a full trace; returns its findings, which are also added to `findings`.
+        """Repeats the last step under a full trace; returns its findings, which are also added to `findings`.
 
-        It starts from the random state, buffers and attributes that the last step started from. Weights, gradients and
-        optimizer are the present ones (a step that failed in backward has not changed them), and afterwards all is restored.
-        A failed step is repeated without DDP's exchange of gradients; under FSDP2 all processes must repeat it together.
+        It starts from the random state, buffers and attributes that the last step started from, where it found something, with
+        the present weights and optimizer; afterwards all is restored. A failed step is repeated without DDP's exchange of
+        gradients; under FSDP2 all processes must repeat it together.
 
         Args:
             step: does what the last step did; it may enter `guard.step` itself.
@@ -115,69 +105,49 @@ class Guard:
         batch = self.batch if batch is None else batch
         start, failed, recent = self.start, self.failed, {f.key for f in self.recent}
         before, self.findings = self.findings, [f for f in self.findings if f.key not in recent]
-        watched = _Step(self, batch, True, True, sys._getframe(1), step, failed=failed)
+        watched = _Step(self.model, batch, sys._getframe(1), step, guard=self, traced=True)
         try:
-            self._repeat(watched, step, start)
-        except BaseException:
-            self.add(before)
-            raise
+            with restored(self.model, batch, self.optimizers, failed), alone() if failed else nullcontext():
+                if start is not None:
+                    start()
+                with suppress(GraphError), watched:
+                    step()
         finally:
             self.start, self.failed = start, failed
-        kinds = {finding.kind for finding in watched.found}
-        # Findings of the trace replace the vaguer ones from before; a step sees only some of the patches.
-        self.add(f for f in before if f.kind not in kinds or f.kind == "patch")
+            kinds = {finding.kind for finding in watched.found}
+            # Findings of the trace replace the vaguer ones from before; a step sees only some of the patches.
+            self.add(f for f in before if f.kind not in kinds or f.kind == "patch")
         return watched.found
 
-    def _repeat(self, watched: _Step, step: Callable[[], Any], start: Snapshot | None) -> None:
-        failed = watched.failed
-        if failed:
-            end_step(self.model)
-        with restored(self.model, watched.batch, self.optimizers), alone() if failed else nullcontext():
-            if start is not None:
-                start.restore()
-            try:
-                with watched:
-                    step()
-            except GraphError:
-                pass
-            finally:
-                if failed:
-                    end_step(self.model)
-
     def run(self, step: Callable[[], Any], batch: Any = None, *, trace: bool = False) -> Any:
-        """Run one step; where autograd fails, repeat it under a full trace and raise the complete diagnosis.
+        """Runs one step; where autograd fails, repeats it under a full trace and raises the complete diagnosis.
 
         Args:
-            trace: trace the step even if nothing fails: some mistakes give wrong gradients and no error.
+            trace: trace the step itself: some mistakes give wrong gradients and no error.
         """
         try:
-            with _Step(self, batch, True, False, sys._getframe(1), step, keep=trace):
-                out = step()
+            with _Step(self.model, batch, sys._getframe(1), step, guard=self, traced=trace):
+                return step()
         except GraphError as error:
-            cause, found, hint = error.__cause__, error.findings, ""
-            try:
-                found = self.rerun(step, batch) or found
-            except Exception as other:  # the cause is what counts
-                hint = f"Repeated under a trace, the step failed in another way ({type(other).__name__}): {_first_line(other)}"
-            raise GraphError(str(cause), found, hint) from cause
-        if trace:
-            self.rerun(step, batch)
-        return out
+            cause, found = error.__cause__, error.findings
+            with suppress(Exception):  # the cause is what counts
+                found = found if trace else self.rerun(step, batch) or found
+            raise GraphError(str(cause), found) from cause
 
-    def expect_changed(self, module: nn.Module, tensors: Any = None) -> Expectation:
+    def expect_changed(self, module: nn.Module, tensors: Any = None) -> AbstractContextManager[None]:
         """Context manager around one forward that checks that a patch of this module takes part in it.
 
         Args:
             tensors: tensors that the patch put in; the module's own parameters by default. Where the module has hooks or a
                 replaced `forward`, it is also expected to be called.
         """
-        return Expectation(self, module, tensors)
+        return expectation(self.add, self.names(), module, tensors)
 
     def report(self) -> str:
         return report(self.findings)
 
     def add(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Add the findings that are new; returns the given ones, each once."""
+        """Adds the findings that are new; returns the given ones, each once."""
         given = list({finding.key: finding for finding in findings}.values())
         placed = {finding.key[:3] for finding in given if finding.place is not None}
         self.findings = [f for f in self.findings if f.place is not None or f.key[:3] not in placed]
@@ -186,114 +156,81 @@ class Guard:
         return given
 
     def names(self) -> dict[int, str]:
-        """Paths of parameters (gathered and sharded) and modules by id."""
-        if self.model is None:
-            return {}
-        names = {id(module): path for path, module in self.model.named_modules()}
-        names.update((id(p), path) for path, p in self.model.named_parameters())
-        for whole, p in gathered(self.model).items():
-            path = names.get(whole) or names.get(id(p))
-            if path is not None:
-                names[whole] = names[id(p)] = path
-        return names
+        """Paths of parameters and modules by id."""
+        named = [] if self.model is None else [*self.model.named_modules(), *self.model.named_parameters()]
+        return {id(member): path for path, member in named}
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Trainable parameters by path, as an optimizer owns them; those that only the optimizer has are numbered."""
+        """Trainable parameters by path; those that only the optimizer has are numbered."""
         named = [] if self.model is None else list(self.model.named_parameters())
-        owners = gathered(self.model)
-        named = [(name, owners.get(id(p), p)) for name, p in named]
         if self.model is None:
-            owned = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
-            named = [(f"parameter {i} of the optimizer", p) for i, p in enumerate(owned)]
+            named = [(f"parameter {i} of the optimizer", p) for i, p in enumerate(parameters_of(self.optimizers).values())]
         return [(name, p) for name, p in named if p.requires_grad and not is_lazy(p) and p.numel()]
 
-    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook of the optimizers; the same object in every step, so that an optimizer with a compiled step compiles once."""
-        if self.active is not None:
-            self.active.note_step(optimizer)
 
+@dataclass(eq=False, kw_only=True)
+class _Step(Scene):
+    """One step of a guard, as a context manager.
 
-class _Step:
-    """One step of a guard, as a context manager."""
+    Attributes:
+        inner: it is within another step of its guard, as where a step that is repeated has its own `guard.step`.
+        loose: parameters that no optimizer owns, with their state at the start: they may be written by other means (a copy in
+            a wider type is an optimizer's).
+    """
 
-    def __init__(
-        self,
-        guard: Guard,
-        batch: Any,
-        last: bool,
-        trace: bool,
-        frame: FrameType,
-        function: Callable[[], Any] | None = None,
-        keep: bool = False,
-        failed: bool = False,
-    ) -> None:
-        self.guard, self.batch, self.last, self.traced = guard, batch, last, trace
-        self.frame: FrameType | None = frame
-        self.function, self.keep, self.failed = function, keep, failed
-        self.stack = ExitStack()
-        self.found: list[Finding] = []
-        self.beside: list[Finding] = []  # findings that hold only if the step does not fail
-        self.stepped: list[torch.optim.Optimizer] = []
-        self.inner = False
+    guard: Guard
+    last: bool = True
+    traced: bool = False
+    found: list[Finding] = field(default_factory=list)
+    stepped: list[torch.optim.Optimizer] = field(default_factory=list)
+    stack: ExitStack = field(default_factory=ExitStack)
+    inner: bool = False
+    named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    loose: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __enter__(self) -> _Step:
         guard = self.guard
-        if guard.active is not None:  # a step that is repeated may have its own `guard.step`
-            self.inner = True
+        self.inner = guard.active is not None
+        if self.inner:
             return self
         guard.active, guard.batch, guard.failed = self, self.batch, False
-        guard.steps += 1
-        self.traced = self.traced or not guard.doubts <= guard.settled
-        guard.settled |= guard.doubts
-        doubt = guard.doubts.update if guard.steps & (guard.steps - 1) == 0 else None
-        guard.start = self.start = Snapshot(guard.model, self.batch)
-        names = guard.names()
-        self.scene = scene = Scene(guard.model, names, next_number(), self.batch, self.frame, self.function)
-        held = [*held_by(guard.model), *held_in(self.batch, "batch")]
-        scene.held = [(h, h.tensor.grad_fn, version_of(h.tensor)) for h in held]
-        scene.held += [(h, None, -1) for h in held_by(guard.model, parameters=True) if h.tensor.is_inference()]
-        self.named = guard.parameters()
-        owners = gathered(guard.model)
-        self.idle = {id(owners.get(i, p)) for i, p in guard.idle.items()}
-        self._check_labels()
-        self.beside += foreign_forwards(guard.model, names)
-        for _, p in self.named:
-            self.stack.callback(p.register_post_accumulate_grad_hook(self._arrived).remove)
-        for optimizer in guard.optimizers:
-            hooks: dict[int, Any] = optimizer._optimizer_step_pre_hooks
-            hooks[guard.key] = guard.told
-            self.stack.callback(hooks.pop, guard.key, None)
-        self.loose = loose([pair for pair in self.named if id(pair[1]) not in self.idle], guard.optimizers)
+        guard.steps += self.last
+        is_due = guard.steps > 1 and guard.steps & (guard.steps - 1) == 0
+        self.traced = self.traced or (guard.has_checkpoints and self.last and is_due)
+        reshard(self.model)
+        guard.start = snapshot(self.model, self.batch)
+        self.names, self.named, self.first = guard.names(), guard.parameters(), next_number()
+        self.held = [(h, h.tensor.grad_fn, version_of(h.tensor)) for h in self.now()]
+        self.held += [(h, None, -1) for h in held_by(self.model, parameters=True) if h.tensor.is_inference()]
+        self.found += foreign_forwards(self.model)
+        owned = parameters_of(guard.optimizers).keys() | guard.idle.keys()
+        self.loose = {name: fingerprint(p) for name, p in self.named if guard.optimizers and id(p) not in owned}
         if self.traced:
-            scene.trace = Trace(self._trainable_paths(), scene.first)
-        watching = watch_checkpoints(self.found.append, scene.trace, guard.model, names, doubt)
-        scene.regions = self.stack.enter_context(watching)
-        if scene.trace is not None:
-            self.stack.enter_context(scene.trace.running())
+            self.trace = Trace({id(p): name for name, p in self.named}, self.first)
+        self._watch()
         return self
 
-    def _trainable_paths(self) -> dict[int, str]:
-        """Paths of the trainable parameters, by id of every tensor that represents them."""
-        wanted = {name for name, _ in self.named}
-        return {i: name for i, name in self.scene.names.items() if name in wanted} | {id(p): name for name, p in self.named}
-
-    def _check_labels(self) -> None:
-        guard = self.guard
-        if guard.end_id is not None:
-            self.beside, taught = untrained_ends(self.batch, guard.end_id)
-            if taught:
-                guard.end_id = None
+    def _watch(self) -> None:
+        """Sets the hooks of the step, and starts the trace."""
+        for _, p in self.named:
+            self.stack.callback(p.register_post_accumulate_grad_hook(self._arrived).remove)
+        for optimizer in self.guard.optimizers:
+            self.stack.callback(optimizer.register_step_pre_hook(self._note_step).remove)
+        checkpoints = watched_checkpoints(self.found.append, self.trace, self.model, self.names)
+        self.parts = self.stack.enter_context(checkpoints)
+        if self.trace is not None:
+            self.stack.enter_context(self.trace.running())
 
     def _arrived(self, p: Tensor) -> None:
         if p.grad is not None:  # a backward may give no gradient
             self.guard.arrived.add(id(p))
 
-    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.stepped.append(optimizer)
         self._note_gradients()
 
     def _note_gradients(self) -> None:
-        """Note gradients that came by other means than backward, or before this step started."""
+        """Notes gradients that came by other means than backward, or before this step started."""
         arrived = self.guard.arrived
         arrived |= {id(p) for _, p in self.named if p.grad is not None and id(p) not in arrived and not is_zeroed(p, arrived)}
 
@@ -307,65 +244,169 @@ class _Step:
         return 0 < guard.waiting.get(i, 0) <= PATIENCE
 
     def _check_gradients(self) -> None:
-        """Find missing gradients when the step is over; several backwards and optimizers in it count as one step."""
+        """Finds missing gradients when the step is over; several backwards and optimizers in it count as one step."""
         guard = self.guard
         self._note_gradients()
+        arrived, stepped = guard.arrived, parameters_of(self.stepped)
+        spared = guard.idle.keys() | (parameters_of(guard.optimizers).keys() - stepped.keys() if stepped else set())
         explained = {name for f in self.found if f.kind == "reentrant" for name in f.tensor.split(", ")}
-        spared = self.idle | (owned_by(guard.optimizers) - owned_by(self.stepped) if self.stepped else set())
         wanted = [(name, p) for name, p in self.named if id(p) not in spared and not self._is_intermittent(p)]
-        if self.stepped or guard.arrived:
-            self.beside += missing_gradients(self.scene, wanted, guard.arrived, explained)
-            self.beside += unowned(self.loose, guard.arrived, bool(self.stepped))
-        guard.arrived.clear()
+        lost = [(name, p) for name, p in wanted if p.requires_grad and id(p) not in arrived and name not in explained]
+        if self.stepped or arrived:
+            self.found += missing_gradients(self, lost)
+            loose = [(name, p) for name, p in self.named if name in self.loose and id(p) in arrived]
+            names = [name for name, p in loose if not stepped or fingerprint(p) == self.loose[name]]
+            what = f"{len(names)} parameters receive a gradient, but no optimizer owns them: they never change"
+            self.found += [Finding("not_owned", what, UNOWNED, shortlist(names))] if names else []
+        arrived.clear()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.inner:
             return
-        guard, scene = self.guard, self.scene
+        guard = self.guard
         guard.active = None
         self.stack.close()
         try:
-            start = at_start(scene)
             if error is None:
-                if self.last or self.stepped:
-                    self._check_gradients()
-                if scene.trace is None:
-                    self.found += written_caches(scene)
-                self.found += traced_changes(scene)
-                self.found += [finding for region in scene.regions for finding in region.findings()]
-                self.found += [] if self.failed else self.beside
-                self.found = guard.recent = guard.add([*start, *self.found])
-                if not self.found and not self.keep:
-                    self.start.forget()
+                self._end()
                 return
             guard.arrived.clear()
             if not isinstance(error, RuntimeError) or isinstance(error, GraphError) or kind_of(error) is None:
                 return
             guard.failed = True
-            scene.remember(error)
-            self.found = guard.recent = guard.add([*start, *self.found, *diagnose(scene, error)])
+            self.found = guard.recent = guard.add([*at_start(self), *self.found, *diagnose(self, error)])
             raise GraphError(str(error), self.found, "" if self.traced else HINT) from error
         finally:
-            scene.later.clear()
-            scene.held.clear()
-            if scene.trace is not None:
-                scene.trace.forget()
-            scene.frame = self.frame = None
+            self.later.clear()
+            self.held.clear()
+            if self.trace is not None:
+                self.trace.forget()
+            self.frame = None
+
+    def _end(self) -> None:
+        """Looks at a step that did not fail."""
+        guard, start = self.guard, at_start(self)
+        if self.last or self.stepped:
+            self._check_gradients()
+        self.found = guard.recent = guard.add([*start, *self.found, *traced_changes(self)])
+        guard.has_checkpoints = bool(self.parts)
+        if not self.found:
+            guard.start = None
 
 
-_NUMBERS = itertools.count(1)
+# --- what a repeated step starts from, and leaves -----------------------------------------------------------------------
 
 
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    """An optimizer, or the one that a wrapper holds."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if hasattr(inner, "_optimizer_step_pre_hooks"):
-        return inner
-    found = [value for value in getattr(inner, "__dict__", {}).values() if isinstance(value, torch.optim.Optimizer)]
-    if len(found) != 1:
-        raise TypeError(f"{type(optimizer).__name__} is no torch.optim.Optimizer, nor holds one; give the guard the one inside")
-    return found[0]
+def snapshot(model: nn.Module | None, batch: Any = None) -> Restore:
+    """Copies random states, and contents and graphs of a model's buffers and attributes and of a batch's tensors; returns what
+    puts them back."""
+    states: list[tuple[Callable[[Any], Any], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
+    states.append((random.setstate, random.getstate()))
+    if torch.cuda.is_initialized():
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states.append((numpy.random.set_state, numpy.random.get_state()))
+    modules = []
+    for module in model.modules() if model is not None else ():
+        own = {k: v for k, v in vars(module).items() if k not in MODULE_FIELDS}
+        containers = [(v, copy.copy(v)) for v in own.values() if type(v) in (list, dict, set, deque)]
+        modules.append((module, own, dict(module._buffers), containers))
+    values: list[tuple[Tensor, Tensor, Any]] = []
+    room = MOST_BYTES
+    for tensor in (held.tensor for held in (*held_by(model), *held_in(batch, "batch"))):
+        room -= tensor.nbytes
+        if room >= 0 and not tensor.is_inference():
+            values.append((tensor, tensor.detach().clone(), tensor.grad_fn))
+
+    @torch.no_grad()
+    def restore() -> None:
+        for put, state in states:
+            put(state)
+        for module, own, buffers, containers in modules:
+            for name in [k for k in vars(module) if k not in MODULE_FIELDS and k not in own]:
+                del vars(module)[name]
+            vars(module).update(own)
+            if not isinstance(module, torch.jit.ScriptModule):
+                module._buffers.clear()
+                module._buffers.update(buffers)
+            for container, content in containers:
+                container.clear()
+                container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
+        for tensor, value, node in values:
+            if node is None and tensor.grad_fn is not None and not tensor._is_view():
+                tensor.detach_()
+            tensor.data.copy_(value)
+
+    return restore
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> Restore:
+    """Copies settings and state of an optimizer, and returns what puts them back to the bit: its own `load_state_dict` rounds
+    state to the parameters' type."""
+    kept = [(p, name, value, copy.deepcopy(value)) for p, of in optimizer.state.items() for name, value in of.items()]
+    groups = [{k: v if k == "params" else copy.deepcopy(v) for k, v in group.items()} for group in optimizer.param_groups]
+
+    def restore() -> None:
+        optimizer.state.clear()
+        for p, name, value, content in kept:  # the same tensor is kept: others may hold it too
+            optimizer.state[p][name] = value.copy_(content) if isinstance(value, Tensor) else content
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(settings)
+
+    return restore
+
+
+@contextmanager
+def restored(
+    model: nn.Module | None, batch: Any, optimizers: Sequence[torch.optim.Optimizer], failed: bool = False
+) -> Iterator[None]:
+    """Restores weights, gradients, buffers, optimizer state and random state when the block ends.
+
+    Args:
+        failed: the step before the block failed half-way, and so may the one in it.
+    """
+    reshard(model, failed)
+    params = {**parameters_of(optimizers), **{id(p): p for p in (model.parameters() if model is not None else ())}}.values()
+    weights = [(p, p.detach().clone(), p.grad, None if p.grad is None else p.grad.detach().clone()) for p in params]
+    restorers = [*map(_optimizer_state, optimizers), snapshot(model, batch)]
+    try:
+        for p in params:
+            p.grad = None
+        yield
+    finally:
+        reshard(model, failed)
+        with torch.no_grad():
+            for p, value, grad, content in weights:
+                p.data.copy_(value)
+                p.grad = grad
+                if grad is not None and content is not None:
+                    grad.data.copy_(content)
+            for restore in restorers:
+                restore()
+
+
+# --- FSDP2 and DDP ----------------------------------------------------------------------------------------------------
+
+
+def reshard(model: nn.Module | None, failed: bool = False) -> None:
+    """Has FSDP2 free what it has gathered (a root stays gathered after a forward without gradients), so that the model's
+    parameters are those that an optimizer owns; after a step that failed half-way, no hook waits for its backward either."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    modules: list[Any] = [] if model is None else [module for module in model.modules() if isinstance(module, kind)]
+    for module in modules:
+        if failed:
+            with suppress(RuntimeError, AttributeError):  # not of the root; not there before the first forward
+                module.reset_iter_state()
+        module.reshard()
+
+
+def alone() -> AbstractContextManager[None]:
+    """Leaves DDP out while a block runs: gradients and buffers are not exchanged, and an exchange that a failed backward had
+    started is dropped."""
+
+    def forward(module: Any, *inputs: Any, **kwargs: Any) -> Any:
+        module.reducer._reset_state()
+        return module.module(*inputs, **kwargs)
+
+    return replaced(DistributedDataParallel, "forward", forward)

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, jacrev
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from omni.diagnostics import Guard
-from omni.diagnostics.trace.held import VISITS, tensors_in
+from omni.diagnostics.held import VISITS, tensors_in
 from tests.diagnostics.programs import WIDTH, data
 
 Made = tuple[nn.Module, Any, Callable[[int], Any]]
@@ -254,31 +254,8 @@ def scripted() -> Made:
     return trained(model, lambda i: model(data(i)).square().mean())
 
 
-class Wrapper:
-    """An optimizer of the user's own that holds torch's."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.inside = sgd(model)
-
-    def step(self) -> None:
-        self.inside.step()
-
-
-def wrapped() -> Made:
-    model = nn.Linear(WIDTH, 1)
-    optimizer = Wrapper(model)
-
-    def step(i: int) -> None:
-        optimizer.inside.zero_grad()
-        model(data(i)).mean().backward()
-        optimizer.step()
-
-    return model, optimizer, step
-
-
 HARD = {
     "sparse": sparse, "jagged": jagged, "selective": selective, "generator": by_generator, "scripted": scripted,
-    "wrapped": wrapped,
 }  # fmt: skip
 
 
@@ -301,22 +278,6 @@ def test_what_is_hard_to_look_at_learns_the_same(name: str, way: str) -> None:
         assert guard.report() == ""
         trained.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *trained))
-
-
-def test_no_optimizer_at_all() -> None:
-    with pytest.raises(TypeError, match="object is no torch.optim.Optimizer, nor holds one"):
-        Guard(nn.Linear(1, 1), object())  # type: ignore[arg-type]
-
-
-def test_the_hook_of_an_optimizer_stays_the_same() -> None:
-    """A compiled step is compiled again where it differs."""
-    model, optimizer, step = auxiliary()
-    guard, seen = Guard(model, optimizer), []
-    for i in range(2):
-        with guard.step():
-            seen.append(list(optimizer._optimizer_step_pre_hooks.items()))
-            step(i)
-    assert seen[0] == seen[1] != [] and not optimizer._optimizer_step_pre_hooks
 
 
 def test_looking_at_much_data_is_bounded() -> None:

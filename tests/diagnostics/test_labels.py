@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 
-from omni.diagnostics import Guard, check_labels, check_targets
+from omni.diagnostics import check_labels, check_targets
 
 EOS, PAD = 2, 0
 TOKENS = torch.tensor([[3, 4, 5, EOS, PAD], [3, 4, 5, 6, EOS], [3, 4, 5, 6, 7]])
@@ -53,57 +48,6 @@ def test_streams_without_a_target():
     assert check_targets(torch.tensor([4, 1, 3]), ["audio0", "audio1", "text"]) == []
 
 
-def test_tasks_and_streams_without_a_target():
-    counts = torch.tensor([[4, 0], [0, 0]])
-    tasks, streams = check_targets(counts, (["A1A2", "T1T2"], ["audio0", "text"]))
-    assert tasks.what.startswith("T1T2 got") and streams.what.startswith("text got")
-
-
 def test_names_must_fit():
-    with pytest.raises(ValueError, match="one name for each count"):
+    with pytest.raises(ValueError, match="longer"):
         check_targets(torch.ones(3), ["a"])
-
-
-# --- a user's own batch -----------------------------------------------------------------------------------------------
-
-FILLED = torch.tensor([[3, 4, 5, EOS, EOS, EOS], [3, 4, 5, 6, 7, EOS]])
-"""Rows that are filled up with the end."""
-BY_ID, BY_LENGTH = FILLED.masked_fill(FILLED == EOS, -100), FILLED.clone()
-BY_LENGTH[0, 4:] = -100
-
-
-def found_in(*batches: Any, end_id: int | None = EOS) -> list[str]:
-    """What a guard says of steps with these batches."""
-    guard, model = Guard(end_id=end_id), nn.Linear(1, 1)
-    for batch in batches:
-        guard.run(lambda: model(torch.ones(1)).sum().backward(), batch)
-    return [f.what for f in guard.findings]
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda ids, labels: {"input_ids": ids, "labels": labels},
-        lambda ids, labels: UserDict(tokens=ids, targets=labels),
-        lambda ids, labels: [SimpleNamespace(ids=ids, label=labels, weight=torch.ones(2, 6))],
-    ],
-)
-def test_a_guard_that_knows_the_end_finds_it_masked(wrap: Any) -> None:
-    (what,) = found_in(*[wrap(FILLED, BY_ID)] * 2)
-    assert what.startswith("2 of 2 rows train no end (pad and eos are both 2")
-    assert found_in(wrap(FILLED, BY_LENGTH), wrap(FILLED, BY_ID)) == []  # its ends are taught
-    assert found_in(wrap(FILLED, BY_ID), end_id=None) == []
-
-
-@pytest.mark.parametrize(
-    ("ids", "labels"),
-    [
-        (TOKENS[2:], TOKENS[2:]),  # cut off
-        (FILLED, torch.full_like(FILLED, -100)),
-        (FILLED, BY_ID.float()),
-        (FILLED, BY_ID[:, 1:]),
-        (FILLED[0], BY_ID[0]),
-    ],
-)
-def test_a_guard_that_knows_the_end_gives_no_false_alarm(ids: Tensor, labels: Tensor) -> None:
-    assert found_in({"input_ids": ids, "labels": labels}, {"labels": BY_ID}, None, FILLED) == []

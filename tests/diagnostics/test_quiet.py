@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from omni.diagnostics import Guard
-from omni.diagnostics.trace.held import held_by, held_in
+from omni.diagnostics.held import held_by, held_in
 from omni.model.kv_cache import FunctionalKVCache
 from omni.model.recompute import Recompute
 from omni.model.speech_model import SpeechModel
@@ -93,7 +93,7 @@ def test_our_own_steps_give_no_findings(name, trainable, checkpointing, dtype, t
     for i in range(2):
         with guard.step(run.batches, trace=trace):
             run.step(i)
-    assert guard.report() == "" and not guard.doubts
+    assert guard.report() == ""
     assert run.model.decoder.blocks[0].mlp.up.weight.requires_grad
 
 

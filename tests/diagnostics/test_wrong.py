@@ -40,7 +40,7 @@ class Masked(nn.Module):
             elif self.how == "closure":
                 x = checkpoint(lambda x, layer=layer: self.part(layer, x, mask), x, use_reentrant=False)  # noqa: B023
             else:
-                x = checkpoint(self.part, layer, x, {"mask": mask}, use_reentrant=self.how == "dict, reentrant")
+                x = checkpoint(self.part, layer, x, {"mask": mask}, use_reentrant=False)
             mask *= 0.9
         return x
 
@@ -65,17 +65,6 @@ def weights_put_back() -> Made:
     return model, optimizer, step
 
 
-def past_autograd() -> Made:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
-
-    def loss(i: int) -> Tensor:
-        hidden = model[0](data(i)).exp()
-        hidden.data.mul_(2)
-        return model[1](hidden).mean()
-
-    return trained(model, loss)
-
-
 class Nothing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -93,7 +82,6 @@ def no_gradient() -> Made:
 
 SILENT: dict[str, tuple[Callable[[], Made], str, str]] = {
     **{how: (lambda how=how: masked(how), "recompute", "mask *= 0.9") for how in ("keyword", "partial", "closure", "dict")},
-    "dict, reentrant": (lambda: masked("dict, reentrant"), "recompute", "mask *= 0.9"),
     "weights": (weights_put_back, "recompute", "model.load_state_dict(average)"),
     "nothing": (no_gradient, "no_gradient", ""),
 }
@@ -110,16 +98,6 @@ def test_wrong_gradients_without_an_error_are_found_without_being_asked_for_a_tr
     assert [finding.kind for finding in guard.findings] == [kind]
     place = guard.findings[0].place
     assert (place.code if place is not None else "") == line
-
-
-def test_a_write_past_autograd_shows_in_a_trace() -> None:
-    model, optimizer, step = past_autograd()
-    guard = Guard(model, optimizer)
-    with guard.step(trace=True):
-        step(0)
-    (finding,) = guard.findings
-    assert finding.kind == "inplace" and "mul_" in finding.what
-    assert finding.place is not None and finding.place.code == "hidden.data.mul_(2)"
 
 
 class Trainer:
@@ -215,24 +193,24 @@ def test_a_loop_that_went_on_before_a_part_is_repeated() -> None:
             step(i)
     kinds = {(finding.kind, finding.place.code if finding.place else "") for finding in guard.findings}
     line = "x = checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=False)  # noqa: B023"
-    assert kinds == {("recompute", line)} and "runs through 2 now" in guard.report() and "bind what" in guard.report()
+    assert (
+        kinds == {("recompute", line)} and "uses 2.bias when it is repeated" in guard.report() and "bind what" in guard.report()
+    )
 
 
-@pytest.mark.parametrize("kind", ["list", "mapping", "object", "generator"])
+@pytest.mark.parametrize("kind", ["list", "mapping", "object"])
 def test_values_that_a_part_reads(kind: str) -> None:
-    model, dice = nn.Linear(WIDTH, 1), torch.Generator().manual_seed(0)
-    held: Any = {"list": [1.0], "mapping": {0: 1.0}, "object": types.SimpleNamespace(scale=1.0), "generator": dice}[kind]
+    model = nn.Linear(WIDTH, 1)
+    held: Any = {"list": [1.0], "mapping": {0: 1.0}, "object": types.SimpleNamespace(scale=1.0)}[kind]
 
     def part(x: Tensor) -> Tensor:
-        if kind == "generator":
-            return model(x * torch.rand((), generator=held)).tanh()
         return (model(x) * (held.scale if kind == "object" else held[0])).tanh()
 
     def loss(i: int) -> Tensor:
         out = checkpoint(part, data(i), use_reentrant=False).mean()
         if kind == "object":
             held.scale *= 0.5
-        elif kind != "generator":
+        else:
             held[0] *= 0.5
         return out
 
@@ -242,5 +220,5 @@ def test_values_that_a_part_reads(kind: str) -> None:
         with guard.step():
             step(i)
     (finding,) = guard.findings
-    name = {"list": "held[0]", "mapping": "held[0]", "object": "held.scale", "generator": "held"}[kind]
-    assert finding.kind == "recompute" and f"in forward: {name} was" in finding.what
+    assert finding.kind == "recompute" and "through none of its tensors" in finding.what
+    assert finding.place is not None and finding.place.code.startswith("return (model(x) * (held.scale")

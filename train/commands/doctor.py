@@ -1,9 +1,4 @@
-"""`omni-train doctor CONFIG`: run a few steps of a run under the graph guard's full trace.
-
-Reports what is wrong with graphs and gradients, with line, cause and remedy (docs/gradients.md), which streams and tasks got no
-target although these steps had them or the mixture should have drawn them, and whose ends are masked (train/trainer/guard.py).
-Nothing of the run itself is written.
-"""
+"""`omni-train doctor CONFIG`: runs a few steps of a run under the graph guard's full trace (docs/gradients.md)."""
 
 from __future__ import annotations
 
@@ -25,10 +20,10 @@ if TYPE_CHECKING:
 
 HELP = """usage: omni-train doctor CONFIG.yaml [--steps N] [--any.key value ...]
 
-Take a few steps of a run in one process, trace every operation, and name what is wrong with graphs, gradients, targets and
-ends, with line, cause and remedy (docs/gradients.md). Where the recipe aligns first (objective.align_first), steps of both
-phases are taken. Nothing of the run itself is written. Keys of the configuration are overridden as for `fit`. The exit code is
-1 where something was found.
+Take a few steps of a run in one process, trace every operation, and name what is wrong with graphs, gradients and targets, with
+line, cause and remedy (docs/gradients.md). Where the recipe aligns first (objective.align_first), steps of both phases are
+taken. Nothing of the run itself is written. Keys of the configuration are overridden as for `fit`. The exit code is 1 where
+something was found.
 
   --steps N       steps to trace, of each phase (default 2)"""
 STEPS = 2
@@ -41,29 +36,24 @@ def main(argv: Sequence[str]) -> int:
         return 0
     config, name, options = read_with_options(argv, {"steps": int}, partial(check_least, steps=1), "doctor")
     steps = options.get("steps", STEPS)
-    with importing():
-        from omni.diagnostics import report
-
     found = examine(config, steps)
     if not found:
         phases = " of each phase" if config.objective.align_first else ""
         print(f"{name}: {steps} {'step' if steps == 1 else 'steps'}{phases}, every operation traced: nothing found")
         return 0
-    print(report(found))
+    print("\n".join(map(str, found)))
     return 1
 
 
 def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
     """Runs a few steps of each phase of a run under the guard, in one process; returns the findings.
 
-    Raises:
-        UserError: a step failed; with the diagnosis.
-        SystemExit: a signal came; the step in hand was taken to its end.
+    A step that fails ends in a UserError with the diagnosis, a signal in SystemExit after the step in hand.
     """
     with importing():
         from train.distributed.fabric import build_fabric
         from train.trainer.build import prepare, with_alignment
-        from train.trainer.guard import StepGuard, targets_of
+        from train.trainer.guard import StepGuard
         from train.trainer.preflight import check_start
         from train.trainer.signals import Stop
         from train.trainer.step import GuardedStep
@@ -81,8 +71,7 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
         )
         check_start(with_alignment(alone))
         loop = prepare(alone, build_fabric(alone.fabric), Path(folder))
-        guard = StepGuard(loop.objective, loop.optimizer, loop.parts.idle, config.data)
-        guard.targets = targets_of(loop.objective, config.data, seen=1)
+        guard = StepGuard(loop.objective, loop.optimizer, loop.parts.idle, seen=1)
         take = GuardedStep(loop.step, guard, trace=True)
         try:
             with Stop() as stop:
@@ -91,8 +80,7 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
                 planned = [progress for progress in phases for _ in range(steps)]
                 for progress in planned:
                     loop.meter.start()
-                    step = feed.next()
-                    take(step, progress)
+                    take(feed.next(), progress)
                     loop.meter.pause()
                     if stop.number:
                         break

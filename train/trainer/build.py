@@ -200,7 +200,7 @@ def build_loop(
     trainable = [(name.removeprefix("model."), p) for name, p in learning]
     optimizer = build_optimizer(trainable, config.optimizer, config.fabric.precision, also)
     stepper: Any = fabric.setup_optimizers(optimizer)
-    guard = StepGuard(objective, optimizer, parts.idle, config.data) if config.guard else None
+    guard = StepGuard(objective, optimizer, parts.idle) if config.guard else None
     average = Average(learning, config.ema) if config.ema is not None else None
     balance = None
     if config.balance is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,18 @@ import torch
 from torch import Tensor
 
 from omni.errors import UserError
-from omni.layout import IGNORE, Layout
+from omni.layout import IGNORE
 from omni.model.blocks import Block
 from omni.model.projector import Projector
 from omni.model.speech_model import SpeechModel
-from omni.tasks import TASKS, Turn, example
 from tests.train.objective.test_objective import MODELS, make_examples, pack
 from tests.train.toys import ToyBatch, ToyModel, ToyObjective, toy_config, toy_fit, toy_parts
 from train.cli import main
 from train.commands.doctor import examine
 from train.config.parse import read_fit_config
 from train.config.sections import LogConfig
-from train.data.batching.batch import Batch, assemble
-from train.data.config import DataConfig, SourceConfig, tasks_of
-from train.data.sources.mixture import Stage
-from train.objective.config import ObjectiveConfig
-from train.objective.objective import Objective
-from train.trainer.feed import StepBatches
-from train.trainer.guard import Ends, StepGuard, Targets, shares_of
+from train.data.batching.batch import Batch
+from train.trainer.guard import StepGuard, Targets
 
 SMALL = [
     "configs/nano-scratch.yaml", "--data.packing.rows", "2", "--data.packing.buffer", "4", "--model.decoder.layers", "1",
@@ -190,19 +183,6 @@ def test_the_doctor_names_streams_and_tasks_without_targets(monkeypatch: pytest.
     assert missed[0].what.startswith("T1A1, audio0, audio1, audio2, audio3 got no target in 1 steps")
 
 
-def by_id(*args: Any) -> Batch:
-    """A collation that leaves out every target which is an end."""
-    batch, layout = assemble(*args), args[2]
-    return masked(batch, layout, range(len(layout)))
-
-
-def test_the_doctor_names_streams_whose_ends_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.data.batching.packer.assemble", by_id)
-    found = examine(read_fit_config([*SMALL, "--data.sources.0.tasks", "{T1T2: 0.5, T1A2: 0.5}"])[0], 1)
-    (what,) = [finding.what for finding in found if finding.kind == "label_end"]
-    assert what.startswith("no end is trained on audio0, audio1, audio2, audio3, text: ")
-
-
 # --- streams and tasks without targets --------------------------------------------------------------------------------
 
 
@@ -212,7 +192,7 @@ def some_batch(model: SpeechModel, *tasks: str) -> Batch:
 
 def looks(targets: Targets, batch: Batch, steps: int) -> list[str]:
     """What is said of so many steps of one batch each."""
-    return [finding.what for _ in range(steps) for finding in targets.look([batch])]
+    return [finding.what for _ in range(steps) for finding in targets.look([batch, None])]
 
 
 @pytest.fixture
@@ -220,21 +200,7 @@ def model() -> SpeechModel:
     return SpeechModel(MODELS["codec2"])
 
 
-def mixture(**tasks: float) -> DataConfig:
-    return DataConfig(sources=(SourceConfig("spoken-digits", tasks=tasks),))
-
-
-def test_a_task_that_no_batch_has_is_missed_once(model: SpeechModel) -> None:
-    """It should have come in half of the examples: after 32 of them."""
-    batch = some_batch(model, "T1T2")
-    (what,) = looks(Targets(model.layout, data=mixture(T1T2=0.5, A1T1=0.5)), batch, 100)
-    assert what == "A1T1 got no target in 32 steps (32 examples): nothing is trained there"
-    (what,) = looks(Targets(model.layout, data=mixture(T1T2=0.5, T1A2=0.5)), batch, 100)
-    assert what.startswith("T1A2, audio0, audio1, audio2, audio3 got no target")
-
-
 def test_a_stream_that_no_batch_has_targets_for_is_missed(model: SpeechModel) -> None:
-    """Without the mixture too: that the batches have its task is enough."""
     batch = some_batch(model, "T1T2", "A1A2")
     batch.targets[:, 0] = IGNORE
     (what,) = looks(Targets(model.layout), batch, 100)
@@ -242,94 +208,3 @@ def test_a_stream_that_no_batch_has_targets_for_is_missed(model: SpeechModel) ->
     weights = torch.ones(len(model.layout))
     weights[0] = 0
     assert looks(Targets(model.layout, weights), batch, 100) == []
-
-
-def test_what_is_rare_or_of_another_stage_is_not_missed(model: SpeechModel) -> None:
-    batch = some_batch(model, "T1T2", "A1T2")
-    rare = mixture(T1T2=1.0, A1T2=1.0, A1A2=0.001, T1A1=0.0)
-    assert looks(Targets(model.layout, data=rare), batch, 1000) == []
-    stages = SourceConfig("spoken-digits", tasks={"A1A2": 1.0}, stages=(Stage(10000, {"T1T2": 1.0, "A1T2": 1.0}),))
-    assert looks(Targets(model.layout, data=DataConfig(sources=(stages,))), batch, 100) == []
-    own = mixture(A1A2=1.0)  # the rows name tasks of their own
-    assert looks(Targets(model.layout, data=own), batch, 100) == []
-
-
-def test_rows_that_name_their_own_task_are_of_the_mixture() -> None:
-    recorded = {"voices": 0.25, "more": 0.25, "more_voices": {"en": ("espeak",)}, "words": "dog", "wordy": 0.4}
-    data = DataConfig((SourceConfig("recorded-digits", tasks={"A1A2": 1.0}, options=recorded),))
-    assert data.drawn == {"A1A2", "A1T1"} and [task.name for task in tasks_of(data)] == ["A1T1", "A1A2"]
-    shares = dict(zip(TASKS, shares_of(data).tolist(), strict=True))
-    assert (
-        shares["A1T1"] == pytest.approx(0.2)
-        and shares["A1A2"] == pytest.approx(0.8)
-        and sum(shares.values()) == pytest.approx(1)
-    )
-
-
-def test_nothing_is_counted_once_all_have_had_targets(model: SpeechModel) -> None:
-    targets = Targets(model.layout, data=mixture(T1T2=1.0, A1T2=1.0))
-    assert looks(targets, some_batch(model, "T1T2", "A1T2"), 1) == [] and targets.done
-    assert targets.look([None]) == [] and targets.steps == 1
-
-
-# --- ends that are masked ---------------------------------------------------------------------------------------------
-
-
-def masked(batch: Batch, layout: Layout, streams: Iterable[int], most: int = 10**6) -> Batch:
-    """Without the targets that are an end on these streams, or without the first ones of each."""
-    for k in streams:
-        rows, columns = (batch.targets[:, k] == layout.ids("end")[k]).nonzero(as_tuple=True)
-        batch.targets[rows[:most], k, columns[:most]] = IGNORE
-    return batch
-
-
-def of_turns(model: SpeechModel, *tasks: str) -> Batch:
-    """One conversation, beside itself."""
-    layout = model.layout
-    codes = torch.zeros(layout.n_audio, 3, dtype=torch.long)
-    columns = example(layout, [Turn(task, features=4, question=[1, 2], text=[3, 4, 5], codes=codes) for task in tasks])
-    piece = (columns, None, 0, [], list(TASKS).index(tasks[0]))
-    return pack(model, [[piece, piece], [piece]], 2 * len(columns) + 3)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_watched_run_says_on_which_streams_no_end_is_trained(name: str) -> None:
-    """Once, though every step has such batches; not of a stream that one batch of a step teaches the end, or without weight."""
-    objective = Objective(SpeechModel(MODELS[name]), ObjectiveConfig())
-    model, text = objective.model, len(MODELS[name].layout) - 1
-    batches = [masked(some_batch(model, *tasks), model.layout, [0, 1, text]) for tasks in (["A1A2", "T1T2"], ["T1A2"])]
-    batches[1].targets[:, 1] = some_batch(model, "T1A2").targets[:, 1]
-    watch = StepGuard(objective, torch.optim.SGD(objective.parameters(), lr=0.1), lambda progress: ())
-    said: list[str] = []
-    for number in (1, 2, 3):
-        watch.step(number, StepBatches(batches, torch.ones(4), 1.0, 1.0, 1.0, 0), 0.0, lambda step: None, said.append)
-    (words,) = said
-    assert "[label_end] no end is trained on audio0, text: 5 times it follows" in words and "step 1:" in words
-    first = some_batch(model, "A1A2", "T1T2").targets[:, 0]
-    row, column = (first == model.layout.ids("end")[0]).nonzero()[0].tolist()
-    assert f"audio0: row {row}, column {column}" in words and "mask by length" in words
-    weights = torch.zeros(len(model.layout))
-    weights[text] = 1
-    (finding,) = Ends(model.layout, weights).look(batches)
-    assert finding.what.startswith("no end is trained on text: 3 times")
-
-
-@pytest.mark.few(6)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("tasks", [[task] for task in TASKS] + [["T1T2", "A1A2"], ["A1A2", "T1T2"], ["T1A1", "A1T1", "T1A2"]])
-def test_ends_that_are_trained_give_no_false_alarm(name: str, tasks: list[str]) -> None:
-    """Every task, alone and as turns; where answers are cut off, and where one end of many is masked."""
-    model = SpeechModel(MODELS[name])
-    whole = of_turns(model, *tasks)
-    ends = Ends(model.layout)
-    assert ends.look([whole]) == [] == ends.look([None])
-    silent = [k for k in range(len(model.layout)) if not len(whole.supervised[k])]
-    assert list(ends.left) == silent
-    some = masked(of_turns(model, *tasks), model.layout, range(len(model.layout)), most=1)
-    assert Ends(model.layout).look([some]) == []
-    for column in range(whole.tokens.shape[2]):
-        cut = of_turns(model, *tasks)
-        for field in ("tokens", "targets"):
-            setattr(cut, field, getattr(cut, field)[..., : column + 1])
-        cut.segments, cut.targets[..., -1] = cut.segments[..., : column + 1], IGNORE
-        assert Ends(model.layout).look([cut]) == []

@@ -105,13 +105,6 @@ def weight_at(weight: Weight, place: float) -> float:
     return low + (high - low) * (place - a) / (b - a)
 
 
-def least_shares(weights: Sequence[Weight]) -> list[float]:
-    """The lowest share that each source has at any draw: between points, shares rise or fall throughout."""
-    places = {0.0, *(place for weight in weights if not isinstance(weight, float | int) for place, _ in weight)}
-    shares = [[weight / sum(now) for weight in now] for now in (_at(weights, place) for place in places)]
-    return [min(of) for of in zip(*shares, strict=True)]
-
-
 def _at(weights: Sequence[Weight], place: float) -> list[float]:
     return [weight_at(weight, place) for weight in weights]
 

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.train.data.toys import MODELS, ToySource, codec_of
+from train.data.config import DataConfig, SourceConfig, tasks_of
 from train.data.seeding import key, seeded_generator, seeded_rng, shuffled
 from train.data.sources.mixture import Mixture, Stage, TaskMixture
 from train.data.sources.shares import BLOCK
@@ -89,3 +90,9 @@ def test_tasks_follow_their_weights_and_the_curriculum():
     counts = Counter(mixture.task(n, 0, 7) for n in range(200, 4200))
     assert set(counts) == {"A1A2", "T1T2"} and abs(counts["A1A2"] / 4000 - 0.75) < 0.03
     assert [mixture.task(n, 0, 7) for n in range(300, 330)] != [mixture.task(n, 1, 7) for n in range(300, 330)]
+
+
+def test_rows_that_name_their_own_task_are_of_the_mixture() -> None:
+    recorded = {"voices": 0.25, "more": 0.25, "more_voices": {"en": ("espeak",)}, "words": "dog", "wordy": 0.4}
+    data = DataConfig((SourceConfig("recorded-digits", tasks={"A1A2": 1.0}, options=recorded),))
+    assert data.drawn == {"A1A2", "A1T1"} and [task.name for task in tasks_of(data)] == ["A1T1", "A1A2"]

@@ -22,7 +22,6 @@ from train.data.build import build_mixture
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.sources.mixture import Mixture
 from train.data.sources.shares import BLOCK, Shares, UsedUp, Weight, weight_at
-from train.trainer.guard import shares_of
 
 CODEC = codec_of(MODELS["codec2"])
 RISING: tuple[Weight, ...] = (((2000, 1.0), (9000, 0.0), (15000, 3.0)), ((0, 0.5), (12000, 2.0)), 1.0)
@@ -195,11 +194,3 @@ def test_a_schedule_is_read_from_words_and_files_and_compared_with_that_of_a_che
     for value in ("[[0, a]]", "[[0, 1, 2]]", "[1, 2]", "much"):
         with pytest.raises(UserError, match="weight"):
             read_fit_config(["nano", "--data.sources.0.weight", value])
-
-
-def test_a_task_is_missed_by_its_lowest_share_and_not_where_its_source_ends():
-    moving = {"weight": ((0, 3), (100, 1)), "tasks": {"A1T1": 1.0}}
-    shares = shares_of(config(moving, {"weight": 1, "tasks": {"T1T2": 1.0}}))
-    assert sorted(shares[shares > 0].tolist()) == [0.25, 0.5]
-    ending = shares_of(config(moving | {"max_rows": 5}, {"weight": 1, "tasks": {"T1T2": 1.0}}))
-    assert ending[ending > 0].tolist() == [0.25]
