@@ -64,7 +64,8 @@ def command_parser(name: str) -> InferParser:
             more |= {"type": str, "nargs": "*" if positional else "+", "default": []}
             more |= {} if positional else {"action": "extend"}
         else:
-            more |= {"type": _given(hints[f.name])} | ({} if positional and "nargs" not in more else {"default": f.default})
+            more |= {} if "choices" in more else {"type": _given(hints[f.name])}
+            more |= {} if positional and "nargs" not in more else {"default": f.default}
         parser.add_argument(f.name if positional else f"--{f.name}", **more)
     return parser
 

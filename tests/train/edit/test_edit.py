@@ -204,7 +204,7 @@ def test_merged_edits_answer_as_lent_ones_and_come_out_bit_for_bit(place, tmp_pa
 def test_a_question_is_asked_with_edits_from_the_command_line(place, tmp_path):
     write_wav(tmp_path / "q.wav", say("one", 0)[0], 16000)
     where = {"model": str(place / "model"), "max_seconds": 0.4, "device": "cpu"}
-    options = AskOptions((str(tmp_path / "q.wav"),), edits=str(place / "edits"), out=str(tmp_path / "a.wav"), **where)
+    options = AskOptions(files=(str(tmp_path / "q.wav"),), edits=str(place / "edits"), out=str(tmp_path / "a.wav"), **where)
     ask(options, check_ask(options))
     lm = SpeechLM.from_pretrained(place / "model")
     wanted = lm.generate(str(tmp_path / "q.wav"), edits=load_edits(place / "edits", lm.model), max_seconds=0.4).audio
