@@ -264,9 +264,9 @@ def precision(device: torch.device, small: bool, config: str) -> Figures:
 def checkpoint(device: torch.device, small: bool, config: str) -> Figures:
     """Steps of a larger decoder under AdamW alone, with an asynchronous save among them, and with one between them, in turn.
 
-    What steps lose is at most the wait for the copy and the writer's processor time. safetensors' own function writes the same.
+    safetensors' own function writes the same.
     """
-    steps, parts = 1 if small else 3, dict[str, list[float]](copy=[], busy=[], save=[])
+    steps, parts = 1 if small else 3, dict[str, list[float]](copy=[], save=[])
     with with_batches(_large(recipe(config, small), small), device, steps) as (loop, given):
         saver = loop.checkpointer
 
@@ -280,9 +280,7 @@ def checkpoint(device: torch.device, small: bool, config: str) -> Figures:
             saver.asynchronous = True
             parts["copy"].append(seconds_of(lambda: saver.save(0.0, beside=True), device))
             take(None)
-            writing = saver.writing
             saver.wait()
-            parts["busy"].append(0.0 if writing is None else writing.busy)
 
         def synchronous(_: object) -> None:
             saver.asynchronous = False
@@ -294,10 +292,10 @@ def checkpoint(device: torch.device, small: bool, config: str) -> Figures:
         held = capture(saver.place, loop.position, {}, *saver.training, loop.group)
         size = sum(tensor.nbytes for tensor in held.tensors.values())
     lost = [a - b for a, b in zip(spent["asynchronous"], spent["plain"], strict=True)]
-    copy, busy, save = (statistics.median(taken[1:]) for taken in parts.values())
+    copy, save = (statistics.median(taken[1:]) for taken in parts.values())
     yield "state", {"GB": size / 1e9, f"{steps} steps s": statistics.median(spent["plain"])}
     yield "save between the steps", {"s": save, "safetensors' save_file, synced s": statistics.median(spent["file"])}
-    yield "save beside the steps", {"copy s": copy, "writer's processor s": busy}
+    yield "save beside the steps", {"copy s": copy}
     middle = statistics.median(lost)
     yield "steps longer by", {"s": middle, "least": min(lost), "most": max(lost), "share of a save between": middle / save}
 
