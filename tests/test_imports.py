@@ -161,3 +161,27 @@ def test_names_are_nouns_of_the_field():
     assert identifiers("def told(few, *, odd=1): return few.how") >= {"told", "few", "odd", "how"}
     used = {name: identifiers(file.read_text(encoding="utf-8")) & STOPPED for name, file in FILES.items()}
     assert {name: words for name, words in used.items() if words} == {}
+
+
+KNOWN = {"_exit", "_getframe", "_handle", "_Pointer", "_asdict", "_replace", "_dynamo"}
+"""Documented by Python and PyTorch."""
+
+
+def test_private_names_of_other_packages_are_in_one_file():
+    trees = {name: ast.parse(file.read_text()) for name, file in FILES.items() if name != "omni.utils.private"}
+    ours, used, foreign = set(), set(), set()
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                ours.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                ours.add(node.id)
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+                if isinstance(node.ctx, ast.Store):
+                    ours.add(node.attr)
+                else:
+                    used.add((name, node.attr))
+            elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] not in FORBIDDEN:
+                words = [*node.module.split("."), *(alias.name for alias in node.names)]
+                foreign |= {(name, word) for word in words if word.startswith("_") and not word.startswith("__")}
+    assert sorted(foreign | {(name, attr) for name, attr in used if attr not in ours | KNOWN}) == []

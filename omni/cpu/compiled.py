@@ -29,6 +29,7 @@ from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
 from omni.utils.hardware import in_threads
+from omni.utils.private import kept_overloads
 
 LOG = logging.getLogger(__name__)
 
@@ -55,6 +56,10 @@ def compiled_function(function: F, nogil: bool = True, sums: bool = False) -> F:
 class KeptFunctions(FunctionCache):  # type: ignore[misc]
     """What numba keeps of a function. A damaged file is told and made again; numba raises what pickle does, each time."""
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self.function = function.__name__
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
@@ -66,13 +71,13 @@ class KeptFunctions(FunctionCache):  # type: ignore[misc]
         try:
             super().save_overload(sig, data)
         except OSError as error:
-            LOG.warning("%s cannot be kept compiled in %s: %s", self._py_func.__name__, self.cache_path, error)
+            LOG.warning("%s cannot be kept compiled in %s: %s", self.function, self.cache_path, error)
 
     def forget(self, error: Exception) -> None:
         """Make it again, after an error of reading it."""
         LOG.warning(
             "%s is compiled again: what is kept of it in %s is damaged (%s: %s)",
-            self._py_func.__name__, self.cache_path, type(error).__name__, error,
+            self.function, self.cache_path, type(error).__name__, error,
         )  # fmt: skip
         with suppress(OSError):
             self.flush()
@@ -95,8 +100,7 @@ def compiled_for_threads(function: Callable[[Any], None]) -> Any:
 def is_kept(function: Callable[..., Any]) -> bool:
     """Whether numba keeps what it compiled of a function, of this code and this place, so that its first call is short."""
     try:
-        made: Any = getattr(function, "_cache", None) or KeptFunctions(function)
-        return bool(made._cache_file._load_index())
+        return bool(kept_overloads(function, lambda: KeptFunctions(function)))
     except Exception:  # nothing can be kept, or it is damaged, which the first call tells
         return False
 

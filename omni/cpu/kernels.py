@@ -35,6 +35,7 @@ from omni.cpu.shared_products import multiply as multiply_shared
 from omni.errors import UserError
 from omni.files import cache_folder, write_json
 from omni.utils.hardware import multiplies_bf16
+from omni.utils.private import has_forward_hooks
 
 LOG = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ def multiply(kernels: Kernels | None, x: Tensor, weight: Tensor, bias: Tensor | 
 
 def apply(kernels: Kernels | None, linear: nn.Module, x: Tensor) -> Tensor:
     """`linear(x)`; of a plain linear without anything beside it in the form that measured fastest."""
-    if kernels is None or type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+    if kernels is None or type(linear) is not nn.Linear or has_forward_hooks(linear):
         return linear(x)  # type: ignore[no-any-return]
     return multiply(kernels, x, linear.weight, linear.bias)
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni.diagnostics.findings import Finding, Place, definition, shortlist
 from omni.diagnostics.held import join, modules_of, reached_from, shape_of, storage_of, tensors_in
+from omni.utils.private import TorchDispatchMode, forward_hooks
 
 HOOK = "add the edit in a forward hook of the module (out + scale * (x @ A.T) @ B): it runs wherever the module is called"
 TWIN = "the instance has a `forward` of its own, bound to another module, whose weights are used"
@@ -70,7 +70,7 @@ def check_targets(counts: Tensor, names: Sequence[str]) -> list[Finding]:
 @contextmanager
 def expectation(add: Callable[[list[Finding]], Any], names: Mapping[int, str], module: nn.Module, given: Any) -> Iterator[None]:
     """Watches one forward, and adds findings about a patch that took no part in it; see `Guard.expect_changed`."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    hooks = [hook for held in forward_hooks(module) for hook in held.values()]
     # Offloaded weights are empty between forwards; a hook on such a module is a patch that works.
     own: list[tuple[str, Tensor]] = [(name, p) for name, p in module.named_parameters() if not (hooks and p.is_meta)]
     tensors = own if given is None else [(name or "tensor", t) for name, t in tensors_in(given)]

@@ -16,6 +16,7 @@ from omni.diagnostics.findings import Finding, Place, is_internal, shortlist
 from omni.diagnostics.held import HeldTensor, held_by, held_in, reach, storage_of, version_of
 from omni.diagnostics.recompute import WEIGHT, Region
 from omni.diagnostics.trace import Node, Saved, Trace, is_inner, is_older, nodes_of
+from omni.utils.private import base_of, sequence_nr
 
 FRAMES = 12  # of the user's functions, that are searched for variables
 
@@ -100,12 +101,12 @@ class Scene:
 
 
 def _number(variable: HeldTensor) -> int:
-    return variable.tensor.grad_fn._sequence_nr()  # type: ignore[union-attr]
+    return sequence_nr(variable.tensor.grad_fn)
 
 
 def _is_view_of_leaf(tensor: Tensor) -> bool:
     """Whether a tensor is a view of a parameter: it shows the present values, and its graph keeps nothing alive."""
-    base = tensor._base
+    base = base_of(tensor)
     return base is not None and base.is_leaf and base.requires_grad
 
 

@@ -34,6 +34,7 @@ from omni.diagnostics.findings import Finding, GraphError, report, shortlist
 from omni.diagnostics.held import MODULE_FIELDS, held_by, held_in, version_of
 from omni.diagnostics.recompute import watched_checkpoints
 from omni.diagnostics.trace import Trace, next_number, replaced
+from omni.utils.private import base_of, own_buffers, reset_reducer
 
 MOST_BYTES = 1 << 28  # of buffers and caches, that are copied at the start of every step; further ones are not restored
 PATIENCE = 32  # steps that a parameter which has received gradients may go without one
@@ -310,7 +311,7 @@ def snapshot(model: nn.Module | None, batch: Any = None) -> Restore:
     for module in model.modules() if model is not None else ():
         own = {k: v for k, v in vars(module).items() if k not in MODULE_FIELDS}
         containers = [(v, copy.copy(v)) for v in own.values() if type(v) in (list, dict, set, deque)]
-        modules.append((module, own, dict(module._buffers), containers))
+        modules.append((module, own, dict(own_buffers(module)), containers))
     values: list[tuple[Tensor, Tensor, Any]] = []
     room = MOST_BYTES
     for tensor in (held.tensor for held in (*held_by(model), *held_in(batch, "batch"))):
@@ -327,13 +328,13 @@ def snapshot(model: nn.Module | None, batch: Any = None) -> Restore:
                 del vars(module)[name]
             vars(module).update(own)
             if not isinstance(module, torch.jit.ScriptModule):
-                module._buffers.clear()
-                module._buffers.update(buffers)
+                own_buffers(module).clear()
+                own_buffers(module).update(buffers)
             for container, content in containers:
                 container.clear()
                 container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
         for tensor, value, node in values:
-            if node is None and tensor.grad_fn is not None and not tensor._is_view():
+            if node is None and tensor.grad_fn is not None and base_of(tensor) is None:
                 tensor.detach_()
             tensor.data.copy_(value)
 
@@ -406,7 +407,7 @@ def alone() -> AbstractContextManager[None]:
     started is dropped."""
 
     def forward(module: Any, *inputs: Any, **kwargs: Any) -> Any:
-        module.reducer._reset_state()
+        reset_reducer(module)
         return module.module(*inputs, **kwargs)
 
     return replaced(DistributedDataParallel, "forward", forward)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from omni.diagnostics.findings import Place, attribute_writes, code_of, is_internal, name_writes
+from omni.utils.private import forward_hooks, own_buffers, own_parameters, storage_key
 
 MOST = 512  # entries of one container that are examined
 VISITS = 500  # containers and objects of one value that are searched
@@ -64,7 +65,7 @@ def shape_of(tensor: Tensor) -> str:
 def storage_of(tensor: Tensor) -> int:
     """Identifier of a tensor's storage, equal for tensors in the same memory."""
     try:
-        return tensor.untyped_storage()._cdata
+        return storage_key(tensor)
     except (NotImplementedError, RuntimeError):  # sparse and fake tensors have none
         return id(tensor)
 
@@ -124,10 +125,10 @@ def held_by(model: nn.Module | None, parameters: bool = False) -> Iterator[HeldT
     seen: set[int] = set()
     for path, module in () if model is None else model.named_modules():
         kind = type(module)
-        for name, tensor in [*(module._parameters.items() if parameters else ()), *module._buffers.items()]:
+        for name, tensor in [*(own_parameters(module).items() if parameters else ()), *own_buffers(module).items()]:
             if tensor is not None and not is_lazy(tensor):
                 yield HeldTensor(tensor, path, name, "", kind)
-        computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+        computed = {getattr(hook, "name", None) for hook in forward_hooks(module)[1].values()}
         for name, value in vars(module).items():
             if name not in MODULE_FIELDS and name not in computed and not isinstance(value, _PLAIN):
                 inside = tensors_in(value, seen)

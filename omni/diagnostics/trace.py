@@ -17,11 +17,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni.diagnostics.findings import OWN, TORCH, Place, place_of, user_frame
 from omni.diagnostics.held import storage_of, version_of
+from omni.utils.private import (
+    DisableTorchFunctionSubclass,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    in_backward,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks,
+    schema_of,
+    sequence_nr,
+)
 
 _HARMLESS = frozenset({"aten._local_scalar_dense", "aten.detach", "aten.alias"})
 """Operations that do not count as a use of a tensor with an older graph, because no gradient is asked for through them."""
@@ -33,11 +42,11 @@ def next_number() -> int:
     """The number that autograd will give to the next node of this thread; nodes with a smaller one are older."""
     with torch.enable_grad(), torch.inference_mode(False):
         node: Node = torch.zeros((), requires_grad=True).clone().grad_fn
-    return node._sequence_nr()
+    return sequence_nr(node)
 
 
 def is_older(node: Node, first: int) -> bool:
-    return is_inner(node) and node._sequence_nr() < first
+    return is_inner(node) and sequence_nr(node) < first
 
 
 def is_inner(node: Node) -> bool:
@@ -167,20 +176,19 @@ class Trace(TorchDispatchMode):
 
     def _without_hooks(self, disable: Callable[[str], Any]) -> Callable[[str], Any]:
         """Wraps torch's way to forbid hooks, which functions of `torch.func` use, so that it removes this trace's first."""
-        hooks = torch._C._autograd
 
         @contextmanager
         def without(message: str) -> Iterator[None]:
-            top = hooks._top_saved_tensors_default_hooks(False)
+            top = saved_tensor_hooks(False)
             ours = top is not None and top[0] == self.pack
             if ours:
-                hooks._pop_saved_tensors_default_hooks()
+                pop_saved_tensor_hooks()
             try:
                 with disable(message):
                     yield
             finally:
                 if ours:
-                    hooks._push_saved_tensors_default_hooks(self.pack, self.unpack)
+                    push_saved_tensor_hooks(self.pack, self.unpack)
 
         return without
 
@@ -191,11 +199,11 @@ class Trace(TorchDispatchMode):
         self.clock += 1
         frame, op = user_frame(), str(func).rsplit(".", 1)[0]
         inputs = list(_tensors([*args, *kwargs.values()]))
-        with torch._C.DisableTorchFunctionSubclass():  # reading an attribute of a subclass may come here again
-            if torch._C._current_graph_task_id() == -1:  # not inside backward
+        with DisableTorchFunctionSubclass():  # reading an attribute of a subclass may come here again
+            if not in_backward():
                 self._look(inputs, op, place_of(frame))
         out = func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             writes, is_view = _effects(func)
             written = _tensors([args[index] if index < len(args) else kwargs.get(name) for index, name in writes])
             self._note(op, frame, inputs, written, out)
@@ -253,9 +261,9 @@ def same(old: tuple[float, ...], new: tuple[float, ...]) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _effects(func: Any) -> tuple[list[tuple[int, str]], bool]:
     """The arguments that an operation writes, by position and name, and whether it returns a view of one and writes none."""
-    aliases = [(i, a.name, a.alias_info) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None]
+    aliases = [(i, a.name, a.alias_info) for i, a in enumerate(schema_of(func).arguments) if a.alias_info is not None]
     writes = [(i, name) for i, name, alias in aliases if alias.is_write]
-    return writes, not writes and any(r.alias_info is not None for r in func._schema.returns)
+    return writes, not writes and any(r.alias_info is not None for r in schema_of(func).returns)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -31,6 +31,7 @@ from omni.errors import UserError
 from omni.lora import attach as lora
 from omni.model.int8 import Int8Linear
 from omni.model.quantize import plain_checksum
+from omni.utils.private import in_backward, saved_tensor_hooks, will_run
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ class Span:
             if not torch.is_grad_enabled():
                 return out + change
             anchor = None
-            if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # in a block that may be recomputed
+            if saved_tensor_hooks(True) is not None:  # in a block that may be recomputed
                 anchor = torch.zeros((), device=out.device, requires_grad=True)
             return _Added.apply(out, change, anchor, self)
 
@@ -268,10 +269,8 @@ class Span:
 
     def refuse_recomputing(self) -> None:
         """ValueError where the running forward is a recomputation in a backward pass through this block's graph."""
-        if torch._C._current_graph_task_id() == -1:
-            return
-        nodes = [ref() for ref in list(self.nodes.values())]
-        if any(node is not None and torch._C._will_engine_execute_node(node) for node in nodes):
+        nodes = [ref() for ref in list(self.nodes.values())] if in_backward() else []
+        if will_run(node for node in nodes if node is not None):
             raise ValueError(OUTSIDE)
 
 

@@ -406,8 +406,7 @@ def encoder_shape(whisper: nn.Module, heads: int) -> StepShape | None:
 
 def can_be_read(whisper: nn.Module) -> bool:
     """Whether all its weights are parameters in float32 on a CPU."""
-    weights = [p for part in whisper.modules() for p in part._parameters.values() if p is not None]
-    return all(type(p) is nn.Parameter and p.dtype == torch.float32 and p.device.type == "cpu" for p in weights)
+    return all(type(p) is nn.Parameter and p.dtype == torch.float32 and p.device.type == "cpu" for p in whisper.parameters())
 
 
 def compiled_encode(whisper: Any, mels: Tensor, lengths: Sequence[int], frames: Sequence[int]) -> Tensor:

@@ -40,6 +40,7 @@ from omni.engine.wire import (
 from omni.generate.question import Asked
 from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
 from omni.generate.turn_end import TurnFrames
+from omni.utils.private import disown
 
 PATIENCE = 10.0
 """Seconds that a process has to end once it was told to, or its pipe is closed."""
@@ -61,8 +62,7 @@ def start_process(arguments: Item) -> tuple[Any, Any]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
         other.close()
-    # `omni.engine.process` ends it at exit; multiprocessing would, too, but fails in a process that was forked from this one
-    getattr(multiprocessing.process, "_children", set()).discard(process)
+    disown(process)  # `omni.engine.process` ends it at exit
     return pipe, process
 
 

@@ -35,6 +35,7 @@ from omni.lora.config import LoRAConfig
 from omni.model.linears import TEXT_HEAD, linears_of
 from omni.utils.hardware import to_device
 from omni.utils.patterns import match_names
+from omni.utils.private import children, remove_forward_hook
 
 
 @dataclass
@@ -234,7 +235,7 @@ def _total(pairs: Sequence[Pair], x: Tensor) -> Tensor | None:
 
 
 def _add(linear: Any, args: tuple[Tensor, ...], named: Mapping[str, Tensor], out: Tensor) -> Tensor:
-    part = linear._modules.get("lora")  # another thread may have detached its edits
+    part = children(linear).get("lora")  # another thread may have detached its edits
     delta = None if part is None else part(args[0] if args else named["input"])
     return out if delta is None else out + delta.to(out.dtype)
 
@@ -367,10 +368,7 @@ def _remove_hook(linear: nn.Module) -> None:
     part = getattr(linear, "lora", None)
     if not isinstance(part, Adapters) or part.names or part.attached:
         return
-    for key, hook in list(linear._forward_hooks.items()):
-        if hook is _add:
-            del linear._forward_hooks[key]
-            linear._forward_hooks_with_kwargs.pop(key, None)
+    remove_forward_hook(linear, _add)
     del linear.lora
 
 
@@ -381,7 +379,7 @@ def remove_adapter(model: nn.Module, name: str) -> None:
     for target, part in adapted(model).items():
         if name in part.active.used:
             raise UserError(f"adapter {name!r} is used by an answer under way; end that answer, or cancel it, first")
-        part._modules.pop(name, None)
+        children(part).pop(name, None)
         part.active.names = tuple(n for n in part.active.names if n != name)
         _remove_hook(linear_of(model, target))
 

@@ -136,7 +136,7 @@ def weights_of(
 def _is_complete(model: nn.Module, module: str, whole: Sequence[str]) -> bool:
     """Whether all parameters of a module, which is no adapted linear, are among the trained ones (`whole`)."""
     part = model.get_submodule(module)
-    return "lora" not in part._modules and all(f"{module}.{name}" in whole for name, _ in part.named_parameters())
+    return not hasattr(part, "lora") and all(f"{module}.{name}" in whole for name, _ in part.named_parameters())
 
 
 def base_checksum(model: nn.Module, names: Iterable[str]) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from omni.utils.private import children, forward_hooks, own_parameters
+
 
 class Fingerprint:
     """The modules and parameters beneath a module, itself among them.
@@ -14,11 +16,11 @@ class Fingerprint:
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        self.weights = [p for part in modules for p in part._parameters.values() if p is not None]
-        self._children = [(part._modules, [*part._modules.values()]) for part in modules]
-        self._own = [(part._parameters, [*map(id, part._parameters.values())]) for part in modules]
+        self.weights = [p for part in modules for p in own_parameters(part).values() if p is not None]
+        self._children = [(children(part), [*children(part).values()]) for part in modules]
+        self._own = [(own_parameters(part), [*map(id, own_parameters(part).values())]) for part in modules]
         self._places = [weight.data_ptr() for weight in self.weights]
-        self._hooks = [hooks for part in modules for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self._hooks = [hooks for part in modules for hooks in forward_hooks(part)]
 
     def same(self) -> bool:
         """Whether all of them are there still, and no others, with their numbers where they were."""

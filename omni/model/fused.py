@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from omni.utils.private import has_forward_hooks
+
 
 class FusedWeight(NamedTuple):
     """Weights [sum of N, K] of linears, one after another, with their biases, and where each was."""
@@ -62,6 +64,6 @@ def fused_product(x: Tensor, *linears: nn.Linear) -> Tensor | None:
     if fused is None or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
         return None
     for linear, place in zip(linears, fused.places, strict=True):
-        if _place(linear) != place or linear._forward_hooks or linear._forward_pre_hooks:
+        if _place(linear) != place or has_forward_hooks(linear):
             return None
     return F.linear(x, fused.weight, fused.bias)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from omni.cpu import shared_products
+from omni.utils.private import has_forward_hooks
 
 MOST = 127
 """Largest number of either sign."""
@@ -122,7 +123,7 @@ def whole_numbers(weight: Tensor, largest: Tensor) -> Tensor:
 
 def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | Normed:
     """The output of a norm for linears that are in int8 all, and for others."""
-    if any(type(part) is not Int8Linear for part in linears) or norm._forward_hooks or norm._forward_pre_hooks:
+    if any(type(part) is not Int8Linear for part in linears) or has_forward_hooks(norm):
         out: Tensor = norm(x)
         return out
     return Normed(x, norm)
@@ -137,7 +138,7 @@ def together(x: Tensor | Normed, *linears: nn.Module) -> Tensor | None:
     for part in linears:
         if type(part) is not Int8Linear:
             return None
-        hooks = hooks or bool(part._forward_hooks or part._forward_pre_hooks)
+        hooks = hooks or has_forward_hooks(part)
     parts = cast("tuple[Int8Linear, ...]", linears)
     out = _product(x, parts)
     if hooks:

@@ -101,7 +101,7 @@ def check_linears(model: nn.Module) -> dict[str, nn.Linear]:
     for name, part in linears.items():
         if is_quantized(part):
             raise UserError(f"{name} is quantised already; start from the model in full precision")
-        if "lora" in part._modules:
+        if hasattr(part, "lora"):
             raise UserError(f"{name} has adapters or edits beside it, which would be lost; quantise first, then load them")
         if isinstance(part, NonDynamicallyQuantizableLinear):  # whose weight is read past its `forward`
             raise UserError(f"{name} belongs to PyTorch's MultiheadAttention, which int8 cannot replace; leave quantize out")

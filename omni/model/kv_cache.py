@@ -23,6 +23,7 @@ from torch import Tensor
 from omni.cpu import compiled
 from omni.errors import UserError
 from omni.utils.hardware import to_device
+from omni.utils.private import foreach_zero_
 
 
 class Cache(Protocol):
@@ -190,7 +191,7 @@ class KVCache:
         for number in self._numbers:
             low = self._clean[number]
             if low < high:
-                torch._foreach_zero_([memory[number, low:high] for memory in self._memory])  # few kernels on a GPU
+                foreach_zero_([memory[number, low:high] for memory in self._memory])  # few kernels on a GPU
                 self._clean[number] = high
 
     def begin_forward(self, input_pos: Tensor) -> Tensor:

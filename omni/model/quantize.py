@@ -89,7 +89,7 @@ def quantize(
         raise UserError("a quantised base needs the package bitsandbytes: pip install bitsandbytes") from error
     names = chosen_linears(model, patterns)
     for name in names:
-        if "lora" in model.get_submodule(name)._modules:
+        if hasattr(model.get_submodule(name), "lora"):
             raise UserError(f"{name} has adapters or edits beside it, which would be lost; quantise first, then load them")
     text_rows = text_rows_of(model)
     for name in names:  # one at a time: each weight is freed before the next is quantised

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from omni.utils.private import schema_of
+
 Recompute = bool | Literal["selective"]
 """What a block computes again: nothing, all, or all but its products and attention."""
 
@@ -46,6 +48,6 @@ def _contexts() -> Any:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    schema = getattr(operator, "_schema", None)  # operators of higher order have none
+    schema = schema_of(operator)
     kept = schema is not None and (schema.name in PRODUCTS or schema.name.startswith(ATTENTION))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -23,6 +23,7 @@ from omni.model.fingerprint import Fingerprint
 from omni.model.fused import fuse_weights
 from omni.model.int8 import Int8Linear, few_rows, packed_of, raw_product
 from omni.model.kv_cache import KVCache
+from omni.utils.private import children, has_forward_hooks
 
 Array = np.ndarray[Any, Any]
 _NONE, _NO_ROWS = np.empty(0, np.float32), np.empty((0, 0), np.float32)
@@ -98,7 +99,7 @@ class DecoderStep:
         if decoder.kernels is None or not len(decoder.blocks) or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
         weight: Any = head.weight
-        if type(head) not in (nn.Linear, nn.Embedding) or _has_forward_hooks(head) or type(weight) is not nn.Parameter:
+        if type(head) not in (nn.Linear, nn.Embedding) or has_forward_hooks(head) or type(weight) is not nn.Parameter:
             return None
         if getattr(head, "bias", None) is not None:
             return None
@@ -115,7 +116,7 @@ class DecoderStep:
     def _embed(self, decoder: Any, tokens: Tensor) -> Array | None:
         """Embeddings [B, W] of one column, in memory of their own; None where they are not float32."""
         tables = decoder.audio_embedding, decoder.text_embedding
-        if any(type(table) is not nn.Embedding or _has_forward_hooks(table) for table in tables):
+        if any(type(table) is not nn.Embedding or has_forward_hooks(table) for table in tables):
             return _owned(decoder.embed(tokens))
         audio, text = (table.weight.numpy(force=True) for table in tables)
         out = np.empty((tokens.shape[0], text.shape[1]), np.float32)
@@ -135,13 +136,9 @@ def _array(x: Tensor) -> Array:
     return np.ascontiguousarray(x.numpy(force=True))
 
 
-def _has_forward_hooks(part: nn.Module) -> bool:
-    return bool(part._forward_hooks or part._forward_pre_hooks)
-
-
 def _normed(norm: nn.RMSNorm, x: Array, shape: tuple[int, ...]) -> Tensor:
     """x [B T, W] normed, as [B, T, W]; in memory of its own."""
-    if type(norm) is not RMSNorm or _has_forward_hooks(norm):
+    if type(norm) is not RMSNorm or has_forward_hooks(norm):
         found: Tensor = norm(torch.from_numpy(x.reshape(shape).copy()))
         return found
     out = np.empty_like(x)
@@ -209,7 +206,7 @@ class _BlockStep:
             self._look(block)
         if self.shape is None or self._parts.has_forward_hooks():  # type: ignore[union-attr]
             return False
-        kernels: Any = block._modules["attention"].kernels  # type: ignore[union-attr]
+        kernels: Any = children(block)["attention"].kernels
         return kernels is not None and kernels.compiled(self.shape, "prefill" if several else "step")
 
     def _look(self, block: Any) -> None:

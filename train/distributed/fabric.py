@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from omni.convert.lazy import Lazy, LazyTensors
 from omni.errors import UserError
 from omni.lora.attach import adapted
+from omni.utils.private import ddp_kwargs
 from omni.utils.quiet import silence
 from train.config.sections import FabricConfig
 from train.distributed.process_group import PATIENCE, ProcessGroup
@@ -77,7 +78,7 @@ def build_fabric(config: FabricConfig) -> Fabric:
     if isinstance(fabric.strategy, DDPStrategy):  # no buffer changes while it trains
         name = "forward_sync_buffers"
         known = inspect.signature(DistributedDataParallel).parameters
-        fabric.strategy._ddp_kwargs[name if name in known else "broadcast_buffers"] = False
+        ddp_kwargs(fabric.strategy)[name if name in known else "broadcast_buffers"] = False
     return fabric
 
 

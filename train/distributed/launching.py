@@ -21,6 +21,7 @@ from lightning_fabric import Fabric
 
 from omni.errors import LostError, UserError
 from omni.files import write_whole
+from omni.utils.private import group_timeout
 from omni.utils.process import ENDING, say
 from train.distributed.process_group import AGAIN, ProcessGroup, keep_collectives
 
@@ -62,7 +63,7 @@ def _meet_again(fabric: Fabric) -> None:
         store=fresh(rank, world),
         rank=rank,
         world_size=world,
-        timeout=getattr(fabric.strategy, "_timeout", None),
+        timeout=group_timeout(fabric.strategy),
         device_id=None if device.type == "cpu" else device,
     )
 

@@ -13,13 +13,13 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from lightning_fabric import Fabric
 from torch import Tensor
 
 from omni.errors import LostError, UserError
 from omni.files import PASSING
+from omni.utils.private import flight_recorder
 
 T = TypeVar("T")
 
@@ -197,7 +197,7 @@ def last_collective() -> str:
     found = ""
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, and NCCL's
         with suppress(AttributeError, RuntimeError, ValueError, TypeError):
-            found = described(json.loads(getattr(c10d, name)()).get("entries", [])) or found
+            found = described(json.loads(flight_recorder(name)).get("entries", [])) or found
     return found
 
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_module
 from omni.errors import UserError
 from omni.model.blocks import Attention, SwiGLU
 from omni.model.quantize import is_quantized
+from omni.utils.private import foreach_mul_, own_parameters
 from train.config.sections import FabricConfig
 
 REPLICAS, SHARDS, TENSOR = "replicas", "shards", "tensor"
@@ -117,14 +118,14 @@ def _precision(precision: str) -> Any:
 @contextmanager
 def _without_quantized(module: nn.Module) -> Iterator[None]:
     """A context in which a module lacks its quantised weights, which all processes have already (`omni.model.quantize`)."""
-    held = [(part, part._parameters.get("weight")) for part in module.modules() if is_quantized(part)]
+    held = [(part, own_parameters(part).get("weight")) for part in module.modules() if is_quantized(part)]
     for part, _ in held:
-        part._parameters["weight"] = None
+        own_parameters(part)["weight"] = None
     try:
         yield
     finally:
         for part, weight in held:
-            part._parameters["weight"] = weight
+            own_parameters(part)["weight"] = weight
 
 
 def to_meta(module: nn.Module) -> dict[str, Tensor]:
@@ -260,5 +261,5 @@ def clip_over_meshes(parameters: Iterable[nn.Parameter], limit: float) -> Tensor
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
     for grads in found.values():
         local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-        torch._foreach_mul_(local, scale)
+        foreach_mul_(local, scale)
     return norm

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from omni.errors import UserError
 from omni.model.linears import tied_names
 from omni.utils.patterns import NONE, match_names
+from omni.utils.private import foreach_lerp_
 from omni.utils.quiet import silence_bitsandbytes
 from train.config.sections import GroupConfig, OptimizerConfig
 
@@ -292,7 +293,7 @@ class Average:
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
         params, values = [p.detach() for p in self.params.values()], [self.values[name] for name in self.params]
         if all(p.dtype == torch.float32 and not isinstance(p, DTensor) for p in params):
-            torch._foreach_lerp_(values, params, weight)  # a few launches on a GPU, instead of one for each parameter
+            foreach_lerp_(values, params, weight)
             return
         for value, p in zip(values, params, strict=True):
             value.lerp_(p.float(), weight)

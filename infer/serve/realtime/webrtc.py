@@ -30,6 +30,7 @@ from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id, read_json
 from infer.serve.realtime.rtc_sound import CallOutlet, SoundTrack, TrackListener
 from infer.serve.realtime.session import Closed, RealtimeSession, SessionBounds
+from omni.utils.private import gather_from
 
 if TYPE_CHECKING:
     from infer.serve.server import Server
@@ -123,9 +124,8 @@ class Call:
         transceiver.setCodecPreferences(opus)
         try:
             await self._pc.setRemoteDescription(RTCSessionDescription(checked_offer(offer), "offer"))
-            gatherer = transceiver.receiver.transport.transport.iceGatherer
-            if near:  # aioice leaves it out of what it gathers
-                gatherer._connection._local_candidates += await gatherer._connection.get_component_candidates(1, ["127.0.0.1"])
+            if near:
+                await gather_from(transceiver.receiver.transport.transport.iceGatherer, ["127.0.0.1"])
             await self._pc.setLocalDescription()
         except ProtocolError:
             raise

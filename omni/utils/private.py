@@ -1,0 +1,145 @@
+"""Names that other packages keep private where they have no public ones, with the version they were read from; no other file
+uses any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# PyTorch 2.14.1, and there in 2.11
+
+foreach_zero_, foreach_mul_, foreach_lerp_ = torch._foreach_zero_, torch._foreach_mul_, torch._foreach_lerp_
+"""In-place operations on lists of tensors: a few launches on a GPU, instead of one for each."""
+
+
+def children(module: nn.Module) -> dict[str, Any]:
+    """The dictionary of a module's children."""
+    return module._modules
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """The dictionary of a module's own parameters."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    """The dictionary of a module's own buffers."""
+    return module._buffers
+
+
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The dictionaries of what runs after and before a module's `forward`."""
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether something runs beside a module's `forward`."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def remove_forward_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Removes a forward hook whose handle nobody holds."""
+    for key in [key for key, known in module._forward_hooks.items() if known is hook]:
+        del module._forward_hooks[key]
+        module._forward_hooks_with_kwargs.pop(key, None)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def will_run(nodes: Iterable[Any]) -> bool:
+    """Whether the backward pass of this thread is to run one of the graph's nodes."""
+    return any(torch._C._will_engine_execute_node(node) for node in nodes)
+
+
+def saved_tensor_hooks(while_tracing: bool) -> Any:
+    """The innermost hooks of saved tensors, (pack, unpack), or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(while_tracing)
+
+
+def pop_saved_tensor_hooks() -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def push_saved_tensor_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def flight_recorder(name: str) -> str:
+    """JSON of the flight recorder by one of its functions; AttributeError where this build of PyTorch lacks it."""
+    import torch._C._distributed_c10d as c10d
+
+    return str(getattr(c10d, name)())
+
+
+def reset_reducer(module: nn.parallel.DistributedDataParallel) -> None:
+    """Drops the exchange of gradients that a failed backward had started."""
+    module.reducer._reset_state()
+
+
+def sequence_nr(node: Any) -> int:
+    """Number of a node of the graph in the order in which this thread made them."""
+    return int(node._sequence_nr())
+
+
+def schema_of(operator: Any) -> Any:
+    """The schema of an operator; None of one of higher order, which has none."""
+    return getattr(operator, "_schema", None)
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that a view was made of; None for what is no view."""
+    return tensor._base
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number of a tensor's storage, the same for all its views."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+# lightning-fabric 2.6.6
+
+
+def ddp_kwargs(strategy: Any) -> dict[str, Any]:
+    """Keywords that a `DDPStrategy` will give to PyTorch's module."""
+    return strategy._ddp_kwargs  # type: ignore[no-any-return]
+
+
+def group_timeout(strategy: Any) -> Any:
+    """Timeout of a strategy's process group; None where it has none."""
+    return getattr(strategy, "_timeout", None)
+
+
+# numba 0.68.1
+
+
+def kept_overloads(function: Any, otherwise: Callable[[], Any]) -> Any:
+    """Index of what is kept on disk of a function, by its cache, or by the one that `otherwise` makes."""
+    return (getattr(function, "_cache", None) or otherwise())._cache_file._load_index()
+
+
+# aiortc 1.16.0, aioice 0.13.0
+
+
+async def gather_from(gatherer: Any, addresses: list[str]) -> None:
+    """Offers candidates of addresses that aioice leaves out of what it gathers."""
+    connection = gatherer._connection
+    connection._local_candidates += await connection.get_component_candidates(1, addresses)
+
+
+# CPython 3.11
+
+
+def disown(process: Any) -> None:
+    """Has multiprocessing not end a child at exit, which fails in a process that was forked from this one."""
+    import multiprocessing.process
+
+    getattr(multiprocessing.process, "_children", set()).discard(process)
