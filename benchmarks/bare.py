@@ -24,8 +24,7 @@ from omni.generate.question import Asked, encode_questions
 from omni.generate.speech_lm import SpeechLM
 from omni.model.attention import attention
 from omni.model.blocks import Block
-from omni.model.int8 import FEWEST, Int8Linear, exact, packed_of
-from omni.model.int8_model import Int8Embedding
+from omni.model.int8 import FEWEST, Int8Embedding, Int8Linear, exact, packed_of
 from omni.tasks import Turn, prompt
 
 Product = Callable[[Tensor], Tensor]

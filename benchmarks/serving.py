@@ -36,7 +36,7 @@ from omni.encoder.whisper_config import EncoderMode
 from omni.engine.process import EngineProcess
 from omni.engine.stats import Percentiles
 from omni.generate.speech_lm import SpeechLM
-from omni.model.int8_model import is_int8
+from omni.model.int8 import is_int8
 from omni.utils.profiling import seconds_of
 
 PIECE = 0.02

@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union
 
 from omni.codec.registry import check_codec_name
-from omni.encoder.config import EncoderConfig, encoder_kind
+from omni.encoder.config import ENCODERS, EncoderConfig
 from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
 from omni.errors import UserError, closest
 from omni.layout import LARGEST, Layout
@@ -251,7 +251,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if hint is EncoderConfig:
         if not isinstance(value, Mapping):
             raise UserError(f"{where} is {value!r}; it must be a mapping of keys")
-        hint, value = encoder_kind(value, where)
+        value = dict(value)
+        hint = ENCODERS.find(value.pop("kind", "whisper"), f"{where}.kind")
     if dataclasses.is_dataclass(hint):
         return from_dict(hint, value, where)  # type: ignore[arg-type]
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

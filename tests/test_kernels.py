@@ -43,7 +43,7 @@ from omni.cpu.kernels import (
     step_weights,
     use_kernels,
 )
-from omni.model.int8_model import to_int8
+from omni.model.int8 import to_int8
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.train.data.toys import MODELS
@@ -449,7 +449,7 @@ def test_bfloat16_must_pay(model: SpeechModel, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_other_weights_are_left_alone(model: SpeechModel) -> None:
-    from omni.model.int8_model import to_int8
+    from omni.model.int8 import to_int8
 
     assert not measure_kernels(to_int8(copy.deepcopy(model))).measured
     assert not measure_kernels(copy.deepcopy(model).to("meta")).measured

@@ -17,8 +17,8 @@ from omni.codec.registry import CODECS, load_codec
 from omni.config import ModelConfig, preset
 from omni.encoder.whisper_config import EncoderMode, WhisperConfig
 from omni.generate.speech_lm import SpeechLM
-from omni.model.fused import fuse
-from omni.model.int8_model import to_int8
+from omni.model.int8 import to_int8
+from omni.model.linears import fuse
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from omni.utils.hardware import find_dtype

@@ -1,5 +1,5 @@
 """Opens our own model folders (`omni.checkpoint.folder`) without reading their weights, and writes them without holding the
-weights, also in int8 (`omni.checkpoint.int8_state`), a piece at a time."""
+weights, also in int8 (`omni.checkpoint.folder`), a piece at a time."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omni.checkpoint.bounds import check_header
 from omni.checkpoint.folder import (
     QUANTIZED_FORMAT,
     check_full_precision,
     check_sizes,
+    int8_tensors,
     listed_files,
+    not_finite,
     read_config,
     stored_extra,
     stored_form,
 )
-from omni.checkpoint.int8_state import int8_tensors, not_finite
 from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.tensors import (
     PIECE,
     FileStamp,
+    check_header,
     copy_file,
     read_json,
     read_pieces,

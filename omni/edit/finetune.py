@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from omni.edit.config import FinetuneConfig
-from omni.edit.deltas import Delta, Edits, edited
-from omni.edit.linears import find_linears, mlp_linears, shape_of, weight_of
+from omni.edit.deltas import Delta, Edits, edited, find_linears, mlp_linears, shape_of, weight_of
 from omni.errors import UserError
 
 

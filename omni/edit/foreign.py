@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from omni.checkpoint.tensors import read_torch
 from omni.convert.huggingface import our_name
 from omni.edit.config import MendConfig, Sides, TransformConfig
-from omni.edit.linears import find_linears, shape_of
+from omni.edit.deltas import find_linears, shape_of
 from omni.edit.mend import Mend
 from omni.errors import UserError
 

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from omni.config import from_dict
 from omni.edit.config import MendConfig, TransformConfig
-from omni.edit.deltas import Delta, Edits, edited, stack
-from omni.edit.linears import find_linears, mlp_linears, shape_of, signature
+from omni.edit.deltas import Delta, Edits, edited, find_linears, mlp_linears, shape_of, signature, stack
 from omni.edit.storage import Place, read_tensors, write_tensors
 from omni.errors import UserError
 

@@ -26,11 +26,10 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from omni.checkpoint.tensors import read_json, write_file
-from omni.edit.deltas import Delta, Edits
-from omni.edit.linears import checksum, find_linears, is_transposed, shape_of, weight_of, whole
+from omni.edit.deltas import Delta, Edits, checksum, find_linears, is_transposed, shape_of, weight_of, whole
 from omni.errors import UserError
 from omni.files import replacing_folder
-from omni.model.quantize import is_quantized
+from omni.model.linears import is_quantized
 from omni.utils.remote import refuse_remote
 
 FORMAT_VERSION = 1

@@ -11,7 +11,6 @@ S samples of 16 kHz sound, M values of a feature frame, F feature frames, T enco
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import is_dataclass
 from inspect import isabstract
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -181,9 +180,3 @@ ENCODERS: Registry[type[EncoderConfig]] = Registry(
     "encoder", "a frozen dataclass that has all of EncoderConfig (omni/encoder/config.py)", _fits
 )
 """Configurations of encoders by kind; `omni.encoder.base.register_encoder` adds one with its module."""
-
-
-def encoder_kind(data: Mapping[str, Any], where: str) -> tuple[type[EncoderConfig], dict[str, Any]]:
-    """The configuration's class, and its other keys, of an encoder's plain data; Whisper's where they name no kind."""
-    rest = dict(data)
-    return ENCODERS.find(rest.pop("kind", "whisper"), f"{where}.kind"), rest

@@ -36,7 +36,7 @@ from omni.generate.options import GREEDY
 from omni.generate.rows import Start
 from omni.generate.runner import Runner
 from omni.model.decoder import Hidden
-from omni.model.int8_model import is_int8
+from omni.model.int8 import is_int8
 from omni.model.speech_model import SpeechModel
 
 LOG = logging.getLogger(__name__)

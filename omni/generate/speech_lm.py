@@ -43,11 +43,8 @@ from omni.generate.speech_time import SpeechTime
 from omni.layout import Layout
 from omni.lora.attach import activate, active_names, adapter_names, attach, detach, kept, remove_adapter, selection_of
 from omni.lora.peft import check_base, load_adapter
-from omni.lora.weights import base_weight, has_weight
-from omni.model.fused import fuse
-from omni.model.int8 import prepare
-from omni.model.int8_model import is_int8
-from omni.model.linears import linears_of
+from omni.model.int8 import is_int8, prepare
+from omni.model.linears import base_weight, fuse, has_weight, linears_of
 from omni.model.speech_model import SpeechModel
 from omni.pretrained import find_model
 from omni.stores.reading import local_path
@@ -178,7 +175,7 @@ class SpeechLM(Sessions[Session]):
                 "nano", where no folder is called so, is the one that ships with the package.
             device: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for a GPU where there is one.
             dtype: of the weights: `float32`, `bfloat16` or `float16`; None and `auto` keep them as they are stored.
-            quantize: `int8` for linears and tables in int8 (`omni.model.int8_model`), on a CPU; a folder in int8 is so anyway.
+            quantize: `int8` for linears and tables in int8 (`omni.model.int8`), on a CPU; a folder in int8 is so anyway.
             codec_folder: the codec's weights, where they are not in the folder.
             kernels: `measured` takes what `omni.cpu.kernels` found faster on this CPU, bfloat16 included; `reference` does not.
             chunk_ms: how much of a question a chunked encoder hears at once, 0 for all of it; None for what is stored.

@@ -23,9 +23,8 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import Tensor
 
-from omni.checkpoint.bounds import open_safetensors
 from omni.checkpoint.places import ADAPTER_CONFIG
-from omni.checkpoint.tensors import FileStamp, read_json, read_safetensors, write_file, write_safetensors
+from omni.checkpoint.tensors import FileStamp, open_safetensors, read_json, read_safetensors, write_file, write_safetensors
 from omni.config import ModelConfig
 from omni.convert.contract import Foreign, TextConfig
 from omni.convert.huggingface import our_name, their_name

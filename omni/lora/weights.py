@@ -14,8 +14,7 @@ from omni.convert.lazy import Lazy, LazyTensors
 from omni.errors import UserError
 from omni.lora.attach import DEFAULT, LowRank, adapted, check_known, fits, linear_of, linears_of
 from omni.lora.config import LoRAConfig
-from omni.model.linears import checksum, checksum_of, text_rows_of
-from omni.model.quantize import dense_weight, is_quantized, plain_checksum
+from omni.model.linears import dense_weight, is_quantized, text_rows_of
 
 
 @torch.no_grad()
@@ -137,32 +136,6 @@ def _is_complete(model: nn.Module, module: str, whole: Sequence[str]) -> bool:
     """Whether all parameters of a module, which is no adapted linear, are among the trained ones (`whole`)."""
     part = model.get_submodule(module)
     return not hasattr(part, "lora") and all(f"{module}.{name}" in whole for name, _ in part.named_parameters())
-
-
-def base_checksum(model: nn.Module, names: Iterable[str]) -> int:
-    """Checksum of the weights that adapters of these linears belong to (`AdapterWeights.base`)."""
-    linears = linears_of(model)
-    return checksum(names, lambda name: base_weight(linears[name]), text_rows_of(model))
-
-
-def base_weight(linear: nn.Module) -> Tensor | int:
-    """The weight that adapters of a linear belong to; for a quantised one the checksum of the weight before quantisation
-    (`omni.model.linears.checksum`), where known."""
-    known = plain_checksum(linear)
-    return known if known is not None else dense_weight(linear)
-
-
-def has_weight(model: nn.Module, name: str, value: Tensor) -> bool:
-    """Whether a linear's weight (by the weight's name) equals `value`, or starts with it (text rows may have been added)."""
-    target = name.removesuffix(".weight")
-    linear = linears_of(model).get(target)
-    if linear is None:
-        return False
-    known = plain_checksum(linear)
-    if known is not None:
-        return value.shape[1:] == (linear.in_features,) and checksum_of(target, value, text_rows_of(model)) == known
-    own = torch.as_tensor(base_weight(linear))
-    return own.shape[1:] == value.shape[1:] and torch.equal(own[: len(value)].cpu().to(value.dtype), value)
 
 
 @torch.no_grad()

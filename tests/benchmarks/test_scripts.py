@@ -23,7 +23,7 @@ from omni.codec.registry import load_codec
 from omni.errors import UserError
 from omni.generate.question import encode_questions
 from omni.generate.speech_lm import SpeechLM
-from omni.model.int8_model import to_int8
+from omni.model.int8 import to_int8
 from omni.text import Tokenizer
 from tests.infer.conftest import TINY
 from tests.realtime.fake_server import FakeServer, running

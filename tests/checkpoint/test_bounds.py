@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from omni.checkpoint import bounds
 from omni.checkpoint import folder as module
+from omni.checkpoint import tensors as bounds
 from omni.checkpoint.folder import load_folder, read_config, save_folder
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.tensors import read_json, read_safetensors

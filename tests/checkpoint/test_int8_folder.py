@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from omni.checkpoint import folder as folders
-from omni.checkpoint import int8_state
+from omni.checkpoint import folder as int8_state
 from omni.checkpoint.folder import check_full_precision, load_folder, save_folder
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.convert import omni_folder
@@ -25,8 +25,7 @@ from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.model.decoder import Hidden
-from omni.model.int8 import Int8Linear
-from omni.model.int8_model import TABLES, Int8Embedding, is_int8, to_int8
+from omni.model.int8 import TABLES, Int8Embedding, Int8Linear, is_int8, to_int8
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from omni.utils.profiling import high_water

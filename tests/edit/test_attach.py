@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from omni.edit.deltas import AttachedDelta, Edits, attach_edits, attached, edited, edited_everywhere
-from omni.edit.linears import find_linears
+from omni.edit.deltas import AttachedDelta, Edits, attach_edits, attached, edited, edited_everywhere, find_linears
 from omni.lora.attach import Selection, _add, detach, low_rank, using
 from tests.close import assert_near
 from tests.edit.toys import all_logits, batch_of, build, some_edits

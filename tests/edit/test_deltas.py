@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from omni.edit.deltas import Delta, Edits, edited, stack
-from omni.edit.linears import find_linears, is_transposed
+from omni.edit.deltas import Delta, Edits, edited, find_linears, is_transposed, stack
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.text import Tokenizer

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from omni.edit.deltas import edited, edited_everywhere
-from omni.edit.linears import find_linears, mlp_linears, weight_of
+from omni.edit.deltas import edited, edited_everywhere, find_linears, mlp_linears, weight_of
 from omni.edit.storage import merge, revert
-from omni.model.quantize import is_quantized, quantize
+from omni.model.linears import is_quantized, quantize
 from tests.close import assert_near
 from tests.edit.toys import all_logits, batch_of, build, loss_of, some_edits, some_mend
 

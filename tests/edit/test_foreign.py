@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from omni.edit.config import MendConfig, TransformConfig
+from omni.edit.deltas import mlp_linears
 from omni.edit.foreign import read_editor
-from omni.edit.linears import mlp_linears
 from omni.errors import UserError
 from tests.edit.toys import batch_of, build, loss_of, some_mend
 

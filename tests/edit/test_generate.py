@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from omni.edit.deltas import Delta, Edits, stack
-from omni.edit.linears import find_linears, shape_of
+from omni.edit.deltas import Delta, Edits, find_linears, shape_of, stack
 from omni.edit.storage import merge
 from omni.errors import UserError
 from omni.generate.sampling import Sampling

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from omni.diagnostics import Guard
 from omni.edit.config import FinetuneConfig, MendConfig, Sides, TransformConfig
-from omni.edit.deltas import Delta, Edits, edited
+from omni.edit.deltas import Delta, Edits, edited, find_linears, is_transposed, mlp_linears
 from omni.edit.finetune import finetune, project
-from omni.edit.linears import find_linears, is_transposed, mlp_linears
 from omni.edit.mend import Mend, fit_step, gradient_factors, kl_divergence, load_mend, save_mend
 from omni.errors import UserError
 from tests.close import assert_near

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from omni.edit.deltas import Delta, edited, stack
-from omni.edit.linears import checksum, find_linears, is_transposed, mlp_linears, shape_of
+from omni.edit.deltas import Delta, checksum, edited, find_linears, is_transposed, mlp_linears, shape_of, stack
 from omni.edit.storage import load_merged, merge, revert, save_merged
 from omni.errors import UserError
 from tests.close import assert_near

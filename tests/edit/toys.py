@@ -17,8 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from omni.config import DecoderConfig, ModelConfig
 from omni.edit.config import MendConfig, TransformConfig
-from omni.edit.deltas import Delta, Edits
-from omni.edit.linears import find_linears, mlp_linears, shape_of
+from omni.edit.deltas import Delta, Edits, find_linears, mlp_linears, shape_of
 from omni.edit.mend import Mend
 from omni.encoder.whisper_config import WhisperConfig
 from omni.layout import Layout

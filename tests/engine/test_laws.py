@@ -21,7 +21,7 @@ from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.lora.attach import activate, add_adapter
 from omni.lora.config import LoRAConfig
-from omni.model.int8_model import to_int8
+from omni.model.int8 import to_int8
 from tests.generate.conftest import LAYOUTS, make_lm, tone
 
 QUESTIONS: list[tuple[Any, str]] = [

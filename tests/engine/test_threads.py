@@ -11,7 +11,7 @@ import torch
 from omni.cpu.kernels import Kernels, use_kernels
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
-from omni.model.int8_model import to_int8
+from omni.model.int8 import to_int8
 from tests.close import assert_near
 from tests.generate.conftest import LAYOUTS, make_lm
 from tests.generate.session_toys import ASKED, TALKATIVE

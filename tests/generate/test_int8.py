@@ -18,9 +18,9 @@ from omni.layout import Layout
 from omni.lora.attach import activate, add_adapter, attach
 from omni.lora.config import LoRAConfig
 from omni.lora.peft import load_adapter, save_adapter
-from omni.lora.weights import base_checksum, weights_of
-from omni.model.int8 import Int8Linear
-from omni.model.int8_model import Int8Embedding, to_int8
+from omni.lora.weights import weights_of
+from omni.model.int8 import Int8Embedding, Int8Linear, to_int8
+from omni.model.linears import base_checksum
 from tests.generate.conftest import make_lm, make_model, tone
 
 DRAWN = Sampling(temperature=0.8)

@@ -28,7 +28,8 @@ from omni.generate.speech_lm import SpeechLM
 from omni.lora.attach import add_adapter
 from omni.lora.config import LoRAConfig
 from omni.lora.peft import save_adapter
-from omni.lora.weights import base_checksum, weights_of
+from omni.lora.weights import weights_of
+from omni.model.linears import base_checksum
 from tests.infer.conftest import tiny_model, write_question
 
 FIGURES = re.compile(r"first audio \d+ ms, real-time factor \d+\.\d\d, \d+ underruns?\n")

@@ -18,9 +18,9 @@ from omni.lora import attach as lora
 from omni.lora.attach import Selection, activate, add_adapter, attach, remove_adapter, using
 from omni.lora.config import LoRAConfig
 from omni.lora.peft import load_adapter
-from omni.lora.weights import base_checksum, merged_lazies, merged_state, weights_of
+from omni.lora.weights import merged_lazies, merged_state, weights_of
 from omni.model.decoder import Decoder
-from omni.model.quantize import dense_weight, quantize
+from omni.model.linears import base_checksum, dense_weight, quantize
 from tests.close import assert_near
 from tests.model.test_decoder_parity import FAMILIES, LAYOUT, TEXT, names
 

@@ -16,7 +16,8 @@ from omni.errors import UserError
 from omni.lora.attach import add_adapter, attach, linears_of
 from omni.lora.config import LoRAConfig
 from omni.lora.peft import CONFIG, WEIGHTS, load_adapter, save_adapter
-from omni.lora.weights import AdapterWeights, base_checksum, merged_state, replace_whole, weights_of
+from omni.lora.weights import AdapterWeights, merged_state, replace_whole, weights_of
+from omni.model.linears import base_checksum
 from omni.model.speech_model import SpeechModel
 from tests.close import assert_near
 from tests.convert.hub_toys import VOCABULARY, columns, save_text, text_logits, text_model

@@ -14,9 +14,9 @@ from torch import nn
 from omni.checkpoint.folder import load_folder, save_folder
 from omni.lora.attach import add_adapter
 from omni.lora.config import LoRAConfig
-from omni.model import fused
-from omni.model.fused import fuse
-from omni.model.int8_model import to_int8
+from omni.model import linears as fused
+from omni.model.int8 import to_int8
+from omni.model.linears import fuse
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, make_model

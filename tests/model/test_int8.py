@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from omni.errors import UserError
 from omni.model import int8
 from omni.model.blocks import RMSNorm
-from omni.model.int8 import Int8Linear, Normed, largest_of, normed, together, whole_numbers
-from omni.model.int8_model import Int8Embedding, to_int8
+from omni.model.int8 import Int8Embedding, Int8Linear, Normed, largest_of, normed, to_int8, together, whole_numbers
 from omni.model.speech_model import SpeechModel
 from tests.train.data.toys import MODELS
 

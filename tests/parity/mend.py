@@ -32,9 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omni.edit.deltas import edited
+from omni.edit.deltas import edited, find_linears, is_transposed, mlp_linears
 from omni.edit.foreign import read_editor
-from omni.edit.linears import find_linears, is_transposed, mlp_linears
 from omni.edit.mend import fit_step, gradient_factors
 from tests.edit.toys import build
 from tests.parity import report

@@ -14,7 +14,7 @@ import torch
 from lightning_fabric import Fabric
 from torch import nn
 
-from omni.checkpoint.bounds import NotFinite
+from omni.checkpoint.tensors import NotFinite
 from omni.config import from_dict
 from omni.errors import UserError
 from train.checkpoint import retention, state

@@ -34,8 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from omni.checkpoint.bounds import finite
-from omni.checkpoint.tensors import save_tensors
+from omni.checkpoint.tensors import finite, save_tensors
 from omni.errors import UserError
 from omni.files import FULL, PASSING, refuse_pointer, sync, write_whole
 from omni.lora.attach import adapted

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.lora.attach import add_adapter
-from omni.model.quantize import quantize
+from omni.model.linears import quantize
 from omni.model.speech_model import SpeechModel
 from omni.plugins import load_plugins, loaded
 from omni.utils.hardware import peak_flops, synchronize

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_module
 
 from omni.errors import UserError
 from omni.model.blocks import Attention, SwiGLU
-from omni.model.quantize import is_quantized
+from omni.model.linears import is_quantized
 from omni.utils.private import foreach_mul_, own_parameters
 from train.config.sections import FabricConfig
 
@@ -117,7 +117,7 @@ def _precision(precision: str) -> Any:
 
 @contextmanager
 def _without_quantized(module: nn.Module) -> Iterator[None]:
-    """A context in which a module lacks its quantised weights, which all processes have already (`omni.model.quantize`)."""
+    """A context in which a module lacks its quantised weights, which all processes have already (`omni.model.linears`)."""
     held = [(part, own_parameters(part).get("weight")) for part in module.modules() if is_quantized(part)]
     for part, _ in held:
         own_parameters(part)["weight"] = None

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from omni.checkpoint.folder import check_full_precision, load_folder, save_folder
 from omni.checkpoint.places import CODEC
-from omni.edit.deltas import Edits, edited, stack
+from omni.edit.deltas import Edits, edited, is_linear, mlp_linears, stack
 from omni.edit.finetune import finetune
 from omni.edit.foreign import read_editor
-from omni.edit.linears import is_linear, mlp_linears
 from omni.edit.mend import Mend, load_mend
 from omni.edit.storage import load_edits, load_merged, merge, read_tensors, revert, save_edits, save_merged
 from omni.errors import UserError

@@ -15,9 +15,9 @@ from typing import Any
 
 from huggingface_hub import DatasetCard, ModelCard, ModelCardData
 
-from omni.checkpoint.bounds import load_json, open_safetensors
 from omni.checkpoint.folder import read_config, stored_dtype
 from omni.checkpoint.places import WEIGHTS
+from omni.checkpoint.tensors import load_json, open_safetensors
 from omni.errors import UserError
 from omni.files import read_json
 from omni.stores.hub import CARD

@@ -18,7 +18,7 @@ from omni.codec.registry import CODECS
 from omni.config import ModelConfig
 from omni.generate.options import AnswerOptions
 from omni.lora.attach import adapted, add_adapter
-from omni.model.quantize import chosen_linears
+from omni.model.linears import chosen_linears
 from omni.model.speech_model import SpeechModel, Unfilled
 from omni.tasks import find_task
 from train.balance.config import balanced_tasks

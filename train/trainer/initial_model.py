@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omni.checkpoint.bounds import NotFinite, finite
 from omni.checkpoint.folder import check_full_precision, load_folder, read_config
 from omni.checkpoint.places import CODEC
+from omni.checkpoint.tensors import NotFinite, finite
 from omni.codec.base import AudioCodec
 from omni.codec.registry import CODECS, load_if_given
 from omni.config import ModelConfig, from_dict, preset, to_dict
@@ -22,9 +22,8 @@ from omni.encoder.base import Encoder
 from omni.errors import UserError
 from omni.lora.attach import add_adapter, attach, linear_of, linears_of
 from omni.lora.peft import check_base, load_adapter, save_adapter
-from omni.lora.weights import AdapterWeights, base_checksum, base_weight, replace_whole, weights_of
-from omni.model.linears import crc_of
-from omni.model.quantize import quantize
+from omni.lora.weights import AdapterWeights, replace_whole, weights_of
+from omni.model.linears import base_checksum, base_weight, crc_of, quantize
 from omni.model.speech_model import SpeechModel
 from omni.stores.reading import local_path
 from omni.text import Tokenizer

@@ -15,7 +15,7 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
-from omni.checkpoint.bounds import NotFinite
+from omni.checkpoint.tensors import NotFinite
 from omni.errors import UserError
 from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig

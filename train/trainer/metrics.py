@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from omni.model.quantize import numels
+from omni.model.linears import numels
 from omni.model.speech_model import SpeechModel
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses

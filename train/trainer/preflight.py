@@ -23,9 +23,8 @@ from omni.errors import UserError
 from omni.layout import IGNORE
 from omni.lora import peft
 from omni.lora.attach import add_adapter, targets_of
-from omni.model.linears import tied_names
+from omni.model.linears import chosen_linears, tied_names
 from omni.model.multitask_projector import SHARING
-from omni.model.quantize import chosen_linears
 from omni.model.speech_model import SpeechModel
 from omni.stores.reading import local_path
 from omni.tasks import TASKS, find_task

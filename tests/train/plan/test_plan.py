@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from omni.config import ModelConfig, ProjectorConfig, preset
-from omni.model.quantize import numels, quantize
+from omni.model.linears import numels, quantize
 from omni.model.speech_model import SpeechModel
 from train.commands.dry_run import build_workbench, in_new_process, measure_steps
 from train.config.parse import read_run

@@ -11,7 +11,7 @@ import torch
 
 from omni.lora.attach import add_adapter
 from omni.lora.config import LoRAConfig
-from omni.model.quantize import quantize
+from omni.model.linears import quantize
 from tests.train.distributed.test_fabric import losses, make_together
 from tests.train.distributed.test_precision import real_parts
 from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora, toy_parts
