@@ -73,11 +73,11 @@ def push_saved_tensor_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def flight_recorder(name: str) -> str:
+def flight_recorder(name: str) -> bytes:
     """JSON of the flight recorder by one of its functions; AttributeError where this build of PyTorch lacks it."""
     import torch._C._distributed_c10d as c10d
 
-    return str(getattr(c10d, name)())
+    return getattr(c10d, name)()  # type: ignore[no-any-return]
 
 
 def reset_reducer(module: nn.parallel.DistributedDataParallel) -> None:

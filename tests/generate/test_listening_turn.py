@@ -39,7 +39,8 @@ def told(lm: SpeechLM, listening: Listening, frames: int) -> Tensor:
 
 
 def of_the_whole(lm: SpeechLM, samples: Tensor) -> Tensor:
-    return TurnListener.of(lm.model).stream().push(samples)
+    listener = TurnListener.of(lm.model)
+    return listener.probabilities(listener.encoder.stream().push(samples))
 
 
 @pytest.mark.parametrize("where", ["here", "another process"])

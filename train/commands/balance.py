@@ -13,9 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.files import write_json
@@ -27,7 +25,11 @@ from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.console.command import Parser, check_least
 from train.console.progress import percent
-from train.eval.measures import Figure, difference, figure
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from train.eval.measures import Figure
 
 JSON, PICTURE, ALL = "balance.json", "balance.png", "all"
 
@@ -49,10 +51,14 @@ class ExperimentCounts:
 
     def share(self, method: str, task: str) -> Figure:
         """Exact match of a method on a task, with its interval."""
+        from train.eval.measures import figure
+
         return figure("exact_match", self.counts[method][task])
 
     def gain(self, method: str, task: str) -> Figure:
         """Exact match of a method on a task minus that of the first method, with its interval."""
+        from train.eval.measures import difference
+
         return difference("exact_match", self.counts[self.methods[0]][task], self.counts[method][task])
 
 
@@ -82,6 +88,8 @@ def compare(
 ) -> ExperimentCounts:
     """Trains all runs, seed after seed; one that is finished is not trained again. UserError where a run asked no questions,
     SystemExit where a signal stopped one."""
+    import numpy as np
+
     variants = {(m, s): variant(config, m, s, out) for s in seeds for m in methods}  # all are checked before any is trained
     found: dict[tuple[str, int], dict[str, np.ndarray]] = {}
     for (method, seed), one in variants.items():
@@ -100,6 +108,8 @@ def compare(
 
 def answered(folder: Path) -> dict[str, np.ndarray]:
     """Right answers and questions [2] by task, and of all, at the end of a run."""
+    import numpy as np
+
     from train.trainer.validation import ANSWERS
 
     files = sorted((folder / ANSWERS).glob("step-*.jsonl"))
@@ -147,7 +157,7 @@ def draw(found: ExperimentCounts, file: Path) -> Path:
                 whole = found.share(method, task)
                 axis.bar(x, whole.value, 0.9 * room, color=f"C{i}", alpha=0.35, label=method if j == 0 else None)
                 axis.vlines(x, whole.low, whole.high, color=f"C{i}", linewidth=2)
-                axis.plot(np.full(len(of), x), of[:, 0] / of[:, 1], "o", color=INK, markersize=3)
+                axis.plot([x] * len(of), of[:, 0] / of[:, 1], "o", color=INK, markersize=3)
         axis.set_xticks(range(len(found.tasks)), found.tasks)
         axis.set(ylim=(0, 1.03), ylabel="exact match, held out")
         axis.set_title(f"balance of the tasks: {len(found.seeds)} seeds, equal steps")

@@ -138,7 +138,7 @@ def run_filter(argv: Sequence[str]) -> int:
     )
     parser.add_argument("data", type=given_path, help="Parquet file or folder of rows")
     parser.add_argument("out", type=given_path, help="folder to make")
-    parser.add_argument("--rules", type=given_path, required=True, help="YAML file, see train/data/inspect/rules.py")
+    parser.add_argument("--rules", type=given_path, required=True, help="YAML file, see train/data/inspect/filter.py")
     parser.add_argument(
         "--whisper", type=given_path, help="Whisper for the rule max_wer: OpenAI's .pt file or a Hugging Face folder"
     )
