@@ -87,6 +87,7 @@ def test_a_batch_equals_its_streams_under_any_schedule(codec: AudioCodec, seed: 
     assert ended > 10 and whole > 20 * codec.frame_samples
 
 
+@pytest.mark.few(2)
 def test_a_batch_of_one_is_a_stream_bit_for_bit(codec: AudioCodec) -> None:
     codes, batch = random_codes(codec, 12), codec.batch()
     for _ in range(2):  # also as the next holder of whatever the first one had
@@ -204,6 +205,7 @@ def damaged(name: str) -> Any:
     return codec
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["snac_a", "snac_b", "mimi", "mimi_replicate"])
 def test_what_is_not_a_number_in_one_stream_reaches_no_other(name: str) -> None:
     """Neither those of the same calls nor the next holders of its memory."""

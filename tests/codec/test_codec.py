@@ -91,6 +91,7 @@ def test_seed_keys_the_noise(codec: AudioCodec) -> None:
     assert same == without_noise
 
 
+@pytest.mark.few(2)
 def test_interleaved_streams_do_not_disturb_each_other(codec: AudioCodec) -> None:
     rng = random.Random(0)
     lines = [random_codes(codec, 15, seed=n) for n in range(3)]
@@ -105,6 +106,7 @@ def test_interleaved_streams_do_not_disturb_each_other(codec: AudioCodec) -> Non
         assert torch.equal(torch.cat(heard[n]), codec.decode(lines[n], seed=n))
 
 
+@pytest.mark.few(1)
 def test_threads_do_not_disturb_each_other(codec: AudioCodec) -> None:
     lines = [random_codes(codec, 30, seed=n) for n in range(3)]
     alone = [codec.decode(codes) for codes in lines]

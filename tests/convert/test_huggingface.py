@@ -38,6 +38,7 @@ def converted(model, tmp_path, *options, shard="1GB"):
     return load_folder(tmp_path / "ours").model
 
 
+@pytest.mark.few(2)
 def test_text_logits_and_gradients_equal_transformers(family, tmp_path):
     theirs = text_model(family)
     ours = converted(theirs, tmp_path, shard="20KB")
@@ -56,6 +57,7 @@ def test_text_logits_and_gradients_equal_transformers(family, tmp_path):
     assert checked == set(table)
 
 
+@pytest.mark.few(2)
 @torch.no_grad()
 def test_cached_text_logits_equal_transformers_beyond_the_window(family, tmp_path):
     theirs = text_model(family)

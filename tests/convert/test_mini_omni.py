@@ -126,6 +126,7 @@ def test_logits_equal_the_slow_way(made: Made, tmp_path: Path) -> None:
         assert_near(ours[0], wanted, 1e-5)
 
 
+@pytest.mark.few(1)
 def test_rows_of_the_joint_table_are_the_streams(made: Made) -> None:
     folder, settings, state = made
     source: Any = mini_omni.read(folder)

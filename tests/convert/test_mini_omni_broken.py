@@ -69,6 +69,7 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[State], object]:
     return lambda state: state.update({name: tensor})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

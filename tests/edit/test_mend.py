@@ -112,6 +112,7 @@ def test_every_parameter_learns_and_nothing_else_does(model, name, sides, shared
     assert all(b.grad_fn is None and not b.requires_grad for b in mend.buffers())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 def test_outer_gradients_are_those_of_edited_weights(model, name, split):
     """Against `torch.func.functional_call` with the edit added to the weights, and plain backward."""
@@ -205,6 +206,7 @@ def test_a_hypernetwork_learns_to_edit(model, name):
             assert float(after) < 0.9 * float(before)
 
 
+@pytest.mark.few(1)
 def test_corrections_that_act_together_are_judged_together(model, name):
     mend = some_mend(model)
     step(model, name, mend, 9)  # its statistics
@@ -229,6 +231,7 @@ def test_corrections_that_act_together_are_judged_together(model, name):
         fit_step(model, mend, first, None, others, loss_of, logits_of, [second])
 
 
+@pytest.mark.few(2)
 def test_a_step_under_autocast(model, name):
     """bf16 products in the base; the hypernetwork and its statistics stay fp32."""
     mend = some_mend(model)

@@ -117,6 +117,7 @@ def reference(lm: SpeechLM, session: Session) -> list[Tensor]:
     return [memory[0, : len(columns)] for memory in (*cache.keys, *cache.values)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("system", ["", "be brief"])
 def test_the_row_is_that_of_a_fresh_prefill(layout: Layout, system: str) -> None:
     lm, checked = make_lm(layout), 0
@@ -163,6 +164,7 @@ def test_answers_are_those_without_it(chatty: SpeechLM, idle: Callable[[], None]
     assert every == some == talk(chatty, 10, wait=False)
 
 
+@pytest.mark.few(1)
 def test_a_ring_of_a_window_too(layout: Layout, idle: Callable[[], None]) -> None:
     lm = make_lm(layout, window=9)
 
@@ -224,6 +226,7 @@ def test_beside_others_and_without_a_slot_of_its_own() -> None:
     assert got == [spoken[0], alone[1], alone[2]]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("after", [False, True])
 def test_what_was_heard_stays_after_a_barge_in(layout: Layout, begun: list[tuple[Tensor, int]], after: bool) -> None:
     lm, rng = make_lm(layout), random.Random(1)

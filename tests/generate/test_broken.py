@@ -217,6 +217,7 @@ def test_a_conversation_goes_on_as_if_a_broken_question_had_not_been_asked(
     assert talk(True) == talk(False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place, says", [
     ((EchoStream, "_push"), "codec echo cannot decode the answer (no such code)"),
     ((EchoStream, "_finish"), "codec echo cannot decode the answer (no such code)"),

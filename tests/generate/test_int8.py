@@ -75,6 +75,7 @@ def apart(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", TARGETS)
 def test_an_adapter_acts_as_beside_the_dequantised_weights(layout: Layout, adapters: Path, name: str) -> None:
     found, wanted = quantised(layout), dequantised(layout)

@@ -108,6 +108,7 @@ def test_a_text_is_given_up_to_the_first_stop_however_it_comes(stops: tuple[str,
     assert stop.characters == end
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("task", ["T1A2", "T1T2", "A1A2"])
 def test_an_answer_ends_before_a_stop_string(lm: SpeechLM, task: str) -> None:
     question = tone(0.3) if task == "A1A2" else "hello"

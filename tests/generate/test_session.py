@@ -194,6 +194,7 @@ def test_after_a_cut_the_answer_is_that_of_a_conversation_in_which_only_this_was
         assert torch.equal(fresh.turns[-1].codes, interrupted.codes)  # type: ignore[arg-type]
 
 
+@pytest.mark.few(1)
 def test_events_say_when_they_are_spoken(chatty: SpeechLM) -> None:
     with chatty.session(sampling=TALKATIVE, seed=11, max_seconds=1.0, max_tokens=24) as session:
         events = list(session.ask(*ASKED[0]))

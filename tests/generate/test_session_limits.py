@@ -28,6 +28,7 @@ from tests.generate.session_toys import ASKED, WARM, plain_hidden
 # --- room ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("assist", [False, True])
 def test_a_full_cache_ends_the_turn_and_refuses_the_next(layout: Layout, assist: bool) -> None:
     lm = make_lm(layout)

@@ -79,6 +79,7 @@ BAD_ITEMS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", BAD_ITEMS)
 def test_an_item_that_no_question_can_be_is_refused(talk: Any, name: str) -> None:
     item, field, told = BAD_ITEMS[name]

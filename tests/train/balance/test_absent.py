@@ -106,6 +106,7 @@ def test_a_step_of_which_no_task_is_a_number_is_left_out(tmp_path: Path, section
     assert all(row[f"absent/{task}"] == 1 for row in read_table(tmp_path / "2" / BALANCE)[1:] for task in source.tasks)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("section", "calls"), [(SECTIONS[0], 2), (SECTIONS[1], 2), (SECTIONS[3], 2)])
 def test_a_step_that_is_left_out_is_forgotten(tmp_path: Path, section: dict[str, Any], calls: int) -> None:
     """Clips of nan reach every task that shares a row: the step is skipped, and weights and state are as if it had not been."""

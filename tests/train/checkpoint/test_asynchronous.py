@@ -68,6 +68,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], threading.
 OPTIMIZERS = [OptimizerConfig(lr=1e-2), OptimizerConfig(name="muon"), OptimizerConfig(name="paged_adamw_8bit")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
 def test_a_checkpoint_is_of_one_step_and_bitwise_what_a_synchronous_save_writes(
     tmp_path: Path, held: Callable[[int], threading.Event], optimizer: OptimizerConfig

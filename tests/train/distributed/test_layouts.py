@@ -103,6 +103,7 @@ def runs_of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [*(f"2-{name}" for name in TWO), MOVES[0][0]])
 def test_each_layout_learns_what_one_process_learns(runs: Path, name: str) -> None:
     check_learnt(runs, "1-one", name)

@@ -160,6 +160,7 @@ def test_a_method_gets_the_losses_that_its_settings_need(tmp_path: Path) -> None
     compare(balanced_config(tmp_path, section, data=data), 2e-3)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("ctc", [False, True])
 def test_equal_weights_are_the_plain_run(tmp_path: Path, micro: int, ctc: bool) -> None:
@@ -204,6 +205,7 @@ def test_a_task_that_touches_nothing_shared_is_told_once(tmp_path: Path) -> None
         assert row["weight/A1T1"] + row["weight/A1A2"] == pytest.approx(1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("section", [{"method": "stch"}, {"method": "mgda", "level": "features"}, {"method": "mgda"}])
 def test_a_guarded_run_is_the_same_and_nothing_is_said(
     tmp_path: Path, section: dict[str, Any], capsys: pytest.CaptureFixture[str]

@@ -94,6 +94,7 @@ def test_a_run_is_the_same_with_and_without(tmp_path: Path) -> None:
     assert all(value.equal(noted[name]) for name, value in plain.items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("event", "step"), [("step", 1), ("save", 3), ("validation", 4), ("end", 8)])
 def test_what_fails_ends_the_run_after_the_state_is_saved(tmp_path: Path, event: str, step: int) -> None:
     notes = Notes(tmp_path)

@@ -102,6 +102,7 @@ SETS: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", SETS)
 def test_a_part_reads_the_recordings_of_its_own_items(kind: str, bucket: Any, tmp_path: Path) -> None:
     SETS[kind](tmp_path / "set")
@@ -178,6 +179,7 @@ def test_a_recording_that_is_replaced_meanwhile_is_told(kind: str, bucket: Any, 
         list(source)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("audio", ["required", "optional"])
 @pytest.mark.parametrize("gone", ["", "*/*", "*/*/clips", "*/*/clips/50.flac"])
 def test_a_cache_that_is_removed_meanwhile_breaks_no_row(audio: str, gone: str, bucket: Any, tmp_path: Path) -> None:
