@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def load(
         )
     names = ("seed", "max_seconds", "max_silence", "text_assist", "context", "system")
     keywords: dict[str, Any] = {name: getattr(options, name) for name in names}
-    keywords["sampling"] = Sampling(options.temperature, options.top_k, options.top_p, options.repetition_penalty)
+    keywords["sampling"] = Sampling(**{field.name: getattr(options, field.name) for field in fields(Sampling)})
     keywords["adapter"] = lm.load_adapter(options.adapter) if options.adapter is not None else None
     keywords["edits"] = load_edits(options.edits, lm.model) if options.edits is not None else None
     if dtype == torch.bfloat16 and options.dtype is None:

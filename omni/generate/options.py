@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import ceil
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
@@ -93,8 +93,8 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_k", "top_p", "repetition_penalty"):
-            check_number(name, getattr(self, name), as_what=f"sampling: {name}")
+        for field in fields(self):
+            check_number(field.name, getattr(self, field.name), as_what=f"sampling: {field.name}")
 
     __repr__ = brief
 
