@@ -155,7 +155,7 @@ def follow(
                 meter.sound(len(event.samples))
                 meter.clock.hold()
                 outputs.write(event.samples)
-            else:
+            elif isinstance(event, Ended):
                 figures, ended = meter.figures(), event
             meter.clock.go_on()
     finally:

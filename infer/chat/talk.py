@@ -258,7 +258,7 @@ class SpokenChat:
                     self._write_down(answer.turn)
                 answer.chunks.append(event.event.samples.cpu())
                 self._loudspeaker.write(event.event.samples.numpy(force=True))
-        else:
+        elif isinstance(event.event, Ended):
             answer.ended = event.event
             self._loudspeaker.end()
             if not answer.chunks:

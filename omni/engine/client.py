@@ -56,7 +56,7 @@ class Delivery:
         elif isinstance(event, CodedSound):
             assert self._codec is not None
             self.samples += len(event.codes) * self._codec.frame_samples
-        else:
+        elif isinstance(event, AudioChunk):
             self._sound(event)
 
     def _sound(self, chunk: AudioChunk) -> None:
@@ -277,7 +277,7 @@ class Running:
         elif isinstance(event, (AudioChunk, CodedSound)):
             self.first_audio = self.first_audio or now
             late = self._due(event)
-        else:
+        elif isinstance(event, Ended):
             self.over, self.total = True, now
         self._events.append((self.processed, event))
         if tell:

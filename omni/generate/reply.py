@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from omni.codec.base import AudioCodec
-from omni.generate.results import AudioChunk, Logprobs, Reason, TextDelta
+from omni.generate.results import AudioChunk, Event, Logprobs, Reason, TextDelta
 from omni.generate.rows import StepOutput
 from omni.generate.speech_time import CharacterReader, Loudness, SpeechTime
 from omni.layout import Layout
@@ -156,9 +156,9 @@ class Reply:
         self._tokens: list[int] = []  # number of tokens of text with each column
         self.time, self._reader, self._said = time or SpeechTime(), CharacterReader(), 0.0
 
-    def write(self, written: StepOutput) -> list[TextDelta]:
+    def write(self, written: StepOutput) -> list[Event]:
         """Take a step's output; returns the text that became known with it. A finished frame is added to `frames`."""
-        events: list[TextDelta] = []
+        events: list[Event] = []
         if self.reason is not None:  # this step was under way when the answer ended
             return events
         if written.broken:
@@ -222,9 +222,9 @@ class Reply:
         except Exception as error:
             self.fail(f"the answer's text cannot be decoded ({error}); is it the model's own tokenizer?")
 
-    def finish(self) -> list[TextDelta]:
+    def finish(self) -> list[Event]:
         """Returns the text that was held back until the end was known."""
-        events: list[TextDelta] = []
+        events: list[Event] = []
         with self._decoding():
             self._say(events, self._stop.push(self.text.finish()) + self._stop.finish())
         return events
@@ -242,7 +242,7 @@ class Reply:
         codes = torch.tensor(known).T if known else torch.zeros(self.layout.n_audio, 0)
         return Logprobs(tuple(self._text_logprobs[:tokens]), codes if self.task.audio else None)
 
-    def _say(self, events: list[TextDelta], text: str) -> None:
+    def _say(self, events: list[Event], text: str) -> None:
         if self._stop.found:  # of the text's tokens only those before the stop string stay
             self.reason = "stop"
             del self.text.ids[self.text.tokens_of(self._stop.characters) :]

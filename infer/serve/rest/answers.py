@@ -84,7 +84,7 @@ async def whole(answer: AnswerStream) -> Whole:
             text.append(event.text)
         elif isinstance(event, AudioChunk):
             chunks.append(event)
-        else:
+        elif isinstance(event, Ended):
             ended = event
     return Whole("".join(text), chunks, ended)
 
