@@ -66,7 +66,7 @@ def storage_of(tensor: Tensor) -> int:
     """Identifier of a tensor's storage, equal for tensors in the same memory."""
     try:
         return storage_key(tensor)
-    except (NotImplementedError, RuntimeError):  # sparse and fake tensors have none
+    except RuntimeError:  # sparse and fake tensors have none
         return id(tensor)
 
 

@@ -20,17 +20,7 @@ from torch import Tensor
 
 from omni.diagnostics.findings import OWN, TORCH, Place, place_of, user_frame
 from omni.diagnostics.held import storage_of, version_of
-from omni.utils.private import (
-    DisableTorchFunctionSubclass,
-    HigherOrderOperator,
-    TorchDispatchMode,
-    in_backward,
-    pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
-    saved_tensor_hooks,
-    schema_of,
-    sequence_nr,
-)
+from omni.utils import private
 
 _HARMLESS = frozenset({"aten._local_scalar_dense", "aten.detach", "aten.alias"})
 """Operations that do not count as a use of a tensor with an older graph, because no gradient is asked for through them."""
@@ -42,11 +32,11 @@ def next_number() -> int:
     """The number that autograd will give to the next node of this thread; nodes with a smaller one are older."""
     with torch.enable_grad(), torch.inference_mode(False):
         node: Node = torch.zeros((), requires_grad=True).clone().grad_fn
-    return sequence_nr(node)
+    return private.sequence_nr(node)
 
 
 def is_older(node: Node, first: int) -> bool:
-    return is_inner(node) and sequence_nr(node) < first
+    return is_inner(node) and private.sequence_nr(node) < first
 
 
 def is_inner(node: Node) -> bool:
@@ -103,7 +93,7 @@ class Saved:
 
 
 @dataclass(eq=False)
-class Trace(TorchDispatchMode):
+class Trace(private.TorchDispatchMode):
     """Record of a traced step, whose every operation comes here.
 
     Attributes:
@@ -179,31 +169,31 @@ class Trace(TorchDispatchMode):
 
         @contextmanager
         def without(message: str) -> Iterator[None]:
-            top = saved_tensor_hooks(False)
+            top = private.saved_tensor_hooks(False)
             ours = top is not None and top[0] == self.pack
             if ours:
-                pop_saved_tensor_hooks()
+                private.pop_saved_tensor_hooks()
             try:
                 with disable(message):
                     yield
             finally:
                 if ours:
-                    push_saved_tensor_hooks(self.pack, self.unpack)
+                    private.push_saved_tensor_hooks(self.pack, self.unpack)
 
         return without
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.busy or isinstance(func, HigherOrderOperator):
+        if self.busy or isinstance(func, private.HigherOrderOperator):
             return func(*args, **kwargs)
         self.clock += 1
         frame, op = user_frame(), str(func).rsplit(".", 1)[0]
         inputs = list(_tensors([*args, *kwargs.values()]))
-        with DisableTorchFunctionSubclass():  # reading an attribute of a subclass may come here again
-            if not in_backward():
+        with private.DisableTorchFunctionSubclass():  # reading an attribute of a subclass may come here again
+            if not private.in_backward():
                 self._look(inputs, op, place_of(frame))
         out = func(*args, **kwargs)
-        with DisableTorchFunctionSubclass():
+        with private.DisableTorchFunctionSubclass():
             writes, is_view = _effects(func)
             written = _tensors([args[index] if index < len(args) else kwargs.get(name) for index, name in writes])
             self._note(op, frame, inputs, written, out)
@@ -261,9 +251,9 @@ def same(old: tuple[float, ...], new: tuple[float, ...]) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _effects(func: Any) -> tuple[list[tuple[int, str]], bool]:
     """The arguments that an operation writes, by position and name, and whether it returns a view of one and writes none."""
-    aliases = [(i, a.name, a.alias_info) for i, a in enumerate(schema_of(func).arguments) if a.alias_info is not None]
+    aliases = [(i, a.name, a.alias_info) for i, a in enumerate(private.schema_of(func).arguments) if a.alias_info is not None]
     writes = [(i, name) for i, name, alias in aliases if alias.is_write]
-    return writes, not writes and any(r.alias_info is not None for r in schema_of(func).returns)
+    return writes, not writes and any(r.alias_info is not None for r in private.schema_of(func).returns)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
