@@ -195,7 +195,7 @@ def balance(device: torch.device, small: bool, config: str, methods: str) -> Fig
     sections = {name: BalanceConfig(name.partition(":")[0], name.partition(":")[2] or None) for name in methods.split(",")}
     for section in sections.values():
         check_balance(section, mixture, run.fabric.precision, 1)
-    judged = [section for section in sections.values() if section.kind.bilevel]  # these need held-out rows
+    judged = [section for section in sections.values() if section.spec.bilevel]  # these need held-out rows
     section, plain = (judged or list(sections.values()))[0], replace(run.objective, align_first=0.0)
     with with_batches(replace(run, balance=section, data=mixture, objective=plain), device, steps) as (loop, given):
         built = {field.name: getattr(loop.step, field.name) for field in fields(PlainStep)}

@@ -318,10 +318,10 @@ def exchanged(config: FitConfig, model: nn.Module, world: int, several: bool) ->
 def balanced(config: FitConfig, model: SpeechModel) -> tuple[float, float, str]:
     """Bytes of the gradients that a balance of tasks takes of each, and of those it keeps, and what of it is not counted."""
     section = config.balance
-    if section is None or (section.at != "parameters" and not section.kind.bilevel):
+    if section is None or (section.at != "parameters" and not section.spec.bilevel):
         return 0.0, 0.0, ""
     m = len(balanced_tasks(section, config.data)) or len(model.layout)
-    if section.kind.bilevel:
+    if section.spec.bilevel:
         return 0.0, 0.0, f"not counted: copies of what is trained, and up to {m} gradients of it, of balance {section.method}"
     rows = m * bytes_each(config)[1] * float(count(p for _, p in learning(model)))
-    return rows, rows * section.kind.keeps, ""
+    return rows, rows * section.spec.keeps, ""

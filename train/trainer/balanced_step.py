@@ -111,7 +111,7 @@ class Balancing:
         self._check(micro_batches)
 
     def _check(self, micro_batches: int) -> None:
-        method, at, kind = self.section.method, self.section.at, self.section.kind
+        method, at, kind = self.section.method, self.section.at, self.section.spec
         if at == "features" and not any(p.requires_grad for p in self.given.encoder_parameters()):
             raise UserError(
                 f"balance.level is features, but nothing below the features is trainable, so that {method} would change "
@@ -140,7 +140,7 @@ class Balancing:
         objective."""
         assert step.cells is not None
         now = _StepState(denominators, step.cells, progress, lr, add)
-        level, bilevel = self.section.at, self.section.kind.bilevel
+        level, bilevel = self.section.at, self.section.spec.bilevel
         large = level == "parameters" and not bilevel  # a state that holds gradients is not copied
         self.before = None if large else self.balancer.state_dict()
         levels = {"loss": self._by_losses, "features": self._by_features, "parameters": self._by_parameters}
@@ -221,7 +221,7 @@ class Balancing:
 
     def _by_losses(self, balancer: Any, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
         counts, device = self.counts(now.cells)[:-1], self.fabric.device
-        if self.section.kind.after is not None and self.section.kind.again(self.section.values):
+        if self.section.spec.after is not None and self.section.spec.again(self.section.values):
             batches = [batch.to(device) for batch in batches]
             self.after, self.denominators = [(batch, self._task_losses(now)) for batch in batches], now.denominators
         ahead = balancer.ahead()
@@ -245,7 +245,7 @@ class Balancing:
         return chosen or balancer.weights(own, counts, self.group.sum)
 
     def _chosen(self, balancer: Balancer, losses: Tensor, counts: Tensor) -> BalanceReport:
-        if not self.section.kind.again(self.section.values) and balancer.steps:
+        if not self.section.spec.again(self.section.values) and balancer.steps:
             balancer.after(losses, self.group.sum, counts)
         return balancer.weights(losses, counts, self.group.sum)
 
@@ -254,7 +254,7 @@ class Balancing:
         assert hook is not None
         hook.counts, hook.scale, hook.report = self.counts(now.cells)[:-1], float(self.group.world), None
         own = torch.zeros(len(self.names), device=self.fabric.device)
-        by_losses = self.section.kind.losses(self.section.values)
+        by_losses = self.section.spec.losses(self.section.values)
         for i, batch in enumerate(batches):
             with self._alone(i + 1 < len(batches)):
                 losses = self._pass(batch.to(self.fabric.device), self._task_losses(now, hook=hook), now)
@@ -265,7 +265,7 @@ class Balancing:
         return hook.report
 
     def _by_parameters(self, balancer: Any, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
-        parts = balancer.config.kind.parts
+        parts = balancer.config.spec.parts
         groups = [batches[i * len(batches) // parts : (i + 1) * len(batches) // parts] for i in range(parts)]
         steps = [now] if parts == 1 else [self._part(group, now) for group in groups]
         counts = torch.stack([self.counts(step.cells)[:-1] for step in steps]).amin(0)
@@ -327,7 +327,7 @@ class Balancing:
             lambda: losses_of(inside, now), lambda: losses_of(outside, other), [*self.shared, *self.own], now.lr,
             self.group.sum, self._backward, lambda: reshard(self.module),
         )  # fmt: skip
-        if not self.section.kind.linear:
+        if not self.section.spec.linear:
             if bool(both.any()) and bool(report.absent.all()):  # gradients become NaN, so that the step is left out
                 for p in (*self.shared, *self.own):
                     p.grad = None if p.grad is None else p.grad * torch.nan

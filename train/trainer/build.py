@@ -299,7 +299,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     balanced = None
     if config.balance is not None:
         names = balanced_tasks(config.balance, config.data)
-        outer = outer_batches(config, names, pipeline.maker) if config.balance.kind.bilevel else ()
+        outer = outer_batches(config, names, pipeline.maker) if config.balance.spec.bilevel else ()
         balanced = Balanced(names, cells, objective.encoder_parameters, outer)
     return Parts(
         objective=objective,
