@@ -77,7 +77,7 @@ class Scan:
         counts = found.counts()
         self._footers: dict[int, tuple[pq.FileMetaData | None, str]] = {}
         if counts is None:
-            display = Display(len(self.files), kind=progress if len(self.files) > MANY else "off")
+            display = Display(len(self.files), mode=progress if len(self.files) > MANY else "off")
             counts = []
             for metadata, _ in parallel_map(self._head, self.files):
                 counts.append(metadata.num_rows if metadata else 0)
@@ -228,4 +228,4 @@ def over(
 
 def display_of(kind: Kind, *scans: Scan) -> RowDisplay:
     """Make a display for all rows of some scans."""
-    return RowDisplay(sum(map(len, scans)), kind=kind)
+    return RowDisplay(sum(map(len, scans)), mode=kind)
