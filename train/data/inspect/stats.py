@@ -43,8 +43,8 @@ def collect(
 
     done, display = Collected(), display_of(progress, scan)
     try:
-        for found in over(scan, partial(row_counts, scan, codecs, target, tasks), processes, display):
-            done.merge(found)
+        for part in over(scan, partial(row_counts, scan, codecs, target, tasks), processes, display):
+            done.merge(part)
     finally:
         display.close()
     return done
