@@ -92,12 +92,12 @@ def check_settings(folder: Path, settings: dict[str, Any], finished: bool) -> No
     held, state = read_json(path, AGAIN), "was prepared" if finished else "was started"
     way = "choose another output, or remove the folder"
     differing, elsewhere = [], held.get("source") != settings.get("source")
-    for name, one, other in _differing(held, settings):
-        what = f"{name} was {one!r} and is now {other!r}"
+    for name, old, new in _differing(held, settings):
+        change = f"{name} was {old!r} and is now {new!r}"
         if name not in _DATA:
-            differing.append(what)
+            differing.append(change)
         elif not elsewhere:
-            raise UserError(f"{folder} {state} before {settings['source']} changed: {what}; {way}")
+            raise UserError(f"{folder} {state} before {settings['source']} changed: {change}; {way}")
     if differing:
         raise UserError(f"{folder} {state} with other settings: {', '.join(differing)}; give the same ones, {way}")
 
@@ -105,20 +105,20 @@ def check_settings(folder: Path, settings: dict[str, Any], finished: bool) -> No
 def _differing(was: dict[str, Any], now: dict[str, Any], within: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Iterate over settings that differ, with dotted names for nested ones, and both their values."""
     for name in dict.fromkeys((*now, *was)):
-        one, other = was.get(name), now.get(name)
-        if isinstance(one, dict) and isinstance(other, dict):
-            yield from _differing(one, other, f"{within}{name}.")
-        elif one != other:
-            yield f"{within}{name}", one, other
+        old, new = was.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differing(old, new, f"{within}{name}.")
+        elif old != new:
+            yield f"{within}{name}", old, new
 
 
 def discard(folder: Path) -> None:
     """Remove a folder without stored rows; it stays where it holds files of others."""
     for name in (NAME, LOCK):
         (folder / name).unlink(missing_ok=True)
-    for place in (folder / "notes", folder):
+    for path in (folder / "notes", folder):
         with suppress(OSError):  # it holds something, or is not there
-            place.rmdir()
+            path.rmdir()
 
 
 _MAX_WITHOUT_ROW = 1000
@@ -237,9 +237,9 @@ def place_for(out: Path, path: Path | None = None) -> Path:
     if path is not None and path.is_dir() and real.is_relative_to(path.resolve()):
         raise UserError(f"output {out} lies in the data {path}, of which it would become a part: name a folder outside")
     if real.is_dir() and not occupied(real):  # an empty folder is replaced by the working folder at the end
-        what = "a mount point" if os.path.ismount(real) else "the folder that this runs in"
+        subject = "a mount point" if os.path.ismount(real) else "the folder that this runs in"
         if os.path.ismount(real) or os.path.samefile(real, os.curdir):
-            raise UserError(f"output {out} is {what}, which cannot be replaced: name a folder in it, such as {out / 'rows'}")
+            raise UserError(f"output {out} is {subject}, which cannot be replaced: name a folder in it, such as {out / 'rows'}")
     return real
 
 
