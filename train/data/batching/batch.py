@@ -141,7 +141,7 @@ class Batch:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with its tensors moved. What the host needs (`supervised` to `lengths`) is found before."""
-        found: dict[str, Any] = {
+        known: dict[str, Any] = {
             "supervised": [move(index) for index in self.supervised],
             "packed": self.packed._replace(ends=move(self.packed.ends)),
             "places": self.places,
@@ -152,7 +152,7 @@ class Batch:
         if self.turn is not None:
             tensors["turn"] = move(self.turn)
         moved = replace(self, **tensors)
-        moved.known = SimpleNamespace(**found)
+        moved.known = SimpleNamespace(**known)
         return moved
 
 
@@ -211,8 +211,8 @@ def describe(batch: Batch, layout: Layout, tokenizer: Tokenizer, row: int = 0, c
     used = int((batch.task[row] >= 0).sum())
     tasks = tuple(TASKS)
     for number in segments[:used].unique().tolist():
-        place = (segments == number).nonzero().squeeze(1)
-        start, end = int(place[0]), int(place[-1]) + 1
+        positions = (segments == number).nonzero().squeeze(1)
+        start, end = int(positions[0]), int(positions[-1]) + 1
         tokens, targets = (t[row, :, start:end].cpu() for t in (batch.tokens, batch.targets))
         index = batch.feature_index[row, start:end].cpu()
         names = dict.fromkeys(tasks[i] for i in batch.task[row, start:end].tolist())
