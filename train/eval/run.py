@@ -70,8 +70,8 @@ def evaluate(
     asr = open_asr(config.asr, config.asr_words, config.asr_longest, config.device)
     if asr is not None and not (task.audio and lm.codec is not None):
         why = "writes only" if not task.audio else "has no codec weights (give --codec_folder)"
-        what = task.name if not task.audio else model
-        raise UserError(f"there is no speech for --asr to recognise: {what} {why}; leave --asr out")
+        subject = task.name if not task.audio else model
+        raise UserError(f"there is no speech for --asr to recognise: {subject} {why}; leave --asr out")
     if config.turns:
         check_turns(task)
     if config.text_only:
