@@ -82,7 +82,7 @@ class WhisperTranscriber:
     def __init__(self, weights: Path, device: str = "cpu") -> None:
         import whisper
 
-        sizes, found, names = _huggingface(weights) if weights.is_dir() else _openai(weights)
+        sizes, weights_by_name, names = _huggingface(weights) if weights.is_dir() else _openai(weights)
         if sizes["n_audio_ctx"] != WINDOW_POSITIONS:
             raise UserError(
                 f"{weights} has a window of {sizes['n_audio_ctx']} frames; Whisper's decoding needs {WINDOW_POSITIONS}"
@@ -94,7 +94,7 @@ class WhisperTranscriber:
         own = self.model.state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         tensors = match(
-            found, {name: names(name) for name in own}, shapes, weights, ignore=lambda name: name == "proj_out.weight"
+            weights_by_name, {name: names(name) for name in own}, shapes, weights, ignore=lambda name: name == "proj_out.weight"
         )
         self.model.load_state_dict({name: tensor().float() for name, tensor in tensors.items()})
         self.model.eval().to(device)
@@ -145,21 +145,21 @@ def _huggingface(path: Path) -> tuple[dict[str, int], Mapping[str, Lazy], Any]:
     settings = read_json(path / "config.json")
     if settings.get("model_type") != "whisper":
         raise UserError(f"{path} is no Whisper: its config.json has model_type {settings.get('model_type')!r}")
-    found = read_weights(path)
-    prefix = "model." if any(name.startswith("model.") for name in found) else ""
+    weights = read_weights(path)
+    prefix = "model." if any(name.startswith("model.") for name in weights) else ""
 
     def theirs(name: str) -> str:
         for ours, other in _RENAMED:
             name = name.replace(ours, other)
         return prefix + name
 
-    return _sizes(settings, _DIMENSIONS, path / "config.json"), found, theirs
+    return _sizes(settings, _DIMENSIONS, path / "config.json"), weights, theirs
 
 
-def _sizes(found: Any, names: Mapping[str, str], where: Path) -> dict[str, int]:
+def _sizes(settings: Any, names: Mapping[str, str], where: Path) -> dict[str, int]:
     sizes = {}
     for ours, theirs in names.items():
-        value = found.get(theirs) if isinstance(found, Mapping) else None
+        value = settings.get(theirs) if isinstance(settings, Mapping) else None
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{where}: {theirs} is {value!r}; it must be a whole number")
         sizes[ours] = value
