@@ -225,8 +225,8 @@ def show_stats(collected: Collected) -> None:
     for name, count in sorted(collected.noted.items()):
         if count:
             print(f"{count} {name}")
-    for one in collected.damaged[:SHOWN]:
-        print(f"warning: {one}")
+    for message in collected.damaged[:SHOWN]:
+        print(f"warning: {message}")
     for name, groups in collected.groups.items():
         if set(groups) - {""}:
             _show_groups(name, groups)
