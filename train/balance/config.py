@@ -87,11 +87,6 @@ class BalanceConfig:
                 "tasks, or another level"
             )
 
-    @classmethod
-    def of(cls, method: str, level: str | None = None, **settings: Any) -> BalanceConfig:
-        """Make a configuration with the method's settings as keywords."""
-        return cls(method, level, settings)
-
     @property
     def spec(self) -> Method:
         """The registered method, which says what it needs."""
