@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from omni.audio.io import SAMPLE_RATE
 from omni.audio.resample import resample
 from omni.generate.speech_lm import SpeechLM
 from train.console.progress import Display
 from train.data.readers.templates.sentences import NUMBERS
 from train.data.rows.row import Row
 from train.data.seeding import seeded_rng
-from train.eval.held_out import SAMPLE_RATE, evaluate, items_of
+from train.eval.held_out import evaluate, items_of
 from train.eval.turn_ends import PAUSE, SILENCE, PausedQuestion
 from train.scoring.text import normalise
 

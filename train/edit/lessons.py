@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from omni.audio.io import SAMPLE_RATE
 from omni.edit.mend import kl_divergence
 from omni.errors import UserError
 from omni.generate.results import Answer
@@ -27,7 +28,6 @@ from train.data.batching.batch import Batch, assemble
 from train.data.batching.examples import Example, ExampleMaker, Prepared
 from train.data.rows.row import Codes, Row
 
-SAMPLE_RATE = 16000
 LISTENING = ("encoder.", "projector.")
 """Names of parts that run before the decoder."""
 

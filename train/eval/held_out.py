@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omni.audio.io import SAMPLE_RATE
 from omni.encoder.config import EncoderConfig
 from omni.errors import UserError
 from omni.generate.results import Answer
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from omni.generate.speech_lm import SpeechLM
     from train.data.rows.row import Row
 
-SAMPLE_RATE = 16000
 GROUPS = 24
 """Most parts of a set (kinds, or tasks) that are reported by themselves."""
 

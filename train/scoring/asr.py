@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from omni.audio.io import SAMPLE_RATE
 from omni.audio.mel import log_mel
 from omni.audio.resample import resample
 from omni.checkpoint.tensors import read_json, read_torch, read_weights, state_of
@@ -188,7 +189,7 @@ class Sphinx:
         grammar = "(" + " | ".join(sorted(set(words))) + ")"
         rule = grammar + f" [{grammar}]" * (longest - 1)
         grammar = f"#JSGF V1.0;\ngrammar answers;\npublic <answer> = {rule};\n"
-        self._decoder = Decoder(lm=None, loglevel="FATAL", samprate=16000)
+        self._decoder = Decoder(lm=None, loglevel="FATAL", samprate=SAMPLE_RATE)
         try:
             self._decoder.add_jsgf_string("answers", grammar)
             self._decoder.activate_search("answers")
@@ -197,8 +198,8 @@ class Sphinx:
 
     def transcribe(self, audio: Tensor, sample_rate: int, language: str = "en") -> str:
         """Recognise the words of a recording [S]; empty where the grammar fits nothing."""
-        if sample_rate != 16000:
-            audio = resample(audio, sample_rate, 16000)
+        if sample_rate != SAMPLE_RATE:
+            audio = resample(audio, sample_rate, SAMPLE_RATE)
         quiet = torch.zeros(4000)
         audio = torch.cat([quiet, audio / audio.abs().max().clamp_min(1e-3) * 0.7, quiet])
         self._decoder.reinit_feat()
@@ -208,9 +209,6 @@ class Sphinx:
         self._decoder.end_utt()
         best = self._decoder.hyp()
         return "" if best is None else " ".join(w.split("(")[0] for w in best.hypstr.split())
-
-
-RATE = 16000
 
 
 class ASR(Protocol):
@@ -233,7 +231,7 @@ class WhisperASR:
 
     def transcribe(self, audio: Tensor, sample_rate: int, language: str) -> str:
         """See `ASR`."""
-        return self._inner.transcribe(resample(audio, sample_rate, RATE), language)
+        return self._inner.transcribe(resample(audio, sample_rate, SAMPLE_RATE), language)
 
 
 def open_asr(name: str | None, words: Sequence[str], longest: int, device: str) -> ASR | None:
@@ -253,8 +251,8 @@ def transcript(asr: ASR, audio: Tensor | None, sample_rate: int, language: str) 
 
 def describe(audio: Tensor, sample_rate: int) -> Tensor:
     """Compute log-mel frames [T, n_mels] of a recording [S], one every 20 ms, less their mean over time (channel and level)."""
-    if sample_rate != 16000:
-        audio = resample(audio, sample_rate, 16000)
+    if sample_rate != SAMPLE_RATE:
+        audio = resample(audio, sample_rate, SAMPLE_RATE)
     if audio.numel() < 800:
         audio = torch.nn.functional.pad(audio, (0, 800 - audio.numel()))
     mel = log_mel(audio)[:, ::2].T

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from omni.audio.io import SAMPLE_RATE
 from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.errors import UserError
@@ -39,7 +40,7 @@ from train.data.rows.row import Row
 from train.data.sources.mixture import Mixture, TaskMixture
 from train.distributed.fabric import reshard
 from train.distributed.process_group import ProcessGroup
-from train.eval.held_out import SAMPLE_RATE, HeldOutReport, Item, evaluate, items_of, spoken, write_answers
+from train.eval.held_out import HeldOutReport, Item, evaluate, items_of, spoken, write_answers
 from train.objective.objective import HEADS, Losses
 from train.optim.optimizer import Average
 from train.trainer.metrics import means
