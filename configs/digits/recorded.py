@@ -24,7 +24,7 @@ from omni.audio.io import read_audio
 from omni.audio.resample import resample
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
-from train.console.progress import Kind
+from train.console.progress import Progress
 from train.data.augment import coloured_noise
 from train.data.readers.templates.sentences import NUMBERS
 from train.data.rows.row import Codes, Row, RowTurn, Sound
@@ -204,7 +204,7 @@ class RecordedDigits:
         return read(usual)
 
 
-def speak_ahead(config: RecordedDigitsConfig, progress: Kind = "auto") -> int:
+def speak_ahead(config: RecordedDigitsConfig, progress: Progress = "auto") -> int:
     """Speak and cache all words that other programs' voices may be asked for; returns the number of new words.
 
     Raises:

@@ -24,7 +24,7 @@ from omni.audio.resample import resample
 from omni.checkpoint.tensors import save_tensors
 from omni.errors import UserError
 from omni.files import replacing
-from train.console.progress import Kind, Screen
+from train.console.progress import Progress, Screen
 from train.data.tts.voices import make_voice
 
 _SCALE = 32767
@@ -40,7 +40,7 @@ def say_word(voice: str, word: str, rate: int, folder: str | None = None) -> Ten
     return resample(said.float() / _SCALE, rate, SAMPLE_RATE)
 
 
-def keep_words(wanted: Mapping[str, Iterable[str]], rate: int, folder: str, progress: Kind = "auto") -> int:
+def keep_words(wanted: Mapping[str, Iterable[str]], rate: int, folder: str, progress: Progress = "auto") -> int:
     """Speak and cache the words that the folder lacks, as many voices at a time as there are cores. A voice's words are written
     together, under another name and renamed: an interruption loses the voices in progress. `wanted`: words by voice. Returns
     number of words that were spoken. UserError: a voice cannot say a word, or a file of the folder is no cache of words."""

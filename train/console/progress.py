@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, TextIO
 
-Kind = Literal["auto", "bar", "lines", "off"]
+Progress = Literal["auto", "bar", "lines", "off"]
 
 SHARES = ("exact_match", "wer", "code_accuracy", "ended")
 """Names of validation figures that are shares or error rates, shown in per cent."""
@@ -87,7 +87,7 @@ class Screen:
         bar: arguments of tqdm.
     """
 
-    def __init__(self, mode: Kind, stream: TextIO | None = None, **bar: Any) -> None:
+    def __init__(self, mode: Progress, stream: TextIO | None = None, **bar: Any) -> None:
         from tqdm import tqdm
 
         self.stream = stream or sys.stderr
@@ -126,7 +126,7 @@ class TrainProgress(Screen):
     """
 
     def __init__(
-        self, mode: Kind, start: tuple[float, float] = (0.0, 0.0), most: float | None = None, stream: TextIO | None = None
+        self, mode: Progress, start: tuple[float, float] = (0.0, 0.0), most: float | None = None, stream: TextIO | None = None
     ) -> None:
         super().__init__(
             mode, stream, total=1000, initial=round(1000 * start[0]), bar_format="{percentage:3.0f}% {bar} {desc}{postfix}"
@@ -207,7 +207,7 @@ class Display(Screen):
         before: items done before this start.
     """
 
-    def __init__(self, total: int, before: int = 0, mode: Kind = "auto", stream: TextIO | None = None) -> None:
+    def __init__(self, total: int, before: int = 0, mode: Progress = "auto", stream: TextIO | None = None) -> None:
         super().__init__(
             mode, stream, total=total, initial=before, mininterval=0.2,
             bar_format="{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} items {postfix}",

@@ -10,7 +10,7 @@ from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.generate.speech_time import SpeechTime, estimate
 from omni.text import Tokenizer
-from train.console.progress import Kind
+from train.console.progress import Progress
 from train.data.batching.examples import Alignment, ExampleMaker
 from train.data.batching.packer import Pipeline
 from train.data.config import DataConfig, SourceConfig
@@ -131,7 +131,7 @@ def held_out_of(
     return rows
 
 
-def prepare_sources(config: DataConfig, progress: Kind) -> None:
+def prepare_sources(config: DataConfig, progress: Progress) -> None:
     """Makes now what training would otherwise wait for."""
     for source in config.sources:
         source.made.prepare(progress)

@@ -42,10 +42,11 @@ from omni.model.decoder import Hidden
 from omni.stores.tries import StoreError
 from omni.tasks import TASKS, Columns, Task, Turn, example, prompt
 from omni.text import Tokenizer
+from train.console.progress import Progress
 from train.data.readers import Broken
 from train.data.rows.row import Row
 from train.eval.answers import EvalQuestion, ask, make_item
-from train.eval.config import EvalConfig, Progress
+from train.eval.config import EvalConfig
 from train.eval.held_out import Item
 from train.eval.journal import Batch, record_all
 from train.eval.questions import Questions

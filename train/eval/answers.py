@@ -33,11 +33,11 @@ from omni.generate.results import Answer, Ended, Timings
 from omni.generate.speech_lm import SpeechLM
 from omni.stores.tries import StoreError
 from omni.tasks import Task, prompt
-from train.console.progress import Display
+from train.console.progress import Display, Progress
 from train.data.readers import Broken
 from train.data.rows.row import Row
 from train.data.seeding import key
-from train.eval.config import EvalConfig, Progress
+from train.eval.config import EvalConfig
 from train.eval.held_out import Item
 from train.eval.journal import Journal, record_all
 from train.eval.measures import METRICS, Figure, figure, metric_scores, pairs_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from omni.errors import UserError
 from omni.generate.options import Sampling
@@ -110,6 +110,3 @@ class EvalConfig:
         precision = {name: getattr(self, name) for name in ("dtype", "quantize", "chunk_ms") if getattr(self, name) is not None}
         slots = {f"read.{name}": getattr(self.read, name) for name in ("rows", "seed", "part")}
         return answering | named | precision | slots | {"columns": dict(self.read.columns)}  # fields by their names in the file
-
-
-Progress = Literal["auto", "bar", "lines", "off"]

@@ -23,9 +23,9 @@ from omni.errors import UserError
 from omni.files import write_json, write_whole
 from omni.stores.tries import StoreError
 from omni.utils.charts import drawn, markdown_table
-from train.console.progress import Display
+from train.console.progress import Display, Progress
 from train.data.readers import Broken
-from train.eval.config import EvalConfig, Progress
+from train.eval.config import EvalConfig
 from train.eval.measures import figure
 from train.eval.questions import Questions, open_data
 from train.eval.run import evaluate

@@ -19,10 +19,10 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.files import read_json, write_json
-from train.console.progress import Display
+from train.console.progress import Display, Progress
 from train.data.readers import Broken
 from train.data.rows.row import Row
-from train.eval.config import EvalConfig, Progress
+from train.eval.config import EvalConfig
 from train.eval.questions import Questions
 
 Batch = Sequence[tuple[int, Row | Broken]]

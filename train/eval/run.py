@@ -13,8 +13,9 @@ from omni.stores.reading import local_path
 from omni.tasks import Task, find_task
 from omni.utils.process import importing
 from train.console.command import check_folder_to_be
+from train.console.progress import Progress
 from train.data.readers import data_path
-from train.eval.config import EvalConfig, Progress
+from train.eval.config import EvalConfig
 from train.eval.journal import claim, read_records
 from train.eval.questions import Questions, choose_task, fingerprint, open_data
 

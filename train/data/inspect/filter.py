@@ -20,7 +20,7 @@ from omni.config import from_dict
 from omni.errors import UserError
 from omni.files import LOCK, locked, write_json
 from train.console.command import read_yaml
-from train.console.progress import Kind, percent
+from train.console.progress import Progress, percent
 from train.data.executor import HERE, Processes
 from train.data.inspect.checks import KINDS, Bounds, Checked, CheckedTurn, characters, check_row
 from train.data.inspect.measures import BadCodes, BadSound, Codecs, load, stored_bytes
@@ -304,7 +304,7 @@ def filter_rows(
     codecs: Codecs | None = None,
     whisper: Callable[[], WhisperTranscriber] | None = None,
     shard_mb: int = 256,
-    progress: Kind = "off",
+    progress: Progress = "off",
     processes: Processes = HERE,
 ) -> dict[str, Any]:
     """Write the rows that rules allow, in their order, to Parquet shards in the folder `out`; returns the report. Recordings in

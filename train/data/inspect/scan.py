@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from train.console.progress import Display, Kind
+from train.console.progress import Display, Progress
 from train.data.executor import Processes, Result, imap
 from train.data.readers.containers import plain_rows
 from train.data.rows.parquet_files import check_columns, footer, one_line
@@ -70,7 +70,7 @@ class Scan:
         start, stop: row groups that begin from row `start` on and before `stop` are iterated over.
     """
 
-    def __init__(self, path: str | os.PathLike[str], progress: Kind = "off") -> None:
+    def __init__(self, path: str | os.PathLike[str], progress: Progress = "off") -> None:
         listed = find_files(path)
         self.path, self.folder, self.files, self.report = (listed.path, listed.folder, listed.files, listed.described)
         self.schema = features().arrow_schema
@@ -226,6 +226,6 @@ def over(
             display.tick(len(piece), 0.0)
 
 
-def display_of(mode: Kind, *scans: Scan) -> RowDisplay:
+def display_of(mode: Progress, *scans: Scan) -> RowDisplay:
     """Make a display for all rows of some scans."""
     return RowDisplay(sum(map(len, scans)), mode=mode)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.utils.remote import spelled
-from train.console.progress import Kind
+from train.console.progress import Progress
 from train.data.executor import HERE, Processes
 from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Checked, Findings, check_row
 from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, Codecs, measure, text_digest
@@ -120,7 +120,7 @@ def validate(
     bounds: Bounds,
     codecs: Codecs,
     findings: Findings,
-    progress: Kind = "off",
+    progress: Progress = "off",
     processes: Processes = HERE,
 ) -> Summary:
     """Check all rows of `data` singly, against each other, and against those of `against`. UserError: there are no such data,

@@ -25,7 +25,7 @@ from omni.files import LOCK, flush, locked, read_json, write_json
 from omni.stores.pointers import stored_size
 from omni.stores.reading import content_key, naming
 from omni.utils.remote import find_address, refuse_remote
-from train.console.progress import Display, Kind, counted
+from train.console.progress import Display, Progress, counted
 from train.data.executor import imap
 from train.data.prepare.config import BLOCK, PrepareConfig
 from train.data.prepare.rows import PrepareTally, block_maker, codec_of, voice_of
@@ -129,7 +129,7 @@ def prepare(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     config: PrepareConfig | None = None,
-    progress: Kind = "off",
+    progress: Progress = "off",
     opener: Callable[[Path], OpenedSource] | None = None,
 ) -> PrepareTally:
     """Convert a data set to Parquet shards of rows in the folder `out`, which appears when it is complete.
@@ -154,7 +154,7 @@ def _prepare(
     address: str | None,
     out: Path,
     config: PrepareConfig,
-    progress: Kind,
+    progress: Progress,
     opener: Callable[[Path], OpenedSource] | None,
 ) -> PrepareTally:
     """`prepare` of a data set that is here, or was brought from an address."""
@@ -192,7 +192,7 @@ def _prepare(
     return read_report(out)
 
 
-def _fill(work: Path, source: OpenedSource, config: PrepareConfig, progress: Kind) -> None:
+def _fill(work: Path, source: OpenedSource, config: PrepareConfig, progress: Progress) -> None:
     """Write all shards that are not finished yet."""
     items = config.items(len(source))
     shards = ShardWriter(work, config.shard_mb << 20, items.start)
