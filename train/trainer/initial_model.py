@@ -260,11 +260,11 @@ def teacher_of(config: FitConfig, model: SpeechModel, padded: bool) -> Teacher |
 def teacher_checksum(encoder: Encoder, group: ProcessGroup) -> int:
     """CRC-32 of an encoder's weights, of which all processes but the first may lack the values."""
 
-    def found() -> int:
+    def checksum() -> int:
         value = 0
         for name, tensor in encoder.state_dict().items():
             value = crc_of(tensor, zlib.crc32(name.encode(), value))
         return value
 
-    value: int = group.broadcast(group.run_on_first(found) or 0)
+    value: int = group.broadcast(group.run_on_first(checksum) or 0)
     return value
