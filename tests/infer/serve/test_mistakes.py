@@ -79,7 +79,7 @@ BAD_ITEMS = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", BAD_ITEMS)
 def test_an_item_that_no_question_can_be_is_refused(talk: Any, name: str) -> None:
     item, field, told = BAD_ITEMS[name]
@@ -105,7 +105,7 @@ POISON = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asked", [True, False], ids=["asked", "not asked"])
 @pytest.mark.parametrize("name", POISON)
 def test_what_got_in_all_the_same_is_left_out_of_later_questions(talk: Any, lm: SpeechLM, name: str, asked: bool) -> None:

@@ -198,7 +198,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits_end_a_session_with_the_protocols_codes(serve: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.serve.realtime.session.LOOK", 0.2)
@@ -218,6 +218,7 @@ def test_limits_end_a_session_with_the_protocols_codes(serve: Any, name: str, mo
     assert emptied(server)
 
 
+@pytest.mark.long
 def test_a_client_that_does_not_read_is_closed_and_others_are_not(serve: Any) -> None:
     place, server = serve(unread_bytes=200_000)
 

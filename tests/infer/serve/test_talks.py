@@ -22,6 +22,8 @@ from tests.infer.serve.conftest import MANUAL
 from tests.infer.serve.talking import AGAIN, ANSWERS, CONVERSATIONS, COUNT, RATE, ask_aloud, spoken, teach
 from tests.infer.serve.test_server import serve  # noqa: F401
 
+pytestmark = pytest.mark.long
+
 AT_ONCE = 60.0
 """Seconds of sound ahead of what is played: answers come as fast as they are made."""
 

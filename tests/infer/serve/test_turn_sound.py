@@ -98,6 +98,7 @@ def test_manual_turns_are_answered_as_their_sound(run: Any, asked: list[float], 
     assert found == wanted and len(asked) == 3
 
 
+@pytest.mark.long
 def test_found_turns_are_heard_before_they_are_committed(run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     sounds = [at24(say(text)) for text in ("what is two plus three", "where is the cat")]
     lacking: list[int] = []
