@@ -35,16 +35,16 @@ def in_options(message: str) -> str:
 class WorkBar:
     """Shows how much of some work is done, in bytes (`B`) or seconds (`s`); a context manager."""
 
-    def __init__(self, what: str, unit: str = "B", on: bool = True) -> None:
+    def __init__(self, label: str, unit: str = "B", on: bool = True) -> None:
         from tqdm import tqdm  # which most commands do not need
 
-        self.what, self.on = what, on
+        self.label, self.on = label, on
         self.started = self.shown_at = time.monotonic()
         terminal = on and sys.stderr.isatty()
         shape = "{desc}: {percentage:3.0f}% {bar} {remaining} left {postfix}" if unit == "s" else None
         bytes_ = unit == "B"
         self.bar: Any = (
-            tqdm(unit=unit, unit_scale=bytes_, desc=what, leave=False, bar_format=shape, file=sys.stderr) if terminal else None
+            tqdm(unit=unit, unit_scale=bytes_, desc=label, leave=False, bar_format=shape, file=sys.stderr) if terminal else None
         )
 
     def __call__(self, done: float, total: float, note: str = "") -> None:
@@ -57,7 +57,7 @@ class WorkBar:
         elif self.on and now - self.shown_at >= LINE_SECONDS and total:
             self.shown_at = now
             left = f", {_minutes((total - done) * (now - self.started) / done)} left" if done else ""
-            print(f"{self.what}: {done / total:.0%} done{left}{f' ({note})' if note else ''}", file=sys.stderr, flush=True)
+            print(f"{self.label}: {done / total:.0%} done{left}{f' ({note})' if note else ''}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> WorkBar:
         return self

@@ -84,14 +84,14 @@ def is_small(folder: str) -> bool:
     return weights.is_file() and weights.stat().st_size < SMALL_MODEL
 
 
-def serving_dtype(given: str | None, device: torch.device, folder: str) -> torch.dtype | None:
+def serving_dtype(name: str | None, device: torch.device, folder: str) -> torch.dtype | None:
     """The number format to answer in: what `--dtype` gives (None for `auto`, as stored).
 
     Without it, bf16 for weights that are stored in fp32, on a GPU that multiplies bf16: there fp32 takes twice the memory and
     no tensor cores. On a CPU, fp32 for a small model that is stored in bf16: many have no bf16, and only fp32 is compiled.
     """
-    if given is not None or (device.type == "cuda" and not multiplies_bf16("cuda")):
-        return find_dtype(given)
+    if name is not None or (device.type == "cuda" and not multiplies_bf16("cuda")):
+        return find_dtype(name)
     stored = stored_dtype(folder)
     if device.type == "cuda":
         return torch.bfloat16 if stored == torch.float32 else None
