@@ -61,8 +61,8 @@ class FigureRow(NamedTuple):
 def bench(options: BenchOptions) -> None:
     """Measures and prints. UserError for an unknown preset or device."""
     device = find_device(options.device, options.quantize)
-    given = options.preset or ("nano" if options.sessions else "nano,qwen2-0.5b-omni")
-    names = [] if options.model else [name.strip() for name in given.split(",") if name.strip()]
+    presets = options.preset or ("nano" if options.sessions else "nano,qwen2-0.5b-omni")
+    names = [] if options.model else [name.strip() for name in presets.split(",") if name.strip()]
     for name in names:
         preset(name)
     sound: Tensor = noise(options.seconds) if options.question is None else read_audio(options.question)
@@ -96,12 +96,12 @@ def _tables(
         if options.kernels == "measured":
             measure_kernels(lm.model)
         compiled, assist = name is not None and device.type == "cuda", name not in (None, "nano")
-        what = find_model(options.model or "") if name is None else f"{name}, random weights"
+        title = find_model(options.model or "") if name is None else f"{name}, random weights"
         around = "compiled, CUDA graph" if compiled else f"{threads} thread{'s' * (threads > 1)}"
-        what = f"{what} ({lm}, {around})"
+        title = f"{title} ({lm}, {around})"
         rows = "text assist (two rows)" if assist else "one row"
-        yield f"streaming: {what}, {rows}", _streaming(lm, options, sound, assist)
-        yield f"steps: {what}, {rows}", _steps(lm, options, 2 if assist else 1, compiled)
+        yield f"streaming: {title}, {rows}", _streaming(lm, options, sound, assist)
+        yield f"steps: {title}, {rows}", _steps(lm, options, 2 if assist else 1, compiled)
 
 
 def _loaded(options: BenchOptions, device: torch.device, name: str | None) -> SpeechLM:

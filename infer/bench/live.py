@@ -87,13 +87,13 @@ async def play(
     finally:
         await load.close()
     stats = sampled[-1]
-    active, steps = sum(one.active for one in sampled) / len(sampled), stats.steps * stats.rows  # of rows
+    active, steps = sum(sample.active for sample in sampled) / len(sampled), stats.steps * stats.rows  # of rows
     alone = bare.cpu(max(active, 1.0)) / max(active, 1.0)
     return LiveFigures(
         loop="nonstop" if manner.nonstop else "closed",
         sessions=number,
         seconds=passed,
-        **vars(heard) | {kind: Percentiles.of(getattr(heard, kind)) for kind in ("lateness", "first_audio")},
+        **vars(heard) | {name: Percentiles.of(getattr(heard, name)) for name in ("lateness", "first_audio")},
         step=stats.step,
         active=active,
         rows=stats.rows,
@@ -101,7 +101,7 @@ async def play(
         engine_cpu=theirs / passed,
         generator_cpu=own / passed,
         overhead=theirs / steps / alone if steps and alone else None,
-        waiting=sum(one.waiting for one in sampled) / len(sampled),
+        waiting=sum(sample.waiting for sample in sampled) / len(sampled),
     )
 
 
@@ -147,8 +147,8 @@ def _started(
         folder, dtype = options.model or "", options.dtype
         if name is not None:
             folder = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="omni-bench-"))) / name)
-            model = random_folder(folder, preset(name), kind := bench_dtype(dtype, device))
-            dtype = str(kind).removeprefix("torch.")
+            model = random_folder(folder, preset(name), torch_dtype := bench_dtype(dtype, device))
+            dtype = str(torch_dtype).removeprefix("torch.")
             if options.kernels == "measured" and device.type == "cpu":
                 with cpu_threads(options.threads, model):
                     measure_kernels(to_int8(model) if options.quantize else model)
@@ -234,14 +234,14 @@ def cells(run: LiveFigures) -> list[str]:
     return [str(run.sessions), run.loop, late, str(run.underruns), step, first, *shares, *rest]
 
 
-def _three(found: Percentiles) -> str:
-    times = [None if value is None else 1e3 * value for value in (found.p50, found.p95, found.p99)]
+def _three(percentiles: Percentiles) -> str:
+    times = [None if value is None else 1e3 * value for value in (percentiles.p50, percentiles.p95, percentiles.p99)]
     return " ".join("-" if value is None else f"{value:.1f}" if abs(value) < 10 else f"{value:.0f}" for value in times)
 
 
 def draw(table: LiveTable, file: Path) -> Path:
     """Draws lateness, steps and first audio over the number of sessions as a PNG file."""
-    numbers, best = [run.sessions for run in table.runs], table.largest_without_underrun()
+    sessions, best = [run.sessions for run in table.runs], table.largest_without_underrun()
     with drawn(file, 3, 1, (9.5, 9), BESIDE, sharex=True, height_ratios=(3, 2, 2)) as axes:
         for axis, name in zip(axes[:, 0], ("lateness", "step", "first_audio"), strict=True):
             for part, color in (("p50", "C0"), ("p95", "C1"), ("p99", "C3")):
@@ -251,7 +251,7 @@ def draw(table: LiveTable, file: Path) -> Path:
             if best is not None:
                 axis.axvline(best, color="C2", linewidth=1.2, linestyle=":", label=f"{best} without underrun")
             axis.set_xscale("log", base=2)
-            axis.set_xticks(numbers, [str(n) for n in numbers])
+            axis.set_xticks(sessions, [str(n) for n in sessions])
             axis.minorticks_off()
             axis.set_ylabel(f"{name.replace('_', ' ')} (ms)")
         late, step, first = axes[:, 0]

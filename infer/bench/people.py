@@ -93,17 +93,17 @@ class LiveLoad:
         for person in done:
             person.result()
 
-    def note(self, what: str, value: float | None = None) -> None:
+    def note(self, name: str, value: float | None = None) -> None:
         """Counts one of a kind, or adds a value to a list, while something is measured."""
         with self._noting:
             if self.heard is not None and value is None:
-                setattr(self.heard, what, getattr(self.heard, what) + 1)
+                setattr(self.heard, name, getattr(self.heard, name) + 1)
             elif self.heard is not None:
-                getattr(self.heard, what).append(value)
+                getattr(self.heard, name).append(value)
 
-    async def call(self, what: Callable[..., Any], *args: Any) -> Any:
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """A call that waits for the engine."""
-        return await asyncio.get_running_loop().run_in_executor(self._calls, what, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._calls, function, *args)
 
     async def close(self) -> None:
         """Lets all go."""
