@@ -26,7 +26,7 @@ export class Conversation {
     this.isWaiting = false; // for an answer to begin
     this.isHearing = false; // the server hears a turn of the user
     this.isDucked = false;
-    this.place = 0; // in the queue
+    this.queuePosition = 0;
     this.askedAt = null; // when the last turn ended, in milliseconds of performance.now()
     this.answers = new Map(); // by item: {askedAt, isSpoken, pieces, timings}
     this.cut = new Set(); // responses of which nothing more is played
@@ -257,14 +257,14 @@ const HANDLERS = {
 
   'response.done'({ response }) {
     this.response = null;
-    this.place = 0;
+    this.queuePosition = 0;
     for (const item of response.output ?? []) this.player.end(item.id);
     const trouble = response.status === 'failed' && response.status_details?.error;
     if (trouble) this.onNotice(`The answer failed: ${trouble.message ?? trouble.code ?? 'no reason was given'}`);
   },
 
   'omni.queue'({ place }) {
-    this.place = place;
+    this.queuePosition = place;
   },
 
   'omni.ducked'({ active }) {
