@@ -162,7 +162,7 @@ class SocketConnection(PacedReading, WebSocketsSansIOProtocol):
         self._data = b""
         self.queue.put_nowait({"type": "websocket.disconnect", "code": POLICY, "reason": str(error)})
         with suppress(InvalidState):  # before it was accepted
-            self.conn.send_text(json.dumps(ProtocolError(str(error), error.code, kind=error.kind).event()).encode())
+            self.conn.send_text(json.dumps(ProtocolError(str(error), error.code, error_type=error.error_type).event()).encode())
         self.conn.fail(POLICY, str(error)[:120])
         self.close_sent, self.disconnected, self.read_paused = True, True, False
         self.transport.write(b"".join(self.conn.data_to_send()))

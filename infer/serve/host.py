@@ -74,8 +74,8 @@ class EngineHost:
     def spare(self) -> bool:
         """Whether a transcript would delay nobody; may wait for its process."""
         engine = self.engine
-        found: bool = engine.call("engine.spare") if isinstance(engine, EngineProcess) else engine.engine.spare
-        return found
+        spare: bool = engine.call("engine.spare") if isinstance(engine, EngineProcess) else engine.engine.spare
+        return spare
 
     def stats(self) -> Any:
         """Its figures (`omni.engine.stats.EngineStats`); may wait for its process."""

@@ -46,9 +46,9 @@ def is_local(host: str) -> bool:
 class Allowance:
     """So much may be used at once, and it comes again evenly within a number of seconds (a token bucket)."""
 
-    def __init__(self, most: float, seconds: float, what: str, code: str = "rate_limit_exceeded") -> None:
+    def __init__(self, most: float, seconds: float, unit: str, code: str = "rate_limit_exceeded") -> None:
         self._most, self._rate, self._at, self._left = most, most / seconds, monotonic(), most
-        self._denied = 429, code, f"more than {most:,.0f} {what}; wait"
+        self._denied = 429, code, f"more than {most:,.0f} {unit}; wait"
 
     def use(self, amount: float, denies: bool) -> None:
         """Use some of it; where there is not enough all that is left, or Denied where it `denies`."""
@@ -75,8 +75,8 @@ class Quota:
 
     def count(self, denies: bool = True, **amounts: float) -> None:
         """Count what came; Denied where it is too much, unless others deny it."""
-        for what, amount in amounts.items():
-            self._left[what].use(amount, denies)
+        for name, amount in amounts.items():
+            self._left[name].use(amount, denies)
 
 
 def read_keys(path: str | Path) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def read_keys(path: str | Path) -> tuple[str, ...]:
         raise UserError(
             f"--key_file {str(path)!r} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}"
         ) from error
-    found = []
+    keys = []
     for number, line in enumerate(lines, 1):
         key = line.strip()
         if not key or key.startswith("#"):
@@ -100,10 +100,10 @@ def read_keys(path: str | Path) -> tuple[str, ...]:
         if key.startswith(SECRET):
             problem = f"line {number} begins with {SECRET}, as client secrets do, and would never be known; use another key"
             raise UserError(f"--key_file {str(path)!r}: {problem}")
-        found.append(key)
-    if not found:
+        keys.append(key)
+    if not keys:
         raise UserError(f"--key_file {str(path)!r} has no key; write one a line")
-    return tuple(found)
+    return tuple(keys)
 
 
 class Keys:
@@ -131,9 +131,9 @@ class Keys:
             return "anyone", {}
         if key is None:
             raise Denied(401, "missing_api_key", "this server needs a key: Authorization: Bearer KEY")
-        found = _digest(key)
+        digest = _digest(key)
         for known, name in self._keys.items():
-            if hmac.compare_digest(known, found):
+            if hmac.compare_digest(known, digest):
                 return name, {}
         raise Denied(401, "invalid_api_key", "this key is not known here")
 
@@ -177,9 +177,9 @@ def key_of(headers: Mapping[str, str], protocols: Sequence[str] = ()) -> str | N
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and value.strip():
         return value.strip()
-    for one in protocols:
-        if one.startswith(SUBPROTOCOL):
-            return one.removeprefix(SUBPROTOCOL)
+    for protocol in protocols:
+        if protocol.startswith(SUBPROTOCOL):
+            return protocol.removeprefix(SUBPROTOCOL)
     return None
 
 

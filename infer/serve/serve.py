@@ -114,23 +114,23 @@ def settings_of(model: str, options: ServeOptions) -> ServeSettings:
 
 def name_of(model: str) -> str:
     """Name of a model for clients: its folder's, or of what that is in where the folder is only called `model`."""
-    place = Path(model).resolve()
-    return place.parent.name if place.name == "model" and place.parent.name else place.name
+    path = Path(model).resolve()
+    return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens; UserError where that cannot be."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        family, socket_type, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, socket_type, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
     except OSError as error:
         raise UserError(
             f"--host {host} --port {port} cannot be listened on: {error.strerror or error}; choose another"
         ) from error
-    found.set_inheritable(False)
-    return found
+    listening.set_inheritable(False)
+    return listening
 
 
 class Uvicorn(uvicorn.Server):
@@ -197,8 +197,8 @@ def tell_address(listening: socket.socket, tls: bool) -> None:
         say("keys and speech travel unencrypted: give --certificate and --private_key, or put a proxy with TLS before it")
     shown = "localhost" if address.is_unspecified else f"[{host}]" if address.version == 6 else host
     more = ", and at this machine's other names" if address.is_unspecified else ""
-    place = f"{'s' * tls}://{shown}:{port}/"
-    print(f"talk to it at http{place}   (API: ws{place}v1/realtime){more}", flush=True)
+    rest = f"{'s' * tls}://{shown}:{port}/"
+    print(f"talk to it at http{rest}   (API: ws{rest}v1/realtime){more}", flush=True)
 
 
 async def drain(server: Server, hurry: asyncio.Event, seconds: float = DRAIN) -> None:

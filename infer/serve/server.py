@@ -88,9 +88,9 @@ class Server:
             raise Denied(429, "session_limit_reached", "this server has as many sessions as it takes; try again")
         self.keys.enter(owner)
 
-    def begin(self, transport: Any, given: Any, wants_omni: bool) -> RealtimeSession:
+    def begin(self, transport: Any, changes: Any, wants_omni: bool) -> RealtimeSession:
         """A new session; ProtocolError where the configuration that it begins with cannot be."""
-        configuration = updated(Configuration(), dict(given), started=False) if given else None
+        configuration = updated(Configuration(), dict(changes), started=False) if changes else None
         session = RealtimeSession(
             self.host, self.settings, self.voices, self.vad, self.metrics, transport, configuration, wants_omni
         )

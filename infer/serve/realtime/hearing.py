@@ -156,9 +156,9 @@ class SessionInput:
         """Make an item of the whole buffer, as the client asks; ProtocolError where it has too little, or too much, which is
         kept."""
         if self.buffer.seconds < SHORTEST:
-            found, least = self.buffer.seconds * 1000, SHORTEST * 1000
+            milliseconds, least = self.buffer.seconds * 1000, SHORTEST * 1000
             raise ProtocolError(
-                f"the input buffer has {found:.0f} ms of sound; at least {least:.0f} ms can be committed",
+                f"the input buffer has {milliseconds:.0f} ms of sound; at least {least:.0f} ms can be committed",
                 "input_audio_buffer_commit_empty",
             )
         speaking = self._detector is not None and self._detector.speaking

@@ -41,8 +41,8 @@ class InputBuffer:
         """Take raw sound of a format, in pieces that may end within a sample; returns its whole samples [S] at 24 kHz, int16.
         ProtocolError for more sound than it holds."""
         if form != self._form:
-            given = PCM_RATE if form == "audio/pcm" else G711_RATE
-            self._form, self._rate, self._half = form, Resampler(given, PCM_RATE), b""
+            rate = PCM_RATE if form == "audio/pcm" else G711_RATE
+            self._form, self._rate, self._half = form, Resampler(rate, PCM_RATE), b""
         if form == "audio/pcm":
             data = self._half + data
             whole = len(data) // 2 * 2
@@ -93,13 +93,13 @@ class InputBuffer:
         """Samples [S] of what `take(first)` would return, without the first `skip`, up to a second of the input."""
         begin = skip + (0 if first is None else max(round((first - self.start) * PCM_RATE), 0))
         end = min(round((last - self.start) * PCM_RATE), self._samples)
-        found, at = list[np.ndarray](), self._samples
+        pieces, at = list[np.ndarray](), self._samples
         for piece in reversed(self._pieces):
             if at <= begin:
                 break
             at -= len(piece)
-            found.append(piece[max(begin - at, 0) : max(end - at, 0)])
-        return np.concatenate([np.zeros(0, np.int16), *reversed(found)])
+            pieces.append(piece[max(begin - at, 0) : max(end - at, 0)])
+        return np.concatenate([np.zeros(0, np.int16), *reversed(pieces)])
 
     def whole(self) -> None:
         """The client says that its sound ends here: what comes next begins with a whole sample."""
@@ -122,7 +122,7 @@ class TurnSound:
         self.over = False
         self._listen = listen
         self._listening: Any = None
-        self._given: list[np.ndarray] = []
+        self._pushed: list[np.ndarray] = []
         self._count = self._peeked = 0  # samples, of which the latter may not belong to the turn
 
     @property
@@ -153,13 +153,13 @@ class TurnSound:
             self._give(samples)
         if self.frames is None or self.over:
             return
-        given = max(self._count, self._peeked)
-        if len(samples := buffer.part(first, given, buffer.end)) >= PIECE * PCM_RATE and self._try("peek", samples):
-            self._peeked = given + len(samples)
+        count = max(self._count, self._peeked)
+        if len(samples := buffer.part(first, count, buffer.end)) >= PIECE * PCM_RATE and self._try("peek", samples):
+            self._peeked = count + len(samples)
 
     def _give(self, samples: np.ndarray) -> None:
         if self._try("push", samples):
-            self._given.append(samples)
+            self._pushed.append(samples)
             self._count += len(samples)
 
     def _try(self, method: str, samples: np.ndarray) -> bool:
@@ -174,10 +174,10 @@ class TurnSound:
         listening = self._listening
         if listening is None or self.over or listening.session is not session:
             return None
-        given = np.concatenate([*self._given, sound[:0]])
-        if not np.array_equal(given, sound[: len(given)]):
+        pushed = np.concatenate([*self._pushed, sound[:0]])
+        if not np.array_equal(pushed, sound[: len(pushed)]):
             return None
-        self._give(sound[len(given) :])
+        self._give(sound[len(pushed) :])
         return None if self.over else listening
 
     async def drop(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from infer.pcm import Resampler, encode
-from infer.serve.errors import broken, is_of_the_question, told_of
+from infer.serve.errors import as_protocol_error, broken, is_question_error
 from infer.serve.realtime.configuration import Configuration
 from infer.serve.realtime.dialogue import PROMPT, Dialogue, DialogueTurn
 from infer.serve.realtime.items import ContentPart, ConversationItem
@@ -27,7 +27,7 @@ from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream
 from omni.generate.results import AudioChunk, Ended, TextDelta
 
-Why = Literal["turn_detected", "client_cancelled"]
+StopReason = Literal["turn_detected", "client_cancelled"]
 
 NOTHING = "there is no question without an answer; add a user's item, commit the input buffer, or give instructions"
 
@@ -70,7 +70,7 @@ class Response:
         self.outlet.tell = self._tell_playback
         self._pacer = Pacer(self.outlet, self._emit_text, owner.settings.lead)
         self._events: AnswerStream | None = None
-        self._why: Why | None = None
+        self._stop_reason: StopReason | None = None
         self._heard: float | None = None
         self._cut = asyncio.Event()  # the history was cut to that
         self._begun = False
@@ -124,7 +124,7 @@ class Response:
         if task == "A1T1":
             self.speaks, self._part.type = False, "output_text"
         self._events = events = await self._dialogue.ask(self.wanted.before, question, self.item, task, options)
-        if self._why is not None:
+        if self._stop_reason is not None:
             return Ended("cancelled", None)  # type: ignore[arg-type]
         looking = asyncio.create_task(self._tell_place())
         pacing = asyncio.create_task(self._pacer.run())
@@ -157,10 +157,10 @@ class Response:
                 return event
         return Ended("cancelled", None)  # type: ignore[arg-type]
 
-    async def stop(self, why: Why) -> None:
+    async def stop(self, reason: StopReason) -> None:
         """End it here: nothing is sent any more, and the history keeps what was heard. Returns after `response.done`."""
-        if not self.over.is_set() and self._why is None:
-            self._why, self._heard = why, self.outlet.heard if self.speaks else None
+        if not self.over.is_set() and self._stop_reason is None:
+            self._stop_reason, self._heard = reason, self.outlet.heard if self.speaks else None
             self._pacer.stop()
             self.outlet.clear()
             try:
@@ -181,10 +181,10 @@ class Response:
         reported = 0
         while self._owner.wants_omni and not self._begun:
             await asyncio.sleep(QUEUE_LOOK)
-            place = await self._dialogue.place()
-            if place != reported:
-                reported = place
-                self._owner.send({"type": "omni.queue", "response_id": self.id, "place": place})
+            position = await self._dialogue.queue_position()
+            if position != reported:
+                reported = position
+                self._owner.send({"type": "omni.queue", "response_id": self.id, "place": position})
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class Response:
         status, details = self._outcome(ended, error)
         self.status = status
         unread = self._events is not None and self._events.running is None
-        if unread and self.wanted.question is not None and is_of_the_question(error):
+        if unread and self.wanted.question is not None and is_question_error(error):
             self.wanted.question.part.refused = True
         if self._events is not None and error is None:
             await self._settle()
@@ -279,7 +279,7 @@ class Response:
     async def _settle(self) -> None:
         """Take the answer as the history has it."""
         assert self._events is not None
-        if self._why is not None:
+        if self._stop_reason is not None:
             await self._cut.wait()
         if self._events.running is None:
             self._dialogue.broke()
@@ -288,17 +288,17 @@ class Response:
             self.item.answer = await self._dialogue.settled(self._events)
         except UserError:  # the engine was lost meanwhile
             return
-        if self._why is not None and self.speaks and self.item.answer is not None:
+        if self._stop_reason is not None and self.speaks and self.item.answer is not None:
             self.item.heard = self._heard
             self._part.text = self.item.answer.text or ""
 
     def _outcome(self, ended: Ended, error: Exception | None) -> tuple[str, Event | None]:
         """Status of the response, and its details."""
-        if self._why is not None:
-            return "cancelled", {"type": "cancelled", "reason": self._why}
+        if self._stop_reason is not None:
+            return "cancelled", {"type": "cancelled", "reason": self._stop_reason}
         if error is not None:
-            cause = told_of(error)
-            return "failed", {"type": "failed", "error": {"type": cause.kind, "code": cause.code, "message": str(cause)}}
+            cause = as_protocol_error(error)
+            return "failed", {"type": "failed", "error": {"type": cause.error_type, "code": cause.code, "message": str(cause)}}
         if ended.reason in ("length", "cache"):
             return "incomplete", {"type": "incomplete", "reason": "max_output_tokens"}
         return "completed", None
@@ -326,12 +326,12 @@ class Response:
         used = self._usage
         out = used["text"] + used["audio"]
         spoken = self.wanted.question is not None and self.wanted.question.spoken
-        given = {"text_tokens": 0 if spoken else used["input"], "audio_tokens": used["input"] if spoken else 0}
+        input_details = {"text_tokens": 0 if spoken else used["input"], "audio_tokens": used["input"] if spoken else 0}
         return {
             "total_tokens": used["input"] + out,
             "input_tokens": used["input"],
             "output_tokens": out,
-            "input_token_details": {**given, "cached_tokens": 0},
+            "input_token_details": {**input_details, "cached_tokens": 0},
             "output_token_details": {"text_tokens": used["text"], "audio_tokens": used["audio"]},
         }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from infer.pcm import PCM_RATE
-from infer.serve.errors import broken, told_of
+from infer.serve.errors import as_protocol_error, broken
 from infer.serve.host import EngineHost
 from infer.serve.realtime.dialogue import closed, opened
 from infer.serve.realtime.items import ConversationItem
@@ -50,8 +50,8 @@ class Transcripts:
             try:
                 item.content[0].text = "" if item.content[0].silent else await self._text(item, name, where)
             except (UserError, ProtocolError) as error:
-                found = told_of(error)
-                failure = {"type": found.kind, "code": "transcription_failed", "message": str(found)}
+                cause = as_protocol_error(error)
+                failure = {"type": cause.error_type, "code": "transcription_failed", "message": str(cause)}
                 self._owner.send({"type": f"{name}.failed", **where, "error": failure})
                 return
             usage = {"type": "duration", "seconds": round(item.seconds, 3)}

@@ -148,7 +148,7 @@ def _end_of(task: asyncio.Task[Any]) -> tuple[int, str]:
 
 async def refuse(socket: WebSocket, error: Denied) -> None:
     """Accept a socket only to tell why it is closed: clients show events, but hide the status of a handshake."""
-    event = {"event_id": "event_refused", **ProtocolError(str(error), error.code, kind=error.kind).event()}
+    event = {"event_id": "event_refused", **ProtocolError(str(error), error.code, error_type=error.error_type).event()}
     with contextlib.suppress(*GONE):
         await socket.accept("realtime" if "realtime" in socket.scope.get("subprotocols", []) else None)
         await asyncio.wait_for(socket.send_text(json.dumps(event)), CLOSING)

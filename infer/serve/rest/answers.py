@@ -117,16 +117,16 @@ def used(turns: Sequence[Turn]) -> Used:
     return Used(text, audio, said, spoken)
 
 
-def chat_usage(found: Used) -> Event:
+def chat_usage(tokens: Used) -> Event:
     """`usage` of chat completions."""
     return {
-        "prompt_tokens": found.read,
-        "completion_tokens": found.written,
-        "total_tokens": found.read + found.written,
-        "prompt_tokens_details": {"text_tokens": found.read_text, "audio_tokens": found.read_audio, "cached_tokens": 0},
+        "prompt_tokens": tokens.read,
+        "completion_tokens": tokens.written,
+        "total_tokens": tokens.read + tokens.written,
+        "prompt_tokens_details": {"text_tokens": tokens.read_text, "audio_tokens": tokens.read_audio, "cached_tokens": 0},
         "completion_tokens_details": {
-            "text_tokens": found.written_text,
-            "audio_tokens": found.written_audio,
+            "text_tokens": tokens.written_text,
+            "audio_tokens": tokens.written_audio,
             "reasoning_tokens": 0,
         },
     }
@@ -137,21 +137,21 @@ class KeptAnswers:
 
     def __init__(self, most: int = KEPT, seconds: float = KEPT_SECONDS) -> None:
         self._most, self._seconds = most, seconds
-        self._found: OrderedDict[str, tuple[str, float, Message]] = OrderedDict()  # owner, end, answer; oldest first
+        self._answers: OrderedDict[str, tuple[str, float, Message]] = OrderedDict()  # owner, end, answer; oldest first
 
     def add(self, answer_id: str, owner: str, answer: Message) -> int:
         """Keep an answer for the owner of a key; returns when it is forgotten, in seconds since 1970."""
         end = time.time() + self._seconds
-        self._found[answer_id] = (owner, end, answer)
-        for old, (_, until, _) in list(self._found.items()):
-            if len(self._found) <= self._most and until >= time.time():
+        self._answers[answer_id] = (owner, end, answer)
+        for old, (_, until, _) in list(self._answers.items()):
+            if len(self._answers) <= self._most and until >= time.time():
                 break
-            del self._found[old]
+            del self._answers[old]
         return int(end)
 
     def find(self, answer_id: str, owner: str) -> Message | None:
         """The answer of that id; None where there is none any more, or it is another's."""
-        whose, end, answer = self._found.get(answer_id, ("", 0.0, None))
+        whose, end, answer = self._answers.get(answer_id, ("", 0.0, None))
         return answer if whose == owner and end >= time.time() else None
 
 

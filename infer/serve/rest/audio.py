@@ -60,8 +60,8 @@ async def speak(job: Job) -> Response:
     options = job.server.settings.answering.keywords()
     options["adapter"] = job.server.voices.adapter(body.voice)
     if body.form not in ("pcm", "wav"):
-        found = await job.whole(body.input, "T1A1", **options)
-        data = await asyncio.to_thread(lambda: encoded(joined(found.chunks, rate), body.form))
+        answer = await job.whole(body.input, "T1A1", **options)
+        data = await asyncio.to_thread(lambda: encoded(joined(answer.chunks, rate), body.form))
         if body.stream_format == "sse":
             return event_stream(job, _events(job, _one(data)))
         return Response(data, media_type=MEDIA[body.form])
@@ -88,8 +88,8 @@ async def _events(job: Job, pieces: AsyncIterator[bytes]) -> AsyncIterator[Event
     async for piece in pieces:
         yield {"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()}
     session = job.session
-    found = used(await asyncio.to_thread(lambda: session.turns))
-    usage = {"input_tokens": found.read, "output_tokens": found.written, "total_tokens": found.read + found.written}
+    tokens = used(await asyncio.to_thread(lambda: session.turns))
+    usage = {"input_tokens": tokens.read, "output_tokens": tokens.written, "total_tokens": tokens.read + tokens.written}
     yield {"type": "speech.audio.done", "usage": usage}
 
 
@@ -129,15 +129,15 @@ async def transcribe(job: Job) -> Response:
 
 def read_fields(form: FormData) -> TranscriptionRequest:
     """The fields of a form; ProtocolError with the place of one that cannot be."""
-    given: dict[str, Any] = {name: value for name, value in form.items() if isinstance(value, str) and value}
-    if given.get("response_format") in TIMED:
-        message = f"response_format {given['response_format']!r} tells times, which this model does not know; use json"
+    fields: dict[str, Any] = {name: value for name, value in form.items() if isinstance(value, str) and value}
+    if fields.get("response_format") in TIMED:
+        message = f"response_format {fields['response_format']!r} tells times, which this model does not know; use json"
         raise ProtocolError(message, "unsupported_value", "response_format")
-    for name in given:
+    for name in fields:
         if name.removesuffix("[]") in UNKNOWN:
             message = f"{name} asks for times, speakers or log probabilities, which this model does not know; leave it out"
             raise ProtocolError(message, "unsupported_value", name)
-    return validated(TranscriptionRequest, given)
+    return validated(TranscriptionRequest, fields)
 
 
 async def _uploaded(form: FormData) -> bytes:

@@ -53,7 +53,7 @@ class ChatRequest(BaseModel):
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=1000)]],
             Field(max_length=16),
-            BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+            BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
         ]
         | None
     ) = None
@@ -75,8 +75,8 @@ class ChatRequest(BaseModel):
     @property
     def form(self) -> str:
         """Format of the answer's sound."""
-        given = None if self.audio is None else self.audio.format
-        return given or ("pcm16" if self.stream else "wav")
+        chosen = None if self.audio is None else self.audio.format
+        return chosen or ("pcm16" if self.stream else "wav")
 
 
 class Completions:
@@ -132,17 +132,17 @@ class Completion:
         answer = await asyncio.to_thread(lambda: session.last_answer)
         return usage, self._kept.add(audio_id, self._job.owner, answer)
 
-    async def whole(self, found: Whole) -> Event:
+    async def whole(self, answer: Whole) -> Event:
         """The `chat.completion`."""
         audio_id = new_id("audio")
         usage, expires = await self._settled(audio_id)
-        message: Event = {"role": "assistant", "content": found.text, "refusal": None}
+        message: Event = {"role": "assistant", "content": answer.text, "refusal": None}
         if self._body.speaks:
-            samples = joined(found.chunks, self._rate)
+            samples = joined(answer.chunks, self._rate)
             data = base64.b64encode(await asyncio.to_thread(encoded, samples, self._body.form)).decode()
-            message["audio"] = {"id": audio_id, "data": data, "expires_at": expires, "transcript": found.text}
+            message["audio"] = {"id": audio_id, "data": data, "expires_at": expires, "transcript": answer.text}
             message["content"] = None
-        choice = {"index": 0, "message": message, "finish_reason": _finish(found.ended), "logprobs": None}
+        choice = {"index": 0, "message": message, "finish_reason": _finish(answer.ended), "logprobs": None}
         return {**self._head("chat.completion"), "choices": [choice], "usage": usage}
 
     async def chunks(self, events: AsyncIterator[Output]) -> AsyncIterator[Event]:
@@ -173,8 +173,8 @@ class Completion:
         options = self._body.stream_options
         return options is not None and bool(options.include_usage)
 
-    def _head(self, kind: str) -> Event:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._job.server.voices.model}
+    def _head(self, object_type: str) -> Event:
+        return {"id": self._id, "object": object_type, "created": self._created, "model": self._job.server.voices.model}
 
     def _chunk(self, delta: Event, finish: str | None = None) -> Event:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}

@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 
 from infer.serve.errors import AGAIN, Denied, Failure, failure_of
 from infer.serve.keys import key_of
-from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, kind_of, read_json
+from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, json_type, read_json
 from infer.serve.rest.answers import Whole, begun, whole
 from infer.serve.telemetry import LOG
 from omni.engine.client import Pace
@@ -126,13 +126,13 @@ class Job:
 
     # --- its body -----------------------------------------------------------------------------------------------------
 
-    async def read(self, kind: type[M], most: int | None = None) -> M:
+    async def read(self, model: type[M], most: int | None = None) -> M:
         """The body as JSON, of `most` bytes where that is less than any may have; ProtocolError for no JSON, or a field of the
         wrong kind."""
         body = await self._within(self._body())
         if most is not None and len(body) > most:
             raise Failure(413, f"the body has {len(body):,} bytes; at most {most:,} are taken here", "too_large")
-        return validated(kind, read_json(body))
+        return validated(model, read_json(body))
 
     async def _body(self) -> bytes:
         """All of it; ProtocolError once it is JSON that would take long to read."""
@@ -159,12 +159,12 @@ class Job:
     async def _within(self, reading: Awaitable[T]) -> T:
         """What is read of the body; the request then takes a place, or Failure where there is none."""
         try:
-            found = await asyncio.wait_for(reading, BODY_SECONDS)
+            body = await asyncio.wait_for(reading, BODY_SECONDS)
         except asyncio.TimeoutError:
             raise Failure(408, f"the body did not come within {BODY_SECONDS:g} s", "request_timeout") from None
         self._jobs.check_room(self.owner)
         self._count(self.server.requests)
-        return found
+        return body
 
     async def _receive(self) -> Any:
         if self._counted is not self._jobs.coming:
@@ -243,14 +243,14 @@ def _close(session: Any) -> None:
         session.close()
 
 
-def validated(kind: type[M], given: Any) -> M:
+def validated(model: type[M], value: Any) -> M:
     """Values as a model has them; ProtocolError with the place of the first mistake."""
-    if not isinstance(given, dict):
-        raise ProtocolError(f"the body is {kind_of(given)}; send an object")
+    if not isinstance(value, dict):
+        raise ProtocolError(f"the body is {json_type(value)}; send an object")
     try:
-        return kind.model_validate(given)
+        return model.model_validate(value)
     except ValidationError as error:
-        raise ProtocolError(*first_mistake(error, given)) from None
+        raise ProtocolError(*first_mistake(error, value)) from None
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
