@@ -88,7 +88,7 @@ def as_protocol_error(error: Exception) -> ProtocolError:
 
 def broken(text: str | None, engine: Any) -> Exception:
     """The error of an answer that broke, by its text, on this engine."""
-    if not getattr(engine, "alive", True):
+    if not engine.alive:
         return EngineLost(text)
     return ProtocolError(text or "the answer broke", "server_error", error_type="server_error")
 
