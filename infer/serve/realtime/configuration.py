@@ -7,7 +7,7 @@ temperature and task of the answers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -139,11 +139,11 @@ def updated(now: Configuration, change: Event, started: bool) -> Configuration:
         )
     if change.get("type") == "transcription" and isinstance(change.get("audio"), dict):
         change["audio"].pop("output", None)
-    merged = _merged(now.model_dump(), change)
+    changed = merged(now.model_dump(), change)
     try:
-        configuration = Configuration.model_validate(merged)
+        configuration = Configuration.model_validate(changed)
     except ValidationError as error:
-        raise ProtocolError(*first_mistake(error, merged, "session")) from None
+        raise ProtocolError(*first_mistake(error, changed, "session")) from None
     check_modalities(configuration.output_modalities, "session.output_modalities")
     _check_rates(configuration)
     return configuration
@@ -175,19 +175,20 @@ def _without_unset(change: Event) -> Event:
     return copied
 
 
-def _merged(now: Event, change: Event) -> Event:
-    """Nested dicts joined, with the change's values; turn detection of another type begins from its defaults."""
+def merged(now: Mapping[str, Any], change: Event) -> Event:
+    """Merges nested dicts: the change's values win; turn detection of another type begins from its defaults."""
     out = dict(now)
     for key, value in change.items():
         old = out.get(key)
         if key == "turn_detection" and isinstance(value, dict):
-            detection = value.get("type") or (old or {}).get("type", "server_vad")
-            base = old if old is not None and old["type"] == detection else {}
+            before = (old or {}).get("type", "server_vad")
+            detection = value.get("type") or before
+            base = old if old is not None and before == detection else {}
             out[key] = {**base, **value, "type": detection}
         elif key == "format" and isinstance(value, dict):
             out[key] = dict(value)
         elif isinstance(value, dict) and isinstance(old, dict) and key not in ("noise_reduction", "prompt"):
-            out[key] = _merged(old, value)
+            out[key] = merged(old, value)
         else:
             out[key] = value
     return out

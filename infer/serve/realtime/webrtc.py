@@ -12,7 +12,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from starlette.requests import ClientDisconnect
 
 from infer.serve.errors import Denied, Failure, failure_of
 from infer.serve.keys import LOOPBACK, Keys, Quota
+from infer.serve.realtime.configuration import merged
 from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id, read_json
 from infer.serve.realtime.rtc_sound import CallOutlet, SoundTrack, TrackListener
@@ -82,9 +83,8 @@ class CallTransport:
             self.channel.send(data.decode())
         except ValueError:  # larger than the client takes
             problem = f"an event of type {event['type']} with {len(data):,} bytes is larger than your data channel takes"
-            self.put(
-                {"event_id": new_id("event"), **ProtocolError(problem, "event_too_large", error_type="server_error").event()}
-            )
+            error = ProtocolError(problem, "event_too_large", error_type="server_error")
+            self.put({"event_id": new_id("event"), **error.event()})
 
     def end(self, reason: str) -> None:
         if not self.ending.done():
@@ -349,7 +349,7 @@ def add_calls(app: FastAPI, server: Server) -> Calls:
                 offer, session = await asyncio.wait_for(_read(request), BODY_SECONDS)
             near = request.client is not None and request.client.host in LOOPBACK
             wants_omni = request.query_params.get("omni") == "1"
-            call, answer = await calls.begin(owner, _joined(secret, session), offer, near, wants_omni)
+            call, answer = await calls.begin(owner, merged(secret, session), offer, near, wants_omni)
         except (Denied, HTTPException):
             raise
         except ClientDisconnect:
@@ -397,12 +397,3 @@ async def _read(request: Request) -> tuple[str, Event]:
 async def _text(field: UploadFile | str | None) -> str | None:
     """A form's field, which some clients send as a file."""
     return (await field.read()).decode("utf-8", "replace") if isinstance(field, UploadFile) else field
-
-
-def _joined(below: Mapping[str, Any], above: Event) -> Event:
-    """Two configurations in one: what the second does not say is as in the first."""
-    out = dict(below)
-    for key, value in above.items():
-        old = out.get(key)
-        out[key] = _joined(old, value) if isinstance(old, Mapping) and isinstance(value, dict) else value
-    return out
