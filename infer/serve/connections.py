@@ -16,9 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
 
-from infer.serve.errors import Denied
+from infer.serve.errors import Denied, as_protocol_error
 from infer.serve.keys import Quota
-from infer.serve.realtime.protocol import ProtocolError
 from infer.serve.realtime.session import POLICY
 from infer.serve.telemetry import LOG
 
@@ -162,7 +161,7 @@ class SocketConnection(PacedReading, WebSocketsSansIOProtocol):
         self._data = b""
         self.queue.put_nowait({"type": "websocket.disconnect", "code": POLICY, "reason": str(error)})
         with suppress(InvalidState):  # before it was accepted
-            self.conn.send_text(json.dumps(ProtocolError(str(error), error.code, error_type=error.error_type).event()).encode())
+            self.conn.send_text(json.dumps(as_protocol_error(error).event()).encode())
         self.conn.fail(POLICY, str(error)[:120])
         self.close_sent, self.disconnected, self.read_paused = True, True, False
         self.transport.write(b"".join(self.conn.data_to_send()))

@@ -75,6 +75,8 @@ def as_protocol_error(error: Exception) -> ProtocolError:
     """An error as its client is told; whoever caught it logs what is a fault of the server."""
     if isinstance(error, ProtocolError):
         return error
+    if isinstance(error, Failure):
+        return ProtocolError(str(error), error.code, error.param, error.error_type)
     if not isinstance(error, UserError):
         return ProtocolError(f"the server failed ({type(error).__name__})", "server_error", error_type="server_error")
     if str(error).startswith(OURS):
@@ -82,8 +84,7 @@ def as_protocol_error(error: Exception) -> ProtocolError:
     if isinstance(error, RoomError):
         message = f"instructions, {str(error).partition(':')[0]}: shorten instructions, history or question"
         return ProtocolError(message, "context_length_exceeded")
-    failure = failure_of(error)
-    return ProtocolError(str(failure), failure.code, failure.param, failure.error_type)
+    return as_protocol_error(failure_of(error))
 
 
 def broken(text: str | None, engine: Any) -> Exception:

@@ -280,7 +280,7 @@ class SessionBounds:
         try:
             self._usage.count(**came)
         except Denied as error:
-            self._session.send(ProtocolError(str(error), error.code, error_type=error.error_type).event())
+            self._session.send(as_protocol_error(error).event())
             raise Closed(POLICY, str(error)) from None
 
     async def watch(self) -> None:
