@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from infer.options import DEFAULT_MODEL, LocalOptions
+from omni.audio.io import SAMPLE_RATE
 from omni.checkpoint.folder import load_codec_of, read_config, stored_dtype
 from omni.checkpoint.places import WEIGHTS
 from omni.edit.storage import load_edits
@@ -21,6 +22,9 @@ from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.utils.hardware import find_dtype, multiplies_bf16
+
+if TYPE_CHECKING:
+    from omni.engine.process import EngineProcess
 
 SMALL_MODEL = 64 << 20
 """Bytes of weights below which one thread is as fast as several: each operation of a step then takes microseconds,
@@ -96,6 +100,13 @@ def serving_dtype(name: str | None, device: torch.device, folder: str) -> torch.
     if device.type == "cuda":
         return torch.bfloat16 if stored == torch.float32 else None
     return torch.float32 if device.type == "cpu" and stored == torch.bfloat16 and is_small(folder) else None
+
+
+def warm_up(lm: SpeechLM | EngineProcess) -> None:
+    """Answer once, so that the first person does not wait for what is compiled or packed with the first question."""
+    noise = 0.1 * torch.randn(SAMPLE_RATE, generator=torch.Generator().manual_seed(0))
+    with lm.session(max_seconds=0.5, max_tokens=8, pace="whole") as session:
+        session.ask(noise, "A1T2" if lm.codec is None else "A1A2").answer()
 
 
 @contextmanager

@@ -8,14 +8,13 @@ from queue import SimpleQueue
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from infer.chat.devices import find_device, load_sounddevice, show_devices
 from infer.chat.questions import PressedQuestions, QuestionFinder, VoiceQuestions
 from infer.chat.streams import Loudspeaker, MicrophoneInput
 from infer.chat.talk import ChatFolder, Lost, MicrophoneBlock, SpokenChat
 from infer.chat.terminal import ChatScreen, interruptions, keys
-from infer.loading import cpu_threads, load
+from infer.loading import cpu_threads, load, warm_up
 from infer.options import ChatOptions
 from infer.pcm import PCM_RATE
 from infer.turns.detector import PADDING, Eagerness, SemanticVad, ServerVad
@@ -105,12 +104,6 @@ def transcriber(lm: SpeechLM, beside: dict[str, Any]) -> Callable[[np.ndarray], 
         return answer.text
 
     return transcribe
-
-
-def warm_up(lm: SpeechLM) -> None:
-    """Answer once, so that the first question does not wait for what is compiled or packed with it."""
-    noise = torch.randn(PCM_RATE, generator=torch.Generator().manual_seed(0)) / 10
-    lm.generate(noise, sample_rate=PCM_RATE, max_seconds=0.5)
 
 
 def welcome(options: ChatOptions) -> str:

@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import uvicorn
 import uvloop
 
 from infer.checks import read_adapters
-from infer.loading import is_small, missing_package, serving_dtype
+from infer.loading import is_small, missing_package, serving_dtype, warm_up
 from infer.options import DEFAULT_MODEL, ServeOptions
 from infer.serve.app import create_app
 from infer.serve.connections import HttpConnection, SocketConnection, most_connections
@@ -81,14 +80,6 @@ def start_engine(model: str, options: ServeOptions) -> EngineProcess:
     engine.call("engine.measure")
     warm_up(engine)
     return engine
-
-
-def warm_up(engine: EngineProcess) -> None:
-    """Answer once, so that the first person does not wait for what is compiled or packed with the first question."""
-    noise = np.random.default_rng(0).normal(0, 0.1, 16_000).astype(np.float32)
-    task = "A1T2" if engine.codec is None else "A1A2"
-    with engine.session(max_seconds=0.5, max_tokens=8, pace="whole") as session:
-        session.ask(noise, task).answer()
 
 
 def settings_of(model: str, options: ServeOptions) -> ServeSettings:
