@@ -174,19 +174,17 @@ class FirstAudio(NamedTuple):
 
 def first_audio(lm: SpeechLM, sound: Tensor, text_assist: bool, repeat: int) -> FirstAudio:
     """The run with the median total, of `repeat` runs after one to warm up."""
-    runs, codec = [_first_audio(lm, sound, text_assist) for _ in range(repeat + 1)][1:], lm.codec
-    total, timings = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
+    runs, codec = list[tuple[float, Timings]](), lm.codec
+    for _ in range(repeat + 1):
+        with lm.session(text_assist=text_assist) as session:
+            synchronize(lm.model.device)
+            runs.append(first_sound(session, sound))
+    total, timings = sorted(runs[1:], key=lambda run: run[0])[repeat // 2]
     assert codec is not None
     frames = next(n for n in range(1, 100) if codec.exact_samples(n) > 0)
     alone = min(codec_alone(lm, frames), total - timings.prefill)
     parts = timings.encode, timings.prefill - timings.encode, total - timings.prefill - alone, alone
     return FirstAudio(total, *parts, columns=frames - 1 + lm.layout.max_delay)  # the prefill writes the first column
-
-
-def _first_audio(lm: SpeechLM, sound: Tensor, text_assist: bool) -> tuple[float, Timings]:
-    with lm.session(text_assist=text_assist) as session:
-        synchronize(lm.model.device)
-        return first_sound(session, sound)
 
 
 def first_sound(session: Session, question: Any) -> tuple[float, Timings]:
