@@ -167,7 +167,7 @@ def follow(
 def report(
     task: Task, question: Pending, text: str, file: str | None, figures: Figures, ended: Ended, warnings: Sequence[str]
 ) -> dict[str, Any]:
-    """What `--json` prints of a turn; of one that was cancelled, what was delivered before."""
+    """The JSON object of a turn; of a cancelled one, with what was delivered before."""
 
     def milliseconds(seconds: float | None) -> float | None:
         return None if seconds is None else round(seconds * 1e3, 1)

@@ -118,8 +118,8 @@ class PipeReader:
             self._changed.notify_all()
 
     def heard(self, session: Session, task: Task) -> Listening | None:
-        """What a session has heard of it, once it has ended; None for what is decoded whole, or is wrong (`take` says so).
-        UserError as soon as it is too long."""
+        """Pushes the samples to a session as they come; returns its listening once the pipe has ended. None for a form that is
+        decoded whole, or a mistake that `take` raises. UserError as soon as it is too long."""
         form, listening = self._form(), None
         if form is None:
             return None

@@ -1,4 +1,4 @@
-"""Samples: in a queue, as 16-bit numbers and G.711, and at another rate while they still come.
+"""Samples: queued, as 16-bit PCM and G.711, and resampled while they come.
 
 S samples, float32 within -1 to 1.
 """
@@ -66,7 +66,7 @@ class Resampler:
         self._filter = None if rate == new_rate else _resampling(rate, new_rate)
 
     def push(self, samples: np.ndarray) -> np.ndarray:
-        """What is known after more samples."""
+        """Takes samples [S]; returns those that are ready at the new rate."""
         if self._filter is None or not len(samples):
             return samples
         frame = AudioFrame.from_ndarray(np.ascontiguousarray(samples, dtype=np.float32)[None], format="fltp", layout="mono")

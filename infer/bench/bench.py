@@ -241,7 +241,7 @@ def weights_of_a_step(lm: SpeechLM) -> list[Tensor]:
 
 
 def readings(weights: Sequence[Tensor]) -> dict[str, Callable[[], Any]]:
-    """What reads all bytes of matrices once, by the way; they lie together, so that the launch of kernels does not count."""
+    """Readers, by name, of as many bytes as the matrices have, in one block, so that kernel launches do not count."""
     device, size = weights[0].device, sum(w.nbytes for w in weights)
     dtype = weights[0].dtype if weights[0].is_floating_point() else torch.float32  # whole numbers have none of these ways
     count = size // dtype.itemsize // 1024

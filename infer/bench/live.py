@@ -177,7 +177,7 @@ def random_folder(folder: str, config: ModelConfig, dtype: torch.dtype) -> Speec
 
 @dataclass(frozen=True)
 class LiveFigures:
-    """What a number of sessions gave. Times in seconds; CPU in shares of one core."""
+    """Figures of one number of sessions. Times in seconds; CPU in shares of one core."""
 
     loop: Literal["closed", "nonstop"]  # people, or rows that speak all the time
     sessions: int

@@ -32,7 +32,7 @@ BARGE = (0.25, 0.75)  # when somebody interrupts: parts of the longest answer, f
 
 @dataclass
 class PlayedAudio:
-    """What the listeners of a load noted while it was measured: seconds, and numbers; see `LiveFigures`.
+    """Times (seconds) and counts that the listeners of a load noted while it was measured; see `LiveFigures`.
 
     A chunk is due when what came before it has played; the listener waits for one that is late, and later ones are due later.
     """
@@ -48,7 +48,7 @@ class PlayedAudio:
 
 @dataclass(frozen=True)
 class Manner:
-    """How people talk: all ask `question`, [S] at 16 kHz, and interrupt a share of the answers.
+    """The workload: all people ask `question`, [S] at 16 kHz, and interrupt a share of the answers.
 
     Those who talk nonstop ask again as soon as an answer is written: they do not speak in real time, hear it out, or pause.
     """
@@ -94,7 +94,7 @@ class LiveLoad:
             person.result()
 
     def note(self, name: str, value: float | None = None) -> None:
-        """Counts one of a kind, or adds a value to a list, while something is measured."""
+        """Counts one in a field of `PlayedAudio`, or appends a value to it, while something is measured."""
         with self._noting:
             if self.heard is not None and value is None:
                 setattr(self.heard, name, getattr(self.heard, name) + 1)
@@ -106,7 +106,7 @@ class LiveLoad:
         return await asyncio.get_running_loop().run_in_executor(self._calls, function, *args)
 
     async def close(self) -> None:
-        """Lets all go."""
+        """Ends all people, and closes their sessions."""
         self.over = True
         for person in self._people:
             person.cancel()

@@ -71,8 +71,8 @@ def chat(options: ChatOptions) -> bool:
 
 
 def eagerness_of(options: ChatOptions, lm: SpeechLM) -> Eagerness | None:
-    """With which the model ends questions; None where a key or silence does. UserError where the model is to and has no turn
-    head."""
+    """The eagerness of the model's turn head; None where a key or silence ends questions. UserError where the option asks for
+    a turn head and the model has none."""
     judges = lm.config.turn and lm.config.encoder.chunk_samples is not None
     if options.push_to_talk or options.eagerness == "silence" or (options.eagerness == "auto" and not judges):
         return None
@@ -85,7 +85,7 @@ def eagerness_of(options: ChatOptions, lm: SpeechLM) -> Eagerness | None:
 
 
 def question_finder(options: ChatOptions, most: float, eagerness: Eagerness | None) -> QuestionFinder:
-    """What finds the questions, of at most that many seconds."""
+    """Finds questions by key or voice activity, each of at most `most` seconds."""
     if options.push_to_talk:
         return PressedQuestions(most)
     settings: ServerVad | SemanticVad = ServerVad(threshold=options.threshold, silence_duration_ms=options.silence_duration_ms)
@@ -107,7 +107,7 @@ def transcriber(lm: SpeechLM, beside: dict[str, Any]) -> Callable[[np.ndarray], 
 
 
 def welcome(options: ChatOptions) -> str:
-    """What to do, and who hears whom."""
+    """The line of instructions at the start."""
     leave = "Ctrl-C stops an answer, twice (or Ctrl-D) leaves"
     if options.push_to_talk:
         return f"Enter begins and ends a question; {leave}"

@@ -49,7 +49,7 @@ REASONS = {
     "silence": "the answer was ended by its silence; see --max_silence",
     "cache": "the answer was cut: the conversation fills the model's context; see --context",
 }
-"""What is said of an answer that the model did not end."""
+"""Notes on an answer that the model did not end, by the reason of its end."""
 
 DEAD = 3.0  # seconds of zeros after which the microphone is said to be muted
 

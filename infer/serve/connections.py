@@ -86,7 +86,7 @@ class HttpConnection(PacedReading, H11Protocol):
             oldest.transport.abort()
 
     def _look(self) -> None:
-        """Whether it waits for a head."""
+        """Starts the deadline of a request's head where the connection is idle, or ends it."""
         busy = self not in self.connections or (self.cycle is not None and not self.cycle.response_complete)
         if busy and self._deadline is not None:
             self._deadline.cancel()
@@ -137,7 +137,7 @@ class SocketConnection(PacedReading, WebSocketsSansIOProtocol):
             super().handle_events()
 
     def _within(self, frames: int = 0, bytes: int = 0) -> bool:
-        """Whether it may bring that; it is ended otherwise."""
+        """Counts frames and bytes; returns whether they are within the quota, and ends the connection otherwise."""
         try:
             self._usage.count(frames=frames, bytes=bytes)
         except Denied as error:

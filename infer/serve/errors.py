@@ -1,4 +1,4 @@
-"""What a client is told of an error: whose mistake it is, what to do, and OpenAI's forms of it."""
+"""Turns errors into those that a client gets: whose mistake it is, what to do, and OpenAI's forms of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omni.errors import RoomError, UserError
 AGAIN = 2  # seconds after which a request that found no room may come again
 
 OURS = ("this engine ", "this session ")
-"""How errors of the engine begin that are about itself, and not about what it was given."""
+"""Beginnings of the engine's errors that are about itself, and not about its input."""
 
 
 class Failure(Exception):
@@ -48,7 +48,7 @@ class Failure(Exception):
 
 
 class Denied(Failure):
-    """Whoever asks may not, or has used up what a client may."""
+    """A request without permission, or over a quota."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         error_type = {429: "rate_limit_exceeded", 503: "server_error"}.get(status, "invalid_request_error")
@@ -56,7 +56,7 @@ class Denied(Failure):
 
 
 def failure_of(error: Exception) -> Failure:
-    """What a client is told of an error; one that is a fault of the server is logged."""
+    """The HTTP failure of an error; a fault of the server is logged."""
     if isinstance(error, Failure):
         return error
     if isinstance(error, ProtocolError):
@@ -72,7 +72,7 @@ def failure_of(error: Exception) -> Failure:
 
 
 def as_protocol_error(error: Exception) -> ProtocolError:
-    """An error as its client is told; whoever caught it logs what is a fault of the server."""
+    """The Realtime error of an exception; the caller logs a fault of the server."""
     if isinstance(error, ProtocolError):
         return error
     if isinstance(error, Failure):
@@ -95,7 +95,7 @@ def broken(text: str | None, engine: Any) -> Exception:
 
 
 def is_question_error(error: Exception | None) -> bool:
-    """Whether an error that came while a question was read says that no answer can ever be had to it."""
+    """Whether an error of reading a question means that the model can never answer it."""
     if not isinstance(error, UserError) or isinstance(error, EngineLost):
         return False
     return as_protocol_error(error).code == "invalid_value"

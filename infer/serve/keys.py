@@ -1,4 +1,4 @@
-"""Who may connect: keys, short-lived client secrets, origins, and what one key may use.
+"""Access: keys, short-lived client secrets, origins, and quotas of keys.
 
 A key comes in the `Authorization` header, or, from a browser, in the WebSocket's subprotocol `openai-insecure-api-key.KEY`.
 A client secret is signed and kept nowhere: each server that has the same keys knows it.
@@ -44,14 +44,14 @@ def is_local(host: str) -> bool:
 
 
 class Allowance:
-    """So much may be used at once, and it comes again evenly within a number of seconds (a token bucket)."""
+    """A token bucket that holds `most` and is refilled evenly within `seconds`."""
 
     def __init__(self, most: float, seconds: float, unit: str, code: str = "rate_limit_exceeded") -> None:
         self._most, self._rate, self._at, self._left = most, most / seconds, monotonic(), most
         self._denied = 429, code, f"more than {most:,.0f} {unit}; wait"
 
     def use(self, amount: float, denies: bool) -> None:
-        """Use some of it; where there is not enough all that is left, or Denied where it `denies`."""
+        """Take an amount, or all that is left; with `denies`, Denied where that is not enough."""
         now = monotonic()
         self._left, self._at = min(self._left + (now - self._at) * self._rate, self._most), now
         if denies and amount > self._left:
@@ -60,7 +60,7 @@ class Allowance:
 
 
 class Quota:
-    """What one connection brings, with its session, or all of a `key`: the one place that counts it."""
+    """Counts frames, bytes, events and seconds of sound of one connection with its session, or of all of a `key`."""
 
     def __init__(self, limits: ServerLimits, key: bool = False) -> None:
         events, seconds = limits.key_events, limits.key_audio_seconds
@@ -74,7 +74,7 @@ class Quota:
         }
 
     def count(self, denies: bool = True, **amounts: float) -> None:
-        """Count what came; Denied where it is too much, unless others deny it."""
+        """Count amounts by name; with `denies`, Denied for more than the quota."""
         for name, amount in amounts.items():
             self._left[name].use(amount, denies)
 
@@ -107,7 +107,7 @@ def read_keys(path: str | Path) -> tuple[str, ...]:
 
 
 class Keys:
-    """The keys of a server, none where everybody may connect, and what they have used."""
+    """The keys of a server, none where everybody may connect, with their usage and sessions."""
 
     def __init__(self, keys: Iterable[str], limits: ServerLimits) -> None:
         self._keys = {_digest(key): f"key-{number}" for number, key in enumerate(keys, 1)}

@@ -133,7 +133,7 @@ class Uvicorn(uvicorn.Server):
 
 
 def configured(app: Any, certificate: str | None = None, private_key: str | None = None) -> uvicorn.Config:
-    """How the application is served."""
+    """The configuration of uvicorn for the application."""
     connections = app.state.server.settings.limits.connections
     return uvicorn.Config(
         app,

@@ -32,7 +32,7 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class Answering:
-    """How answers are made."""
+    """Options of answers."""
 
     temperature: float = 0.0
     top_k: int = 0

@@ -33,7 +33,7 @@ ENGINE: dict[str, tuple[str, Callable[[EngineStats], float | None]]] = {
     "step_p50_seconds": ("Median of the newest steps", lambda stats: stats.step.p50),
     "first_audio_p95_seconds": ("95th percentile of the newest answers' first sound", lambda stats: stats.first_audio.p95),
 }
-"""What is told of the engine."""
+"""Gauges of the engine: help text, and how the value is read from its figures; None where it is unknown."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -65,10 +65,10 @@ class SessionLog(logging.LoggerAdapter[logging.Logger]):
 
 
 def quieted(record: logging.LogRecord) -> bool:
-    """Whether a record of uvicorn's is worth a line, which it makes short: any client can cause some of its errors at will.
+    """Filters uvicorn's records, some of which any client can cause at will; returns whether one is logged.
 
-    A text that is no UTF-8 is a warning without a traceback; a WebSocket that was refused with a status of HTTP, which uvicorn
-    takes for one that was forgotten, is nothing.
+    A text that is not UTF-8 becomes a warning without a traceback; a WebSocket refused by an HTTP status, which uvicorn
+    takes for an unfinished handshake, is dropped.
     """
     text = record.getMessage()
     if text.startswith("Invalid UTF-8"):

@@ -125,8 +125,8 @@ class Voices:
 
 
 def updated(now: Configuration, change: Event, started: bool) -> Configuration:
-    """The configuration with the given parts changed; the type stays once the session has `started`. ProtocolError with the
-    place of a value that cannot be."""
+    """The configuration with a change applied; the type stays once the session has `started`. ProtocolError names the field
+    of a bad value."""
     change = _without_unset(change)
     beta = [key for key in BETA if key in change]
     if beta:
@@ -235,7 +235,7 @@ def shown(now: Configuration, voices: Voices, session_id: str, expires_at: int) 
 
 
 def ignored(change: Event, accepted: Event, prefix: str = "") -> list[str]:
-    """Places in a change that change nothing here: the session as it is told afterwards does not have them so."""
+    """Paths of a change's fields that have no effect: the session `accepted` has other values there."""
     paths: list[str] = []
     for key, value in change.items():
         now = accepted.get(key)

@@ -23,7 +23,7 @@ from omni.generate.answer_stream import AnswerStream
 from omni.generate.messages import Message
 
 BAD_MESSAGE = re.compile(r"history: message (\d+)\b")
-"""What the engine says of a history: the number of the message that it cannot take."""
+"""The engine's error about a history: the number of the message that it cannot take."""
 
 Mark = tuple[str, int, str | None, int]
 """Identifies a turn: the question's item and part, and its answer's item and version (None and 0 for one without)."""
@@ -169,7 +169,7 @@ class Dialogue:
         return rate
 
     async def queue_position(self) -> int:
-        """Place of the last question among those that wait for room, from 1; 0 where it does not wait."""
+        """Position of the last question among those that wait for room, from 1; 0 where it does not wait."""
         position: int = await asyncio.to_thread(lambda: self._session.place) if self._session is not None else 0
         return position
 
@@ -218,7 +218,7 @@ class Dialogue:
             await closed(session)
 
     async def close(self) -> None:
-        """End it; a lost engine is none of its concern."""
+        """Close the engine's session, also of a lost engine."""
         async with self._lock:
             try:
                 await self._drop()

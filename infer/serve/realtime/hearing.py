@@ -1,4 +1,4 @@
-"""What a session hears: its input buffer, voice activity, and the turns that these make."""
+"""The input of a session: its buffer, voice activity, and the turns found in it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SessionInput:
         self._listen()
 
     def _listen(self) -> None:
-        """Give the engine what surely belongs to the present turn."""
+        """Pass the sound that surely belongs to the present turn to the engine and to partial transcripts."""
         detector, buffer = self._detector, self.buffer
         if not buffer.seconds or (detector is not None and not detector.speaking):
             return
@@ -95,7 +95,7 @@ class SessionInput:
         return self._detector.voiced + self._owner.settings.padding - 0.001  # less a rounding
 
     def _so_far(self) -> Any:
-        """The present turn as a question: what was heard of it, or where it is not listened to, its sound."""
+        """The present turn as a question: the engine's listening, or else its sound; None where it is too short or too long."""
         if self._turn is not None and (heard := self._turn.so_far()) is not None:
             return heard
         sound = self.buffer.part(None if self._detector is None else self._begins, 0, self._sure)

@@ -1,4 +1,4 @@
-"""The sound that a client has sent and that is no item yet, and what of it the engine hears while somebody speaks."""
+"""The sound that a client has sent and not yet committed, and the part that the engine hears while somebody speaks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class InputBuffer:
         return np.concatenate([np.zeros(0, np.int16), *reversed(pieces)])
 
     def whole(self) -> None:
-        """The client says that its sound ends here: what comes next begins with a whole sample."""
+        """Drop the first half of a sample: the next bytes begin with a whole one."""
         self._half = b""
 
     def clear(self) -> None:
@@ -112,7 +112,7 @@ class InputBuffer:
 
 
 class TurnSound:
-    """The sound of one turn; `over`: it is listened to no more.
+    """The engine's listening to the sound of one turn; `over`: it has ended, or was never possible.
 
     Args:
         listen: makes the engine's listening (`omni.generate.listening.Listening`) for the conversation.
@@ -127,7 +127,7 @@ class TurnSound:
 
     @property
     def frames(self) -> TurnFrames | None:
-        """What the model's turn head says of its frames; None where it is not asked."""
+        """The turn head's probabilities by frame; None where the turn is not listened to."""
         listening = self._listening
         return None if listening is None or self.over else listening.turn
 
@@ -141,12 +141,12 @@ class TurnSound:
             await self.drop()
 
     def so_far(self) -> AudioSoFar | None:
-        """What was heard of it by now, as a question; None where it is not listened to."""
+        """The turn so far, as a question; None where it is not listened to."""
         return None if self._listening is None or self.over else self._listening.so_far()
 
     def follow(self, buffer: InputBuffer, first: float | None, last: float) -> None:
-        """Give what the buffer has of the turn, which begins at second `first` of the input (None for the buffer's first), and
-        to which all before second `last` surely belongs. The turn head also hears what came since."""
+        """Pushes new samples of the turn from the buffer: from second `first` of the input (None for the buffer's first) to
+        second `last`, before which all surely belongs to it. The turn head also peeks at what came since."""
         if self._listening is None or self.over:
             return
         if len(samples := buffer.part(first, self._count, last)) >= PIECE * PCM_RATE:
@@ -170,7 +170,7 @@ class TurnSound:
         return not self.over
 
     def heard(self, session: Any, sound: np.ndarray) -> Any:
-        """What a session has heard of the committed sound [S], with the rest of it; None where it has not listened to it."""
+        """The session's listening to the committed sound [S], with the rest pushed; None where it heard other sound or none."""
         listening = self._listening
         if listening is None or self.over or listening.session is not session:
             return None
@@ -181,7 +181,7 @@ class TurnSound:
         return None if self.over else listening
 
     async def drop(self) -> None:
-        """It was no question."""
+        """Drop the listening: the sound was no question."""
         self.over = True
         listening, self._listening = self._listening, None
         if listening is not None:

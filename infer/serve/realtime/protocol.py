@@ -27,7 +27,7 @@ SHORT = reprlib.Repr()
 SHORT.maxlevel, SHORT.maxstring = 0, 80  # it looks at the beginning of a value alone, however large that is
 
 LOST = "the engine was lost and is started again; ask again in some seconds"
-"""What clients are told where the engine's process has ended; the log has the rest."""
+"""Message to clients when the engine's process has ended; the log has the cause."""
 
 
 class ProtocolError(Exception):
@@ -142,7 +142,7 @@ TYPES = tuple(model.model_fields["type"].annotation.__args__[0] for model in Cli
 
 def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
     """Read one message of a client: its event, and the id that the client gave it; ProtocolError for no JSON, no object, an
-    unknown type, or a field of the wrong kind."""
+    unknown type, or a field of the wrong type."""
     check_costly(text)
     message = read_json(text, "the message")
     if not isinstance(message, dict):
@@ -160,7 +160,7 @@ def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
 
 
 def check_costly(text: Any, left: int = COSTLY) -> int:
-    """How many signs are left after this piece of JSON (text or bytes); ProtocolError where it has more than may be."""
+    """Counts the signs `{`, `[` and `,` in JSON (text or bytes); returns how many are left. ProtocolError beyond `left`."""
     for sign in ("{", "[", ",") if isinstance(text, str) else (b"{", b"[", b","):
         index = text.find(sign)
         while index >= 0:
@@ -171,7 +171,7 @@ def check_costly(text: Any, left: int = COSTLY) -> int:
 
 
 def read_json(data: str | bytes, name: str = "the body", param: str | None = None) -> Any:
-    """The value of a JSON text; ProtocolError where it is none, with the place where that is known."""
+    """The value of a JSON text; ProtocolError where it is none, with line and column."""
     try:
         return json.loads(data, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
@@ -194,8 +194,8 @@ def _finite(text: str) -> float:
 
 
 def first_mistake(error: ValidationError, values: Any = None, under: str = "") -> tuple[str, str, str]:
-    """Message, code and field of the first mistake that pydantic found in what was `given` under a name; of the place, only
-    what was given is told, and no names of pydantic's own."""
+    """Message, code and field of pydantic's first error in `values`, which lie `under` a name; the field is a path through the
+    values, without pydantic's own names."""
     mistake = error.errors(include_url=False, include_input=True)[0]
     missing = mistake["type"] == "missing"
     parts = mistake["loc"] if values is None else _own(mistake["loc"], values, missing)
@@ -205,7 +205,7 @@ def first_mistake(error: ValidationError, values: Any = None, under: str = "") -
 
 
 def _own(parts: Sequence[int | str], values: Any, missing: bool) -> list[int | str]:
-    """The parts of a place that lead through what was given, and the field that is missing there; not those of unions."""
+    """The parts of a pydantic location that lead through the values, with a missing field at its end; not those of unions."""
     own: list[int | str] = []
     for number, part in enumerate(parts, 1):
         if (isinstance(values, dict) and part in values) or (isinstance(values, list) and isinstance(part, int)):
@@ -227,7 +227,7 @@ def filled(values: Event) -> Event:
 
 
 def json_type(value: Any) -> str:
-    """What a value is, such as `a list`."""
+    """The JSON type of a value in words, such as `a list`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -237,5 +237,5 @@ def json_type(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for an error: short ones themselves, and of others what they are."""
+    """A value in an error message: a text or number itself, of others the JSON type."""
     return repr(value)[:60] if isinstance(value, (str, int, float)) and not isinstance(value, bool) else json_type(value)

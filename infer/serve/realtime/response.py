@@ -36,7 +36,7 @@ QUEUE_LOOK = 0.5  # seconds between two looks at the place of a question that wa
 
 @dataclass
 class Wanted:
-    """What one response is to be."""
+    """The request of one response."""
 
     configuration: Configuration  # the session's, with what `response.create` changed
     before: Sequence[DialogueTurn]
@@ -173,7 +173,7 @@ class Response:
         await self.over.wait()
 
     def silence(self) -> None:
-        """Send nothing more: nobody is there."""
+        """Send nothing more: the client is gone."""
         self._pacer.stop()
 
     async def _tell_place(self) -> None:

@@ -1,4 +1,4 @@
-"""The responses of a session: what asks for them, what interrupts them, and what of them is kept."""
+"""The responses of a session: how they begin, are interrupted, and are cut in the history."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Responses:
             self.last.outlet.duck(on)
 
     async def interrupt(self, reason: StopReason = "turn_detected") -> None:
-        """What plays ends, because somebody speaks or the client asks, and the history is cut to what was heard."""
+        """Stops the answer that plays, and cuts the history to what was heard of it."""
         response = self.last
         if response is None:
             return
@@ -193,7 +193,7 @@ class Responses:
         item.content[0].text = item.answer.text or ""
 
     def silence(self) -> None:
-        """Send nothing more of any: nobody is there."""
+        """Send nothing more of any response: the client is gone."""
         for response in (self.last, *self._beside):
             if response is not None:
                 response.silence()

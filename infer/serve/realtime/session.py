@@ -247,7 +247,7 @@ HANDLERS: dict[str, Callable[[RealtimeSession, Any], Coroutine[Any, Any, None]]]
     "response.cancel": lambda session, event: session.responses.cancel(event),
     "output_audio_buffer.clear": lambda session, event: session.responses.clear_output(event),
 }
-"""What does a client's event, by its type."""
+"""Handlers of a client's events, by type."""
 
 
 def remembered(config: ModelConfig) -> float:

@@ -24,7 +24,7 @@ RESTART, TRY_AGAIN, INTERNAL = 1012, 1013, 1011
 """Close codes of WebSockets: the server ends, connect again; another server, or later; a fault."""
 
 GONE = (WebSocketDisconnect, RuntimeError, OSError, asyncio.TimeoutError)
-"""What a socket raises whose client has gone, or does not take what is sent."""
+"""Errors of a socket whose client has gone, or does not read."""
 
 CLOSING = 5.0  # seconds that a client has to take its last events
 

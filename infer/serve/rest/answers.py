@@ -91,7 +91,7 @@ async def whole(answer: AnswerStream) -> Whole:
 
 @dataclass(frozen=True)
 class Used:
-    """Tokens of a conversation, ids of text and positions of sound: read up to its last question, and written in its last
+    """Token counts of a conversation (ids of text, positions of sound): read up to the last question, written in the last
     answer."""
 
     read_text: int = 0
@@ -109,7 +109,7 @@ class Used:
 
 
 def used(turns: Sequence[Turn]) -> Used:
-    """What the last turn used; `turns` of the engine's session."""
+    """The tokens of the last of a session's turns."""
     text = audio = said = spoken = 0
     for turn in turns:
         text, audio = text + said + len(turn.system) + len(turn.question), audio + spoken + turn.features

@@ -128,7 +128,7 @@ async def transcribe(job: Job) -> Response:
 
 
 def read_fields(form: FormData) -> TranscriptionRequest:
-    """The fields of a form; ProtocolError with the place of one that cannot be."""
+    """The fields of a form; ProtocolError names one with a bad value."""
     fields: dict[str, Any] = {name: value for name, value in form.items() if isinstance(value, str) and value}
     if fields.get("response_format") in TIMED:
         message = f"response_format {fields['response_format']!r} tells times, which this model does not know; use json"

@@ -124,7 +124,7 @@ class Completion:
         return chat.question, task, {**options, "history": chat.history(), "overflow": "forget"}
 
     async def _settled(self, audio_id: str) -> tuple[Event, int]:
-        """What the answer used, and when its sound is forgotten (0 for one without); it has ended."""
+        """The usage of an answer that has ended, and when its sound expires, in seconds since 1970 (0 without sound)."""
         session = self._job.session
         usage = chat_usage(used(await asyncio.to_thread(lambda: session.turns)))
         if not self._body.speaks:

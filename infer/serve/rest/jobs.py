@@ -128,7 +128,7 @@ class Job:
 
     async def read(self, model: type[M], most: int | None = None) -> M:
         """The body as JSON, of `most` bytes where that is less than any may have; ProtocolError for no JSON, or a field of the
-        wrong kind."""
+        wrong type."""
         body = await self._within(self._body())
         if most is not None and len(body) > most:
             raise Failure(413, f"the body has {len(body):,} bytes; at most {most:,} are taken here", "too_large")
@@ -157,7 +157,7 @@ class Job:
             await form.close()
 
     async def _within(self, reading: Awaitable[T]) -> T:
-        """What is read of the body; the request then takes a place, or Failure where there is none."""
+        """Awaits the body, and counts the request among those under way; Failure after `BODY_SECONDS`, or without room."""
         try:
             body = await asyncio.wait_for(reading, BODY_SECONDS)
         except asyncio.TimeoutError:
@@ -212,7 +212,7 @@ class Job:
         return await self.while_connected(work())
 
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the work returns; where the client goes away meanwhile it is cancelled, and ClientDisconnect is raised."""
+        """Awaits work and returns its result; cancels it and raises ClientDisconnect where the client goes away meanwhile."""
         doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone())
         try:
             await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -244,7 +244,7 @@ def _close(session: Any) -> None:
 
 
 def validated(model: type[M], value: Any) -> M:
-    """Values as a model has them; ProtocolError with the place of the first mistake."""
+    """Validates a JSON value by a pydantic model; ProtocolError names the first field that is wrong."""
     if not isinstance(value, dict):
         raise ProtocolError(f"the body is {json_type(value)}; send an object")
     try:

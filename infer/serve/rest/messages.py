@@ -60,7 +60,7 @@ class ChatTurn:
 
 @dataclass(frozen=True)
 class Chat:
-    """What messages say: the turns before, what is to be answered, texts of system messages, and the seconds of all sound."""
+    """The content of a request: earlier turns, the question, the texts of system messages, and the seconds of all sound."""
 
     before: Sequence[ChatTurn]
     question: str | Tensor
@@ -84,11 +84,11 @@ class MessageReader:
         self._turns: list[ChatTurn] = []
         self._system: list[str] = []
         self._characters, self._seconds = 0, 0.0
-        self._empty = self._mixed = ""  # place of the user's last message where it has nothing, or text and sound
+        self._empty = self._mixed = ""  # field of the user's last message where it is empty, or has text and sound
 
     def read(self, messages: Sequence[Any]) -> Chat:
-        """What the messages say. Each sound, and the text of each message, is a turn; answers without a question, and messages
-        of tools, are left out. It decodes sound: a thread should do it. ProtocolError with the place of what cannot be read."""
+        """Reads all messages, and decodes their sound (call it in a thread). Each sound, and the text of each message, is a
+        turn; answers without a question, and messages of tools, are skipped. ProtocolError names the field that is wrong."""
         for number, message in enumerate(messages):
             self._message(message, f"messages.{number}")
         if not self._turns or self._turns[-1].answer is not None:
@@ -188,12 +188,12 @@ def _named(values: dict[str, Any], name: str, param: str, way: str, known: Seque
 
 
 async def in_decoder(work: Callable[..., T], *arguments: Any) -> T:
-    """What a function that decodes sound returns. Of all requests two run at once: the memory that decoding takes is theirs."""
+    """Runs a function that decodes sound in one of two threads for all requests, which bounds the memory of decoding."""
     return await asyncio.get_running_loop().run_in_executor(_DECODERS, work, *arguments)
 
 
 def decoded(data: bytes, longest: float, param: str) -> Tensor:
-    """Samples [S] at 16 kHz of a sound file's bytes; ProtocolError with the place where it is none that is read here, is cut,
+    """Samples [S] at 16 kHz of a sound file's bytes; ProtocolError where the file is unreadable or cut,
     or has too many channels, too high a rate, or less than `SHORTEST` or more than `longest` seconds."""
     if not data:
         raise ProtocolError(f"{param} is empty; send a sound file", "invalid_audio", param)
