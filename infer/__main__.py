@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from infer.console import in_options
+from infer.options import in_options
 from omni.errors import UserError, in_one_line
 from omni.plugins import take_plugins
 from omni.utils.process import BROKEN_PIPE, FAILED, INTERRUPTED, all_imported, forget, lead, open_streams, say

@@ -23,9 +23,8 @@ from infer.audio import (
 )
 from infer.chat.devices import load_sounddevice
 from infer.checks import PIPE
-from infer.console import in_options, on_one_line
 from infer.loading import cpu_threads, load
-from infer.options import AskOptions
+from infer.options import AskOptions, in_options, on_one_line
 from infer.timing import AnswerMeter, Figures
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta, Timings

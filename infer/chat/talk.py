@@ -34,7 +34,7 @@ from infer.chat.questions import (
 )
 from infer.chat.streams import Loudspeaker, MicrophoneInput
 from infer.chat.terminal import ChatScreen, Key
-from infer.console import in_options, on_one_line
+from infer.options import in_options, on_one_line
 from infer.pcm import PCM_RATE
 from omni.audio.wav import write_audio
 from omni.errors import UserError

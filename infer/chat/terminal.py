@@ -21,7 +21,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from infer.console import on_one_line
+from infer.options import on_one_line
 
 Doing = Literal["listening", "hearing you", "thinking", "speaking", "waiting", "loading the model", "warming up"]
 
