@@ -165,12 +165,8 @@ def check_length(samples: float, longest: float, name: str, way: str, param: str
     """ProtocolError, with a way out, where samples at 24 kHz of that name last longer than a question may."""
     seconds = samples / PCM_RATE
     if seconds > longest:
-        raise ProtocolError(f"{name} has {_seconds(seconds)} of sound; at most {longest:g} s are taken: {way}", param=param)
-
-
-def _seconds(seconds: float) -> str:
-    """Seconds as a text, rounded up: never the limit that they exceed."""
-    return f"{math.ceil(seconds * 10 - 1e-6) / 10:.1f} s"
+        shown = math.ceil(seconds * 10 - 1e-6) / 10  # rounded up: never the limit that it exceeds
+        raise ProtocolError(f"{name} has {shown:.1f} s of sound; at most {longest:g} s are taken: {way}", param=param)
 
 
 def from_base64(value: Any, param: str) -> bytes:

@@ -58,11 +58,9 @@ class ProtocolError(Exception):
         return {"type": "error", "error": filled(error)}
 
 
-class _Message(BaseModel):
+class _ClientEvent(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
-
-class _ClientEvent(_Message):
     event_id: Id | None = None
 
 

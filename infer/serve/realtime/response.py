@@ -193,16 +193,11 @@ class Response:
         if self._begun:
             return
         self._begun = True
-        send, items = self._owner.send, self._owner.items
+        send = self._owner.send
         send({"type": "response.output_item.added", "output_index": 0, "item": self.item.shown(), "response_id": self.id})
         if self.wanted.conversation:
-            send(
-                {
-                    "type": "conversation.item.added",
-                    "previous_item_id": items.before(self.item),
-                    "item": self.item.shown(),
-                }
-            )
+            before = self._owner.items.before(self.item)
+            send({"type": "conversation.item.added", "previous_item_id": before, "item": self.item.shown()})
         self.item.content = [self._part]
         send({"type": "response.content_part.added", **self._where(), "part": self._shown_part("")})
         self.first.set()
