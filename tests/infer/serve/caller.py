@@ -43,7 +43,8 @@ class LocalEngine:
         return found(*args, **values) if callable(found) else found
 
     def close(self) -> None:
-        self._lm.engine.close()
+        if self.alive:  # a lost one shares its model with the next
+            self._lm.engine.close()
 
 
 def tone(seconds: float, hertz: float = 440) -> np.ndarray:
