@@ -35,7 +35,7 @@ QUEUE_LOOK = 0.5  # seconds between two looks at the place of a question that wa
 
 
 @dataclass
-class Wanted:
+class ResponseRequest:
     """The request of one response."""
 
     configuration: Configuration  # the session's, with what `response.create` changed
@@ -54,17 +54,17 @@ class Response:
         first, over: set with its first output or its end, and when `response.done` was sent.
     """
 
-    def __init__(self, owner: Owner, dialogue: Dialogue, wanted: Wanted) -> None:
-        self.id, self.wanted = new_id("resp"), wanted
-        question = wanted.question
+    def __init__(self, owner: Owner, dialogue: Dialogue, request: ResponseRequest) -> None:
+        self.id, self.request = new_id("resp"), request
+        question = request.question
         prompt = question.part if question is not None and question.mark[:2] == PROMPT else None
         self.item = ConversationItem("message", "assistant", status="in_progress", prompt=prompt)
-        self.speaks = speaks(owner, wanted.configuration)
+        self.speaks = speaks(owner, request.configuration)
         self.first, self.over = asyncio.Event(), asyncio.Event()
         self.status = "in_progress"
         self._owner, self._dialogue = owner, dialogue
         self._part = ContentPart("output_audio" if self.speaks else "output_text", "")
-        form = wanted.configuration.audio.output.format
+        form = request.configuration.audio.output.format
         self._form = form.type
         self.outlet: Outlet = owner.transport.outlet(form.samples_per_second, self._emit_sound)
         self.outlet.tell = self._tell_playback
@@ -93,9 +93,9 @@ class Response:
         ended = Ended("cancelled", None)  # type: ignore[arg-type]
         try:
             try:
-                if self.wanted.question is None:
+                if self.request.question is None:
                     raise UserError(NOTHING)
-                ended = await self._answer(self.wanted.question)
+                ended = await self._answer(self.request.question)
             except (UserError, ProtocolError) as raised:
                 error = raised
             except Exception as raised:
@@ -110,7 +110,7 @@ class Response:
         """Nothing more comes of it, and nothing is held for it."""
         self.outlet.end()
         self._pacer.end()
-        self.wanted.before, self._events = (), None
+        self.request.before, self._events = (), None
         self.first.set()
         self.over.set()
 
@@ -118,12 +118,12 @@ class Response:
         """Ask, and pass the answer on; returns its end once all was sent."""
         if question.part.silent:
             raise ProtocolError("there is no speech in the sound that was committed", "no_speech")
-        configuration = self.wanted.configuration
+        configuration = self.request.configuration
         options = options_of(self._owner, configuration, self.speaks)
         task = task_of(configuration, question.spoken, self.speaks)
         if task == "A1T1":
             self.speaks, self._part.type = False, "output_text"
-        self._events = events = await self._dialogue.ask(self.wanted.before, question, self.item, task, options)
+        self._events = events = await self._dialogue.ask(self.request.before, question, self.item, task, options)
         if self._stop_reason is not None:
             return Ended("cancelled", None)  # type: ignore[arg-type]
         looking = asyncio.create_task(self._tell_place())
@@ -195,7 +195,7 @@ class Response:
         self._begun = True
         send = self._owner.send
         send({"type": "response.output_item.added", "output_index": 0, "item": self.item.shown(), "response_id": self.id})
-        if self.wanted.conversation:
+        if self.request.conversation:
             before = self._owner.items.before(self.item)
             send({"type": "conversation.item.added", "previous_item_id": before, "item": self.item.shown()})
         self.item.content = [self._part]
@@ -215,7 +215,7 @@ class Response:
 
     def _emit_sound(self, samples: np.ndarray) -> None:
         if self._first_audio is None:
-            self._first_audio = time.monotonic() - self.wanted.since
+            self._first_audio = time.monotonic() - self.request.since
             self._tell_first()
         if not self._owner.transport.sound_in_events:
             return
@@ -230,7 +230,7 @@ class Response:
         assert self._first_audio is not None
         self._owner.metrics.first.observe(self._first_audio)
         if self._owner.wants_omni:
-            endpointing = self.wanted.endpointing
+            endpointing = self.request.endpointing
             milliseconds = {
                 "endpointing_ms": None if endpointing is None else round(endpointing * 1000),
                 "first_audio_ms": round(self._first_audio * 1000),
@@ -245,11 +245,11 @@ class Response:
         status, details = self._outcome(ended, error)
         self.status = status
         unread = self._events is not None and self._events.running is None
-        if unread and self.wanted.question is not None and is_question_error(error):
-            self.wanted.question.part.refused = True
+        if unread and self.request.question is not None and is_question_error(error):
+            self.request.question.part.refused = True
         if self._events is not None and error is None:
             await self._settle()
-        elif self.wanted.conversation:
+        elif self.request.conversation:
             self._dialogue.broke()
         self.item.status = "completed" if status == "completed" else "incomplete"
         self.item.sent = self.outlet.sent
@@ -262,11 +262,11 @@ class Response:
             else:
                 send({"type": "response.output_text.done", **self._where(), "text": text})
             send({"type": "response.content_part.done", **self._where(), "part": self._shown_part(text)})
-            if self.wanted.conversation:
+            if self.request.conversation:
                 before = self._owner.items.before(self.item)
                 send({"type": "conversation.item.done", "previous_item_id": before, "item": self.item.shown()})
             send({"type": "response.output_item.done", "output_index": 0, "item": self.item.shown(), "response_id": self.id})
-        elif self.wanted.conversation:
+        elif self.request.conversation:
             self._owner.items.discard(self.item)
         response = {**self._shown(status), "status_details": details, "usage": self._used()}
         send({"type": "response.done", "response": filled(response)})
@@ -299,19 +299,19 @@ class Response:
         return "completed", None
 
     def _shown(self, status: str) -> Event:
-        wanted = self.wanted
+        request = self.request
         shown: dict[str, Any] = {
             "object": "realtime.response",
             "id": self.id,
             "status": status,
-            "conversation_id": self._owner.conversation_id if wanted.conversation else None,
+            "conversation_id": self._owner.conversation_id if request.conversation else None,
             "output": [self.item.shown()] if self._begun and status != "in_progress" else [],
             "output_modalities": ["audio"] if self.speaks else ["text"],
-            "max_output_tokens": wanted.configuration.max_output_tokens,
-            "metadata": wanted.metadata,
+            "max_output_tokens": request.configuration.max_output_tokens,
+            "metadata": request.metadata,
         }
         if self.speaks:
-            output = wanted.configuration.audio.output
+            output = request.configuration.audio.output
             voice = self._owner.voices.effective(output.voice)
             shown["audio"] = {"output": {"format": output.format.shown(), "voice": voice}}
         return filled(shown)
@@ -320,7 +320,7 @@ class Response:
         """Tokens of the question, and of the answer: pieces of text, and chunks of sound."""
         used = self._usage
         out = used["text"] + used["audio"]
-        spoken = self.wanted.question is not None and self.wanted.question.spoken
+        spoken = self.request.question is not None and self.request.question.spoken
         input_details = {"text_tokens": 0 if spoken else used["input"], "audio_tokens": used["input"] if spoken else 0}
         return {
             "total_tokens": used["input"] + out,
@@ -343,11 +343,11 @@ def task_of(configuration: Configuration, spoken: bool, speaks: bool) -> str:
     return f"{'A' if spoken else 'T'}1{'A' if speaks else 'T'}2"
 
 
-def options_of(owner: Owner, wanted: Configuration, speaks: bool) -> dict[str, Any]:
+def options_of(owner: Owner, configuration: Configuration, speaks: bool) -> dict[str, Any]:
     """Keywords of the engine's session."""
     answering = owner.settings.answering
-    most = None if wanted.max_output_tokens == "inf" else wanted.max_output_tokens
-    options = limited(answering.keywords(wanted.omni.temperature), most, speaks)
-    options["adapter"] = owner.voices.adapter(wanted.audio.output.voice)
-    options["system"] = wanted.instructions if answering.use_instructions else ""
+    most = None if configuration.max_output_tokens == "inf" else configuration.max_output_tokens
+    options = limited(answering.keywords(configuration.omni.temperature), most, speaks)
+    options["adapter"] = owner.voices.adapter(configuration.audio.output.voice)
+    options["system"] = configuration.instructions if answering.use_instructions else ""
     return options

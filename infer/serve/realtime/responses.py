@@ -12,7 +12,7 @@ from infer.serve.realtime.input_buffer import TurnSound
 from infer.serve.realtime.items import ConversationItem, read_item
 from infer.serve.realtime.playback import Owner
 from infer.serve.realtime.protocol import Event, ProtocolError
-from infer.serve.realtime.response import Response, StopReason, Wanted, options_of, speaks, task_of
+from infer.serve.realtime.response import Response, ResponseRequest, StopReason, options_of, speaks, task_of
 
 CHANGEABLE = ("instructions", "output_modalities", "audio", "max_output_tokens", "tools", "tool_choice", "omni")
 """Fields of the configuration that `response.create` may change for its response."""
@@ -31,7 +31,9 @@ class Responses:
         self._owner, self._host = owner, host
         self._dialogue = Dialogue(host)
         self._beside: set[Response] = set()
-        self._waits: Wanted | None = None  # a turn that came while an answer was under way that it does not interrupt
+        self._waiting: ResponseRequest | None = (
+            None  # a turn that came while an answer was under way that it does not interrupt
+        )
 
     @property
     def active(self) -> Response | None:
@@ -55,7 +57,7 @@ class Responses:
         items = self._read_input(overrides["input"]) if overrides.get("input") is not None else list(self._owner.items)
         before, question = turns_of(items)
         question = question or prompted(items, overrides.get("instructions") or "", configuration.instructions)
-        wanted = Wanted(configuration, before, question, not alone, _metadata(overrides.get("metadata")))
+        request = ResponseRequest(configuration, before, question, not alone, _metadata(overrides.get("metadata")))
         if not alone and self.active is not None:
             raise ProtocolError(
                 f"the conversation has an active response, {self.active.id}; wait for response.done, or cancel it",
@@ -64,7 +66,7 @@ class Responses:
         if alone and len(self._beside) + 1 >= self._owner.settings.limits.responses:
             most = self._owner.settings.limits.responses
             raise ProtocolError(f"{most} responses of this session are under way; wait for one", "rate_limit_exceeded")
-        self.respond(wanted)
+        self.respond(request)
 
     def _configured(self, overrides: Event) -> Configuration:
         """The session's configuration with what a response changes."""
@@ -92,17 +94,17 @@ class Responses:
                 items.append(read_item(value, self._owner.longest, f"response.input.{number}"))
         return items
 
-    def respond(self, wanted: Wanted) -> None:
+    def respond(self, request: ResponseRequest) -> None:
         """Begin a response."""
-        if not wanted.conversation:
+        if not request.conversation:
             dialogue = Dialogue(self._host)
-            beside = Response(self._owner, dialogue, wanted)
+            beside = Response(self._owner, dialogue, request)
             self._beside.add(beside)
             beside.announce()
             self._owner.spawn(self._run_beside(beside, dialogue))
             return
         self.duck(False)
-        self.last = Response(self._owner, self._dialogue, wanted)
+        self.last = Response(self._owner, self._dialogue, request)
         self._owner.items.add(self.last.item)
         self.last.announce()
         self._owner.spawn(self._run(self.last))
@@ -111,9 +113,9 @@ class Responses:
         await response.run()
         self._owner.metrics.answered(response.status, response.outlet.underruns)
         self._owner.answered()
-        waits, self._waits = self._waits, None
-        if waits is not None:
-            self.respond_to_turn(waits.endpointing)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self.respond_to_turn(waiting.endpointing)
 
     async def _run_beside(self, response: Response, dialogue: Dialogue) -> None:
         try:
@@ -125,11 +127,11 @@ class Responses:
     def respond_to_turn(self, endpointing: float | None) -> None:
         """Answer the turn that was just committed, or once the answer under way has ended."""
         before, question = turns_of(self._owner.items)
-        wanted = Wanted(self._owner.configuration, before, question, endpointing=endpointing)
+        request = ResponseRequest(self._owner.configuration, before, question, endpointing=endpointing)
         if self.active is not None:
-            self._waits = wanted
+            self._waiting = request
         elif question is not None:
-            self.respond(wanted)
+            self.respond(request)
 
     def listen(self, semantic: bool) -> TurnSound | None:
         """Listen to what somebody begins to say, and where it ends (`semantic`); None while an answer or another question is
