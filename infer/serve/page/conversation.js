@@ -143,6 +143,10 @@ export class Conversation {
   }
 }
 
+function addText({ item_id, delta }) {
+  this.captions.change(item_id, (turn) => turn.add(delta));
+}
+
 /** By type of the server's events; `this` is the conversation. */
 const HANDLERS = {
   error({ error }) {
@@ -186,9 +190,7 @@ const HANDLERS = {
     this.captions.change(item_id, (turn) => turn.showPartial(transcript));
   },
 
-  'conversation.item.input_audio_transcription.delta'({ item_id, delta }) {
-    this.captions.change(item_id, (turn) => turn.add(delta));
-  },
+  'conversation.item.input_audio_transcription.delta': addText,
 
   'conversation.item.input_audio_transcription.completed'({ item_id, transcript }) {
     this.captions.change(item_id, (turn) => {
@@ -227,13 +229,9 @@ const HANDLERS = {
     if (answer) answer.isSpoken = part.type === 'audio';
   },
 
-  'response.output_audio_transcript.delta'({ item_id, delta }) {
-    this.captions.change(item_id, (turn) => turn.add(delta));
-  },
+  'response.output_audio_transcript.delta': addText,
 
-  'response.output_text.delta'({ item_id, delta }) {
-    this.captions.change(item_id, (turn) => turn.add(delta));
-  },
+  'response.output_text.delta': addText,
 
   'response.output_audio.delta'({ response_id, item_id, delta }) {
     const answer = this.answers.get(item_id);
