@@ -9,9 +9,9 @@ import io
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import soundfile
@@ -19,11 +19,13 @@ import soundfile
 from infer.pcm import PCM_RATE, Resampler, encode
 from infer.serve.errors import AGAIN, Failure
 from infer.serve.realtime.protocol import Event
-from omni.generate.results import AudioChunk, Ended, TextDelta
+from omni.generate.results import AudioChunk, Ended
 from omni.generate.results import Event as Output
 from omni.tasks import Turn
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from omni.generate.answer_stream import AnswerStream
     from omni.generate.messages import Message
 
@@ -66,27 +68,6 @@ def _unbroken(event: Output) -> Output:
     if isinstance(event, Ended) and event.reason == "cancelled":
         raise Failure(503, "the answer was cancelled by the server; ask again", "server_error", "server_error", again=AGAIN)
     return event
-
-
-class Whole(NamedTuple):
-    """All of an answer: its text, its chunks of sound, and its end."""
-
-    text: str
-    chunks: Sequence[AudioChunk]
-    ended: Ended
-
-
-async def whole(answer: AnswerStream) -> Whole:
-    """Wait for all of an answer; raises as `begun` does."""
-    text, chunks = [], []
-    async for event in await begun(answer):
-        if isinstance(event, TextDelta):
-            text.append(event.text)
-        elif isinstance(event, AudioChunk):
-            chunks.append(event)
-        elif isinstance(event, Ended):
-            ended = event
-    return Whole("".join(text), chunks, ended)
 
 
 @dataclass(frozen=True)
@@ -177,11 +158,10 @@ def encoded(samples: np.ndarray, form: str) -> bytes:
     return out.getvalue()
 
 
-def joined(chunks: Iterable[AudioChunk], rate: int) -> np.ndarray:
-    """Samples [S] at 24 kHz of all chunks of an answer at `rate` samples per second."""
+def resampled(sound: Tensor, rate: int) -> np.ndarray:
+    """Samples [S] at 24 kHz of an answer's sound [S] at `rate` samples per second."""
     resampler = Resampler(rate, PCM_RATE)
-    pieces: list[Any] = [resampler.push(chunk.samples.numpy()) for chunk in chunks]
-    return np.concatenate([*pieces, resampler.finish()])
+    return np.concatenate([resampler.push(sound.numpy()), resampler.finish()])
 
 
 async def raw(events: AsyncIterator[Output], rate: int) -> AsyncIterator[bytes]:

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from infer.pcm import PCM_RATE, to_int16
 from infer.serve.realtime.protocol import Event, ProtocolError
 from infer.serve.realtime.transcripts import MOST
-from infer.serve.rest.answers import MEDIA, encoded, joined, raw, used, wav_header
+from infer.serve.rest.answers import MEDIA, encoded, raw, resampled, used, wav_header
 from infer.serve.rest.jobs import Job, StreamedResponse, event_stream, validated
 from infer.serve.rest.messages import decoded, in_decoder
 from infer.turns.vad import SpeechStream
@@ -60,8 +60,8 @@ async def speak(job: Job) -> Response:
     options = job.server.settings.answering.keywords()
     options["adapter"] = job.server.voices.adapter(body.voice)
     if body.form not in ("pcm", "wav"):
-        answer = await job.whole(body.input, "T1A1", **options)
-        data = await asyncio.to_thread(lambda: encoded(joined(answer.chunks, rate), body.form))
+        _, sound, _ = await job.whole(body.input, "T1A1", **options)
+        data = await asyncio.to_thread(lambda: encoded(resampled(sound, rate), body.form))
         if body.stream_format == "sse":
             return event_stream(job, _events(job, _one(data)))
         return Response(data, media_type=MEDIA[body.form])
@@ -117,7 +117,7 @@ async def transcribe(job: Job) -> Response:
     if body.stream:
         events = await job.begun(clip, "A1T1", **options) if spoken else None
         return event_stream(job, _deltas(events, usage))
-    text = (await job.whole(clip, "A1T1", **options)).text.strip() if spoken else ""
+    text = (await job.whole(clip, "A1T1", **options))[0].strip() if spoken else ""
     if body.response_format == "text":
         return PlainTextResponse(f"{text}\n")
     if body.response_format == "json":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infer.pcm import PCM_RATE, Resampler, encode
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
-from infer.serve.rest.answers import KeptAnswers, Whole, chat_usage, encoded, joined, used
+from infer.serve.rest.answers import KeptAnswers, chat_usage, encoded, resampled, used
 from infer.serve.rest.jobs import Job, event_stream
 from infer.serve.rest.messages import MOST_MESSAGES, Chat, MessageReader, in_decoder
 from infer.serve.settings import limited
@@ -98,7 +98,7 @@ class Completions:
         completion = Completion(job, body, chat, self.kept)
         question, task, options = completion.asked()
         if not body.stream:
-            return JSONResponse(await completion.whole(await job.whole(question, task, **options)))
+            return JSONResponse(await completion.whole(*await job.whole(question, task, **options)))
         events = await job.begun(question, task, **options)
         return event_stream(job, completion.chunks(events), last="[DONE]")
 
@@ -132,17 +132,17 @@ class Completion:
         answer = await asyncio.to_thread(lambda: session.last_answer)
         return usage, self._kept.add(audio_id, self._job.owner, answer)
 
-    async def whole(self, answer: Whole) -> Event:
+    async def whole(self, text: str, sound: Tensor, ended: Ended) -> Event:
         """The `chat.completion`."""
         audio_id = new_id("audio")
         usage, expires = await self._settled(audio_id)
-        message: Event = {"role": "assistant", "content": answer.text, "refusal": None}
+        message: Event = {"role": "assistant", "content": text, "refusal": None}
         if self._body.speaks:
-            samples = joined(answer.chunks, self._rate)
+            samples = resampled(sound, self._rate)
             data = base64.b64encode(await asyncio.to_thread(encoded, samples, self._body.form)).decode()
-            message["audio"] = {"id": audio_id, "data": data, "expires_at": expires, "transcript": answer.text}
+            message["audio"] = {"id": audio_id, "data": data, "expires_at": expires, "transcript": text}
             message["content"] = None
-        choice = {"index": 0, "message": message, "finish_reason": _finish(answer.ended), "logprobs": None}
+        choice = {"index": 0, "message": message, "finish_reason": _finish(ended), "logprobs": None}
         return {**self._head("chat.completion"), "choices": [choice], "usage": usage}
 
     async def chunks(self, events: AsyncIterator[Output]) -> AsyncIterator[Event]:

@@ -25,11 +25,12 @@ from starlette.requests import ClientDisconnect
 from infer.serve.errors import AGAIN, Denied, Failure, failure_of
 from infer.serve.keys import key_of
 from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, json_type, read_json
-from infer.serve.rest.answers import Whole, begun, whole
+from infer.serve.rest.answers import begun
 from infer.serve.telemetry import LOG
 from omni.engine.client import Pace
 from omni.errors import UserError
-from omni.generate.answer_stream import AnswerStream
+from omni.generate.answer_stream import AnswerStream, joined
+from omni.generate.results import Ended
 from omni.generate.results import Event as Output
 
 if TYPE_CHECKING:
@@ -203,13 +204,13 @@ class Job:
 
         return await self.while_connected(work())
 
-    async def whole(self, question: str | Tensor, task: str, **options: Any) -> Whole:
-        """All of an answer, unless the client goes away meanwhile; arguments and errors as of `ask`."""
+    async def whole(self, question: str | Tensor, task: str, **options: Any) -> tuple[str, Tensor, Ended]:
+        """Text, sound [S] and end of an answer, unless the client goes away meanwhile; arguments and errors as of `ask`."""
 
-        async def work() -> Whole:
-            return await whole(await self.ask(question, task, "whole", **options))
+        async def work() -> list[Output]:
+            return [event async for event in await begun(await self.ask(question, task, "whole", **options))]
 
-        return await self.while_connected(work())
+        return joined(await self.while_connected(work()))
 
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
         """Awaits work and returns its result; cancels it and raises ClientDisconnect where the client goes away meanwhile."""
