@@ -31,9 +31,7 @@ class Responses:
         self._owner, self._host = owner, host
         self._dialogue = Dialogue(host)
         self._beside: set[Response] = set()
-        self._waiting: ResponseRequest | None = (
-            None  # a turn that came while an answer was under way that it does not interrupt
-        )
+        self._waiting: ResponseRequest | None = None  # a turn that came during an answer that it does not interrupt
 
     @property
     def active(self) -> Response | None:
