@@ -11,9 +11,9 @@ from infer.serve.telemetry import LOG
 from omni.engine.wire import EngineLost
 from omni.errors import RoomError, UserError
 
-AGAIN = 2  # seconds after which a request that found no room may come again
+RETRY_SECONDS = 2  # seconds after which a request that found no room may come again
 
-OURS = ("this engine ", "this session ")
+ENGINE_PROBLEMS = ("this engine ", "this session ")
 """Beginnings of the engine's errors that are about itself, and not about its input."""
 
 
@@ -23,7 +23,7 @@ class Failure(Exception):
     Attributes:
         status: of HTTP.
         code, error_type, param: as of `ProtocolError`; the type may be `rate_limit_exceeded`, too.
-        again: seconds after which the same request may succeed; None where it will not.
+        retry_after: seconds after which the same request may succeed; None where it will not.
     """
 
     def __init__(
@@ -33,17 +33,17 @@ class Failure(Exception):
         code: str = "",
         error_type: str = "invalid_request_error",
         param: str | None = None,
-        again: int | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.error_type, self.param, self.again = status, code, error_type, param, again
+        self.status, self.code, self.error_type, self.param, self.retry_after = status, code, error_type, param, retry_after
 
     @property
     def body(self) -> Event:
         return {"error": {"message": str(self), "type": self.error_type, "param": self.param, "code": self.code or None}}
 
     def response(self) -> JSONResponse:
-        headers = None if self.again is None else {"retry-after": str(self.again)}
+        headers = None if self.retry_after is None else {"retry-after": str(self.retry_after)}
         return JSONResponse(self.body, self.status, headers=headers)
 
 
@@ -62,7 +62,7 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, ProtocolError):
         return Failure(413 if error.code == "too_large" else 400, str(error), error.code, error.error_type, error.param)
     if isinstance(error, EngineLost):
-        return Failure(503, LOST, "engine_lost", "server_error", again=AGAIN)
+        return Failure(503, LOST, "engine_lost", "server_error", retry_after=RETRY_SECONDS)
     if isinstance(error, RoomError):
         return Failure(400, f"{str(error).partition(':')[0]}: send less", "context_length_exceeded")
     if isinstance(error, UserError):
@@ -79,7 +79,7 @@ def as_protocol_error(error: Exception) -> ProtocolError:
         return ProtocolError(str(error), error.code, error.param, error.error_type)
     if not isinstance(error, UserError):
         return ProtocolError(f"the server failed ({type(error).__name__})", "server_error", error_type="server_error")
-    if str(error).startswith(OURS):
+    if str(error).startswith(ENGINE_PROBLEMS):
         return ProtocolError(str(error), "server_error", error_type="server_error")
     if isinstance(error, RoomError):
         message = f"instructions, {str(error).partition(':')[0]}: shorten instructions, history or question"

@@ -43,7 +43,7 @@ def is_local(host: str) -> bool:
     return name == "localhost"
 
 
-class Allowance:
+class TokenBucket:
     """A token bucket that holds `most` and is refilled evenly within `seconds`."""
 
     def __init__(self, most: float, seconds: float, unit: str, code: str = "rate_limit_exceeded") -> None:
@@ -67,10 +67,10 @@ class Quota:
         if not key:
             events, seconds = min(events, limits.session_events), min(seconds, limits.session_audio_seconds)
         self._left = {
-            "frames": Allowance(limits.session_frames, 10, "frames within 10 s"),
-            "bytes": Allowance(limits.session_bytes, 60, "bytes within a minute"),
-            "events": Allowance(events, 60, "events and requests within a minute"),
-            "seconds": Allowance(seconds, 3600, "seconds of sound within an hour", "insufficient_quota"),
+            "frames": TokenBucket(limits.session_frames, 10, "frames within 10 s"),
+            "bytes": TokenBucket(limits.session_bytes, 60, "bytes within a minute"),
+            "events": TokenBucket(events, 60, "events and requests within a minute"),
+            "seconds": TokenBucket(seconds, 3600, "seconds of sound within an hour", "insufficient_quota"),
         }
 
     def count(self, denies: bool = True, **amounts: float) -> None:

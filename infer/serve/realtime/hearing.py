@@ -170,7 +170,7 @@ class SessionInput:
         if self._detector is not None and speaking:
             self._detector.stop()
         unheard = self._detector is not None and not speaking and self._detector.voiced <= self.buffer.start
-        self.buffer.whole()
+        self.buffer.drop_half_sample()
         sound = self.buffer.take(first)
         self._add(item or new_id("item"), sound, unheard or int(sound.max()) - int(sound.min()) <= FAINT)
 
@@ -190,7 +190,7 @@ class SessionInput:
 
     def clear(self) -> None:
         """Drop what the buffer holds."""
-        self.buffer.whole()
+        self.buffer.drop_half_sample()
         self.buffer.clear()
         self._drop()
         if self._detector is not None:

@@ -101,7 +101,7 @@ class InputBuffer:
             pieces.append(piece[max(begin - at, 0) : max(end - at, 0)])
         return np.concatenate([np.zeros(0, np.int16), *reversed(pieces)])
 
-    def whole(self) -> None:
+    def drop_half_sample(self) -> None:
         """Drop the first half of a sample: the next bytes begin with a whole one."""
         self._half = b""
 

@@ -17,7 +17,7 @@ import numpy as np
 import soundfile
 
 from infer.pcm import PCM_RATE, Resampler, encode
-from infer.serve.errors import AGAIN, Failure
+from infer.serve.errors import RETRY_SECONDS, Failure
 from infer.serve.realtime.protocol import Event
 from omni.generate.results import AudioChunk, Ended
 from omni.generate.results import Event as Output
@@ -66,12 +66,14 @@ def _unbroken(event: Output) -> Output:
     if isinstance(event, Ended) and event.reason == "error":
         raise Failure(500, event.error or "the answer broke", "server_error", "server_error")
     if isinstance(event, Ended) and event.reason == "cancelled":
-        raise Failure(503, "the answer was cancelled by the server; ask again", "server_error", "server_error", again=AGAIN)
+        raise Failure(
+            503, "the answer was cancelled by the server; ask again", "server_error", "server_error", retry_after=RETRY_SECONDS
+        )
     return event
 
 
 @dataclass(frozen=True)
-class Used:
+class TokenCounts:
     """Token counts of a conversation (ids of text, positions of sound): read up to the last question, written in the last
     answer."""
 
@@ -89,16 +91,16 @@ class Used:
         return self.written_text + self.written_audio
 
 
-def used(turns: Sequence[Turn]) -> Used:
+def token_counts(turns: Sequence[Turn]) -> TokenCounts:
     """The tokens of the last of a session's turns."""
     text = audio = said = spoken = 0
     for turn in turns:
         text, audio = text + said + len(turn.system) + len(turn.question), audio + spoken + turn.features
         said, spoken = len(turn.text or ()), 0 if turn.codes is None else turn.codes.shape[1]
-    return Used(text, audio, said, spoken)
+    return TokenCounts(text, audio, said, spoken)
 
 
-def chat_usage(tokens: Used) -> Event:
+def chat_usage(tokens: TokenCounts) -> Event:
     """`usage` of chat completions."""
     return {
         "prompt_tokens": tokens.read,

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from infer.pcm import PCM_RATE, to_int16
 from infer.serve.realtime.protocol import Event, ProtocolError
 from infer.serve.realtime.transcripts import MOST
-from infer.serve.rest.answers import MEDIA, encoded, raw, resampled, used, wav_header
+from infer.serve.rest.answers import MEDIA, encoded, raw, resampled, token_counts, wav_header
 from infer.serve.rest.jobs import Job, StreamedResponse, event_stream, validated
 from infer.serve.rest.messages import decoded, in_decoder
 from infer.turns.vad import SpeechStream
@@ -88,7 +88,7 @@ async def _events(job: Job, pieces: AsyncIterator[bytes]) -> AsyncIterator[Event
     async for piece in pieces:
         yield {"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()}
     session = job.session
-    tokens = used(await asyncio.to_thread(lambda: session.turns))
+    tokens = token_counts(await asyncio.to_thread(lambda: session.turns))
     usage = {"input_tokens": tokens.read, "output_tokens": tokens.written, "total_tokens": tokens.read + tokens.written}
     yield {"type": "speech.audio.done", "usage": usage}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infer.pcm import PCM_RATE, Resampler, encode
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
-from infer.serve.rest.answers import KeptAnswers, chat_usage, encoded, resampled, used
+from infer.serve.rest.answers import KeptAnswers, chat_usage, encoded, resampled, token_counts
 from infer.serve.rest.jobs import Job, event_stream
 from infer.serve.rest.messages import MOST_MESSAGES, Chat, MessageReader, in_decoder
 from infer.serve.settings import limited
@@ -126,7 +126,7 @@ class Completion:
     async def _settled(self, audio_id: str) -> tuple[Event, int]:
         """The usage of an answer that has ended, and when its sound expires, in seconds since 1970 (0 without sound)."""
         session = self._job.session
-        usage = chat_usage(used(await asyncio.to_thread(lambda: session.turns)))
+        usage = chat_usage(token_counts(await asyncio.to_thread(lambda: session.turns)))
         if not self._body.speaks:
             return usage, 0
         answer = await asyncio.to_thread(lambda: session.last_answer)
