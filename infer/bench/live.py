@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from infer.bench.people import LiveLoad, Manner, PlayedAudio
+from infer.bench.people import LiveLoad, PlayedAudio, Workload
 from infer.bench.random_model import bench_dtype, random_model, with_encoder_mode
 from infer.loading import cpu_threads, is_small
 from infer.options import BenchOptions
@@ -57,24 +57,24 @@ def live_table(options: BenchOptions, device: torch.device, name: str | None, so
     config = folder_config(options) if name is None else preset(name)
     context = context_of(config, sound, options.answer_seconds)
     _check_memory(config, numbers[-1], context, device, options)
-    manner = Manner(sound, options.answer_seconds, options.barge_in, options.nonstop)
+    workload = Workload(sound, options.answer_seconds, options.barge_in, options.nonstop)
     runs: list[LiveFigures] = []
     with _started(options, device, name, numbers[-1], context) as (engine, title):
         for number in numbers:
-            say(f"playing {number} sessions for {manner.cycle + options.play_seconds:.0f} s")
-            runs.append(asyncio.run(play(engine, manner, context, number, options.play_seconds)))
+            say(f"playing {number} sessions for {workload.cycle + options.play_seconds:.0f} s")
+            runs.append(asyncio.run(play(engine, workload, context, number, options.play_seconds)))
         return LiveTable(title, 1 / engine.frame_rate, runs)
 
 
 async def play(
-    engine: EngineProcess, manner: Manner, context: int, number: int, seconds: float, warm_up: float | None = None
+    engine: EngineProcess, workload: Workload, context: int, number: int, seconds: float, warm_up: float | None = None
 ) -> LiveFigures:  # fmt: skip
     """Plays a number of sessions, and measures for some seconds once all have come: after `warm_up`, a cycle by default."""
     process = psutil.Process(engine.pid)
-    bare, load, sampled = engine.call("engine.measure", powers_to(number)), LiveLoad(engine, manner, context, number), []
+    bare, load, sampled = engine.call("engine.measure", powers_to(number)), LiveLoad(engine, workload, context, number), []
     try:
         load.invite(number)
-        await load.wait(manner.cycle if warm_up is None else warm_up)
+        await load.wait(workload.cycle if warm_up is None else warm_up)
         await load.call(engine.call, "engine.clear_stats")
         heard = load.heard = PlayedAudio()
         start, theirs, own, here = time.perf_counter(), sum(process.cpu_times()[:2]), time.process_time(), engine.decoding
@@ -90,7 +90,7 @@ async def play(
     active, steps = sum(sample.active for sample in sampled) / len(sampled), stats.steps * stats.rows  # of rows
     alone = bare.cpu(max(active, 1.0)) / max(active, 1.0)
     return LiveFigures(
-        loop="nonstop" if manner.nonstop else "closed",
+        loop="nonstop" if workload.nonstop else "closed",
         sessions=number,
         seconds=passed,
         **vars(heard) | {name: Percentiles.of(getattr(heard, name)) for name in ("lateness", "first_audio")},
