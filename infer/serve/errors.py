@@ -23,7 +23,7 @@ class Failure(Exception):
     Attributes:
         status: of HTTP.
         code, error_type, param: as of `ProtocolError`; the type may be `rate_limit_exceeded`, too.
-        retry_after: seconds after which the same request may succeed; None where it will not.
+        retry: whether the same request may succeed later.
     """
 
     def __init__(
@@ -33,17 +33,17 @@ class Failure(Exception):
         code: str = "",
         error_type: str = "invalid_request_error",
         param: str | None = None,
-        retry_after: int | None = None,
+        retry: bool = False,
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.error_type, self.param, self.retry_after = status, code, error_type, param, retry_after
+        self.status, self.code, self.error_type, self.param, self.retry = status, code, error_type, param, retry
 
     @property
     def body(self) -> Event:
         return {"error": {"message": str(self), "type": self.error_type, "param": self.param, "code": self.code or None}}
 
     def response(self) -> JSONResponse:
-        headers = None if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        headers = {"retry-after": str(RETRY_SECONDS)} if self.retry else None
         return JSONResponse(self.body, self.status, headers=headers)
 
 
@@ -62,7 +62,7 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, ProtocolError):
         return Failure(413 if error.code == "too_large" else 400, str(error), error.code, error.error_type, error.param)
     if isinstance(error, EngineLost):
-        return Failure(503, LOST, "engine_lost", "server_error", retry_after=RETRY_SECONDS)
+        return Failure(503, LOST, "engine_lost", "server_error", retry=True)
     if isinstance(error, RoomError):
         return Failure(400, f"{str(error).partition(':')[0]}: send less", "context_length_exceeded")
     if isinstance(error, UserError):

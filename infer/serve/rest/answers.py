@@ -17,7 +17,7 @@ import numpy as np
 import soundfile
 
 from infer.pcm import PCM_RATE, Resampler, encode
-from infer.serve.errors import RETRY_SECONDS, Failure
+from infer.serve.errors import Failure
 from infer.serve.realtime.protocol import Event
 from omni.generate.results import AudioChunk, Ended
 from omni.generate.results import Event as Output
@@ -66,9 +66,7 @@ def _unbroken(event: Output) -> Output:
     if isinstance(event, Ended) and event.reason == "error":
         raise Failure(500, event.error or "the answer broke", "server_error", "server_error")
     if isinstance(event, Ended) and event.reason == "cancelled":
-        raise Failure(
-            503, "the answer was cancelled by the server; ask again", "server_error", "server_error", retry_after=RETRY_SECONDS
-        )
+        raise Failure(503, "the answer was cancelled by the server; ask again", "server_error", "server_error", retry=True)
     return event
 
 

@@ -22,7 +22,7 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from infer.serve.errors import RETRY_SECONDS, Denied, Failure, failure_of
+from infer.serve.errors import Denied, Failure, failure_of
 from infer.serve.keys import key_of
 from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, json_type, read_json
 from infer.serve.rest.answers import begun
@@ -96,23 +96,21 @@ class Jobs:
         most = self.server.settings.limits.key_sessions
         if self.coming[owner] >= most:
             message = f"the bodies of {most} requests of this key are coming, as many as it may have; send one to its end"
-            raise Failure(429, message, "rate_limit_exceeded", "rate_limit_exceeded", retry_after=RETRY_SECONDS)
+            raise Failure(429, message, "rate_limit_exceeded", "rate_limit_exceeded", retry=True)
         return Job(self, request, owner)
 
     def check_room(self, owner: str) -> None:
         """Failure where as many requests are answered as may be."""
         limits = self.server.settings.limits
         if self.server.draining:
-            raise Failure(
-                503, "this server ends; ask again later", "server_shutting_down", "server_error", retry_after=RETRY_SECONDS
-            )
+            raise Failure(503, "this server ends; ask again later", "server_shutting_down", "server_error", retry=True)
         if self.server.requests.total() >= limits.sessions:
             most = limits.sessions
             message = f"{most} requests are under way, as many as this server takes at once; ask again"
-            raise Failure(503, message, "server_overloaded", "server_error", retry_after=RETRY_SECONDS)
+            raise Failure(503, message, "server_overloaded", "server_error", retry=True)
         if self.server.requests[owner] >= limits.key_sessions:
             message = f"{limits.key_sessions} requests of this key are under way, as many as it may have; wait for one"
-            raise Failure(429, message, "rate_limit_exceeded", "rate_limit_exceeded", retry_after=RETRY_SECONDS)
+            raise Failure(429, message, "rate_limit_exceeded", "rate_limit_exceeded", retry=True)
 
 
 class Job:
