@@ -305,12 +305,12 @@ class Paced:
     there is raised by the next `write`, or at the end.
 
     Args:
-        sample_rate: where given, a chunk is passed on no earlier than `ahead` seconds before a player that started
+        sample_rate: where given, a chunk is passed on no earlier than 0.1 s before a player that started
             with the first chunk would need it.
     """
 
-    def __init__(self, output: Output, sample_rate: int | None = None, ahead: float = 0.1) -> None:
-        self._output, self._rate, self._ahead = output, sample_rate, ahead
+    def __init__(self, output: Output, sample_rate: int | None = None) -> None:
+        self._output, self._rate = output, sample_rate
         self._queue: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._error: BaseException | None = None
@@ -347,7 +347,7 @@ class Paced:
         while (samples := self._queue.get()) is not None and not self._stop.is_set():
             if self._rate is not None:
                 now = time.monotonic()
-                if self._stop.wait(max(due - self._ahead - now, 0)):
+                if self._stop.wait(max(due - 0.1 - now, 0)):
                     return
                 due = max(due, time.monotonic()) + len(samples) / self._rate
             try:
