@@ -20,8 +20,8 @@ from infer.serve.realtime.session import SessionBounds
 from infer.serve.realtime.webrtc import CONNECTING
 from infer.serve.settings import ServerLimits, ServeSettings
 from infer.serve.telemetry import LOG
-from tests.infer.serve.caller import Caller
-from tests.infer.serve.test_server import Flaky, closed, event, opened, serve
+from tests.infer.serve.caller import Caller, LocalEngine
+from tests.infer.serve.test_server import closed, event, opened, serve
 
 __all__ = ["serve"]
 
@@ -262,12 +262,12 @@ def test_costly_json_is_refused_before_it_is_read(serve: Any, given: bytes, monk
 def test_while_the_engine_restarts_clients_are_told_to_come_again(serve: Any, lm: Any, monkeypatch: Any) -> None:
     failures: list[str] = []
     monkeypatch.setattr(LOG, "exception", failures.append)
-    made: list[Flaky] = []
+    made: list[LocalEngine] = []
 
-    def start() -> Flaky:
+    def start() -> LocalEngine:
         if made:
             time.sleep(1.5)
-        made.append(Flaky(lm))
+        made.append(LocalEngine(lm))
         return made[-1]
 
     engine = EngineHost(start)

@@ -18,6 +18,7 @@ from omni.engine.wire import EngineLost
 from omni.generate.question import longest
 from omni.generate.results import Ended, Timings
 from omni.generate.speech_lm import SpeechLM
+from tests.infer.serve.caller import LocalEngine
 from tests.infer.serve.conftest import MANUAL, Client, noise, pcm
 from tests.infer.serve.test_events import check_known
 
@@ -133,7 +134,7 @@ def of(lm: SpeechLM, settings: ServeSettings, body: Any, **answering: Any) -> No
     """Run a body with a client of a server whose answers have other settings."""
 
     async def whole() -> None:
-        host = EngineHost(lambda: lm)
+        host = EngineHost(lambda: LocalEngine(lm))
         host.open()
         client = Client(host, replace(settings, answering=replace(settings.answering, **answering)), MANUAL)
         try:

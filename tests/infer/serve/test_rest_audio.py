@@ -18,11 +18,10 @@ from fastapi import FastAPI
 
 from infer.serve.app import create_app
 from infer.serve.host import EngineHost
-from infer.serve.rest.answers import MEDIA, encoded, joined, wav_header
+from infer.serve.rest.answers import MEDIA, encoded, resampled, wav_header
 from infer.serve.rest.audio import SPEECH
 from infer.serve.rest.messages import decoded
 from infer.serve.settings import ServeSettings
-from omni.generate.results import AudioChunk
 from omni.generate.speech_lm import SpeechLM
 from tests.infer.serve.conftest import noise
 from tests.infer.serve.test_rest_jobs import app, error_of, nothing_left, post, use
@@ -53,7 +52,7 @@ def short_transcripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def at_24khz(answer: Any) -> np.ndarray:
     """Samples [S] of an answer of the model, as responses have them."""
-    return joined([AudioChunk(answer.audio)], answer.sample_rate)
+    return resampled(answer.audio, answer.sample_rate)
 
 
 def read(data: bytes, form: str) -> np.ndarray:

@@ -224,7 +224,7 @@ def test_answers_are_kept_for_a_time_and_up_to_a_number(monkeypatch: pytest.Monk
     now += 11
     assert kept.find("b", "me") is None
     kept.add("d", "me", answer)
-    assert list(kept._found) == ["d"]
+    assert list(kept._answers) == ["d"]
 
 
 def test_system_messages_where_the_server_uses_them(
