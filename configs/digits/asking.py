@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from omni.audio.io import SAMPLE_RATE
-from omni.audio.resample import resample
+from omni.audio.io import SAMPLE_RATE, resample
 from omni.generate.speech_lm import SpeechLM
 from train.console.progress import Display
 from train.data.readers.templates.sentences import NUMBERS
