@@ -72,9 +72,9 @@ class SoundPieces:
 
     def copy(self) -> SoundPieces:
         """The same sound, which goes on from here by itself."""
-        found = copy(self)
-        found._rate, found._channels = copy(self._rate), self._channels.copy()
-        return found
+        copied = copy(self)
+        copied._rate, copied._channels = copy(self._rate), self._channels.copy()
+        return copied
 
     def push(self, piece: np.ndarray) -> Tensor:
         """Takes the next samples, [S] or [2, S], as `as_piece` scales them; returns those that no later one changes."""
