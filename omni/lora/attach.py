@@ -318,7 +318,7 @@ def targets_of(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear
             f"lora.targets: {TEXT_HEAD} is no linear here: this model's head is its text embedding; leave it out, or part them "
             "first (tie_text false)"
         )
-    chosen = match_names(patterns, list(linears), "lora.targets", what="linear")
+    chosen = match_names(patterns, list(linears), "lora.targets", noun="linear")
     return {name: part for name, part in linears.items() if name in chosen}
 
 
@@ -339,7 +339,7 @@ def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) 
                 "own, where they part: omni-train convert MODEL TARGET --lora ADAPTER"
             )
         if target not in linears:
-            match_names([target], list(linears), f"adapter {name!r}", what="linear")
+            match_names([target], list(linears), f"adapter {name!r}", noun="linear")
         linear = linears[target]
         (outputs, rank), inputs = pair.b.shape, pair.a.shape[1]
         if not fits(target, (outputs, inputs), (linear.out_features, linear.in_features)):

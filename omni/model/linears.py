@@ -262,7 +262,7 @@ def _unpack(linear: Any, packed: Packed) -> None:
 def chosen_linears(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """The linears that are to be quantised, in the model's order; UserError as `quantize` raises it."""
     linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-    chosen = match_names(patterns, list(linears), "lora.quantize_targets", what="linear")
+    chosen = match_names(patterns, list(linears), "lora.quantize_targets", noun="linear")
     for name in chosen:
         if is_quantized(linears[name]):
             raise UserError(f"{name} is quantised already")
