@@ -47,7 +47,7 @@ from torch.nn.utils import parametrize
 
 from omni.codec.network import NetworkCodec, read_settings
 from omni.codec.streaming import Activation, Conv, Layer, Residual, Upsample
-from omni.codec.streams import LayerPlace, RowPlan, StreamCall, StreamStep
+from omni.codec.streams import LayerTiming, RowPlan, StreamCall, StreamStep
 from omni.errors import PackageError, UserError, closest
 from omni.files import refuse_pointer
 
@@ -270,22 +270,22 @@ class Noise(NamedTuple):
     linear: Conv
     number: int
 
-    def after(self, place: LayerPlace) -> LayerPlace:
-        return place
+    def after(self, timing: LayerTiming) -> LayerTiming:
+        return timing
 
-    def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
-        return _NoiseStep(self, place, plan)
+    def step(self, timing: LayerTiming, plan: RowPlan) -> StreamStep:
+        return _NoiseStep(self, timing, plan)
 
 
 class _NoiseStep:
     """Streams a `Noise`: the noise is keyed by absolute position."""
 
-    def __init__(self, layer: Noise, place: LayerPlace, plan: RowPlan) -> None:
-        self._linear, self._place = layer.linear, place
+    def __init__(self, layer: Noise, timing: LayerTiming, plan: RowPlan) -> None:
+        self._linear, self._timing = layer.linear, timing
         self._key = plan.key(functools.partial(noise_key, layer.number))
 
     def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
-        noise = keyed_noise(call.key(self._key), call.positions(self._place, x.shape[1]))
+        noise = keyed_noise(call.key(self._key), call.positions(self._timing, x.shape[1]))
         return torch.addcmul(x, noise[..., None], self._linear(x))
 
 
