@@ -67,8 +67,8 @@ def read(path: Path) -> Foreign:
     for name, (wanted, _) in listed_files(data, path / CONFIG).items():
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != wanted:
-            what = "missing" if size is None else f"{size} bytes long instead of {wanted}"
-            raise UserError(f"{path / name} is {what}; fetch or save the folder again")
+            problem = "missing" if size is None else f"{size} bytes long instead of {wanted}"
+            raise UserError(f"{path / name} is {problem}; fetch or save the folder again")
     check_header(config, path / WEIGHTS)
     shapes = model_shapes(config)
     tensors = match(read_safetensors(path / WEIGHTS), {name: name for name in shapes}, shapes, path / WEIGHTS)
@@ -90,10 +90,10 @@ def write(
     """
     config = source.config
     if not isinstance(config, ModelConfig) or source.tokenizer is None:
-        raise UserError(f"{source.place} is no whole speech model with a tokenizer; it cannot be written as a model folder")
+        raise UserError(f"{source.path} is no whole speech model with a tokenizer; it cannot be written as a model folder")
     shapes = model_shapes(config)
-    tensors = match(source.tensors, {name: name for name in shapes}, shapes, source.place)
-    check_tokenizer(source.tokenizer, config.layout.text.size, source.place)
+    tensors = match(source.tensors, {name: name for name in shapes}, shapes, source.path)
+    check_tokenizer(source.tokenizer, config.layout.text.size, source.path)
     files: dict[str, FileStamp] = {}
     with replacing_folder(target, source.nbytes + (codec.nbytes if codec is not None else 0)) as folder:
         files[WEIGHTS] = write_safetensors(folder / WEIGHTS, tensors, on_progress)
@@ -104,7 +104,7 @@ def write(
             opened = check_codec(codec, folder / CODEC, config.codec)
             if opened.name != config.codec or tuple(opened.codebook_sizes) != config.layout.codebook_sizes:
                 raise UserError(
-                    f"{codec.place} is {opened.name} with codebooks {tuple(opened.codebook_sizes)}, the model's codec is "
+                    f"{codec.path} is {opened.name} with codebooks {tuple(opened.codebook_sizes)}, the model's codec is "
                     f"{config.codec} with {config.layout.codebook_sizes}; give the codec that fits"
                 )
         elif source.codec_folder is not None:

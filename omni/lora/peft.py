@@ -293,11 +293,11 @@ def merged(model: Foreign, folder: Path) -> Foreign:
     tensors = dict(model.tensors)
     for name in weights.pairs:
         if f"{name}.weight" not in tensors:
-            raise UserError(f"{folder}: the adapter adds to {name}, which {model.place} does not have; it is another model's")
+            raise UserError(f"{folder}: the adapter adds to {name}, which {model.path} does not have; it is another model's")
     check_base(weights, lambda name: model.tensors[f"{name}.weight"](), str(folder))
     for name, tensor in weights.whole.items():
         if name not in tensors or not fits(name, tensor.shape, tensors[name].shape):
-            raise UserError(f"{folder}: {name} {list(tensor.shape)} does not fit {model.place}; it is another model's")
+            raise UserError(f"{folder}: {name} {list(tensor.shape)} does not fit {model.path}; it is another model's")
         tensors[name] = _first_rows(Lazy.of(tensor).to(tensors[name].dtype, name), tensors[name])
     for name, (a, b, scale) in weights.pairs.items():
         tensors[f"{name}.weight"] = _with(tensors[f"{name}.weight"], a, b, scale, f"{folder}: {name}")
