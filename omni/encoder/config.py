@@ -172,8 +172,8 @@ class EncoderConfig(ABC):
         return {}
 
 
-def _fits(kind: Any) -> bool:
-    return is_dataclass(kind) and isinstance(kind, type) and issubclass(kind, EncoderConfig) and not isabstract(kind)
+def _fits(cls: Any) -> bool:
+    return is_dataclass(cls) and isinstance(cls, type) and issubclass(cls, EncoderConfig) and not isabstract(cls)
 
 
 ENCODERS: Registry[type[EncoderConfig]] = Registry(

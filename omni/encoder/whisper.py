@@ -205,9 +205,9 @@ class WhisperStream(EncoderStream):
 
     def copy(self) -> WhisperStream:
         """Another stream, which goes on from here by itself."""
-        found = cast(WhisperStream, super().copy())
-        found.heard = [heard.copy() for heard in self.heard]
-        return found
+        copied = cast(WhisperStream, super().copy())
+        copied.heard = [heard.copy() for heard in self.heard]
+        return copied
 
     @torch.no_grad()
     def push(self, audio: Tensor) -> Tensor:
@@ -285,8 +285,8 @@ def normalized(mels: Tensor, lengths: Sequence[int], span: float = 8.0, blur: fl
 
 def _smoother(bands: int, deviation: float) -> Tensor:
     """Weights [M, M] that smooth over the bands by a Gaussian; each row sums to 1, at the edges too."""
-    place = torch.arange(bands, dtype=torch.float32)
-    weights = torch.exp(-0.5 * ((place[:, None] - place) / deviation).square())
+    band = torch.arange(bands, dtype=torch.float32)
+    weights = torch.exp(-0.5 * ((band[:, None] - band) / deviation).square())
     return weights / weights.sum(1, keepdim=True)
 
 
@@ -339,14 +339,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, packing: Packi
         q, k, v = (_side_by_side(x, group, heads) for x in qkv)
         out = attention(q, k, v, group.mask)
         out = out.transpose(1, 2).flatten(2).flatten(0, 1)
-        attended.append(out if group.place is None else out.index_select(0, group.place))
+        attended.append(out if group.index is None else out.index_select(0, group.index))
     return torch.cat(attended)
 
 
 def _side_by_side(x: Tensor, group: AttentionGroup, heads: int) -> Tensor:
     """Rows of a group `[rows, D]` as `[clips, H, longest, D / H]`, zeros behind the shorter clips."""
-    if group.place is not None:
-        x = x.new_zeros(group.clips * group.longest, x.shape[1]).index_copy(0, group.place, x)
+    if group.index is not None:
+        x = x.new_zeros(group.clips * group.longest, x.shape[1]).index_copy(0, group.index, x)
     return x.view(group.clips, group.longest, heads, -1).transpose(1, 2)
 
 
@@ -365,9 +365,9 @@ class StreamingKeyValues:
 
     def copy(self) -> StreamingKeyValues:
         """Another one, which copies what is held once more is heard."""
-        found = copy(self)
-        found.shared = True
-        return found
+        copied = copy(self)
+        copied.shared = True
+        return copied
 
     def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Takes those of a chunk `[1, H, T, D / H]`; returns those of the frames before that it hears, and its own."""
@@ -416,9 +416,9 @@ def compiled_encode(whisper: Any, mels: Tensor, lengths: Sequence[int], frames: 
     stem = [part for conv in (whisper.conv1, whisper.conv2) for part in (_flat(conv.weight), _array(conv.bias))]
     held = [[p if p.is_contiguous() else p.detach().contiguous() for p in _parameters(block)] for block in whisper.blocks]
     block = whisper.blocks[0]
-    places = np.array([[p.data_ptr() for p in own] for own in held])  # which stay until the call has ended
-    given = *stem, _array(whisper.positional_embedding), block.heads, np.float32(block.attn_ln.eps)
-    compiled.encoder(_array(mels), np.array(lengths), starts, *given, places, block.mlp[0].out_features, x)  # type: ignore[call-arg]
+    addresses = np.array([[p.data_ptr() for p in own] for own in held])  # which stay until the call has ended
+    arguments = *stem, _array(whisper.positional_embedding), block.heads, np.float32(block.attn_ln.eps)
+    compiled.encoder(_array(mels), np.array(lengths), starts, *arguments, addresses, block.mlp[0].out_features, x)  # type: ignore[call-arg]
     out: Tensor = whisper.ln_post(torch.from_numpy(x))
     sizes = np.diff(starts).tolist()
     if list(frames) == sizes:
