@@ -154,7 +154,7 @@ class Running:
         active: adapters and edits of its question's encoder and prefill.
         release: called when its rows are free; its adapter may be removed from then on.
         cancelled, settled: whether it is to stop; whether it is in the history.
-        given: the engine has its question; over: `Ended` is among its events.
+        submitted: the engine has its question; over: `Ended` is among its events.
         written: number of time steps that were written; `read` those whose events were taken.
         resting: its row waits for a listener that is behind, since `rested`.
         wake, hungry: called when there is an event, and when a listener that was behind has read.
@@ -185,7 +185,7 @@ class Running:
     cancelled: bool = False
     ending: Reason = "cancelled"
     settled: bool = False
-    given: bool = False
+    submitted: bool = False
     over: bool = False
     written: int = 0
     processed: int = 0

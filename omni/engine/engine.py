@@ -7,7 +7,7 @@ what was written into text and sound while the next step runs. Questions are enc
     client: encode --> ask --> [waiting] --> slot --> prefill --> [rows: step, step, ...] --> events --> client
                                           between two steps              sound thread
 
-A row's answer does not depend on its company, so that each conversation is what it would be alone.
+A row's answer does not depend on the other rows: each conversation is what it would be alone.
 
     engine.py      what clients call                    batch.py           the rows and their slots
     client.py      an answer, as all threads share it   intake.py          questions on their way into the batch

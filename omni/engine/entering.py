@@ -56,8 +56,8 @@ def encode(model: SpeechModel, alike: Sequence[Running]) -> list[Running]:
         todo = [exchange for exchange in todo if exchange.features is None]
         for low in range(0, len(todo), ENCODED_TOGETHER):
             chunk = todo[low : low + ENCODED_TOGETHER]
-            found = encode_questions(model, [Asked(e.turn, e.clip, e.prepared) for e in chunk])
-            for exchange, features in zip(chunk, found, strict=True):
+            encoded = encode_questions(model, [Asked(e.turn, e.clip, e.prepared) for e in chunk])
+            for exchange, features in zip(chunk, encoded, strict=True):
                 exchange.features, exchange.prepared = features, None
     finish_queued(model.device)
     broken = []

@@ -113,8 +113,8 @@ LIMITS = {
 """Bounds of an engine's numbers."""
 
 
-def check_limits(**numbers: float | None) -> None:
+def check_limits(**limits: float | None) -> None:
     """UserError for one of `LIMITS` that is out of its bounds; None counts as not given."""
-    for name, number in numbers.items():
+    for name, number in limits.items():
         if number is not None:
             check_number(name, number, LIMITS[name])

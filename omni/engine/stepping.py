@@ -48,7 +48,7 @@ class Requests:
         for running in asked:
             running.hungry = self.wake
             if not running.left.is_set():
-                running.given = True
+                running.submitted = True
                 self.asked.append(running)
         self.threads = torch.get_num_threads()
 
@@ -62,7 +62,7 @@ class Requests:
     def withdraw(self, running: Running) -> bool:
         """Let a question go that was not asked yet; returns whether it was not."""
         with self.lock:
-            if running.given:
+            if running.submitted:
                 return False
             running.release()
             running.left.set()
