@@ -326,9 +326,9 @@ class AnswerStream:
 
 def _canceller(answer: weakref.ref[AnswerStream]) -> Callable[[asyncio.Task[Any]], None]:
     def done(task: asyncio.Task[Any]) -> None:
-        found = answer()
-        if found is not None and task.cancelled() and found._reader is task:
-            found.close()
+        stream = answer()
+        if stream is not None and task.cancelled() and stream._reader is task:
+            stream.close()
 
     return done
 

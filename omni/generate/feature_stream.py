@@ -231,12 +231,12 @@ class FeatureStream:
             return
         with self._data:
             ahead = self._ahead or _Ahead(self._stream.copy(), self._taken)
-            there = torch.cat([*self._waiting, *self._peeked])[ahead.taken - self._taken :][: self.size]
-            if len(there) < self.size:  # they were dropped meanwhile
+            samples = torch.cat([*self._waiting, *self._peeked])[ahead.taken - self._taken :][: self.size]
+            if len(samples) < self.size:  # they were dropped meanwhile
                 return
             self._ahead = ahead
         try:
-            new = ahead.stream.push(there)
+            new = ahead.stream.push(samples)
         except Exception:  # longer than the encoder takes
             self.forget_peeked()
             return

@@ -50,11 +50,11 @@ class Exchange:
     def part(self, layout: Layout, answered: bool) -> _Part:
         """The columns of its question, without a system message, or those of its answer; made once, since every question of a
         conversation looks at all turns before it."""
-        found = self._parts.get(answered)
-        if found is None or found.layout is not layout or found.turn is not self.turn:
+        known = self._parts.get(answered)
+        if known is None or known.layout is not layout or known.turn is not self.turn:
             columns = answer(layout, self.turn) if answered else _question(layout, self.turn)
-            found = self._parts[answered] = _Part(layout, self.turn, columns, _keys(columns, self.sound))
-        return found
+            known = self._parts[answered] = _Part(layout, self.turn, columns, _keys(columns, self.sound))
+        return known
 
 
 def _question(layout: Layout, turn: Turn) -> Columns:

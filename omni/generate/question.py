@@ -100,8 +100,8 @@ class Incoming:
         if self.withdrawn:
             raise Withdrawn
         if not self._pieces:
-            what = "ended without a piece of sound" if not self._count else f"gave {self._count} pieces without samples"
-            raise UserError(f"the question {what}; give at least some milliseconds of sound")
+            problem = "ended without a piece of sound" if not self._count else f"gave {self._count} pieces without samples"
+            raise UserError(f"the question {problem}; give at least some milliseconds of sound")
 
     def forget(self) -> None:
         """Free the pieces."""

@@ -154,14 +154,14 @@ class RowState:
 
     # --- rows come and go ---------------------------------------------------------------------------------------------
 
-    def begin(self, slots: Sequence[int], starts: Sequence[Start], numbers: Sequence[int]) -> None:
-        """Write the starts of answers into rows. `numbers`: of their adapters and edits."""
+    def begin(self, slots: Sequence[int], starts: Sequence[Start], selections: Sequence[int]) -> None:
+        """Write the starts of answers into rows. `selections`: numbers of their adapters and edits."""
         fresh = Cursor.start(self.layout, [s.text for s in starts], [s.audio for s in starts])
         partners = [slot if s.partner is None else s.partner for slot, s in zip(slots, starts, strict=True)]
         drawn = self.sampler.prepare(slots, [s.settings for s in starts], [s.key for s in starts])
         of_cursor = [getattr(fresh, name) for name in Cursor.TENSORS]
-        own = [s.position for s in starts], partners, list(numbers)
-        self._staging.write(slots, [*(torch.tensor(one) for one in own), *of_cursor, *drawn])
+        own = [s.position for s in starts], partners, list(selections)
+        self._staging.write(slots, [*(torch.tensor(values) for values in own), *of_cursor, *drawn])
 
     @torch.inference_mode()
     def empty(self, slot: int) -> None:
@@ -289,7 +289,7 @@ class RowState:
         """The cursor's tensors with its constants, and the state's, which stay where they are; on a CPU."""
         cursor = [getattr(self.cursor, name) for name in Cursor.TENSORS]
         state = [self.column, self.position, self.packed]
-        return [one.numpy() for one in (*cursor, *self.cursor.constants)], [one.numpy() for one in state]
+        return [tensor.numpy() for tensor in (*cursor, *self.cursor.constants)], [tensor.numpy() for tensor in state]
 
     def _push_tensors(self, plan: StepPlan, rows: slice | Tensor, sampled: Tensor, nonfinite: Tensor) -> None:
         """The same on any device, which is not waited for."""
