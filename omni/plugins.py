@@ -30,7 +30,7 @@ _loaded: list[str] = []
 
 
 class Registry(dict[str, T]):
-    """What is known of one kind, by name, in the order of registration.
+    """Entries of one kind, by name, in the order of registration.
 
     Args:
         noun: what messages call an entry, such as `codec`.

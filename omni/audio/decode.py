@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import soundfile
 
 FORMATS = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "FLAC", "OGG", "MP3", "NIST")
-"""Of libsndfile's. It guesses some twenty further ones, from as little as four zero bytes."""
+"""Formats of libsndfile that are taken. It guesses some twenty further ones, from as little as four zero bytes."""
 
 UNREADABLE = "is not a sound file that can be read, or it is damaged or cut short: convert it to WAV, FLAC, OGG or MP3"
 
@@ -44,7 +44,7 @@ Block = tuple[int, "np.ndarray"]
 
 @dataclass(frozen=True)
 class Recording:
-    """What a header says, and the samples.
+    """A recording: its header, and its samples as blocks.
 
     Attributes:
         rate, channels: the highest, where several files were joined.

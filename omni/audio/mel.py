@@ -30,7 +30,7 @@ FIXED_FLOOR = -7.0
 +1), where `floor="clip"` would put it, and 2 above the rounding noise of 16-bit samples (about -9.5)."""
 
 LOWEST = (FIXED_FLOOR + 4) / 4
-"""The same of a feature."""
+"""`FIXED_FLOOR` as a feature."""
 
 MelFloor = Literal["clip", "fixed"]
 

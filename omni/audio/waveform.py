@@ -71,7 +71,7 @@ class SoundPieces:
         self._mixed, self._channels = 0.0, np.zeros(2)  # energies, of two channels
 
     def copy(self) -> SoundPieces:
-        """The same sound, which goes on from here by itself."""
+        """An independent copy, which takes further pieces by itself."""
         copied = copy(self)
         copied._rate, copied._channels = copy(self._rate), self._channels.copy()
         return copied

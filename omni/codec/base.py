@@ -246,7 +246,7 @@ class CodecStream(ABC):
 
 @dataclass
 class Decoding:
-    """An open stream of a batch: what its decoder keeps, and how many frames and samples it has taken and given."""
+    """An open stream of a batch: its decoder's state, and the frames and samples that it has taken and returned."""
 
     state: Any
     pushed: int = 0
@@ -388,7 +388,7 @@ class CodecBatch(ABC):
 
     @abstractmethod
     def _start(self, seed: int) -> Any:
-        """What is kept of a new stream: its state."""
+        """Returns the state of a new stream."""
 
     @abstractmethod
     def _push(self, states: Sequence[Any], codes: Tensor) -> list[Tensor | Exception]:

@@ -23,7 +23,7 @@ Load = TypeVar("Load", bound="Callable[[Path | None, torch.device], AudioCodec]"
 
 @dataclass(frozen=True)
 class CodecSpec:
-    """What is known of a codec without its weights.
+    """Describes a codec without its weights.
 
     Attributes:
         name: in configurations, model folders and prepared rows.

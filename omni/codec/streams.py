@@ -1,4 +1,4 @@
-"""What the layers of a network keep of each stream: a row of numbers per stream, in memory that grows and shrinks with them.
+"""The state of a streaming network's layers: a row of numbers per stream, in memory that grows and shrinks with them.
 
 Rows are neighbours: the last one moves to where a stream is closed. A call of all streams, or of neighbours, works in that
 memory; for others their rows are gathered and written back. A new stream's row is zeroed, whatever it held.
@@ -36,7 +36,7 @@ class StreamStep(Protocol):
 
 
 class RowStore(Protocol):
-    """What a step keeps in memory of its own: rows like those of all."""
+    """State that a step holds in memory of its own, with the same rows."""
 
     def resize(self, rows: int, used: int) -> None:
         """Make room for `rows` streams, and keep the first `used`."""
@@ -108,7 +108,7 @@ class StreamCall:
         return self._before(timing, count, self._oldest)
 
     def joined(self, own: RowPart, x: Tensor, timing: LayerTiming, ahead: int = 0, replicate: bool = False) -> Tensor:
-        """What was kept of `own` and then the inputs x, zero before a stream's start, and the last kept for the next call.
+        """Joins the kept positions of `own` and the inputs x, zero before a stream's start, keeping the last ones for later.
 
         At the end `ahead` zeros follow.
         """

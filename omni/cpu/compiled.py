@@ -54,7 +54,7 @@ def compiled_function(function: F, nogil: bool = True, sums: bool = False) -> F:
 
 
 class KeptFunctions(FunctionCache):  # type: ignore[misc]
-    """What numba keeps of a function. A damaged file is told and made again; numba raises what pickle does, each time."""
+    """numba's cache of a function on disk. A damaged file is logged and made again; numba raises pickle's error each time."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -561,7 +561,7 @@ def _attend_columns(
     wide: Any, first: Any, number: Any, heads: Any, keys: Any, values: Any, row: Any, g: Any, count: Any, active: Any,
     mask: Any, scores: Any, out: Any,
 ) -> None:  # fmt: skip
-    """The same of several columns of one row, [columns, H D] from `first` on, with at most 32 queries of the keys g. D is a
+    """Attention of several columns of one row, [columns, H D] from `first` on, with at most 32 queries of the keys g. D is a
     multiple of 32.
 
     Queries lie side by side, so that each sums by itself, in the order of the slots: what it gives does not depend on others.
@@ -922,7 +922,7 @@ def _round(x: Any, held: Any) -> Any:
 
 @compiled_function
 def _round_norm(x: Any, weight: Any, eps: Any, scaled: Any, held: Any) -> Any:
-    """The same of the RMSNorm of x [K], before it is divided by its length."""
+    """Rounds the RMSNorm of x [K] before it is divided by its length."""
     for k in range(len(weight)):
         scaled[k] = x[k] * weight[k]
     return _round(scaled, held) / np.sqrt(_squares(x, _ZERO) / np.float32(len(weight)) + eps)
@@ -966,7 +966,7 @@ SHARED = 1 << 18
 
 
 class SharedAttention(Structure):
-    """What the threads of an attention are given (`attend`).
+    """Arguments of the threads of an attention (`attend`).
 
     taken: parts that a thread has taken by now; rows: N; columns: B; of: R; seen: V; active ... out: addresses.
     """
@@ -988,7 +988,7 @@ def attend(task: SharedAttention, threads: int) -> None:
 
 
 def share_attention(task: Any) -> None:
-    """What each thread calls."""
+    """Computes a thread's share of an attention."""
     rows, columns, of, slots, heads, kv_heads, size, seen = (
         task[1],
         task[2],

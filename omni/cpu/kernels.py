@@ -49,7 +49,7 @@ FASTER = 0.85
 """Share of the time of `F.linear` that a form may take at most, in every repeat, to replace it."""
 
 STEP_FASTER = 0.95
-"""The same of the quickest of some steps."""
+"""Share of the modules' time, by the quickest of some steps, that a compiled step may take at most."""
 
 BF16_FASTER = 1.2
 """How many times faster bfloat16 must be than float32, each in its best forms, to become the default."""
@@ -98,7 +98,7 @@ FORMS: Mapping[str, Form] = {
 
 
 class Product(NamedTuple):
-    """What a measurement is of. `dtype` is a name such as `float32`."""
+    """Key of a product's measurement. `dtype` is a name such as `float32`."""
 
     threads: int
     dtype: str
@@ -119,7 +119,7 @@ class StepShape(NamedTuple):
 
 
 class StepKey(NamedTuple):
-    """What a measurement of a block is of. `part` is `step` (a column of each row), `prefill` (several), or `encoder`."""
+    """Key of a block's measurement. `part` is `step` (a column of each row), `prefill` (several), or `encoder`."""
 
     threads: int
     part: str
@@ -289,7 +289,7 @@ def _measure_step(model: nn.Module) -> dict[StepKey, Timing]:
 
 
 def _work(model: Any, part: str, rows: int, columns: int) -> Callable[[], object]:
-    """What is measured of a part."""
+    """The call that is timed for a part."""
     decoder, encoder = model.decoder, model.encoder
     if part == "encoder":
         sound = torch.linspace(-1, 1, 16_000 * columns).sin()
@@ -346,14 +346,14 @@ def bf16_pays(model: nn.Module, kernels: Kernels, rows: int = 1) -> bool:
 
 
 def machine() -> dict[str, str]:
-    """What the measurements are of besides their `Product`."""
+    """The processor and PyTorch that measurements belong to."""
     cpu = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return {"processor": str(cpu.get("cpu_name") or platform.processor() or platform.machine()), "torch": torch.__version__}
 
 
 @cache
 def compiler() -> str:
-    """What is compiled is of besides: another numba, or other code, compiles at the first question, and may be slower."""
+    """Version of numba and checksum of the compiled code: another one compiles at the first question, and may be slower."""
     code = b"".join(Path(str(module.__file__)).read_bytes() for module in (compiled, shared_products))
     return f"{numba.__version__} {zlib.crc32(code):08x}"
 
@@ -364,9 +364,9 @@ def kernels_file() -> Path:
 
 
 def load_kernels() -> Kernels:
-    """What was measured on this machine before; nothing where that was another machine, or the file is damaged (told).
+    """Reads this machine's measurements; empty where they are another machine's, or the file is damaged (logged).
 
-    What is compiled counts only where numba keeps it: another copy of this package would compile at its first question."""
+    Compiled forms count only where numba's cache has them: another copy of this package would compile at its first question."""
     path = kernels_file()
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -397,7 +397,7 @@ def load_kernels() -> Kernels:
 
 
 def _compiled_step(key: StepKey) -> Callable[..., Any]:
-    """What compiles longest of a measured step."""
+    """The function of a measured step that takes longest to compile."""
     if key.part == "encoder":
         return compiled.encoder
     return compiled.blocks if key.shape.dtype == "float32" else compiled.share_attention

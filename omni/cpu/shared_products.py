@@ -30,7 +30,7 @@ LEAST = 1 << 18
 
 
 class SharedProduct(Structure):
-    """What the threads of a product are given.
+    """Arguments of the threads of a product.
 
     taken: outputs that a thread has taken by now; each: outputs that one takes at a time; rows, inputs, outputs: B, K, N; x,
     weight, scale, out: addresses.
@@ -58,7 +58,7 @@ def multiply(dtype: str, x: Any, weight: Any, scale: Any, out: Any, threads: int
 
 @cache
 def compile_for(dtype: str) -> Any:
-    """What each thread calls; compiled when it is first asked for, and kept as what `compiled_function` makes is."""
+    """The function that each thread calls, compiled on first use and cached as by `compiled_function`."""
     share = {"float32": _share_float32, "bfloat16": _share_bfloat16, "int8": _share_int8}[dtype]
     return compiled_for_threads(share)
 

@@ -101,7 +101,7 @@ def tensors_in(
 
 
 def _entries(value: Any) -> Iterable[tuple[str, Any]]:
-    """What a container or an object holds, with the step of the path to each."""
+    """Members of a container or an object, each with its part of the path."""
     if isinstance(value, MutableMapping):
         return [(f"[{k!r}]", v) for k, v in islice(value.items(), MOST)]
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -138,7 +138,7 @@ class WhisperEncoder(Encoder):
         return WhisperStream(self) if self.config.chunk_samples is not None else super().stream()
 
     def compiled_shape(self) -> StepShape | None:
-        """What its blocks are called in measurements (`omni.cpu.kernels`); None where they cannot be compiled."""
+        """Key of its blocks in measurements (`omni.cpu.kernels`); None where they cannot be compiled."""
         return encoder_shape(self.whisper, self.config.heads)
 
     def _compiled(self) -> bool:
@@ -393,7 +393,7 @@ _KINDS = {Linear, nn.LayerNorm, nn.GELU, nn.Sequential, MultiHeadAttention}
 
 
 def encoder_shape(whisper: nn.Module, heads: int) -> StepShape | None:
-    """What the encoder's blocks are called in measurements; None where they cannot be compiled."""
+    """Key of the encoder's blocks in measurements; None where they cannot be compiled."""
     blocks: Any = whisper.blocks
     if not len(blocks) or not all({type(part) for part in block.modules()} - {type(block)} <= _KINDS for block in blocks):
         return None
@@ -410,7 +410,7 @@ def can_be_read(whisper: nn.Module) -> bool:
 
 
 def compiled_encode(whisper: Any, mels: Tensor, lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
-    """What `WhisperEncoder.forward` gives, [sum(frames), D], of features [N, M, F max] float32."""
+    """Computes `WhisperEncoder.forward`, compiled: features [N, M, F max] float32 to frames [sum(frames), D]."""
     starts = np.cumsum([0, *((length + 1) // 2 for length in lengths)])
     x = np.empty((starts[-1], whisper.conv1.out_channels), np.float32)
     stem = [part for conv in (whisper.conv1, whisper.conv2) for part in (_flat(conv.weight), _array(conv.bias))]

@@ -198,7 +198,7 @@ DRAIN = 30.0
 
 
 class SentTurn(TurnFrames):
-    """What the turn head says of a sound, for the other process."""
+    """Sends the turn head's probabilities of a sound to the other process."""
 
     def __init__(self, outbox: Outbox, sound: int) -> None:
         self._outbox, self._sound = outbox, sound
@@ -296,14 +296,14 @@ class Child:
             session.drop_sound(stream)
 
     def _known(self, number: int, sound: int) -> KnownFeatures:
-        """What is known of a sound that a session listens to."""
+        """Features so far of a sound that a session listens to."""
         stream = self._sound(number, sound)
         if stream is None:
             raise UserError("this sound is listened to no more; ask the question that it became")
         return stream.so_far()
 
     def _sound(self, number: int, sound: int | None) -> FeatureStream | None:
-        """What a session listens to, where it has that number."""
+        """The sound that a session listens to, where it has that number; else None."""
         known, stream = self._sounds.get(number, (None, None))
         return stream if sound is not None and known == sound else None
 

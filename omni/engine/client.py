@@ -131,7 +131,7 @@ Pace = Literal["read", "live", "whole"]
 """How a listener takes an answer: as it reads; as sound that plays from its first sample on; or whole, however large."""
 
 WhenFull = Literal["wait", "refuse"]
-"""What becomes of a live listener's question while another row would make sound late: it waits for its turn, or is refused."""
+"""Policy for a live listener's question while another row would make sound late: it waits for its turn, or is refused."""
 
 
 def check_pace(pace: Pace, when_full: WhenFull) -> tuple[Pace, WhenFull]:

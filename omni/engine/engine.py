@@ -94,7 +94,7 @@ class Engine:
 
     @property
     def runner(self) -> Runner | None:
-        """What steps the rows, None before the first question."""
+        """The runner that steps the rows, None before the first question."""
         return self._batch.runner
 
     # --- conversations ------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Engine:
     # --- the whole ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """What it does at present, and its newest measurements."""
+        """Its present state, and its newest measurements."""
         talks, slots = [*self._batch.talks.values()], self._batch.slots
         with self._requests.lock:
             waiting = len(self._requests.asked) + len(self._intake.waiting) + len(self._intake.coming)

@@ -67,7 +67,7 @@ def start_process(arguments: Item) -> tuple[Any, Any]:
 
 
 def first_message(pipe: Any, process: Any) -> ModelFacts:
-    """What the process says once its model is loaded. UserError: the model cannot be loaded. EngineLost: the process ended
+    """Waits for the facts of the process's model. UserError: the model cannot be loaded. EngineLost: the process ended
     before."""
     try:
         name, *rest = unpack(pipe.recv_bytes())[0]
@@ -220,7 +220,7 @@ class RemoteAnswer:
             return None
 
     def timings(self) -> Timings:
-        """Of its end, with the sound that was taken."""
+        """Timings of its end, with the length of the sound that was taken."""
         timings = self._known if self._ended is None else self._ended.timings
         return replace(timings, audio=self.samples / self.rate if self.rate else 0.0)
 

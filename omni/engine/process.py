@@ -396,7 +396,7 @@ class EngineProcess(Sessions[RemoteSession]):
 
 
 def _decoder(facts: ModelFacts) -> SoundDecoder | None:
-    """What decodes in this process; None where nothing is to."""
+    """The decoder of coded sound in this process; None where sound comes decoded."""
     if facts.codec is None or not facts.portable:
         return None
     try:

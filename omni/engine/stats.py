@@ -52,7 +52,7 @@ LENGTH = 512
 
 
 class MeasuredOf(NamedTuple):
-    """What a measurement is of: device and its threads, number format, form of products, model's and codec's shape."""
+    """Key of a measurement: device and its threads, number format, form of products, model's and codec's shape."""
 
     device: str
     threads: int
@@ -80,7 +80,7 @@ class StepCosts:
         return self._line(rows, [cost.seconds for _, cost in sorted(self.by_rows.items())])
 
     def cpu(self, rows: float) -> float:
-        """The same of CPU seconds."""
+        """CPU seconds of a step of that many rows, in the same way."""
         return self._line(rows, [cost.cpu for _, cost in sorted(self.by_rows.items())])
 
     def _line(self, rows: float, values: Sequence[float]) -> float:
@@ -207,7 +207,7 @@ def _frames(codec: AudioCodec | None, number: int) -> Iterator[Tensor]:
 
 
 def measured_of(model: SpeechModel, codec: AudioCodec | None) -> MeasuredOf:
-    """What a measurement with this model, codec and this thread's number of threads is of."""
+    """Key of measurements with this model and codec, and this thread's number of threads."""
     norm = model.decoder.norm.weight
     device = torch.cuda.get_device_name(norm.device) if norm.device.type == "cuda" else norm.device.type
     dtype = "int8 with " * is_int8(model) + str(norm.dtype).removeprefix("torch.")
@@ -222,7 +222,7 @@ def costs_file() -> Path:
 
 
 def load_costs() -> dict[MeasuredOf, StepCosts]:
-    """What was measured on this machine before; nothing where the file is another machine's or damaged, which is told."""
+    """Reads this machine's measurements; empty where the file is another machine's or damaged, which is logged."""
     path = costs_file()
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -257,7 +257,7 @@ AGAIN = 64
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of the newest measurements, in seconds; None before there are any."""
+    """Percentiles of the newest measurements, in seconds; None before there are any."""
 
     p50: float | None = None
     p95: float | None = None

@@ -40,12 +40,12 @@ class EngineLost(UserError):
 
 
 Item = tuple[Any, ...]
-"""What a message holds: its name first."""
+"""Content of a message: its name first."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What clients know of the model in the engine's process.
+    """Facts about the model in the engine's process, for its clients.
 
     Attributes:
         shown: its `repr`.
@@ -184,7 +184,7 @@ def is_portable(codec: AudioCodec) -> bool:
 
 
 def cannot_decode(codec: AudioCodec, error: Exception) -> str:
-    """What is told of an answer whose codes the codec refuses."""
+    """Error text of an answer whose codes the codec refuses."""
     return f"codec {codec.name} cannot decode the answer ({error}); generate([...], sound=False) gives its codes"
 
 

@@ -1,5 +1,5 @@
-"""Who reads an answer: takes its events, in a plain loop or one of asyncio, asks a `stop` function about its text, and makes
-the whole answer of them. In asyncio events come by `call_soon_threadsafe`, and nothing here holds the loop."""
+"""Reads an answer: takes its events, in a plain loop or one of asyncio, asks a `stop` function about its text, and makes the
+whole answer of them. In asyncio events come by `call_soon_threadsafe`, and nothing here holds the loop."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class DeliveredPart(NamedTuple):
 
 
 def delivered_part(running: Running) -> DeliveredPart:
-    """What reached the listener of an answer so far."""
+    """The part of an answer that reached its listener so far."""
     turn = running.delivered().turn
     tokens, codes = tuple(turn.text or ()), turn.codes
     if not running.start.logprobs:
@@ -349,7 +349,7 @@ class _Bell:
         self._loop, self._rung = loop, False
 
     def of(self, running: Listened, leave: Callable[[Any], None]) -> Callable[[], None]:
-        """What an answer calls, in any thread, where it has an event; a closed loop takes none, so that its answer ends."""
+        """Function that an answer calls, in any thread, where it has an event; with a closed loop it ends the answer."""
 
         def ring() -> None:
             if self._rung:

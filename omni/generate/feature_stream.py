@@ -38,7 +38,7 @@ def new_sound() -> int:
 
 @dataclass(frozen=True)
 class KnownFeatures:
-    """Those of a question that is still coming, [N, W], and the number by which its stream has them."""
+    """Features [N, W] so far of a question that is still coming, and the number by which its stream has them."""
 
     number: int
     features: Tensor

@@ -147,7 +147,7 @@ def forgotten(layout: Layout, past: Sequence[Exchange], system: Sequence[int], l
 
 
 def forgotten_of(sizes: Sequence[int], longest: int, length: int, system: int = 0) -> int:
-    """The same of turns and a system message of so many columns, and of the longest question."""
+    """`forgotten` by sizes: columns of each turn, of the longest question and of the system message."""
     taken, dropped = system + sum(sizes), 0
     if taken + longest <= length - length // 4:
         return 0

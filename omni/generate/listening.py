@@ -191,6 +191,6 @@ class Listening:
 
 @dataclass(frozen=True)
 class AudioSoFar:
-    """What has been heard of a sound that is still coming, when it is asked."""
+    """A sound that is still coming, as far as it was heard when it is asked."""
 
     listening: Listening

@@ -106,7 +106,7 @@ SamplingPlan = Sampling | Mapping[str, Sampling]
 greedy, and its own name goes before its kind."""
 
 Stop = str | Sequence[str] | Callable[[str], bool] | None
-"""What ends an answer that writes: texts, or a function of its text so far."""
+"""Ends an answer that writes: texts, or a function of its text so far."""
 
 
 class SamplingNames(TypedDict, total=False):

@@ -292,7 +292,7 @@ class RowState:
         return [tensor.numpy() for tensor in (*cursor, *self.cursor.constants)], [tensor.numpy() for tensor in state]
 
     def _push_tensors(self, plan: StepPlan, rows: slice | Tensor, sampled: Tensor, nonfinite: Tensor) -> None:
-        """The same on any device, which is not waited for."""
+        """`_push` on any device, without waiting for it."""
         cursor = self.cursor.select(rows)
         broken = (cursor.needs_audio & nonfinite[0]) | (cursor.needs_text & nonfinite[1])
         after, push = cursor.push(sampled)

@@ -222,7 +222,7 @@ def broken_rows(hidden: Tensor, logits: Tensor) -> Tensor:
 
 
 def note_broken(hidden: Tensor, logits: Array, out: Array) -> None:
-    """The same in float32 on a CPU, written to `out` [B]; hidden [B, 1, W], logits [B, V]."""
+    """`broken_rows` in float32 on a CPU, written to `out` [B]; hidden [B, 1, W], logits [B, V]."""
     compiled.broken(np.ascontiguousarray(hidden.numpy()[:, -1]), np.ascontiguousarray(logits), out)
 
 

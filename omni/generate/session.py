@@ -224,7 +224,7 @@ class Session(Conversation[Running]):
 
     @property
     def sample_rate(self) -> int:
-        """Of the answers' sound, in Hz; 0 without a codec."""
+        """Sample rate of the answers' sound, in Hz; 0 without a codec."""
         return 0 if self.codec is None else self.codec.sample_rate
 
     def whole(self, events: Iterable[Event], running: Running | None) -> Answer:

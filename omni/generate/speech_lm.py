@@ -208,7 +208,7 @@ class SpeechLM(Sessions[Session]):
 
     @property
     def sample_rate(self) -> int:
-        """Of the answers' sound, in Hz; 0 without a codec."""
+        """Sample rate of the answers' sound, in Hz; 0 without a codec."""
         return 0 if self.codec is None else self.codec.sample_rate
 
     @property

@@ -157,7 +157,7 @@ def _settings(
 
 
 def _divisor(config: LoRAConfig, a: Tensor) -> float:
-    """What alpha is divided by for the scale of a pair, of A [r, in]."""
+    """The divisor of alpha that gives a pair's scale, by its A [r, in]."""
     return math.sqrt(a.shape[0]) if config.rank_stabilized else a.shape[0]
 
 

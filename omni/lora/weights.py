@@ -93,7 +93,7 @@ class AdapterWeights:
     copies: frozenset[str] = frozenset()
 
     def to(self, dtype: torch.dtype) -> AdapterWeights:
-        """The same with its tensors in another number format."""
+        """A copy with its tensors in another number format."""
         pairs = {name: (a.to(dtype), b.to(dtype), scale) for name, (a, b, scale) in self.pairs.items()}
         return replace(self, pairs=pairs, whole={name: tensor.to(dtype) for name, tensor in self.whole.items()})
 

@@ -174,7 +174,7 @@ class Decoder(nn.Module):
         return run_block(block, self.checkpointing if cache is None else False, x, rope, mask, cache, layer)
 
     def step_shape(self) -> StepShape | None:
-        """What a step of its blocks is called in measurements (`omni.cpu.kernels`); None where it cannot be compiled."""
+        """Key of a step of its blocks in measurements (`omni.cpu.kernels`); None where it cannot be compiled."""
         return step_shape(self.blocks[0]) if len(self.blocks) else None
 
     # --- heads -----------------------------------------------------------------------------------------------------

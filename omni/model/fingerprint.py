@@ -11,7 +11,7 @@ class Fingerprint:
     """The modules and parameters beneath a module, itself among them.
 
     Attributes:
-        weights: those that were there.
+        weights: the parameters that it had.
     """
 
     def __init__(self, module: nn.Module) -> None:

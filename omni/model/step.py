@@ -155,7 +155,7 @@ class _Inputs:
         self._shared: dict[int, tuple[compiled.SharedAttention, Array, Array, Array]] = {}
 
     def attention(self, heads: int) -> tuple[compiled.SharedAttention, Array, Array, Array]:
-        """What threads are given of an attention of so many heads, but its keys and values; the rows that do not rest [N], and
+        """The task of threads for an attention of so many heads, without keys and values; the rows that do not rest [N], and
         memory for their queries, keys and values and for the result, [N, (H + 2 G) D] and [N, H D]. The same for each block."""
         entry = self._shared.get(heads)
         if entry is None:
@@ -261,7 +261,7 @@ class _BlockStep:
 
 
 def step_shape(block: nn.Module) -> StepShape | None:
-    """What a block's step is called in measurements (`omni.cpu.kernels`); None where it cannot be compiled."""
+    """Key of a block's step in measurements (`omni.cpu.kernels`); None where it cannot be compiled."""
     if type(block) is not Block:
         return None
     part, mlp = block.attention, block.mlp

@@ -129,7 +129,7 @@ def _options(at: HubAddress) -> dict[str, Any]:
 
 
 def _kept(at: HubAddress) -> Path | None:
-    """What the cache has of a model; None where that is nothing, or not all."""
+    """The folder of a model in the cache; None where it is not there, or not whole."""
     try:
         return Path(_hub().snapshot_download(local_files_only=True, **_options(at)))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What callers need of addresses: a file or folder here, read through the cache; an object open for reading at any place.
+"""Reads what is at addresses: a file or folder in the cache, or an object that is open for reading at any position.
 
 `local_path("runs/nano/model")` is that path; `local_path("s3://bucket/model")` is a folder in the cache with what is there.
 With `pointers`, what is large in a data set stays in its store (`omni.stores.pointers`).
@@ -173,7 +173,7 @@ def _check(entry: Path, folder: Path, come: dict[str, StoredObject], pointers: b
 
 
 def content_key(path: Path) -> str:
-    """What differs where the content of a store's file or folder does: its objects' names, sizes and versions.
+    """Key of the content of a store's file or folder: a hash of its objects' names, sizes and versions.
 
     Args:
         path: where `local_path` has brought it.

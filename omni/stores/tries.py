@@ -138,7 +138,7 @@ def reason(error: BaseException) -> str:
 
 
 def refusal(error: BaseException, address: str, doing: str, tries: int) -> StoreError:
-    """What a user is told about a request that failed for good."""
+    """The error for a request that failed for good."""
     where, status, names = shown(address), status_of(error), {type(cause).__name__ for cause in _chain(error)}
     if status in CHANGED_STATUS or "FileExpired" in names:
         return ChangedError(f"{where} has changed, or was replaced, since it was listed: run the same command again")
