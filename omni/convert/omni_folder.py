@@ -130,15 +130,12 @@ def model_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-def quantize_folder(
-    source: Path, target: Path, form: str = "int8", on_progress: WriteCallback | None = None
-) -> dict[str, FileStamp]:
+def quantize_folder(source: Path, target: Path, on_progress: WriteCallback | None = None) -> dict[str, FileStamp]:
     """Write the model folder `source` as `target`, beside its name first, then renamed: linears and tables in int8, all else as
     it is, with tokenizer, codec and the plain data. Returns size and CRC-32 of each file but `config.json`, which holds them.
     UserError: the folder is quantised already, damaged or does not fit its configuration, or the place cannot be written.
 
     Args:
-        form: of the weights, one of `omni.utils.hardware.QUANTIZED`.
         on_progress: called with the bytes of the weights that were read, and the number that will be: each is read for its
             checksum, and rounded in two readings.
     """
@@ -169,7 +166,7 @@ def quantize_folder(
             files[name] = copy_file(path, folder / name)
             if name in listed and files[name].crc32 != listed[name][1]:
                 raise UserError(f"{path} does not match its checksum in {CONFIG}; fetch or save the folder again")
-        head = {"format": QUANTIZED_FORMAT, "quantized": {"form": form, "checksums": checksums()}, "model": to_dict(config)}
+        head = {"format": QUANTIZED_FORMAT, "quantized": {"form": "int8", "checksums": checksums()}, "model": to_dict(config)}
         _write_config(folder, head, files, extra)
     return files
 

@@ -325,7 +325,7 @@ def serve_measured(model: nn.Module, any_dtype: bool) -> None:
     use_kernels(model, kernels)
 
 
-def bf16_pays(model: nn.Module, kernels: Kernels, rows: int = 1) -> bool:
+def bf16_pays(model: nn.Module, kernels: Kernels) -> bool:
     """Whether a step of this float32 model was measured `BF16_FASTER` times faster in bfloat16, each in its best forms.
 
     Never on a processor that only has few rows' products as fast: prompts would take several times as long.
@@ -335,7 +335,7 @@ def bf16_pays(model: nn.Module, kernels: Kernels, rows: int = 1) -> bool:
     spent = {"float32": 0.0, "bfloat16": 0.0}
     for weight in step_weights(model):
         for dtype in spent:
-            timing = kernels.measured.get(Product(torch.get_num_threads(), dtype, rows, weight.shape[1], weight.shape[0]))
+            timing = kernels.measured.get(Product(torch.get_num_threads(), dtype, 1, weight.shape[1], weight.shape[0]))
             if timing is None or weight.dtype != torch.float32:
                 return False
             spent[dtype] += timing.seconds
