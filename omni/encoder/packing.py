@@ -103,12 +103,14 @@ def pack(
     gap: int = 1,
     chunks: Chunks | None = None,
 ) -> Packing:
-    """Build the index tensors of a batch of N clips of `mel_lengths` feature frames (each at least 1), laid out
-    `mel_stride` frames apart.
+    """Builds the index tensors of a batch of N clips of `mel_lengths` feature frames (each at least 1), `mel_stride` apart.
 
-    frames: how many encoder frames of each clip to return, at most ceil(F / 2). ratio: see `AttentionGroup`
-    and the two constants above. bounds: attention is given the clips' bounds instead of groups. gap: least number of
-    empty slots behind each clip. chunks: which frames of its clip a frame hears; None for all."""
+    Args:
+        frames: number of encoder frames of each clip to return, at most ceil(F / 2).
+        ratio: of the longest to the shortest clip of an `AttentionGroup`.
+        bounds: give attention the clips' bounds instead of groups.
+        gap: least number of empty slots behind each clip.
+        chunks: which frames of its clip a frame hears; None for all."""
     order = sorted(range(len(mel_lengths)), key=lambda clip: mel_lengths[clip])
     lengths = torch.tensor([mel_lengths[clip] for clip in order], dtype=torch.long)
     slots = (lengths + gap + 1) // 2 * 2

@@ -67,12 +67,13 @@ class WhisperEncoder(Encoder):
         return list(self.whisper.blocks)
 
     def forward(self, mels: Tensor, mel_lengths: Sequence[int] | Tensor, frames: Sequence[int] | Tensor) -> Tensor:
-        """Encode N clips: features `[N, M, F max]` to frames `[sum(frames), D]`, one clip behind the other.
+        """Encodes N clips: features `[N, M, F max]` to frames `[sum(frames), D]`, one clip behind the other.
 
-        mel_lengths: F of each clip; what lies behind it in `mels` is never read. frames: encoder frames
-        wanted of each clip, as `WhisperConfig.clip_frames` counts them. Both are read on the host: give lists or
-        CPU tensors, because device tensors would synchronise. The residual stream has the weights' precision: float32
-        under autocast.
+        The residual stream has the weights' precision: float32 under autocast.
+
+        Args:
+            mel_lengths: F of each clip; a list or a CPU tensor, since reading a device's would synchronise.
+            frames: encoder frames wanted of each clip, as `WhisperConfig.clip_frames` counts them; as `mel_lengths`.
 
         A batch of no clips (`[0, M, 0]`) gives `[0, D]`, and its backward pass a zero gradient for every
         parameter, so that a step without speech is a step like any other under DDP and FSDP.

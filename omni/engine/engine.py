@@ -229,10 +229,11 @@ class Engine:
         return not talks or bool((slots.free or slots.idle()) and slack is not None and slack >= SPARE)
 
     def measure(self, rows: Sequence[int] | None = None) -> StepCosts:
-        """Measure what steps cost here, before the first session of something that lasts, and keep it: admission goes by it
-        until steps of the engine itself say more. Takes about a second for a small model; a GPU's steps are captured
-        besides. UserError: a session is open, the engine is closed, or there are not so many rows. `rows`: numbers of rows;
-        by default 1, 2, 4 ... to the slots, while step and sound take no longer than a frame plays."""
+        """Measures the cost of steps on this machine and keeps it; admission goes by it until the engine has stepped enough.
+
+        To be called before the first session: takes about a second for a small model, and captures a GPU's steps. `rows`:
+        numbers of rows; by default 1, 2, 4 ... to the slots, while step and sound take no longer than a frame plays.
+        UserError: a session is open, the engine is closed, or it has fewer rows."""
         self.check()
         with self._requests.lock:  # nobody asks meanwhile
             check_measuring(rows, self.fixed, len(self._requests.seats))
