@@ -34,6 +34,7 @@ from omni.checkpoint.tensors import (
     check_inside,
     finite,
     load_json,
+    not_finite,
     read_pieces,
     save_tensors,
 )
@@ -440,14 +441,6 @@ class RoundedRows:
         step = max(1, PIECE * self.source.length // max(1, self.source.nbytes))
         for first in range(start, stop, step):
             yield first, self.source.read(first, min(first + step, stop))
-
-
-def not_finite(name: str, where: object) -> UserError:
-    """The error for a tensor with NaN or infinity."""
-    return UserError(
-        f"{where}: tensor {name} holds numbers that are not finite, so the model can answer nothing; take the weights of an "
-        "earlier step, or fetch them again"
-    )
 
 
 def int8_tensors(

@@ -184,11 +184,15 @@ def check_finite(model: nn.Module, where: Path, dtype: torch.dtype | None) -> No
     """
     for name, tensor in model.state_dict().items():
         if not finite(tensor):
-            way = f"load it in another type than {dtype}, or " if dtype is not None else ""
-            raise UserError(
-                f"{where}: tensor {name} holds numbers that are not finite, so the model can answer nothing; {way}take the "
-                "weights of an earlier step, or fetch them again"
-            )
+            raise not_finite(name, where, f"load it in another type than {dtype}, or " if dtype is not None else "")
+
+
+def not_finite(name: str, where: object, way: str = "") -> UserError:
+    """The error for a tensor with NaN or infinity; `way`: advice that comes first."""
+    return UserError(
+        f"{where}: tensor {name} holds numbers that are not finite, so the model can answer nothing; {way}take the weights of "
+        "an earlier step, or fetch them again"
+    )
 
 
 PIECE = 8 << 20
