@@ -62,13 +62,8 @@ def read(path: Path) -> Foreign:
     """
     check_full_precision(path, "converting")
     config = read_config(path)
-    data = read_json(path / CONFIG)
-    extra = stored_extra(data, path / CONFIG)
-    for name, (wanted, _) in listed_files(data, path / CONFIG).items():
-        size = (path / name).stat().st_size if (path / name).is_file() else None
-        if size != wanted:
-            problem = "missing" if size is None else f"{size} bytes long instead of {wanted}"
-            raise UserError(f"{path / name} is {problem}; fetch or save the folder again")
+    extra = stored_extra(read_json(path / CONFIG), path / CONFIG)
+    check_sizes(path)
     check_header(config, path / WEIGHTS)
     shapes = model_shapes(config)
     tensors = match(read_safetensors(path / WEIGHTS), {name: name for name in shapes}, shapes, path / WEIGHTS)
