@@ -186,15 +186,11 @@ class Engine:
             waiting = [*self._intake.waiting, *self._requests.asked]
         return waiting.index(running) + 1 if running in waiting else 0
 
-    def leave(self, running: Running) -> None:
-        """End an answer at the next step's boundary; `running.left` is set then."""
-        self._requests.end(running)
-
     def stop(self, running: Running, wait: bool = True) -> None:
         """Cancel an answer, and wait (or do not) until its rows are free; `running.left` is set then."""
         running.stop()
         if not self._requests.withdraw(running) and not running.left.is_set():
-            self.leave(running)
+            self._requests.end(running)  # at the next step's boundary
             if wait and not self._stepping.worker.here:
                 running.left.wait()
 
