@@ -139,7 +139,7 @@ def merge(model: nn.Module, edits: Edits) -> Merged:
         change = edits.deltas[name].weight()
         if is_quantized(part):
             originals[name] = part
-            _replace(model, name, _plain(part, change))
+            model.set_submodule(name, _plain(part, change))
         else:
             weight: Any = part.weight
             originals[name] = weight.detach().clone()
@@ -160,7 +160,7 @@ def revert(model: nn.Module, merged: Merged) -> None:
             )
     for name, original in merged.originals.items():
         if isinstance(original, nn.Module):
-            _replace(model, name, original)
+            model.set_submodule(name, original)
         else:
             weight: Any = linears[name].weight
             weight.copy_(_placed(original, weight))
@@ -209,8 +209,3 @@ def _plain(part: nn.Module, change: Tensor) -> nn.Linear:
     if isinstance(bias, Tensor):
         new.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
     return new.train(part.training)
-
-
-def _replace(model: nn.Module, name: str, part: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, part)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -374,9 +374,9 @@ def to_int8(model: nn.Module) -> nn.Module:
     for name, part in linears.items():
         new = Int8Linear.of(part.weight, part.bias)
         new.plain_checksum = checksum_of(name, part.weight, text_rows)  # type: ignore[assignment]
-        _put(model, name, new.train(model.training))
+        model.set_submodule(name, new.train(model.training))
     for name, table in _tables(model).items():
-        _put(model, name, Int8Embedding.of(table.weight))
+        model.set_submodule(name, Int8Embedding.of(table.weight))
     return model
 
 
@@ -417,9 +417,9 @@ def empty_int8(
             new = Int8Linear(part.in_features, part.out_features)
             new.bias = part.bias
             new.plain_checksum = known.get(name)  # type: ignore[assignment]
-            _put(model, name, new)
+            model.set_submodule(name, new)
         for name, table in tables.items():
-            _put(model, name, Int8Embedding(table.num_embeddings, table.embedding_dim, dtype))
+            model.set_submodule(name, Int8Embedding(table.num_embeddings, table.embedding_dim, dtype))
     return {
         f"{name}.weight": f"{name}.scale"
         for name, part in model.named_modules()
@@ -431,8 +431,3 @@ def _tables(model: nn.Module) -> dict[str, nn.Embedding]:
     """The decoder's tables by name; none of a model without such a decoder."""
     known = {name: part for name, part in model.named_modules() if name in TABLES}
     return {name: part for name, part in known.items() if isinstance(part, nn.Embedding)}
-
-
-def _put(model: nn.Module, name: str, part: Any) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, part)

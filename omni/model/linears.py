@@ -236,8 +236,7 @@ def quantize(
                 _unpack(new, packed)
         if form == "nf4" and new.weight.quant_state is not None:
             new.weight.quant_state.dtype = dtype
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, new)
+        model.set_submodule(name, new)
     return names
 
 
