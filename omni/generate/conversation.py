@@ -19,7 +19,7 @@ from omni.audio.io import SAMPLE_RATE
 from omni.config import ModelConfig
 from omni.engine.client import Pace, WhenFull
 from omni.errors import UserError
-from omni.generate.answer_stream import AnswerReader, AnswerStream, Listened
+from omni.generate.answer_stream import AnswerReader, AnswerSource, AnswerStream
 from omni.generate.feature_stream import FeatureStream, KnownFeatures
 from omni.generate.listening import AudioSoFar, Listening
 from omni.generate.messages import History, Message
@@ -32,7 +32,7 @@ from omni.tasks import Task, find_task
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-A = TypeVar("A", bound=Listened)
+A = TypeVar("A", bound=AnswerSource)
 
 
 class Conversation(ABC, Generic[A]):
