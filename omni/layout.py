@@ -65,7 +65,7 @@ class Stream:
     """One parallel stream.
 
     Attributes:
-        kind: `text` or `audio`, what its ids stand for.
+        kind: of its ids, `text` or `audio`.
         size: number of ordinary ids.
         specials: number of ids kept after them (at least 5); the table has `size + specials` rows, or `rows`.
         delay: time steps between the start of an answer and the stream's first real token (at most 10,000, and less than the

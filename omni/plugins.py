@@ -1,4 +1,4 @@
-"""Registries of what is found by name, and plug-ins: modules of the user's own that add to them.
+"""Registries of objects by name, and plug-ins: modules of the user's own that add to them.
 
     @register_codec("mine", sample_rate=16000, ...)      # in my_package/my_module.py
     omni-train fit nano --plugin my_package.my_module    # or `plugins: [my_package.my_module]` in the configuration
@@ -33,8 +33,8 @@ class Registry(dict[str, T]):
     """Entries of one kind, by name, in the order of registration.
 
     Args:
-        noun: what messages call an entry, such as `codec`.
-        must: what an entry must be, for the message where `fits` says no.
+        noun: for an entry in messages, such as `codec`.
+        must: requirement of an entry, for the message where `fits` is false.
     """
 
     def __init__(self, noun: str, must: str = "", fits: Callable[[Any], bool] = lambda entry: True) -> None:

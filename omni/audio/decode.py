@@ -51,7 +51,7 @@ class Recording:
         samples: per channel, as promised; None where only decoding tells.
         format: container and coding, such as "WAV PCM_16".
         blocks: decodes from the start. UserError: the file is damaged, or has less than it promises.
-        doubt: what may be wrong with it although it is accepted.
+        doubt: a possible fault of a recording that is accepted.
         sound: the file in libsndfile; None where it is read otherwise.
     """
 

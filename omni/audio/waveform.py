@@ -40,7 +40,7 @@ def read_sound(
     Args:
         sound: without the wrappers that `unwrap` removes.
         sample_rate: of samples; a file knows its own.
-        name: what messages call samples and open files.
+        name: of samples and open files in messages.
 
     UserError: neither of them, too long, not finite, too loud, or what `as_waveform` and `read_audio` refuse.
     """

@@ -1,4 +1,4 @@
-"""Registry of audio codecs, and what is known of each without its weights or the packages that it computes with."""
+"""Registry of audio codecs, with the facts of each that need neither its weights nor the packages that it computes with."""
 
 from __future__ import annotations
 

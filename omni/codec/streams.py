@@ -73,7 +73,7 @@ class StreamCall:
     """One pass of some streams through a network.
 
     Args:
-        state: rows `[N, size]` of what the steps keep, which they change.
+        state: rows `[N, size]` of the steps' state, which they change.
         words: rows `[N, 1 + 4 * keys]` of int64: the frames before this call, then each key.
         rows: number of each row in the stores.
         begun: the frames before this call, as the host knows them.

@@ -1,4 +1,4 @@
-"""Steps of the decoder on a CPU, compiled by numba for this processor, and what small models do besides.
+"""Steps of the decoder and work of small models on a CPU, compiled by numba for this processor.
 
 A step costs its calls more than its work: it is hundreds of PyTorch's operations, or thousands, and after each the thread asks
 for the interpreter's lock again, which the threads beside it hold. Here a block is one call in float32, and one between two
@@ -150,9 +150,9 @@ def place(input_pos: Any, rows: Any, positions: Any, ring: Any, window: Any, wri
     """Note where rows are fed among the cache's positions [R, S], as `KVCache.begin_forward` does.
 
     Args:
-        input_pos: [B], -1 for what rests; rows: of the cache, [B].
+        input_pos: [B], -1 for rows that rest; rows: of the cache, [B].
         window: of the attention, 0 for all.
-        writes: is given the slot of each among all, [B]; mask: what is added to its scores, [B, V], 0 or minus infinity.
+        writes: the slot of each among all, [B]; mask: added to its scores, [B, V], 0 or minus infinity; both are written.
     """
     slots = positions.shape[1] - 1
     for b in range(len(input_pos)):
@@ -212,7 +212,7 @@ def push(
         rows: of the state, [B]; those that rest (`rests` [B], or none) keep theirs.
         sampled: [B, K]; nonfinite: whether the logits of audio and of text are broken, [2, B].
         step ... done: of the cursor; ends, pads, delays, sizes: of its layout, [K]; padded: whether it fills with pad.
-        column, position: what is fed next, [R, K] and [R]; packed: the results, [R, K + A + 7].
+        column, position: fed next, [R, K] and [R]; packed: the results, [R, K + A + 7].
     """
     streams, depth = len(delays), history.shape[2]
     a, last = streams - 1, 0
@@ -737,7 +737,7 @@ def blocks(
     """Take x [B, W] through several blocks of one shape, as `block` does, in one call: the lock is asked for once.
 
     Args:
-        addresses: of what `block` is given of each of N, in its order from `norm` on, [N, 11].
+        addresses: of the arguments of `block` from `norm` on, for each of N blocks, [N, 11].
         biased, normed: whether q, k and v have biases, and queries and keys norms; else their addresses are not read.
         inner: F; rows, slots: of the cache, R and S.
     """
@@ -883,7 +883,7 @@ def encoder(
     """Encode clips in one call: features [clips, M, F max] of these lengths to frames x [N, D].
 
     Args:
-        addresses: of what `encoder_block` is given of each block, in its order from `norm` on, [blocks, 15].
+        addresses: of the arguments of `encoder_block` from `norm` on, for each block, [blocks, 15].
         inner: F of the blocks.
     """
     width = x.shape[1]

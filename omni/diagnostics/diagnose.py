@@ -1,4 +1,4 @@
-"""Finds what a step tells of gradients and graphs, and the cause of errors of autograd with its line."""
+"""Finds mistakes with gradients and graphs in a step, and the cause of errors of autograd with its line."""
 
 from __future__ import annotations
 

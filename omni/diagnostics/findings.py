@@ -1,4 +1,4 @@
-"""Findings with their lines: what a mistake is, which line of the user's code made it, and the error that carries both."""
+"""Findings: a mistake, the line of the user's code that made it, and the error that carries both."""
 
 from __future__ import annotations
 

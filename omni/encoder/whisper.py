@@ -48,8 +48,8 @@ class WhisperEncoder(Encoder):
         frames = [config.clip_frames(len(clip)) for clip in clips]
         hidden = encoder(mels, lengths, frames)  # [sum(frames), D], clip after clip
 
-    checkpointing: what each block computes again in the backward pass, for less memory (`omni.model.recompute`).
-    kernels: what was measured on this CPU, of an encoder that serves.
+    checkpointing: the part of each block that is computed again in the backward pass (`omni.model.recompute`).
+    kernels: measurements of this CPU, for an encoder that serves.
     """
 
     kernels: Kernels | None = None

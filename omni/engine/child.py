@@ -1,4 +1,4 @@
-"""The engine's own process: holds the model, and does what its clients' process asks.
+"""The engine's own process: holds the model, and serves its clients' process.
 
 main thread     waits for the end: the clients' process has gone, or a signal
 reader          takes messages; counts what was taken, lets answers go, and hands requests to a few threads

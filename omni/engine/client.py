@@ -122,7 +122,7 @@ def _least(a: N | None, b: N | None) -> N | None:
 
 
 AHEAD = 64
-"""Time steps that may be written before what an iterator reads next."""
+"""Time steps that may be written ahead of an iterator's reader."""
 
 UNREAD = 10.0
 """Seconds of sound that a live listener may leave unread before its answer ends, where the engine has no `patience`."""

@@ -57,7 +57,7 @@ class Engine:
         patience: seconds after which an answer that nobody reads ends; None for never, and for `UNREAD` seconds
             (`omni.engine.client`) where it is live, so that its events are not kept without end.
         graph, compile: as for `omni.generate.runner.Runner`.
-        codec: of its listeners' sound, for `measure` and what it kept.
+        codec: of its listeners' sound, for `measure` and its kept results.
     """
 
     def __init__(

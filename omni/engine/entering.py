@@ -108,7 +108,7 @@ class Talk:
 
     Attributes:
         slots, rows: the speaking one first; the second leaves when its text has ended.
-        columns: what the speaking row wrote.
+        columns: those that the speaking row wrote.
         frames: number of frames among them; `exact`, of those whose samples no later frame changes.
         left: whether its rows are free again.
     """

@@ -268,7 +268,7 @@ class Link:
 
     Args:
         process: the other end's, for words about its end.
-        decoder: of what comes as codes; None where nothing does.
+        decoder: of sound that comes as codes; None where none does.
 
     Attributes:
         lost: why nothing is answered any more, None while the process lives.

@@ -17,12 +17,12 @@ _TURNS = count()
 
 @dataclass(eq=False)
 class Seat:
-    """One conversation's place in the cache.
+    """A conversation's claim to a slot of the cache.
 
     Attributes:
         limit: positions that it may fill.
         slot: its slot, None while it has none.
-        held: what the slot holds of it.
+        held: its columns in the slot.
         busy: whether an answer of it is under way; such a seat keeps its slot.
         used: number that grows with each use.
     """

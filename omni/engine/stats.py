@@ -110,7 +110,7 @@ class KnownCosts:
 
     def measure(self, runner: Runner, rows: Sequence[int], whole: bool) -> StepCosts:
         """Measure with a runner without answers under way (all numbers of rows, or those that are in real time and one more),
-        keep what was found, and return it."""
+        keep the result, and return it."""
         frame = None if whole or self._codec is None else 1 / self._codec.frame_rate
         measured = measure_steps(runner, self._codec, rows, frame)
         key = measured_of(self._model, self._codec)

@@ -192,8 +192,7 @@ class SoundDecoder:
     """Decodes the answers of an engine's process; belongs to one thread.
 
     Attributes:
-        codec: what decodes.
-        seconds: CPU time that it took.
+        seconds: CPU time that decoding took.
     """
 
     def __init__(self, codec: AudioCodec) -> None:
@@ -205,7 +204,7 @@ class SoundDecoder:
         self.seconds = 0.0
 
     def __call__(self, answers: Sequence[tuple[int, list[Any]]]) -> dict[int, Exception]:
-        """Put chunks in the places of coded sound among the events of answers; returns why some cannot be decoded, by their
+        """Replaces coded sound among the events of answers by chunks; returns why some cannot be decoded, by their
         numbers. Their sound is left out."""
         start, failed = time.thread_time(), dict[int, Exception]()
         alike: dict[int, list[tuple[int, list[Any]]]] = {}  # by number of frames

@@ -102,7 +102,7 @@ def answer_of(said: tuple[str, Tensor, Ended], part: DeliveredPart, sounds: bool
     """The answer of all its events.
 
     Args:
-        said: what `joined` made of them.
+        said: the result of `joined`.
         sounds: whether a codec makes its sound.
         sample_rate: of the codec in Hz, 0 without one.
     """

@@ -59,7 +59,7 @@ class FeatureStream:
 
     Args:
         task: name of the task that it is going to be asked as, for a projector that is gated by task.
-        turn: told what the model's turn head says of each frame, also of what was peeked at; None asks it nothing.
+        turn: told the turn head's probabilities of each frame, peeked ones too; None leaves the head out.
 
     Attributes:
         number: of its features (`new_sound`).

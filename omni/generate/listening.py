@@ -48,7 +48,7 @@ class Listening:
         turn: have the model's turn head hear where it ends.
 
     Attributes:
-        turn: what the turn head says of its frames; None without one, or where the whole is encoded at once.
+        turn: the turn head's probabilities of its frames; None without one, or where the whole is encoded at once.
     """
 
     def __init__(self, session: Any, task: Task | str, sample_rate: Any, turn: bool = False) -> None:

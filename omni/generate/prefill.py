@@ -75,7 +75,7 @@ class Prefill:
 
     Args:
         rows: one for each prompt.
-        fork: a second row for a batch of one; it gets a copy of what the first row holds.
+        fork: a second row for a batch of one; it gets a copy of the first row's columns.
     """
 
     def __init__(

@@ -118,7 +118,7 @@ class RowState:
     """The state of B rows, which are empty at first.
 
     Attributes:
-        column: what each row is fed next, [B, K]; position: where, [B], -1 for nowhere.
+        column: fed next, [B, K]; position: of that column, [B], -1 for none.
         partner: row whose text each takes, [B]; number: of its adapters and edits, from 1, 0 for none, [B].
         resting: rows between those of a step that are not fed, [B].
         packed, wide: results of the newest step, [B, K + A + 7], and with log-probabilities [B, K + A + 7 + K].

@@ -106,7 +106,7 @@ class SpeechTime:
     @classmethod
     def read(cls, extra: Mapping[str, Any], where: str) -> SpeechTime:
         """Read the estimate in a model folder's `extra`, or the default where there is none. UserError: the entry is not
-        what `plain` writes; `where` is named."""
+        in the form of `plain`; `where` is named."""
         if EXTRA not in extra:
             return cls()
         stored = extra[EXTRA]

@@ -88,7 +88,7 @@ class TurnListener:
 class TurnFrames:
     """Probabilities [T, 2] of voice and of end, of the first frames of a sound that is encoded elsewhere while it comes.
 
-    They may come late: what a frame says holds for its time in the sound, not for when it is known. `rate`: frames per
+    They may come late: a frame's probabilities hold for its time in the sound, not for when they are known. `rate`: frames per
     second of the sound."""
 
     def __init__(self, rate: float) -> None:

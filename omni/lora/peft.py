@@ -59,7 +59,7 @@ REFUSED = {
     "velora_config": "VeLoRA",
     "kasa_config": "KaSA",
 }
-"""Settings of PEFT that change what an adapter computes, with a name for the error."""
+"""Settings of PEFT that change an adapter's computation, with a name for the error."""
 
 
 def recognise(path: Path) -> bool:

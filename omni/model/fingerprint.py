@@ -1,4 +1,4 @@
-"""A quick look at whether what is beneath a module has changed; a whole look takes as long as a small model's block."""
+"""Tells quickly whether a module's parts have changed; a whole comparison takes as long as a small model's block."""
 
 from __future__ import annotations
 

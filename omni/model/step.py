@@ -189,7 +189,7 @@ class _BlockStep:
     """The compiled step of one block.
 
     Attributes:
-        shape: what it is called in measurements, None where it cannot be taken; float32 blocks of one shape are taken together.
+        shape: its key in measurements, None where it cannot be taken; float32 blocks of one shape are taken together.
         addresses: of a float32 block's weights in the order of `compiled.blocks`, 0 for what it lacks.
     """
 

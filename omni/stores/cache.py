@@ -1,4 +1,4 @@
-"""Read-through cache of what was fetched from stores, in the user's cache folder, with a limit to its size.
+"""Read-through cache of data from stores, in the user's cache folder, with a limit to its size.
 
     CACHE/stores/blocks/ab/abcdef…        bytes of an object, then their CRC-32
     CACHE/stores/files/0123abcd…/NAME     a file, or a folder of files, as a whole

@@ -24,7 +24,7 @@ SLOWEST = 64 << 10
 """Bytes a second: a request that is slower as a whole is given up, and made again."""
 
 VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash")
-"""Keys under which drivers tell what changes with an object's content, the best first."""
+"""Keys under which drivers give an object's version, the best first."""
 TIMES = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime")
 """Keys under which drivers tell when an object was written."""
 

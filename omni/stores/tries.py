@@ -63,7 +63,7 @@ def tried(work: Callable[[], Result], address: str, doing: str = "read", tries: 
     The first failure of a request that is made again is a line in the log.
 
     Args:
-        doing: what is done, for the message: `read`, `listed`, `made` or `written`.
+        doing: participle for the message: `read`, `listed`, `made` or `written`.
         tries: most of them.
 
     Raises:

@@ -197,7 +197,7 @@ def in_threads(function: int, shared: ctypes.Structure, threads: int) -> None:
 
     Args:
         function: address of a `void (*)(void *)`.
-        shared: what all of them are given.
+        shared: argument of all of them.
     """
     address, parallel = ctypes.addressof(shared), getattr(_libgomp(), "GOMP_parallel", None) if threads > 1 else None
     if parallel is not None:

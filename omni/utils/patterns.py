@@ -29,7 +29,7 @@ def match_names(
     Args:
         where: the configuration key the patterns come from, for the error.
         strict: refuse a pattern that matches nothing.
-        noun: what a name stands for, for the error.
+        noun: for a name, in the error.
         also: second names, each with the first name that it means (`omni.model.linears.tied_names`); one whose first name is
             not in `names` is ignored.
 
