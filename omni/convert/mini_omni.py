@@ -32,7 +32,8 @@ from omni.checkpoint.places import TOKENIZER
 from omni.checkpoint.tensors import FileStamp, finite, read_json, read_torch, state_of, write_file
 from omni.config import ModelConfig
 from omni.convert.contract import COMPANIONS, WORDS, Foreign, check_tokenizer, kept_files, match, one_dtype, read_tokenizer
-from omni.convert.grow import fresh
+from omni.convert.grow import AUDIO_EMBEDDING, AUDIO_HEAD, fresh
+from omni.convert.huggingface import EMBEDDING, HEAD
 from omni.convert.lazy import Lazy, Progress, WriteCallback, cast, joined, same
 from omni.convert.mini_omni_config import check_fits, model_config, read_settings, their_settings
 from omni.convert.parts import encoder_shapes, read_whisper
@@ -216,9 +217,6 @@ def write_archive(
     torch.save(wrap(whole), out)
     return FileStamp(out.bytes, out.crc32, tuple(name for name, tensor in whole.items() if not finite(tensor)))
 
-
-EMBEDDING, AUDIO_EMBEDDING = "decoder.text_embedding.weight", "decoder.audio_embedding.weight"
-HEAD, AUDIO_HEAD = "decoder.text_head.weight", "decoder.audio_head.weight"
 
 THEIR_EMBEDDING, THEIR_HEAD = "transformer.wte.weight", "lm_head.weight"
 THEIR_AUDIO_HEAD = "transformer.post_adapter_audio_lm_head.weight"

@@ -3,7 +3,7 @@
 A step costs its calls more than its work: it is hundreds of PyTorch's operations, or thousands, and after each the thread asks
 for the interpreter's lock again, which the threads beside it hold. Here a block is one call in float32, and one between two
 products in int8, without the lock. A row attends to its own keys alone, however many others of its step have, and a row that
-rests costs nothing. What a row gives does not depend on its company.
+rests costs nothing. What a row gives does not depend on the other rows.
 
 numba compiles for some seconds once, and keeps what it made beside this file, or in the user's cache folder. All of it is in
 one file, since numba asks whether that has changed, and not those of what is called.
