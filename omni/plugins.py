@@ -186,8 +186,8 @@ def _load(name: str, where: str) -> None:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what it prints must not come into an answer
             imported = importlib.import_module(module)
-        if module != name and name not in _places(imported):
-            raise UserError(f"there is another module {module}, {_places(imported)[0]}: give one of them another name")
+        if module != name and name not in _paths_of(imported):
+            raise UserError(f"there is another module {module}, {_paths_of(imported)[0]}: give one of them another name")
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise UserError(_broken(name, where, error)) from error
@@ -202,7 +202,7 @@ def _load(name: str, where: str) -> None:
         raise UserError(_broken(name, where, error)) from error
 
 
-def _places(module: ModuleType) -> list[str]:
+def _paths_of(module: ModuleType) -> list[str]:
     """The file of a module, and its folder where it is a package."""
     file = Path(module.__file__ or str(module)).resolve()
     return [str(file), str(file.parent)] if file.stem == "__init__" else [str(file)]

@@ -130,9 +130,9 @@ class Prefill:
         slots = torch.cat([positions[:, self.fed :], torch.full((1, 1), length)], dim=1)
         tokens = torch.cat([tokens[:, :, rest], pair.T[None]], dim=2)
         index = torch.cat([index[:, rest], torch.full((1, 2), -1)], dim=1)
-        tokens, slots, index, places = _sent(self.model.device, tokens, slots, index, slots.clamp_max(length - 1))
+        tokens, slots, index, rotary = _sent(self.model.device, tokens, slots, index, slots.clamp_max(length - 1))
         view = _ForkCache(cache.select((row,)).limit(length + 1))
-        hidden = self.model(tokens, features, index, positions=places, input_pos=slots, cache=view)
+        hidden = self.model(tokens, features, index, positions=rotary, input_pos=slots, cache=view)
         self.fed = self.time
         cache.rewind(row, length)
         cache.copy_row(row, fork.row, length)
